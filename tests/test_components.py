@@ -493,7 +493,7 @@ BROKEN = {
     "time of record": (
         "recorded_at: ordered_at",
         "recorded_at: order_at",
-        "type timestamp, of which there are ['ordered_at'], got 'order_at'; correct it",
+        "type timestamp (['ordered_at']), got 'order_at'; correct it",
     ),
     "suppress": (
         "input: by_maker",

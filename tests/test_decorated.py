@@ -218,13 +218,13 @@ def test_each_partition_counts_once(
     answers["2024-01-01"] = rows(("a", "a1, mended", 1))
     changed = of("2024-01-01")
     assert not changed.success
-    assert "expected of partition 2024-01-01 what was taken of it in an earlier run" in messages(
+    assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(
         changed
     )
     assert made(of("2024-01-01", tags={"vt_dagster/take_again": "true"})) == {"raw", "daily"}
     assert made(of("2024-01-01")) == {"raw"}
     assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3", "a1, mended"]
-    with pytest.raises(SourceError, match=r"which gives it what .*daily returns; got none"):
+    with pytest.raises(SourceError, match=r"which provides what .*daily returns; got none"):
         replay(str(tmp_path), daily, "anew", spark)
 
 

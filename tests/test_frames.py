@@ -179,7 +179,7 @@ def test_a_column_without_values_is_of_any_type(spark: SparkSession) -> None:
 
 def test_an_extra_column_is_told(spark: SparkSession) -> None:
     pinned = given(PANDAS.assign(note="x")).pin(None)
-    assert pinned.describe(SCHEMA)[1] == "!left out columns that the schema has not: note"
+    assert pinned.describe(SCHEMA)[1] == "!left out columns that the schema lacks: note"
     found = frame_of(given(None).node, PANDAS)
     assert isinstance(found, LocalFrame)
     assert "note" not in found.rows.column_names

@@ -393,7 +393,7 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
         orders = Stream(format_, key="k", schema=schema(kinds), timestamp="at", source=source)
         files = source.pin(None)
         (told,) = [line for line in files.describe(orders.schema) if line.startswith("!")]
-        assert told == f"!columns that the schema has not are left out: extra (in old.{format_})"
+        assert told == f"!columns that the schema lacks are left out: extra (in old.{format_})"
         (row,) = files.read(spark, orders).select("k", "n", "note").collect()
         assert tuple(row) == ("a", 1, None)
         strict = replace(source, optional=()).pin(None)

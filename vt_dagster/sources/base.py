@@ -1,4 +1,4 @@
-"""What a run needs of a source: what it pins when the run starts, and how to read it."""
+"""The protocols of sources: pinning the input of a run, and reading it."""
 
 from __future__ import annotations
 
@@ -19,92 +19,92 @@ from vt_dagster.topology.column_renames import named, was
 from vt_dagster.topology.model import Stream
 
 End: TypeAlias = dict[str, Offsets] | str
-"""The end of a source, as it tells places: offsets, or the last name."""
+"""The end of a source: offsets by partition, or the last name."""
 
 
 class Pinned(Protocol):
-    """What one run takes from a source."""
+    """The input of one run, pinned when the run starts."""
 
     @property
     def taken(self) -> Ranges:
-        """The offsets that the run takes, where the source has any; part of the commit."""
+        """The offset ranges of the run, if the source has offsets; part of the commit."""
         ...
 
     @property
     def bytes(self) -> int | None:
-        """How much that is; None where ``taken`` says it in records."""
+        """The size of the input; None if ``taken`` counts records."""
         ...
 
     @property
     def counts(self) -> dict[str, int]:
-        """What the source counts besides records."""
+        """Counts of the source besides records."""
         ...
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing new: such a run commits nothing."""
+        """Whether there is no new input: such a run commits nothing."""
         ...
 
     @property
     def max_bad_share(self) -> float:
-        """A run with a larger share of quarantined records fails before its commit."""
+        """The largest share of quarantined records; a run above it fails before its commit."""
         ...
 
     @property
     def max_clock_skew(self) -> timedelta | None:
-        """How far in the future a timestamp may lie; None = any."""
+        """How far ahead of this machine's clock a timestamp may be; None = any."""
         ...
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        """The records, as ``core.source_records.prepare`` takes them."""
+        """Returns the records, in the columns of ``core.source_records.prepare``."""
         ...
 
     @property
     def source_end(self) -> End:
-        """The end of all that was there when the run started, whatever of it the run takes."""
+        """The end of the source when the run started, even if the run takes less."""
         ...
 
     def reaches(self, end: End) -> bool:
-        """Whether all up to an end is taken after the run.
+        """Returns whether everything up to an end is consumed after the run.
 
         Args:
-            end: of this run or an earlier one.
+            end: the ``source_end`` of this run or an earlier one.
         """
         ...
 
     def consumed(self) -> dict[str, Any] | None:
-        """The files that will have been consumed after the run, once its records have been read; None
-        where offsets tell.
+        """Returns the files consumed after the run, once its records have been read; None if the commit
+        holds offsets.
 
         Raises:
-            SourceError: what was read is not what was pinned.
+            SourceError: the input has changed since it was pinned.
         """
         ...
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
-        """What the commit says of how far the run has come: fields of ``Commit``.
+        """Returns the position after the run: fields of ``Commit``.
 
         Args:
-            counts: of the run.
+            counts: the counts of the run.
         """
         ...
 
     def describe(self, schema: StructType) -> list[str]:
-        """What is taken, in lines for the run's log; warnings begin with ``!``.
+        """Returns a description of the input in lines for the run's log; warnings begin with ``!``.
 
         Args:
-            schema: the asset's, of which the source may have more columns.
+            schema: the asset's schema; the source may have more columns.
         """
         ...
 
     def explain(self, error: Exception) -> SourceError | None:
-        """What happened, where it was the source that did not give its records."""
+        """Returns a clear error if the source caused an error of Spark; else None."""
         ...
 
 
 def delivered(node: Stream) -> StructType:
-    """The columns by which a node's records may come: its own, and of those that had other names before
-    these too, since what delivers them may not have followed yet."""
+    """Returns a node's columns and the earlier names of renamed ones, since the producer of the records
+    may still use those."""
     own = [named(f.name, f.dataType, node.earlier.get(f.name, ())) for f in node.schema.fields]
     before = [StructField(name, f.dataType) for f in own for name in was(f)]
     return StructType([*own, *before]) if before else node.schema
@@ -113,10 +113,10 @@ def delivered(node: Stream) -> StructType:
 def read_by_all_names(
     node: Stream, read: Callable[[Sequence[str], StructType], DataFrame]
 ) -> DataFrame:
-    """A node's records by all names that its columns had, each column under its newest one.
+    """Returns a node's records, with each column read by any of its names and returned by its newest.
 
     Args:
-        read: gives them, by the columns of the key and all columns.
+        read: returns the records for the key columns and all columns.
     """
     columns = delivered(node)
     key = [*node.key, *(name for k in node.key for name in node.earlier.get(k, ()))]
@@ -124,7 +124,8 @@ def read_by_all_names(
 
 
 def with_source_recorded_at(rows: DataFrame, recorded_at: str, words: Collection[str]) -> DataFrame:
-    """Rows with ``_told_at``, where that is a column of theirs, and none of the words."""
+    """Adds the source's system time ``_told_at`` if ``recorded_at`` is a column, not one of
+    ``words``."""
     return (
         rows if recorded_at in words else rows.withColumn(SOURCE_RECORDED_AT, F.col(f"`{recorded_at}`"))
     )
@@ -133,7 +134,7 @@ def with_source_recorded_at(rows: DataFrame, recorded_at: str, words: Collection
 def require_source_recorded_at(
     name: str, recorded_at: str, words: Collection[str], schema: StructType
 ) -> None:
-    """What a source is asked for as times of record is one of the words, or a column.
+    """Checks that ``recorded_at`` is one of ``words`` or a column of type timestamp.
 
     Raises:
         TopologyError: it is neither.
@@ -142,12 +143,12 @@ def require_source_recorded_at(
     if recorded_at not in (*words, *columns):
         raise TopologyError(
             f"{name}: expected recorded_at of the source to be one of {list(words)} or a column of "
-            f"type timestamp, of which there are {columns}, got {recorded_at!r}; correct it"
+            f"type timestamp ({columns}), got {recorded_at!r}; correct it"
         )
 
 
 class Uncounted:
-    """What one run takes of a source that has no offsets, and counts nothing besides records."""
+    """The input of one run from a source without offsets and further counts."""
 
     @property
     def taken(self) -> Ranges:
@@ -167,8 +168,8 @@ class Uncounted:
 
 @runtime_checkable
 class Comparing(Protocol):
-    """What one run takes from a source that says what is true, not what has changed: a ``Pinned`` whose
-    records are the difference to what the table holds."""
+    """The input of one run from a source of whole states: a ``Pinned`` whose records are the difference
+    to the table."""
 
     def difference(
         self,
@@ -177,24 +178,24 @@ class Comparing(Protocol):
         held: DataFrame,
         hold: Callable[[DataFrame], DataFrame],
     ) -> DataFrame:
-        """The records, as ``Pinned.read`` gives them.
+        """Returns the records, in the columns of ``Pinned.read``.
 
         Args:
             held: the rows of the table before the run.
-            hold: gives rows that are wanted several times: computed once, released after the commit.
+            hold: persists rows that are read several times; they are released after the commit.
 
         Raises:
-            SourceError: it is not to be believed, for example since it would delete too much.
+            SourceError: the state exceeds a limit, for example deletes too many rows.
         """
         ...
 
 
 class Whole(Pinned, Comparing, Protocol):
-    """A whole state that one run takes."""
+    """A whole state as the input of one run."""
 
     @property
     def what(self) -> str:
-        """It, in words."""
+        """The state, for messages."""
         ...
 
     @property
@@ -203,23 +204,22 @@ class Whole(Pinned, Comparing, Protocol):
 
 @runtime_checkable
 class Recorded(Protocol):
-    """What one run takes from a source that can tell when its records were recorded first: a
-    ``Pinned``."""
+    """The input of one run from a source that provides system times: a ``Pinned``."""
 
     def recorded(self) -> Mapping[str, int] | None:
-        """When, epoch microseconds, by what they are read from (``_source``) in order of arrival; None
-        = when the run commits."""
+        """Returns the system time (epoch µs) by ``_source``, in order of arrival; None = the time of
+        the commit."""
         ...
 
 
 @dataclass(frozen=True)
 class News:
-    """What a source has for a run.
+    """The new input of a source, for a sensor.
 
     Args:
-        config: of the asset's op; None = nothing to run for.
-        says: the state in words.
-        records: how many wait; None = unknown.
+        config: the run config of the asset's op; None = nothing new.
+        says: a description of the new input.
+        records: the number of waiting records; None = unknown.
     """
 
     config: Mapping[str, Any] | None = None
@@ -228,46 +228,46 @@ class News:
 
 
 class Source(Protocol):
-    """Where the records of an asset come from."""
+    """A source of an asset's records."""
 
     def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = ..., **asked: Any) -> Pinned:
-        """What a run takes after a commit. Does not use Spark.
+        """Pins the input of a run. Does not use Spark.
 
         Args:
-            before: the asset's last commit; None = there is none.
-            consumed: the files consumed so far, as ``Pinned.consumed`` gave them.
-            asked: what the run's config asks for.
+            before: the asset's last commit; None = no commit yet.
+            consumed: the files consumed so far, from ``Pinned.consumed``.
+            asked: the settings of the run config.
         """
         ...
 
 
 class Watched(Source, Protocol):
-    """A source that a sensor looks at."""
+    """A source that a sensor polls."""
 
     def describe(self) -> str:
-        """What is read, in words."""
+        """Returns a description of the source."""
         ...
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
-        """What a sensor asks a run for. Does not use Spark.
+        """Returns the new input, for a run request. Does not use Spark.
 
         Args:
-            before, consumed: as of :meth:`pin`.
+            before, consumed: as for :meth:`pin`.
         """
         ...
 
 
 def require_limits(max_bad_share: float, max_clock_skew: timedelta) -> None:
-    """What every source says of bad records.
+    """Checks the limits that every source has.
 
     Raises:
-        SourceError: it makes no sense.
+        SourceError: a limit is not valid.
     """
     if not 0 <= max_bad_share <= 1:
         raise SourceError(f"max_bad_share must be between 0 and 1, got {max_bad_share}")
     given: object = max_clock_skew
     if not isinstance(given, timedelta):
         raise SourceError(
-            f"max_clock_skew must be a timedelta, got {given!r}; to let any time pass give a long one, "
+            f"max_clock_skew must be a timedelta, got {given!r}; to accept any time, set a long one, "
             "for example timedelta(days=36500)"
         )

@@ -1,4 +1,4 @@
-"""What the log of a Delta table that somebody else writes says of its commits. Does not use Spark."""
+"""The commits in the log of an external Delta table. Does not use Spark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 
 FEED = "delta.enableChangeDataFeed"
-"""The table property that switches its change data feed on."""
+"""The table property that enables the change data feed."""
 _MAPPING = "delta.columnMapping.mode"
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint\b.*\.(parquet|json)")
 
@@ -28,9 +28,9 @@ class Added(NamedTuple):
     """A file that a commit added.
 
     Args:
-        path: where it is, for Spark.
-        place: the same without the protocol.
-        parts: what the columns are that part the table, as texts.
+        path: the file's path for Spark.
+        place: the path without the protocol.
+        parts: the values of the partition columns, as texts.
     """
 
     path: str
@@ -41,15 +41,15 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """What a commit did.
+    """The changes of a commit.
 
     Args:
-        time: when, epoch microseconds, by its writer's clock.
-        operation: in Delta's word, for messages.
+        time: its time in epoch microseconds, by the writer's clock.
+        operation: Delta's name of the operation, for messages.
         added: files with new rows; not those of a compaction.
-        removes: whether rows are gone, or were rewritten; a compaction does neither.
-        bytes: of all that is read of it.
-        properties: of the table, where it changed them.
+        removes: whether rows were removed or rewritten; a compaction does neither.
+        bytes: the size of all files to read.
+        properties: the table's properties, if the commit changed them.
     """
 
     version: int
@@ -62,15 +62,15 @@ class Change:
 
     @property
     def changes_rows(self) -> bool:
-        """Whether it changed any."""
+        """Whether the commit changed rows."""
         return bool(self.added) or self.removes
 
 
 class ForeignTable:
-    """A Delta table that somebody else writes, as of now.
+    """An external Delta table at its current version.
 
     Raises:
-        SourceError: there is none, or its log cannot be read.
+        SourceError: there is no table, or its log cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -94,34 +94,34 @@ class ForeignTable:
 
     @property
     def version(self) -> int:
-        """The newest."""
+        """The newest version."""
         return self._table.version()
 
     @property
     def id(self) -> str:
-        """Another table in its place has another one."""
+        """The table id; a replaced table has another one."""
         return str(self._table.metadata().id)
 
     def first_commit(self, until: int) -> int:
-        """The first of the commits up to a version (inclusive) that are there without a gap; one after
-        it where there is none."""
+        """Returns the first of the gapless commits up to ``until`` (inclusive); ``until + 1`` if there
+        is none."""
         first = until + 1
         while first - 1 in self._commits:
             first -= 1
         return first
 
     def first_state(self) -> int:
-        """The oldest version that can be read as a whole, and from which on all commits are there."""
+        """Returns the oldest readable version after which all commits are available."""
         first = self.first_commit(self.version)
         if first == 0:
             return 0
         return min((v for v in self._checkpoints if v + 1 >= first), default=self.version)
 
     def at(self, version: int) -> DeltaTable:
-        """The table as of a version.
+        """Returns the table at a version.
 
         Raises:
-            SourceError: it cannot be read any more.
+            SourceError: the version can no longer be read.
         """
         if version == self.version:
             return self._table
@@ -135,43 +135,43 @@ class ForeignTable:
         return found
 
     def properties(self, version: int) -> Mapping[str, str | None]:
-        """Those of the table as of a version."""
+        """Returns the table's properties at a version."""
         return self.at(version).metadata().configuration
 
     def schema(self, version: int) -> StructType:
-        """Its columns as of a version."""
+        """Returns the table's columns at a version."""
         return StructType.fromJson(json.loads(self.at(version).schema().to_json()))
 
     def parted_by(self, version: int) -> list[str]:
-        """The columns that part it."""
+        """Returns the partition columns."""
         return list(self.at(version).metadata().partition_columns)
 
     def bytes(self, version: int) -> int:
-        """Of all files of a version."""
+        """Returns the size of all files of a version."""
         told = pa.RecordBatchReader.from_stream(self.at(version).get_add_actions(flatten=True))
         return sum(told.read_all().column("size_bytes").to_pylist())
 
     def require_plain_files(self, version: int) -> None:
-        """Its files must say what is in them.
+        """Checks that the files have the table's column names.
 
         Raises:
-            SourceError: they have other names for columns than the table.
+            SourceError: the table has column mapping.
         """
         if (self.properties(version).get(_MAPPING) or "none") != "none":
             raise SourceError(
-                f"{self.path} maps its columns to other names ({_MAPPING}), by which mode='append' "
-                "reads no files: expected mode='changes' or 'snapshots'; use one of them"
+                f"{self.path} has column mapping ({_MAPPING}), which mode='append' does not support: "
+                "expected mode='changes' or 'snapshots'; use one of them"
             )
 
     def time(self, version: int) -> int | None:
-        """When a version was committed, epoch microseconds; None where its commit is not there."""
+        """Returns the commit time of a version in epoch microseconds; None if its commit is gone."""
         return self.change(version).time if version in self._commits else None
 
     def change(self, version: int) -> Change:
-        """What one commit did.
+        """Returns the changes of one commit.
 
         Raises:
-            SourceError: its file is cut off.
+            SourceError: the commit file is truncated.
         """
         fs, root = delta.filesystem(self.path)
         place = posixpath.join(root, "_delta_log", f"{version:020}.json")
@@ -180,7 +180,7 @@ class ForeignTable:
             actions: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line]
         except ValueError:
             raise SourceError(
-                f"{place} is cut off: expected a whole commit; restore it from a backup and run again"
+                f"{place} is truncated: expected a whole commit; restore it from a backup and run again"
             ) from None
         info: dict[str, Any] = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
         stamp = info.get("inCommitTimestamp") or info.get("timestamp")

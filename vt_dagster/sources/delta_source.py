@@ -1,7 +1,7 @@
-"""A Delta table that somebody else writes, as a source: each of its versions is consumed once.
+"""An external Delta table as a source: each of its versions is consumed once.
 
-The position is the next version, in the asset's own commits, with the table's id and the time of the
-last version that was consumed: another table in its place, or one that was put back, is seen.
+The asset's own commits store the next version, the table's id and the commit time of the last consumed
+version. These detect a table that was replaced or restored.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from vt_dagster.topology.durations import in_utc
 
 Mode = Literal["append", "changes", "snapshots"]
 _UPKEEP = 100
-"""After so many versions that change no row a run moves the position over them, lest their commits are
-cleaned up before it does."""
+"""A run skips versions without row changes only when there are this many; it must do so before Delta
+cleans up their commits."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a run begins.
+    """The version at which a run begins.
 
     Args:
-        first: the version: the first commit that is taken, or whose state is.
-        whole: whether its state is taken, not what its commit did.
-        gap: versions that are gone, and accepted to be; None = none.
+        first: the first version (inclusive).
+        whole: whether the run takes the whole table at that version instead of the commit's changes.
+        gap: an accepted range of missing versions, end exclusive; None = none.
     """
 
     first: int
@@ -45,30 +45,31 @@ class _Place:
 
 @dataclass(frozen=True)
 class DeltaSource:
-    """A Delta table that somebody else writes.
+    """An external Delta table, written by another process.
 
-    Without a column ``timestamp`` in the schema a record's timestamp is when its version was committed,
-    by the writer's clock; a tombstone's always is. Order of arrival is by version; within one by file
-    and row (``append``), or by the key's hash and key. A compaction (OPTIMIZE) gives nothing.
+    Without a column ``timestamp`` in the schema, a record's timestamp is the commit time of its version
+    by the writer's clock; for a tombstone always. Records arrive in order of version, and within a
+    version by file and row (``append``), or by the key's hash and key. A compaction (OPTIMIZE) gives no
+    records.
 
     Args:
-        path: the table's directory or URL, which Spark and ``deltalake`` both can read.
-        mode: ``append``: the rows that were appended; a commit that removes or rewrites rows is
-            refused. ``changes``: its change data feed, which must be on: what is inserted, or is there
-            after an update, is put; what is deleted is a tombstone, and so is the old key of an update
-            that changes it. ``snapshots``: its newest version is the whole state, and the records are
-            the difference to what the table holds, as of :class:`SnapshotSource`; versions in between
-            are passed over, unless ``max_versions_per_run=1`` takes each. The last two are for tables.
-        start: where the first run begins. ``current``: with all rows of the newest version; then come
-            the commits after it. ``earliest``: with the oldest version that is still there. A number:
-            with what that version's commit did (``snapshots``: with its state).
-        max_versions_per_run: so many that change rows at most; None = all that are there.
-        ignore, max_shrink, on_duplicate: where a whole state is compared, as of
+        path: the table's directory or URL, readable by both Spark and ``deltalake``.
+        mode: ``append``: the appended rows; a commit that removes or rewrites rows is refused.
+            ``changes``: the change data feed, which must be enabled: inserts and updates are upserts;
+            deletes are tombstones, and so is the old key of an update that changes the key.
+            ``snapshots``: the newest version is the whole state, and the records are the difference to
+            the asset's table, as for :class:`SnapshotSource`; versions in between are skipped, unless
+            ``max_versions_per_run=1``. The last two modes are for tables only.
+        start: where the first run begins. ``current``: all rows of the newest version, then the commits
+            after it. ``earliest``: the oldest available version. A number: the changes of that version
+            (inclusive; ``snapshots``: its state).
+        max_versions_per_run: the limit of versions with row changes per run; None = no limit.
+        ignore, max_shrink, on_duplicate: for comparisons of a whole state, as for
             :class:`SnapshotSource`.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
-        max_clock_skew: how far in the future a timestamp may lie, by this machine's clock.
-        upstream: the key of the asset that writes the table, ``shop/export``: a dependency of this one
-            in Dagster.
+        max_clock_skew: how far ahead of this machine's clock a timestamp may be.
+        upstream: the key of the asset that writes the table, ``shop/export``: a Dagster dependency of
+            this asset.
     """
 
     path: str
@@ -106,36 +107,36 @@ class DeltaSource:
 
     @property
     def tables_only(self) -> bool:
-        """Whether a stream cannot have it."""
+        """Whether only tables can have this source."""
         return self.mode != "append"
 
     @property
     def orders_changes(self) -> bool:
-        """Whether the last record of a key, by order, is what the table that it reads holds of it."""
+        """Whether the records are changes of a table: the last one of a key is its current row."""
         return self.mode != "append"
 
     @property
     def restates(self) -> bool:
-        """Whether a record may say what is known: a row marked as deleted is in each version."""
+        """Whether a record may repeat the current row: a row marked as deleted is in each version."""
         return self.whole
 
     @property
     def whole(self) -> bool:
-        """Whether it says what is true, not what has changed."""
+        """Whether the source gives whole states instead of changes."""
         return self.mode == "snapshots"
 
     def limits(self, accepted: bool) -> Limits:
-        """Within which a whole state is believed."""
+        """Returns the limits within which a whole state is accepted."""
         shares = self.max_shrink, self.max_bad_share
         return Limits(*shares, self.on_duplicate, self.ignore, accepted)
 
     def describe(self) -> str:
-        """What is read, for descriptions and messages."""
+        """Returns a description of the source, for metadata and messages."""
         what = {"append": "appended rows", "changes": "changes", "snapshots": "versions"}[self.mode]
         return f"{what} of the Delta table {self.path}"
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Refuses columns to ignore that are none; what the table lacks shows when it is read."""
+        """Checks ``ignore`` against the schema; missing columns of the table show when it is read."""
         check_ignored(name, self.ignore, key, schema)
 
     # -- versions --------------------------------------------------------------------------------
@@ -149,19 +150,19 @@ class DeltaSource:
         *,
         consumed: Mapping[str, Any] = {},
     ) -> PinnedVersions:
-        """The versions that a run takes after a commit. Does not use Spark.
+        """Pins the versions of a run. Does not use Spark.
 
         Args:
-            before: the asset's last commit; None = there is none.
-            version: the last one that is asked for (inclusive); None = the newest.
-            accept_gap: go on where versions are gone, or another table is there: ``append`` with the
-                first commit that is there, or from ``start`` on; otherwise with the difference of the
-                table as it is. Of ``append``, also leave out a commit that rewrites rows.
-            accept_shrink: a whole state may be empty, or delete more than ``max_shrink``.
-            consumed: of no use; versions tell.
+            before: the asset's last commit; None = no commit yet.
+            version: the last version to read (inclusive); None = the newest.
+            accept_gap: continue although versions are gone or the table was replaced: ``append`` with
+                the first available commit, or from ``start``; other modes with the difference to the
+                current table. In ``append``, also skip a commit that rewrites rows.
+            accept_shrink: whether a whole state may be empty, or delete more than ``max_shrink``.
+            consumed: not used; the commit holds the version.
 
         Raises:
-            RecordsGoneError: versions are gone that were not consumed, or another table is there.
+            RecordsGoneError: unconsumed versions are gone, or the table was replaced.
             SourceError: there is no table; a commit rewrites rows, or has no change data feed.
         """
         table = ForeignTable(str(self.path))
@@ -185,7 +186,7 @@ class DeltaSource:
         return self._pinned(PinnedVersions, table, place, gap, changes)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
-        """The newest version. Does not use Spark."""
+        """Returns the run config with the newest version. Does not use Spark."""
         pinned = self.pin(before)
         if pinned.empty:
             return News()
@@ -193,7 +194,7 @@ class DeltaSource:
         return News({"version": pinned.end - 1}, f"{number:,} new version(s)")
 
     def _bounded(self, table: ForeignTable, first: int, newest: int) -> list[Change]:
-        """What the commits up to a version did, with as many that change rows as a run may take."""
+        """Returns the commits up to a version, limited by ``max_versions_per_run``."""
         found: list[Change] = []
         taken = 0
         for version in range(first, newest + 1):
@@ -214,9 +215,9 @@ class DeltaSource:
             return _Place(first, False)
         if not accept_gap:
             raise RecordsGoneError(
-                f"{self.path}: {said}. Run once with accept_gap: true to go on "
-                f"{'without them' if self.mode == 'append' else 'with the table as it is now'}, which "
-                "the commit then records; or reprocess into a new asset"
+                f"{self.path}: {said}. Run once with accept_gap: true to continue "
+                f"{'without them' if self.mode == 'append' else 'with the table as it is now'} (the "
+                "commit records the gap), or reprocess into a new asset"
             )
         if self.mode != "append":
             return _Place(table.version, True, (first, table.version + 1))
@@ -230,9 +231,8 @@ class DeltaSource:
         if isinstance(self.start, int):
             if self.mode != "snapshots" and table.first_commit(table.version) > self.start:
                 raise RecordsGoneError(
-                    f"{self.path}: expected the commits from version {self.start} on, the first one "
-                    f"that is still there is {table.first_commit(table.version)}; choose a later "
-                    "start, or 'current'"
+                    f"{self.path}: expected the commits from version {self.start} on, got commits from "
+                    f"version {table.first_commit(table.version)} on; choose a later start or 'current'"
                 )
             return _Place(self.start, False)
         if self.start == "current":
@@ -241,23 +241,23 @@ class DeltaSource:
         return _Place(first, first > 0 and self.mode != "snapshots")
 
     def _missing(self, table: ForeignTable, known: str, first: int) -> str | None:
-        """What is not there any more of what comes after a position; None = all is."""
+        """Returns a description of what is missing after a version, for messages; None = nothing."""
         before, _, time = known.rpartition("@")
         if before != table.id:
             return (
-                f"another table has taken its place since version {first - 1} was consumed (its id was "
-                f"{before}, is {table.id}): its versions mean other rows"
+                f"the table was replaced since version {first - 1} was consumed (its id was {before}, "
+                f"now {table.id}): its versions refer to other rows"
             )
         if table.version < first - 1:
             return (
                 f"consumed up to version {first - 1}, but the table ends at {table.version}: it was "
-                "put back to an earlier state"
+                "restored to an earlier state"
             )
         last = table.time(first - 1)
         if last is not None and time and last != int(time):
             return (
-                f"version {first - 1} was committed at {in_utc(int(time))} when it was consumed, and "
-                f"is of {in_utc(last)} now: the table was put back and went on otherwise"
+                f"version {first - 1} was committed at {in_utc(int(time))} when it was consumed, now "
+                f"at {in_utc(last)}: the table was restored to an earlier state and got other commits"
             )
         there = table.first_commit(table.version)
         if self.mode == "snapshots" or there <= first:
@@ -277,9 +277,9 @@ class DeltaSource:
         if not accept_gap or gap is not None:
             raise SourceError(
                 f"{self.path}: version {version} ({rewrites.operation}) removes or rewrites rows, "
-                "which mode='append' does not follow; nothing was committed. Set mode='changes' (with "
-                f"{FEED}) or mode='snapshots' of the source; or run once with accept_gap: true to "
-                "leave that commit out"
+                "which mode='append' does not support; nothing was committed. Set mode='changes' (with "
+                f"{FEED}) or mode='snapshots' of the source, or run once with accept_gap: true to skip "
+                "that commit"
             )
         kept = [c for c in changes if c.version < version]
         left_out = Change(version, rewrites.time, rewrites.operation, (), False, 0, None)
@@ -295,9 +295,9 @@ class DeltaSource:
             if change.changes_rows and str(on).lower() != "true":
                 raise SourceError(
                     f"{self.path}: version {change.version} ({change.operation}) has no change data "
-                    f"feed: expected {FEED}=true, got {on}. Switch it on (ALTER TABLE … SET "
-                    f"TBLPROPERTIES ({FEED} = true)); to go on over that version, set "
-                    "mode='snapshots' for a run, or begin a new asset with start='current'"
+                    f"feed: expected {FEED}=true, got {on}. Enable it (ALTER TABLE … SET "
+                    f"TBLPROPERTIES ({FEED} = true)); to skip that version, set mode='snapshots' for "
+                    "one run, or create a new asset with start='current'"
                 )
 
     def _state(

@@ -1,4 +1,4 @@
-"""What is delivered as a whole: read beside what the table holds, and believed only within limits."""
+"""Comparison of a whole state with the table, and the limits within which it is accepted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OnDuplicate = Literal["fail", "quarantine"]
 _BUCKET_BYTES = 4_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 UNREAD = "_unread"
-"""The raw content of a row of a dump that could not be read; null of others."""
+"""Column with the raw content of an unreadable row; null for others."""
 
 
 class Dump(NamedTuple):
@@ -43,7 +43,7 @@ class Dump(NamedTuple):
 
     Args:
         name: in the source's directory.
-        nested: whether it is a directory.
+        nested: whether the dump is a directory.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Dump(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of all files in bytes."""
         return sum(f.size for f in self.files)
 
     @property
     def size_above(self) -> int:
-        """Bytes without those of sub-directories, which earlier versions of the library left out."""
+        """The size in bytes without sub-directories, which earlier versions of the library skipped."""
         return sum(f.size for f in self.files if "/" not in f.name)
 
     @property
     def modified(self) -> int:
-        """When its newest file was written: epoch microseconds."""
+        """The modification time of the newest file in epoch microseconds."""
         found: list[datetime] = []
         for file in self.files:
             fs, place = delta.filesystem(file.path)
@@ -73,13 +73,13 @@ class Dump(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Within which a dump is believed.
+    """The limits within which a dump is accepted.
 
     Args:
-        max_shrink: the largest share of the rows that the table holds that it may delete.
-        max_bad_share: the largest share of its rows that may be bad.
-        on_duplicate: what becomes of rows that share a key.
-        ignore: value columns whose change alone is none.
+        max_shrink: the largest share of the table's rows that the dump may delete.
+        max_bad_share: the largest share of bad rows in the dump.
+        on_duplicate: the handling of rows that share a key.
+        ignore: value columns whose change alone is not a change.
         accepted: whether this dump may delete more, or be empty.
     """
 
@@ -90,10 +90,10 @@ class Limits:
     accepted: bool = False
 
     def check(self, what: str) -> None:
-        """Refuses what makes no sense.
+        """Checks the limits.
 
         Raises:
-            SourceError: names the setting.
+            SourceError: a setting is not valid.
         """
         if not 0 <= self.max_shrink <= 1:
             raise SourceError(
@@ -107,10 +107,10 @@ class Limits:
 
 
 def check_ignored(name: str, ignore: Sequence[str], key: Sequence[str], schema: StructType) -> None:
-    """Refuses columns that are none.
+    """Checks that ``ignore`` names value columns.
 
     Raises:
-        TopologyError: names them.
+        TopologyError: it names others.
     """
     wrong = [c for c in ignore if c not in schema.names or c in key]
     if wrong:
@@ -121,7 +121,7 @@ def check_ignored(name: str, ignore: Sequence[str], key: Sequence[str], schema: 
 
 
 def buckets_of(size: int) -> int:
-    """Into how many parts so many bytes are cut, where their order of arrival is told."""
+    """Returns the number of buckets in which ``size`` bytes are numbered in order of arrival."""
     return max(1, min(MOST_BUCKETS, size // _BUCKET_BYTES))
 
 
@@ -136,24 +136,24 @@ def records_of(
     time: int,
     size: int,
 ) -> DataFrame:
-    """The records of a dump: puts and tombstones, for what it has otherwise than the table.
+    """Returns the difference of a dump to the table as upserts and tombstones.
 
-    Where some of its rows lost their key (unreadable, or a null in it), nobody knows which keys it
-    lacks: then it deletes nothing.
+    If the key of a row is unknown (unreadable, or with a null), any key may be missing by mistake: the
+    dump then deletes nothing.
 
-    Plan: that of ``core.snapshot_diff.difference``, held; a job that counts it; where something is
-    deleted, one that counts the rows of the table.
+    Plan: that of ``core.snapshot_diff.difference``, persisted; one job that counts it; with deletions,
+    one job that counts the rows of the table.
 
     Args:
         dump: the schema's columns, ``_source``, ``_position``, ``_unread`` and ``_reason``.
         held, hold: see ``Comparing``.
-        what: names the dump.
-        time: its time, epoch microseconds.
-        size: bytes.
+        what: the name of the dump, for messages.
+        time: the time of the dump in epoch microseconds.
+        size: its size in bytes.
 
     Raises:
-        SourceError: it is empty, deletes too much, or has a key twice.
-        ContractError: too large a share of its rows is bad.
+        SourceError: the dump is empty, deletes too many rows, or has duplicate keys.
+        ContractError: the share of bad rows is too large.
     """
     compared = [c for c in value_columns(node) if c not in limits.ignore]
     news = hold(
@@ -179,7 +179,7 @@ def records_of(
         {
             **timed,
             RECORD_TIME: moment,
-            # A row that is marked as deleted is in each dump.
+            # A row marked as deleted is in every dump, so it may repeat the table's state.
             RESTATES: ~F.col(DELETED),
             RAW: raw,
             SOURCE: F.coalesce(F.col(SOURCE), F.lit(what)),
@@ -203,8 +203,8 @@ def _refuse_duplicates(rows: DataFrame, key: Sequence[str], what: str, count: in
     shown = ", ".join(repr(one[0] if len(one) == 1 else one) for one in some)
     raise SourceError(
         f"{what} has {count:,} rows that share their key with another one, for example {shown}; "
-        "expected one row of each key; nothing was committed. Mend the dump, or set "
-        "on_duplicate='quarantine' of the source: then the table keeps what it holds of these keys"
+        "expected one row per key; nothing was committed. Mend the dump, or set "
+        "on_duplicate='quarantine' of the source: then the table keeps its rows of these keys"
     )
 
 
@@ -212,7 +212,7 @@ def _check_share(what: str, bad: int, rows: int, most: float) -> None:
     if bad > most * rows:
         raise ContractError(
             f"{what}: {bad:,} of {rows:,} rows are bad ({bad / rows:.1%}): unreadable, without a key, "
-            f"or with one that is there twice; expected at most {most:.1%}; nothing was committed. "
+            f"or with a duplicate key; expected at most {most:.1%}; nothing was committed. "
             "Mend the dump, or raise max_bad_share of the source to send them to quarantine"
         )
 
@@ -225,27 +225,27 @@ def _check_size(what: str, found: Mapping[str, int], held: DataFrame, most: floa
     if there == deleted and found["all"] == deleted:
         raise SourceError(
             f"{what} is empty: expected rows; nothing was committed. Put a whole dump in its place, or "
-            "run once with accept_shrink: true, which deletes all that the table holds"
+            "run once with accept_shrink: true, which deletes all rows of the table"
         )
     if deleted > most * there:
         raise SourceError(
             f"{what} lacks {deleted:,} of the {there:,} rows that the table holds "
             f"({deleted / there:.0%}), expected at most {most:.0%} (max_shrink); nothing was committed."
-            " See whether it is whole; if it is right, run once with accept_shrink: true"
+            " Check whether it is complete; if it is, run once with accept_shrink: true"
         )
 
 
 def require_past(what: str, time: int, skew: timedelta) -> None:
-    """A dump's time is not in the future, by this machine's clock.
+    """Checks that a dump's time is not in the future by this machine's clock.
 
     Raises:
-        SourceError: it is, further than the skew.
+        SourceError: the time is ahead by more than ``skew``.
     """
     now = datetime.now(timezone.utc)
     limit = int((now.timestamp() + skew.total_seconds()) * 1_000_000)
     if time > limit:
         raise SourceError(
-            f"{what} says that it is of {in_utc(time)}, which is more than max_clock_skew ({skew}) "
-            f"ahead of this machine's clock ({now:%Y-%m-%dT%H:%M:%SZ}): everything after it would be "
+            f"{what} has the time {in_utc(time)}, which is more than max_clock_skew ({skew}) "
+            f"ahead of this machine's clock ({now:%Y-%m-%dT%H:%M:%SZ}): all later dumps would be "
             "out of order. Correct its time, or raise max_clock_skew of the source"
         )

@@ -1,7 +1,7 @@
-"""A directory of files that grows, as a source: each file is consumed once.
+"""A growing directory of files as a source: each file is consumed once.
 
-Arrival order is the files' names, then the position in the file: a file that appears later with a
-smaller name is simply consumed by a later run. A name is the path below the directory.
+Records arrive in order of file name, then of position in the file. A file that appears later with a
+smaller name is consumed by a later run. A name is the path below the directory.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from vt_dagster.storage.shared_paths import address, unseen
 from vt_dagster.topology.model import Stream
 
 FILES = "files"
-"""The name of a files source among a commit's inputs; its offsets count lines."""
+"""The name of a files source in a commit's ``inputs``; its offsets count records."""
 _WORDS = ("run", "file_time")
-"""Times of record that are no column's."""
+"""Values of ``recorded_at`` that are not column names."""
 _LOOKED_AT = 20
-"""Of so many files a run says which columns they have besides the schema's."""
+"""A run searches at most this many files for columns that the schema lacks."""
 
 
 @dataclass(frozen=True)
 class PinnedFiles(Uncounted):
-    """The files that a run takes.
+    """The files that a run consumes.
 
     Args:
-        source: their directory.
+        source: the source.
         files: in order of arrival.
         before: the files consumed by earlier runs, see ``consumed_files.Memory``.
-        left: the names of those that wait for later runs.
+        left: the names of files left to later runs.
     """
 
     source: FilesSource
@@ -126,7 +126,7 @@ class PinnedFiles(Uncounted):
         if not extra:
             return [takes]
         found = "; ".join(f"{column} (in {file})" for column, file in extra.items())
-        return [takes, f"!columns that the schema has not are left out: {found}"]
+        return [takes, f"!columns that the schema lacks are left out: {found}"]
 
     def explain(self, error: Exception) -> SourceError | None:
         there = {f.path for f in self.source.files()}
@@ -134,7 +134,7 @@ class PinnedFiles(Uncounted):
         if gone:
             return SourceError(
                 f"{len(gone)} file(s) in {self.source.path} were removed before the run had read "
-                f"them, for example {gone[0]}; nothing was committed. Put them back, or run without"
+                f"them, for example {gone[0]}; nothing was committed. Put them back or run without them"
             )
         told = unquote(str(error))
         broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in told), None)
@@ -148,46 +148,44 @@ class PinnedFiles(Uncounted):
 
 @dataclass(frozen=True)
 class FilesSource:
-    """A directory of JSON lines, CSV or Parquet files that grows.
+    """A growing directory of JSON lines, CSV or Parquet files.
 
     Args:
-        path: the directory, a local path or a URL that Spark and fsspec both can read. Names that
-            begin with ``.`` or ``_`` are not looked at, so write a file under such a name and
-            rename it when it is whole. A file that has been consumed is known again where it was
-            only touched, or moved with its directory, into a sub-directory or out of one; where its
-            content is another, a run says so.
-        format: ``jsonl`` (one JSON object a line), ``csv`` (one record a line, with a header line
-            that names the columns, in any order), or ``parquet``.
-        pattern: names that count, for example ``*.jsonl``, at any depth. One with a ``/`` is compared
-            with the whole path below the directory: ``dt=*/*.jsonl``; ``**`` is any number of
+        path: the directory: a local path, or a URL that both Spark and fsspec can read. Names that
+            begin with ``.`` or ``_`` are ignored: write a file under such a name and rename it when
+            it is complete. A consumed file is recognized after it was touched, or moved with its
+            directory, into a sub-directory or out of one. If its content has changed, a run fails.
+        format: ``jsonl`` (one JSON object per line), ``csv`` (one record per line, with a header line
+            that names the columns in any order), or ``parquet``.
+        pattern: the file names to read, for example ``*.jsonl``, at any depth. A pattern with ``/``
+            matches the whole path below the directory: ``dt=*/*.jsonl``; ``**`` matches any number of
             directories.
         options: Spark's CSV or JSON options, for example ``{"nullValue": "NA"}`` or
-            ``{"encoding": "windows-1252"}``. One that is unknown, or that would have no effect, is an
-            error that says what to do instead.
-        max_files_per_run: bounds a run; None = all that are there when it starts.
+            ``{"encoding": "windows-1252"}``. An option that is unknown, or would have no effect, is an
+            error that names the alternative.
+        max_files_per_run: the limit of a run; None = all files present when it starts.
         max_bad_share: a run with a larger share of quarantined rows fails before its commit.
-        on_bad_file: what becomes of a file that cannot be read as a whole: a header that is no text,
-            lacks columns or names one twice, Parquet with other types, a compressed file that is cut
-            off. ``fail``: the run fails before its commit, and names it. ``quarantine``: it is one row
-            of the quarantine, ``unreadable_file`` with what is wrong as its content, and the run goes
-            on; once it is mended, deliver it under another name.
-        optional: columns that a file may lack, as those do that are older than the column: null there.
-            A JSON object may lack any. Others that files have besides the schema's are left out; a run
-            warns of them once.
-        max_clock_skew: how far in the future a timestamp may lie, by this machine's clock; one
-            further off is quarantined, since it would make everything after it late.
-        recorded_at: the time of record of a file's rows. ``run``: when their run commits.
-            ``file_time``: when the file was written last. Else a column of type timestamp; a row
-            without it, or further ahead than ``max_clock_skew``, is quarantined. It does not go back:
-            not before what was taken earlier (of a column: in the partition), nor after the run.
-        timestamps: the unit of numbers in columns of times, in all or by column, as of ``Json``;
-            None: they are unreadable. Not of Parquet.
-        recursive: whether the files of sub-directories are read, at any depth.
-        path_columns: whether directories called ``column=value`` give that column to the files in them,
-            as Hive and Spark write tables: percent signs are decoded, and
-            ``__HIVE_DEFAULT_PARTITION__`` is null. A text that is no value of the column's type makes
-            the rows unreadable; a file that has such a column itself is bad as a whole. False: the
-            column is in the files.
+        on_bad_file: the handling of an unreadable file: a header that is not text, lacks columns or
+            repeats one, Parquet with other types, a truncated compressed file. ``fail``: the run fails
+            before its commit and names the file. ``quarantine``: the file becomes one row of the
+            quarantine, ``unreadable_file`` with the reason as its content, and the run continues.
+            Deliver the repaired file under another name.
+        optional: columns that a file may lack, for example an older file; they are null. A JSON object
+            may lack any column. Columns that the schema lacks are dropped, and a run warns about them.
+        max_clock_skew: how far ahead of this machine's clock a timestamp may be; a record further
+            ahead is quarantined, since it would make all later records late.
+        recorded_at: the system time of a file's rows. ``run``: the time of the run's commit.
+            ``file_time``: the file's modification time. Otherwise a column of type timestamp; a row
+            without one, or ahead by more than ``max_clock_skew``, is quarantined. System time never
+            decreases: it is raised to that of earlier records (for a column: of the partition), and
+            capped at the time of the run.
+        timestamps: the unit of numbers in time columns, for all columns or by column, as for ``Json``;
+            None: such numbers are unreadable. Not for Parquet.
+        recursive: whether files in sub-directories are read, at any depth.
+        path_columns: whether directories named ``column=value`` fill that column, as in tables of Hive
+            and Spark: percent escapes are decoded, and ``__HIVE_DEFAULT_PARTITION__`` is null. A value
+            that does not fit the column's type makes the rows unreadable; a file that also contains
+            the column is a bad file. False: the files contain the column.
     """
 
     path: str
@@ -207,10 +205,10 @@ class FilesSource:
     gives_timestamp = False
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Files can give any column; what a file lacks shows when it is read.
+        """Checks the settings against the schema; missing columns of a file show when it is read.
 
         Raises:
-            TopologyError: what is optional is no column, or of the key; nor is ``recorded_at`` one.
+            TopologyError: ``optional`` names a key column or no column; ``recorded_at`` is not valid.
         """
         require_source_recorded_at(name, self.recorded_at, _WORDS, schema)
         require_units(name, self.timestamps, schema)
@@ -243,11 +241,11 @@ class FilesSource:
         return Reading(self.timestamps, self.options, base64=self.format != "csv")
 
     def describe(self) -> str:
-        """What is read, for descriptions and messages."""
+        """Returns a description of the source, for metadata and messages."""
         return f"{self.format} files {posixpath.join(str(self.path), self.pattern)}"
 
     def files(self) -> list[FileInfo]:
-        """The files that are there, by name. Does not use Spark."""
+        """Returns the files in the directory, by name. Does not use Spark."""
         return files_in(str(self.path), self.pattern, f"{self.format} files", self.recursive)
 
     def pin(
@@ -257,7 +255,7 @@ class FilesSource:
         *,
         consumed: Mapping[str, Any] = {},
     ) -> PinnedFiles:
-        """The files that a run takes; see :meth:`pending`. Does not use Spark."""
+        """Pins the files of a run; see :meth:`pending`. Does not use Spark."""
         batch = 1 if before is None else before.batch + 1
         new = unconsumed(self.path, self.files(), consumed)
         taken = chosen(self.path, new, consumed, only)[: self.max_files_per_run]
@@ -265,51 +263,50 @@ class FilesSource:
         return PinnedFiles(self, taken, consumed, batch, sorted(left))
 
     def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
-        """The run that consumed each file that is there, by name: see ``directory.Memory.batch_of``."""
+        """Returns the batch that consumed each present file, by name; see ``Memory.batch_of``."""
         there = self.files()
         memory = Memory(consumed, there)
         return {f.name: memory.batch_of(f) for f in there}
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
-        """The names of the new files. Does not use Spark."""
+        """Returns the run config with the names of the new files. Does not use Spark."""
         names = [f.name for f in self.pending(consumed)]
         return News({"files": names}, f"{len(names)} new file(s)") if names else News()
 
     def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
-        """The files that have not been consumed yet, by name, as many as a run may take.
+        """Returns the unconsumed files by name, up to ``max_files_per_run``.
 
         Args:
-            consumed: those that have, see ``consumed_files.Memory``.
+            consumed: the consumed files, see ``consumed_files.Memory``.
             only: names to choose from; None = all.
 
         Raises:
-            SourceError: a consumed file is there with another content.
+            SourceError: the content of a consumed file has changed.
         """
         return list(self.pin(None, only, consumed=consumed).files)
 
     def read(self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType) -> DataFrame:
-        """The rows of some files, in order of arrival.
+        """Returns the rows of files, in order of arrival.
 
         Plan: see ``file_rows``.
 
         Returns:
-            the schema's columns (all null where a row cannot be read), ``_arrival`` (0, 1, …),
-            ``_source`` (the file's name, with its sub-directories), ``_position`` (line from 1, of
-            Parquet the row from 1), ``_raw`` (the line; of Parquet the row as JSON), ``_reason``
-            (``unreadable`` or null). Of a file that cannot be read, where it is set aside: one row,
-            ``_arrival`` below 0,
-            ``_position`` 0, ``_raw`` what is wrong, ``_reason`` ``unreadable_file``.
+            the schema's columns (all null if a row is unreadable), ``_arrival`` (0, 1, …), ``_source``
+            (the file's name, with its sub-directories), ``_position`` (line from 1; for Parquet the row
+            from 1), ``_raw`` (the line; for Parquet the row as JSON), ``_reason`` (``unreadable`` or
+            null). With ``on_bad_file="quarantine"``, a bad file gives one row: ``_arrival`` below 0,
+            ``_position`` 0, ``_raw`` the fault, ``_reason`` ``unreadable_file``.
 
         Raises:
-            SourceError: a file cannot be read as a whole, and none is to be set aside.
+            SourceError: a file is bad, and ``on_bad_file`` is ``fail``.
         """
         bad = self._faults(spark, files, schema)
         if bad and self.on_bad_file == "fail":
             name, said = next(iter(bad.items()))
             others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
             raise SourceError(
-                f"{name}: {said}{others}. Mend or move what is bad, or set on_bad_file='quarantine' of "
-                "the source: then such files are set aside"
+                f"{name}: {said}{others}. Mend or move the bad files, or set on_bad_file='quarantine' "
+                "of the source to quarantine them"
             )
         good = [f for f in files if f.name not in bad]
         if not good:
@@ -321,8 +318,8 @@ class FilesSource:
         return rows.unionByName(set_aside(spark, bad, schema)) if bad else rows
 
     def more_columns(self, files: Sequence[FileInfo], schema: StructType) -> dict[str, str]:
-        """Columns that files have besides a schema's, each with the first file that has it; of JSON by
-        its first line. What cannot be read is told when it is. Does not use Spark."""
+        """Returns columns of files that the schema lacks, each with the first file that has it; for
+        JSON by its first line. Unreadable files are skipped. Does not use Spark."""
         found: dict[str, str] = {}
         for file in files:
             for column in columns_of(file, self.format, self.options):

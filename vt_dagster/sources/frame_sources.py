@@ -1,7 +1,7 @@
-"""DataFrames as sources: what a function of the user returns, or an upstream asset.
+"""DataFrames as sources: the result of a user's function, or an upstream asset.
 
-They come as *deliveries*: what one run of a function gives, one partition, or one materialization of an
-upstream asset. Each is taken once; which ones were, lies beside the commit that took them.
+A *delivery* is the result of one run of a function, one partition, or one materialization of an
+upstream asset. Each is consumed once; the consumed deliveries are stored beside the commit.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.model import Stream
 
 _DELIVERIES = "deliveries"
-"""What the memory of a source has them under."""
+"""Key of the deliveries in the consumed state of a source."""
 _DELIVERY = "_delivery"
 _MOST_RUNS = 1_000
-"""So many runs are remembered: a retry comes soon."""
+"""Number of runs kept in the consumed state: a retry comes soon after its run."""
 _NAMED = 20
-"""So many deliveries of one run its commit names."""
+"""Number of deliveries of a run that its commit names."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What can be taken once.
+    """A DataFrame that is consumed once.
 
     Args:
         name: a partition, a run, or ``""`` for the whole of an upstream asset.
-        version: which of its name it is: one with the version that was taken is not loaded again.
-            None = what is in it tells.
-        load: gives its DataFrame.
+        version: the version under this name; a consumed version is not loaded again. None = the digest
+            of its content.
+        load: returns the DataFrame.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSource:
-    """What sources of DataFrames have in common. A run of the asset gives it its deliveries.
+    """The base of sources of DataFrames. A run of the asset provides the deliveries.
 
     Args:
-        partitions_def: a Dagster partitions definition, which the asset then has; each run takes what
-            is of its partition.
+        partitions_def: the Dagster partitions definition of the asset; each run consumes the delivery
+            of its partition.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
-        max_clock_skew: how far in the future a timestamp may lie, by this machine's clock.
+        max_clock_skew: how far ahead of this machine's clock a timestamp may be.
     """
 
     partitions_def: Any = None
@@ -71,51 +71,51 @@ class FrameSource:
         require_limits(self.max_bad_share, self.max_clock_skew)
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """A DataFrame can have any column; what it lacks shows when it is there."""
+        """Checks nothing: missing columns of a DataFrame show when it is loaded."""
 
     @property
     def input(self) -> str:
-        """Its name among a commit's inputs; its offsets count rows."""
+        """The name of the source in a commit's ``inputs``; its offsets count rows."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """What is taken, for descriptions and messages."""
+        """Returns a description of the source, for metadata and messages."""
         raise NotImplementedError
 
     def pin(self, before: Commit | None, **asked: Any) -> PinnedFrames:
-        """Nobody but a run of its asset has what it gives.
+        """Fails: only a run of the asset has the deliveries.
 
         Raises:
             SourceError: always.
         """
         raise SourceError(
-            f"expected a run of the asset in Dagster, which gives it {self.describe()}; got none. To "
-            "make its table anew, declare it under another name and materialize that"
+            f"expected a run of the asset in Dagster, which provides {self.describe()}; got none. To "
+            "rebuild its table, declare it under another name and materialize that asset"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssetSource(FrameSource):
-    """What an upstream asset of this Dagster deployment returns or stores: each materialization once.
+    """An upstream asset of this Dagster deployment as a source: each materialization is consumed once.
 
-    It is an ordinary input: its value is loaded by the upstream asset's own IO manager, and may be a
-    DataFrame of Spark, pandas, Polars, Arrow or DuckDB. The commit says which materialization was
-    taken; a run that finds the same one commits nothing. What a new materialization holds are new
-    records, also those that the one before held. One that was replaced before any run took it is
-    never seen. An asset of another code location needs a ``dagster.AssetSpec`` in this one.
+    The upstream asset is an ordinary input: its own IO manager loads the value, a DataFrame of Spark,
+    pandas, Polars, Arrow or DuckDB. The commit records the consumed materialization; a run without a
+    newer one commits nothing. All rows of a new materialization are new records, even rows that the
+    previous one had. A materialization that is replaced before a run consumes it is skipped. An asset
+    of another code location needs a ``dagster.AssetSpec`` in this one.
 
-    Where the upstream asset has partitions:
+    If the upstream asset has partitions:
 
-    - with the same ``partitions_def`` here, a run takes the materialization of its partition;
-    - without, a run takes each partition that was materialized since it was last taken, in the order of
-      their keys. Dagster then loads all of them each time.
+    - with the same ``partitions_def`` here, a run consumes the materialization of its partition;
+    - without, a run consumes each partition materialized since it was last consumed, in order of
+      partition key. Dagster then loads all partitions each time.
 
     Args:
-        key: of the upstream asset: ``"rates"``, ``"shop/rates"`` or its parts.
-        as_type: the class that its IO manager is asked for, as an annotation would; None = it chooses.
-        input_manager_key: of the IO manager that loads it; None = the one that it was stored by.
-        metadata: of the input, for that IO manager.
-        partition_mapping: which of its partitions belong to a run; None = as Dagster chooses.
+        key: the key of the upstream asset: ``"rates"``, ``"shop/rates"`` or its parts.
+        as_type: the class to load, like a type annotation of an input; None = the IO manager's choice.
+        input_manager_key: the IO manager that loads the value; None = the one that stored it.
+        metadata: the metadata of the input, for the IO manager.
+        partition_mapping: the mapping of upstream partitions to a run; None = Dagster's default.
     """
 
     key: str | Sequence[str] = field(kw_only=False)
@@ -126,7 +126,7 @@ class AssetSource(FrameSource):
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The parts of the upstream asset's key."""
+        """The parts of the upstream asset's key, split at ``/``."""
         return tuple(self.key.split("/") if isinstance(self.key, str) else self.key)
 
     @property
@@ -139,13 +139,13 @@ class AssetSource(FrameSource):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSource(FrameSource):
-    """What a decorated function returns: see ``versioned_table``.
+    """The result of a decorated function as a source; see ``versioned_table``.
 
     Args:
-        function: the user's.
-        ins: Dagster's ``AssetIn`` of its parameters, by name, where one is needed.
-        deps: other assets that it comes after.
-        required_resource_keys: of the resources that it asks its context for.
+        function: the user's function.
+        ins: Dagster's ``AssetIn`` by parameter name, where one is needed.
+        deps: further upstream assets.
+        required_resource_keys: the resources that the function reads from its context.
     """
 
     function: Callable[..., Any]
@@ -164,13 +164,13 @@ class FunctionSource(FrameSource):
 
 @dataclass(frozen=True)
 class Given:
-    """The deliveries of one run: the source that the run pins.
+    """The deliveries of one run, as a source to pin.
 
     Args:
         node: the stream or table.
-        source: what it declares.
-        deliveries: those that this run may take, in order.
-        again: a partition that was taken with other rows is taken again, see :meth:`pin`.
+        source: the declared source.
+        deliveries: the candidates of this run, in order.
+        again: whether a consumed partition with changed rows is consumed again, see :meth:`pin`.
     """
 
     node: Stream
@@ -180,10 +180,10 @@ class Given:
     _loaded: dict[str, Frame | None] = field(default_factory=dict[str, "Frame | None"], init=False)
 
     def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = {}) -> PinnedFrames:
-        """The deliveries that were not taken before, loaded. Uses Spark only for Spark's DataFrames.
+        """Loads and pins the unconsumed deliveries. Uses Spark only for Spark's DataFrames.
 
         Raises:
-            SourceError: a partition was taken with other rows, and is not to be taken again.
+            SourceError: the rows of a consumed partition have changed, and ``again`` is not set.
             ContractError: see :func:`frame_of`.
         """
         memory: Mapping[str, Any] = consumed.get(_DELIVERIES, {})
@@ -213,14 +213,14 @@ class Given:
 
     def _changed(self, name: str, known: Sequence[Any], found: Frame) -> SourceError:
         return SourceError(
-            f"{self.node.name}: expected of partition {name} what was taken of it in an earlier run "
+            f"{self.node.name}: expected the rows of partition {name} as consumed by an earlier run "
             f"({known[1]} rows), got other rows ({found.count}); nothing was committed. A partition is "
-            "taken once. To add these rows as new records (a row of the same key and time replaces the "
-            "old one, others stay), run with the tag vt_dagster/take_again = true"
+            "consumed once. To add these rows as new records (a row of the same key and time replaces "
+            "the old one, others are kept), run with the tag vt_dagster/take_again = true"
         )
 
     def release(self) -> None:
-        """What was loaded is not wanted any more."""
+        """Releases the loaded DataFrames."""
         for found in self._loaded.values():
             if found is not None:
                 found.release()
@@ -228,13 +228,13 @@ class Given:
 
 @dataclass(frozen=True)
 class PinnedFrames(Uncounted):
-    """The deliveries that a run takes.
+    """The deliveries that a run consumes.
 
     Args:
-        source: what the node declares.
-        new: each with its rows and the version to be remembered.
-        before: the memory of earlier runs.
-        first: how many rows they have taken.
+        source: the declared source.
+        new: each delivery with its rows and the version to store.
+        before: the consumed state of earlier runs.
+        first: the number of rows consumed by earlier runs.
     """
 
     source: FrameSource
@@ -252,7 +252,7 @@ class PinnedFrames(Uncounted):
 
     @property
     def rows(self) -> int:
-        """How many there are in all of them."""
+        """The number of rows of all deliveries."""
         return sum(found.count for _, found, _ in self.new)
 
     @property
@@ -268,10 +268,10 @@ class PinnedFrames(Uncounted):
         return not self.new
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        """The rows of all deliveries, one after the other; in each by timestamp, those of one timestamp
-        as they stand in a local DataFrame, and by key and content in a Spark one, which has no order.
+        """Returns the rows of all deliveries in order; within a delivery by timestamp, then by row
+        number of a local DataFrame, or by key and content of a Spark DataFrame, which has no order.
 
-        Plan: few rows are sorted by one task; many in a shuffle by range.
+        Plan: up to ``CHUNK`` rows are sorted by one task; more by a range shuffle.
         """
         parts = [
             found.frame(spark).withColumns({_DELIVERY: F.lit(place), SOURCE: F.lit(one.name)})
@@ -296,7 +296,7 @@ class PinnedFrames(Uncounted):
         )
 
     def consumed(self) -> dict[str, Any]:
-        """What is remembered after the run: of each delivery its version and number of rows."""
+        """Returns the consumed state after the run: version and number of rows by delivery."""
         memory = dict(self.before.get(_DELIVERIES, {}))
         for one, found, version in self.new:
             memory[one.name] = [version, found.count]
@@ -318,7 +318,7 @@ class PinnedFrames(Uncounted):
         ]
         extra = sorted({column for _, found, _ in self.new for column in found.extra})
         if extra:
-            lines.append(f"!left out columns that the schema has not: {', '.join(extra)}")
+            lines.append(f"!left out columns that the schema lacks: {', '.join(extra)}")
         return lines
 
     def explain(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What a run takes of a Delta table that somebody else writes, and how it is read."""
+"""The versions that a run reads from an external Delta table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences
 
 DELTA = "delta"
-"""The name of such a source among a commit's inputs; its offsets are versions."""
+"""The name of a Delta source in a commit's ``inputs``; its offsets are versions."""
 _PLACE, _ROW, _TIME, _RANK, _PART = "_place", "_row", "_time", "_rank", "_part_"
 _GONE = (
     "FILE_NOT_EXIST",
@@ -37,22 +37,22 @@ _GONE = (
     "FILE_NOT_FOUND",
     "VERSION_NOT_FOUND",
 )
-"""How Spark says that a file of a version is not there."""
-_BY_STATE = "Set mode='snapshots' of the source for a run, which takes the table as it is now. "
+"""Texts of Spark's errors about missing files of a version."""
+_BY_STATE = "Set mode='snapshots' of the source for one run, which reads the current table. "
 
 
 @dataclass(frozen=True)
 class PinnedVersions(Uncounted):
-    """The versions of a table that a run takes.
+    """The versions of a table that a run consumes.
 
     Args:
-        mode: of the source.
+        mode: the mode of the source.
         first: the first version (inclusive); ``end``: the last one (exclusive).
-        changes: what their commits did; none where a whole state is taken.
-        time: when the last of them was committed.
-        gap: versions that are gone, and accepted to be.
-        state: the version that is taken as a whole; None = what commits did is taken.
-        limits: within which a whole state is believed.
+        changes: the commits; empty if a whole state is read.
+        time: the commit time of the last version in epoch microseconds.
+        gap: an accepted range of missing versions, end exclusive; None = none.
+        state: the version that is read as a whole state; None = the commits are read.
+        limits: the limits within which a whole state is accepted.
     """
 
     table: ForeignTable
@@ -87,7 +87,7 @@ class PinnedVersions(Uncounted):
         return not any(self.table.change(version).changes_rows for version in left)
 
     def consumed(self) -> None:
-        """Versions tell."""
+        """Returns None: the commit holds the version."""
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         return {
@@ -105,7 +105,7 @@ class PinnedVersions(Uncounted):
         if self.gap is not None:
             first, end = self.gap
             gone = f"without versions {first} to {end - 1}" if end > first else "with another table"
-            lines.append(f"!goes on {gone}, as it was told")
+            lines.append(f"!continues {gone} (accept_gap)")
         return lines
 
     def explain(self, error: Exception) -> SourceError | None:
@@ -121,10 +121,10 @@ class PinnedVersions(Uncounted):
     # -- records ---------------------------------------------------------------------------------
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        """The records, in order of arrival.
+        """Returns the records, in order of arrival.
 
-        Plan: of appended rows one scan of their files, no shuffle; of changes that of
-        ``core.change_feed.changes``; of a whole state one shuffle.
+        Plan: appended rows: one scan of their files, no shuffle; changes: that of
+        ``core.change_feed.changes``; a whole state: one shuffle.
         """
         if self.empty:
             return self._records(_nothing(spark, node), node)
@@ -136,7 +136,7 @@ class PinnedVersions(Uncounted):
         return self._records(self._changed(spark, node), node)
 
     def rows(self, spark: SparkSession, node: Stream) -> DataFrame:
-        """A version as a whole, with ``_time``, ``_source`` and ``_position``."""
+        """Returns all rows of the version, with ``_time``, ``_source`` and ``_position``."""
         assert self.state is not None
         self._require_columns(node, self.state)
         rows = spark.read.format("delta").option("versionAsOf", self.state).load(self.table.path)
@@ -179,8 +179,8 @@ class PinnedVersions(Uncounted):
         def column(name: str) -> Column:
             if name not in parts:
                 return F.col(f"`{name}`")
-            # Not by the one reader of values: as Delta's readers have it, since a whole version is read
-            # by them. An empty text is null but in STRING and BINARY.
+            # Cast as Delta's readers do, not by ``value_reader``: a whole version is read by them. An
+            # empty text is null, except in STRING and BINARY.
             text = F.col(f"{_PART}{parts.index(name)}")
             return text.try_cast(node.schema[name].dataType).alias(name)
 
@@ -211,7 +211,7 @@ class PinnedVersions(Uncounted):
         return done.select(*own, _TIME, table, F.col(VERSION).alias(POSITION), ARRIVAL, DELETED)
 
     def _records(self, rows: DataFrame, node: Stream) -> DataFrame:
-        """With what every source says of its rows."""
+        """Adds the columns that every source provides."""
         moment = F.timestamp_micros(F.col(_TIME))
         raw = F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names]))
         timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
@@ -222,10 +222,10 @@ class PinnedVersions(Uncounted):
         ).drop(_TIME)
 
     def _require_columns(self, node: Stream, version: int) -> None:
-        """The table must have the schema's columns, a version also those that were added since.
+        """Checks that the table has the schema's columns; a version may lack columns added later.
 
         Raises:
-            SourceError: it lacks some, or has them with other types.
+            SourceError: the table lacks columns, or has them with other types.
         """
         there = {f.name: f.dataType for f in self.table.schema(version).fields}
         newest = self.table.schema(self.table.version).names
@@ -249,11 +249,11 @@ class PinnedVersions(Uncounted):
 
 @dataclass(frozen=True)
 class PinnedState(PinnedVersions):
-    """A version that is compared with what the table holds."""
+    """A version that is compared with the asset's table."""
 
     @property
     def what(self) -> str:
-        """It, in words."""
+        """The version, for messages."""
         return f"version {self.state} of {self.table.path}"
 
     def difference(
@@ -272,7 +272,7 @@ class PinnedState(PinnedVersions):
 
 
 def _columns(rows: DataFrame, node: Stream) -> list[Column]:
-    """A node's columns of rows, fields in them by name; null where they are older than the column."""
+    """Returns a node's columns, with nested fields by name; null for columns that the rows lack."""
     kinds = {f.name: f.dataType for f in rows.schema.fields}
     return [
         by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).alias(f.name)

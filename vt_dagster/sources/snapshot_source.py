@@ -1,4 +1,4 @@
-"""A directory to which whole states are delivered, one after another: full dumps."""
+"""A directory of full dumps as a source: each dump is the whole state of a table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 
 DUMPS = "dumps"
-"""The name of such a source among a commit's inputs; its offsets count dumps."""
+"""The name of a dump source in a commit's ``inputs``; its offsets count dumps."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MODIFIED = "modified"
 _SUFFIXES = re.compile(r"(\.(parquet|csv|jsonl?|txt|gz|bz2|zst|snappy|lz4))+$")
@@ -48,13 +48,14 @@ _SUFFIXES = re.compile(r"(\.(parquet|csv|jsonl?|txt|gz|bz2|zst|snappy|lz4))+$")
 
 @dataclass(frozen=True)
 class PinnedDump(Uncounted):
-    """The dump that a run takes; None = there is no new one.
+    """The dump that a run consumes.
 
     Args:
-        waiting: the names of those that come after it.
-        consumed: the dumps of earlier runs: name -> its files' sizes and its time.
-        accepted: whether it may be empty, or delete more than usual.
-        learned: its time, once it has been read.
+        dump: the dump; None = no new one.
+        waiting: the names of the dumps left to later runs.
+        before: the dumps of earlier runs: name -> its size in bytes and its time.
+        accepted: whether the dump may be empty, or delete more than ``max_shrink``.
+        learned: the dump's time, once it has been read.
     """
 
     source: SnapshotSource
@@ -65,7 +66,8 @@ class PinnedDump(Uncounted):
     learned: dict[str, int] = field(default_factory=dict[str, int])
 
     max_bad_share = 1.0
-    """What is read knows how many rows the dump has; here only those that changed are known."""
+    """No limit here, where only the changed rows are known: ``records_of`` checks the share of the
+    dump."""
 
     @property
     def max_clock_skew(self) -> timedelta:
@@ -81,7 +83,7 @@ class PinnedDump(Uncounted):
 
     @property
     def what(self) -> str:
-        """It, in words."""
+        """The dump, for messages."""
         return "" if self.dump is None else f"{self.dump.name} in {self.source.path}"
 
     @property
@@ -92,7 +94,7 @@ class PinnedDump(Uncounted):
         return not any(name <= str(end) for name in self.waiting)
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        """All rows of the dump, as ``records_of`` takes them."""
+        """Returns all rows of the dump, in the columns of ``records_of``."""
         source, dump = self.source, self.dump
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
         files = FilesSource(
@@ -162,14 +164,14 @@ class PinnedDump(Uncounted):
         more = f"; {len(self.waiting):,} more wait, each for a run of its own" if self.waiting else ""
         lines = [f"takes the dump {self.dump.name}, {self.dump.size / 1000:,.1f} kB{more}"]
         if self.accepted:
-            lines.append("!takes it however much it deletes, as it was told")
+            lines.append("!accepts any number of deletions (accept_shrink)")
         return lines
 
     def explain(self, error: Exception) -> SourceError | None:
         if self.dump is None or self.dump.name not in {d.name for d in self.source.dumps()}:
             return SourceError(
                 f"the dump {self.dump.name if self.dump else ''} in {self.source.path} was removed "
-                "before the run had read it; nothing was committed. Put it back, or run without"
+                "before the run had read it; nothing was committed. Put it back, or run without it"
             )
         said = unquote(str(error))
         if not any(f.name in said for f in self.dump.files):
@@ -182,39 +184,40 @@ class PinnedDump(Uncounted):
 
 @dataclass(frozen=True)
 class SnapshotSource:
-    """A directory to which full dumps are delivered; the records are the difference to the table.
+    """A directory of full dumps; the records are the difference between a dump and the table.
 
-    What a dump has otherwise than the table is put, what it lacks is deleted, at the dump's time; what
-    is the same gives nothing. Columns are compared null-safe, ``timestamp`` is not one of them. A run
-    takes one dump, the first by name that was not consumed; its sensor asks again while others wait.
+    A row that differs from the table is an upsert and a missing row a tombstone, both at the dump's
+    time; an equal row gives no record. Columns are compared null-safe, without ``timestamp``. A run
+    consumes one dump: the first unconsumed one by name. The sensor requests further runs while more
+    dumps wait.
 
     Args:
-        path: the directory, as of a :class:`FilesSource`. A file in it is a dump, and so is a
+        path: the directory, as for :class:`FilesSource`. Each file in it is a dump, and so is each
             sub-directory with files, at any depth.
         format: ``parquet``, ``csv`` or ``jsonl``.
-        dump_time: when a dump was true. ``modified``: when its newest file was written. A text with
-            ``%``: what its name is, without the ending of a file, for example ``customers_%Y-%m-%d``
-            (UTC where it says no zone). Else a SQL expression over the columns, of which the largest
-            value counts.
-        pattern: names that count, for example ``customers_*``.
-        marker: of dumps that are directories, the file that says that one is whole, for example
-            ``_SUCCESS``; None = they are whole when they are there.
-        ignore: value columns whose change alone is no change, for example when a row was exported.
-        max_shrink: a dump that lacks a larger share of the rows that the table holds is refused, and so
-            is an empty one; ``accept_shrink: true`` in a run's config takes it.
-        on_duplicate: of rows that share a key: ``fail``: the run fails before its commit;
-            ``quarantine``: all of them are quarantined, ``duplicate_key``, and the table keeps what it
-            holds of that key.
-        max_bad_share: a dump with a larger share of bad rows (unreadable, without a key, of a key that
-            is there twice) is refused. Where a row lost its key, that dump deletes nothing.
-        max_clock_skew: how far in the future its time may lie.
+        dump_time: the time at which a dump was true. ``modified``: the modification time of its newest
+            file. A text with ``%``: the format of its name without file extensions, for example
+            ``customers_%Y-%m-%d`` (UTC if it has no zone). Otherwise a SQL expression over the columns;
+            its largest value is the time.
+        pattern: the names of dumps, for example ``customers_*``.
+        marker: the file that marks a directory as a complete dump, for example ``_SUCCESS``; None =
+            every directory is complete.
+        ignore: value columns whose change alone is not a change, for example an export time.
+        max_shrink: a dump that lacks a larger share of the table's rows is refused, and so is an empty
+            one; ``accept_shrink: true`` in the run config accepts it.
+        on_duplicate: the handling of rows that share a key. ``fail``: the run fails before its commit.
+            ``quarantine``: all of them are quarantined, ``duplicate_key``, and the table keeps its row
+            of that key.
+        max_bad_share: a dump with a larger share of bad rows (unreadable, without a key, of a duplicate
+            key) is refused. If a row has no key, the dump deletes nothing.
+        max_clock_skew: how far ahead of this machine's clock a dump's time may be.
         options: Spark's CSV or JSON options.
-        optional: columns that a dump may lack, null there; of JSON any may be lacking.
-        upstream: the key of the asset that delivers the dumps, ``shop/export``: a dependency of this
-            one in Dagster.
-        timestamps: the unit of numbers in columns of times, as of a :class:`FilesSource`.
-        path_columns: whether directories called ``column=value`` within a dump give that column to the
-            files in them, as of a :class:`FilesSource`.
+        optional: columns that a dump may lack; they are null. A JSON object may lack any column.
+        upstream: the key of the asset that writes the dumps, ``shop/export``: a Dagster dependency of
+            this asset.
+        timestamps: the unit of numbers in time columns, as for :class:`FilesSource`.
+        path_columns: whether directories named ``column=value`` in a dump fill that column, as for
+            :class:`FilesSource`.
     """
 
     path: str
@@ -241,7 +244,7 @@ class SnapshotSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", address(self.path))
-        # It says what formats and options there are.
+        # Checks format and options.
         files = FilesSource(self.path, self.format, options=self.options)
         object.__setattr__(self, "options", files.options)
         object.__setattr__(self, "optional", tuple(self.optional))
@@ -250,19 +253,19 @@ class SnapshotSource:
         self.limits(False).check(repr(self.path))
 
     def limits(self, accepted: bool) -> Limits:
-        """Within which a dump is believed."""
+        """Returns the limits within which a dump is accepted."""
         shares = self.max_shrink, self.max_bad_share
         return Limits(*shares, self.on_duplicate, self.ignore, accepted)
 
     def describe(self) -> str:
-        """What is read, for descriptions and messages."""
+        """Returns a description of the source, for metadata and messages."""
         return f"{self.format} dumps {posixpath.join(str(self.path), self.pattern)}"
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Refuses columns to ignore that are none.
+        """Checks the settings against the schema.
 
         Raises:
-            TopologyError: names them.
+            TopologyError: ``ignore`` or ``optional`` names no value column; ``dump_time`` is not valid.
         """
         check_ignored(name, self.ignore, key, schema)
         files = FilesSource(self.path, self.format, optional=self.optional, timestamps=self.timestamps)
@@ -270,7 +273,7 @@ class SnapshotSource:
         if not self.dump_time.strip():
             raise TopologyError(
                 f"{name}: expected dump_time to be 'modified', a pattern like 'customers_%Y-%m-%d' or "
-                "a SQL expression, got an empty text; say when a dump was true"
+                "a SQL expression, got an empty text; set the time at which a dump was true"
             )
         if self.dump_time != _MODIFIED and "%" not in self.dump_time:
             require_deterministic(name, "dump_time", self.dump_time, schema.fields)
@@ -278,10 +281,10 @@ class SnapshotSource:
     # -- dumps -----------------------------------------------------------------------------------
 
     def dumps(self) -> list[Dump]:
-        """Those that are there and whole, by name. Does not use Spark.
+        """Returns the complete dumps, by name. Does not use Spark.
 
         Raises:
-            SourceError: there is no such directory.
+            SourceError: the directory does not exist.
         """
         path, what = str(self.path), f"{self.format} dumps"
         found = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern, what, False)]
@@ -309,19 +312,19 @@ class SnapshotSource:
         *,
         consumed: Mapping[str, Any] = {},
     ) -> PinnedDump:
-        """The dump that a run takes. Does not use Spark.
+        """Pins the dump of a run: the first unconsumed one. Does not use Spark.
 
         Args:
-            before: of no use; what is remembered beside it tells.
-            dump: the last one that is asked for: one before it that waits comes first. None = any.
-            accept_shrink: it may be empty, or delete more than ``max_shrink``.
-            consumed: the dumps consumed so far, as ``PinnedDump.consumed`` gave them.
+            before: not used; ``consumed`` holds the state.
+            dump: the last dump to consider (inclusive, by name); None = no limit.
+            accept_shrink: whether the dump may be empty, or delete more than ``max_shrink``.
+            consumed: the dumps consumed so far, from ``PinnedDump.consumed``.
 
         Raises:
-            SourceError: a dump is older than the last one consumed, or has changed since it was.
+            SourceError: a dump is older than the last consumed one, or changed after it was consumed.
         """
         if consumed and not all(isinstance(said, dict) for said in consumed.values()):
-            consumed = {}  # files that another kind of source took into this table
+            consumed = {}  # files of another kind of source that this table had before
         there = self.dumps()
         for one in there:
             said = consumed.get(one.name)
@@ -340,17 +343,18 @@ class SnapshotSource:
         return PinnedDump(self, first, waiting, consumed, accept_shrink)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
-        """The name of the next dump. Does not use Spark."""
+        """Returns the run config with the name of the next dump. Does not use Spark."""
         pinned = self.pin(before, consumed=consumed)
         if pinned.dump is None:
             return News()
         return News({"dump": pinned.dump.name}, f"{len(pinned.waiting) + 1} new dump(s)")
 
     def time_of(self, dump: Dump) -> int | None:
-        """A dump's time, epoch microseconds; None = its rows tell.
+        """Returns a dump's time in epoch microseconds; None = ``dump_time`` is an expression over its
+        rows.
 
         Raises:
-            SourceError: its name does not fit the pattern.
+            SourceError: the name does not match ``dump_time``.
         """
         if self.dump_time == _MODIFIED:
             return dump.modified
@@ -368,10 +372,10 @@ class SnapshotSource:
         return (moment - _EPOCH) // timedelta(microseconds=1)
 
     def require_order(self, dump: Dump, time: int | None, consumed: Mapping[str, Any]) -> None:
-        """A dump comes after those that were consumed, by name and by time.
+        """Checks that a dump follows the consumed ones, by name and by time.
 
         Raises:
-            SourceError: it does not; or its time lies in the future.
+            SourceError: it does not; or its time is in the future.
         """
         if time is not None:
             require_past(f"the dump {dump.name} in {self.path}", time, self.max_clock_skew)
@@ -383,6 +387,6 @@ class SnapshotSource:
             told = "" if time is None else f" of {in_utc(time)}"
             raise SourceError(
                 f"the dump {dump.name}{told} in {self.path} is older than the last one that was "
-                f"consumed, {last} of {in_utc(newest)}: it says what was true before; nothing was "
-                "committed. Move it away, or make the table anew from all dumps (vt-dagster replay)"
+                f"consumed, {last} of {in_utc(newest)}; nothing was committed. Move it away, or "
+                "rebuild the table from all dumps (vt-dagster replay)"
             )

@@ -1,4 +1,4 @@
-"""The snapshot that a table starts with, before the changes that come after it."""
+"""The initial snapshot of a table, before its changes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vt_dagster.sources.snapshot_source import SnapshotSource
 
 
 def pin_start(source: SnapshotSource | DeltaSource) -> Whole | None:
-    """The snapshot of a source of whole states; None = there is none yet. Does not use Spark.
+    """Pins the initial snapshot; returns None if there is none yet. Does not use Spark.
 
     Raises:
-        SourceError: there are several, or the directory or table is not there.
+        SourceError: there are several, or the directory or table does not exist.
     """
     if isinstance(source, DeltaSource):
         version = source.start if isinstance(source.start, int) else None
