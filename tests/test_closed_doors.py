@@ -232,7 +232,7 @@ def test_a_consumed_file_is_known_by_more_than_its_name(tmp_path: Path, spark: S
     result = go(sales(moved))
     assert not result.success
     size = len(line("d"))
-    assert f"example feb: {size} bytes then and now, but written again since" in messages(result)
+    assert f"example feb: {size} bytes then and now, but rewritten since" in messages(result)
 
 
 def test_which_files_are_there(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ BAD = {
     "cut_dot_csv_dot_gz": (gzip.compress(HEADER.encode() + os.urandom(9999))[:-99], "whole compressed"),
     "false_dot_csv_dot_gz": ((HEADER + ROW).encode(), "expected a gzip file, as its name says"),
     "header": (b"\xff\xffk,n,v,at\n" + ROW.encode(), "header line in UTF-8"),
-    "twice": (("k," + HEADER).encode() + b"b," + ROW.encode(), "found ['k'] more than once"),
+    "twice": (("k," + HEADER).encode() + b"b," + ROW.encode(), "got ['k'] more than once"),
     "colon:": (ROW.encode(), "expected a name without ':'"),
     "mac": ((HEADER + ROW).replace("\n", "\r").encode(), "a carriage return that no line feed"),
     "long": (b"k,n,v,at," + 200_000 * b"x" + b"\n" + ROW.encode(), "header line of CSV"),

@@ -291,7 +291,7 @@ def test_a_column_in_a_path_and_in_the_file(spark: SparkSession, tmp_path: Path)
     pq.write_table(pa.table({"k": ["a"], "n": pa.array([2], "int32")}), tmp_path / "parquet/n=1/1")
     for format in ("csv", "jsonl", "parquet"):
         source = FilesSource(str(tmp_path / format), cast(Any, format))
-        with pytest.raises(SourceError, match=r"expected column 'n' in its path or in the file, found"):
+        with pytest.raises(SourceError, match=r"expected column 'n' in its path or in the file, got"):
             source.read(spark, source.files(), schema)
         in_file = replace(source, path_columns=False)
         assert [r["n"] for r in in_file.read(spark, in_file.files(), schema).collect()] == [2]
@@ -299,7 +299,7 @@ def test_a_column_in_a_path_and_in_the_file(spark: SparkSession, tmp_path: Path)
     write(tmp_path / "tags" / "tags=1", "1.jsonl", '{"n":2}\n')
     write(tmp_path / "lacks" / "x=1", "1.csv", "k\na\n")
     for name, kinds, said in (
-        ("twice", "k string, n int", "expected k= once in its path, found it more than once"),
+        ("twice", "k string, n int", "expected k= once in its path, got it more than once"),
         ("tags", "k string, n int, tags array<string>", "its type is array<string>; rename"),
         ("lacks", "k string, n int", r"expected columns \['n'\]"),
     ):
@@ -385,7 +385,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "1.orc": (_orc(), "got an ORC file"),
     "1.avro": (b"Obj\x01\x04\x14avro.codec", "got an Avro file"),
     "1.xls": (bytes.fromhex("d0cf11e0a1b11ae1"), "got a Microsoft Office file"),
-    "u16.jsonl": (LINES.decode().encode("utf-16"), "got a byte order mark of UTF-16LE: say so"),
+    "u16.jsonl": (LINES.decode().encode("utf-16"), "got a byte order mark of UTF-16LE: set options="),
     "u16be.jsonl": (b"\xfe\xff" + LINES.decode().encode("utf-16-be"), "mark of UTF-16BE"),
     "u32.jsonl": (LINES.decode().encode("utf-32"), "mark of UTF-32"),
     "u16.gz": (gzip.compress(LINES.decode().encode("utf-16")), "mark of UTF-16LE"),
@@ -617,7 +617,7 @@ def test_what_is_no_text_in_its_encoding(spark: SparkSession, tmp_path: Path) ->
         read(spark, source)
     (tmp_path / "1.csv").write_bytes("k,n\na,1\n".encode("utf-16-le"))
     both = replace(source, options={"encoding": "utf-16"})
-    with pytest.raises(SourceError, match="expected UTF-16 with a byte order mark, found none"):
+    with pytest.raises(SourceError, match="expected UTF-16 with a byte order mark, got none"):
         read(spark, both)
 
 

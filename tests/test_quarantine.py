@@ -272,7 +272,9 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
     assert [f.name for f in source.pending(before)] == ["b.jsonl", "d.jsonl"]
     assert [f.name for f in source.pending({}, ["d.jsonl"])] == ["d.jsonl"]
     assert source.pending(before, ["a.jsonl"]) == []
-    with pytest.raises(SourceError, match=r"asks for \['x\.jsonl'\], which are not there"):
+    with pytest.raises(
+        SourceError, match=r"expected the files \['x\.jsonl'\] of the run config, which do not exist"
+    ):
         source.pending({}, ["x.jsonl"])
 
 

@@ -1,4 +1,4 @@
-"""Files that cannot be read as a whole: what is wrong with each, said before Spark meets it."""
+"""Bad files: detects unreadable files and their faults before Spark reads them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vt_dagster.topology.column_renames import earlier_names, was
 from vt_dagster.topology.schema import differences
 
 _LONGEST = 1 << 20
-"""Of a first line of JSON that is looked at, in characters."""
+"""Number of characters read of a first line of JSON."""
 
 
 def faults_of_text(
@@ -48,15 +48,15 @@ def faults_of_text(
     optional: Sequence[str] = (),
     path_columns: bool = True,
 ) -> dict[str, str]:
-    """What is wrong with files of lines, by name. Does not use Spark.
+    """Returns the faults of JSON lines or CSV files, by name. Does not use Spark.
 
-    Compressed files are read to their end, since nothing else tells that one is whole.
+    Compressed files are read to their end: only that shows that a file is complete.
 
     Args:
         format: ``jsonl`` or ``csv``.
         options: see ``sources.text_options``.
         optional: columns that a file may lack.
-        path_columns: whether the path of a file gives columns.
+        path_columns: whether the path of a file fills columns.
     """
 
     def fault(file: FileInfo) -> str | None:
@@ -75,7 +75,7 @@ def faults_of_text(
             if broken or not path_columns:
                 return broken
             return fault_of_path(file.name, schema, columns_of(file, format, options))
-        except FileNotFoundError:  # the run says so, where it reads it
+        except FileNotFoundError:  # the run fails with a clear error when it reads the file
             return None
 
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -90,8 +90,8 @@ def faults_of_parquet(
     optional: Sequence[str] = (),
     path_columns: bool = True,
 ) -> dict[str, str]:
-    """The same of Parquet files, by what each says of its columns; a type may be a shorter one, as of
-    files that are older than the schema."""
+    """Returns the faults of Parquet files, by name. A file older than the schema may have narrower
+    types."""
     found: dict[str, str] = {}
     for file in files:
         broken = _fault_of_name(file) or _fault_of_footer(file)
@@ -122,8 +122,8 @@ def faults_of_parquet(
 
 
 def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[str]:
-    """The columns that a file names, of JSON lines in the first; none where it cannot be read. Does not
-    use Spark."""
+    """Returns the columns of a file, for JSON lines those of the first line; none if it is unreadable.
+    Does not use Spark."""
     try:
         if format == "csv":
             return list(header_of(file, options).columns)
@@ -149,7 +149,7 @@ def _fault_of_header(
     except UnicodeDecodeError as error:
         said = encoding_of(options).upper()
         return (
-            f"expected a header line in {said}, got: {error.reason} at byte {error.start}; say the "
+            f"expected a header line in {said}, got: {error.reason} at byte {error.start}; set the "
             "file's encoding, for example options={'encoding': 'ISO-8859-1'}, or convert the file"
         )
     except csv.Error as error:
@@ -158,7 +158,7 @@ def _fault_of_header(
         return None
     twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
     if twice:
-        return f"expected each column once in the header, found {twice} more than once"
+        return f"expected each column once in the header, got {twice} more than once"
     return _missing(header, schema, optional)
 
 
@@ -173,7 +173,7 @@ def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) 
         return None
     return (
         f"expected columns {missing}, but the file has only {list(there)}; add them to the file, "
-        "take them out of the schema, or name them in the source's optional, if they may be null"
+        "remove them from the schema, or name them in the source's optional, if they may be null"
     )
 
 
@@ -196,7 +196,7 @@ def _fault_of_footer(file: FileInfo) -> str | None:
 
 
 def _fault_of_content(file: FileInfo, format: str) -> str | None:
-    """By its first bytes, as it lies there."""
+    """Checks the first bytes of a file, as stored."""
     if not file.size:
         return None
     head, tail = ends_of(file)
@@ -204,7 +204,7 @@ def _fault_of_content(file: FileInfo, format: str) -> str | None:
 
 
 def _fault_of_archive(file: FileInfo, format: str) -> str | None:
-    """By what is in a compressed file, and whether it is whole."""
+    """Checks that a compressed file is complete, and its decompressed content."""
     if not is_compressed(file.name):
         return None
     head = b""
@@ -220,30 +220,34 @@ def _fault_of_archive(file: FileInfo, format: str) -> str | None:
 
 
 def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
-    """By its byte order mark."""
+    """Checks the byte order mark of a file."""
     order = byte_order(next(chunks_of(file), b""))
     said = {UTF_8: None, "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, order)
     if encoding == "utf-16" and order not in ("UTF-16LE", "UTF-16BE") and file.size:
         return (
-            "expected UTF-16 with a byte order mark, found none: say which of the two it is, "
+            "expected UTF-16 with a byte order mark, got none: set "
             "options={'encoding': 'UTF-16LE'} or 'UTF-16BE'"
         )
     if order is None or order == said:
         return None
     return (
-        f"expected text in {encoding.upper()}, got a byte order mark of {order}: say so, "
+        f"expected text in {encoding.upper()}, got a byte order mark of {order}: set "
         f"options={{'encoding': '{order}'}}, or convert the file"
     )
 
 
 def _in_files(file: FileInfo, schema: StructType) -> StructType:
-    """The columns that a file must give itself: those that its path does not."""
+    """Returns the columns that a file must contain: those that its path does not fill."""
     told = said_by(file.name, schema)
     return StructType([f for f in schema.fields if f.name not in told])
 
 
 def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
-    """A row for the quarantine of each file that cannot be read, by name what is wrong."""
+    """Returns one row for the quarantine per bad file.
+
+    Args:
+        bad: the fault of each file, by name.
+    """
     more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
     more += [(RAW, StringType()), (REASON, StringType())]
     fields = [StructField(n, t) for n, t in more]

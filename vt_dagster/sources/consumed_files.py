@@ -1,8 +1,8 @@
-"""The files of a directory, and which of them have been consumed: a name alone does not tell.
+"""The files of a directory, and which of them were consumed.
 
-A file is known by where it lies, its size and when it was written. One that was only moved or touched
-is known by what is in it, so that no record is taken twice; one that is another file although its name
-and size are those of a consumed one is seen.
+A name alone does not identify a file. A file is identified by path, size and modification time. A file
+that was moved or touched is identified by a digest of its content, so that no record is consumed twice,
+and a replaced file of the same name and size is detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.storage import delta
 
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")
-"""Under which names file systems say that a file was written; of two the better one is first."""
+"""Keys under which file systems store a version or modification time; the more exact ones first."""
 _BLOCK, _BLOCKS = 1 << 20, 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -29,10 +29,10 @@ class FileInfo(NamedTuple):
     """A file of the directory.
 
     Args:
-        name: in the directory, with the sub-directories that it is in.
-        path: for Spark, with its protocol.
+        name: the path below the directory.
+        path: the full path for Spark, with protocol.
         size: in bytes.
-        stamp: what its file system says of when it was written, or of what is in it.
+        stamp: the file system's modification time or ETag.
     """
 
     name: str
@@ -42,10 +42,10 @@ class FileInfo(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """What is remembered of a consumed file: see :class:`FileInfo`, and a digest of what is in it.
+    """The stored state of a consumed file: size and stamp, see :class:`FileInfo`, and a content digest.
 
     Args:
-        batch: the run that consumed it; 0 = earlier versions of the library did not say.
+        batch: the batch that consumed it; 0 = unknown (written by an earlier version of the library).
     """
 
     size: int
@@ -55,30 +55,30 @@ class Consumed(NamedTuple):
 
 
 def files_in(directory: str, pattern: str, what: str, recursive: bool = True) -> list[FileInfo]:
-    """The files that are there, by name; links are followed. Does not use Spark.
+    """Returns the files in a directory, by name; links are followed. Does not use Spark.
 
-    A name is the path below the directory: ``dt=2026-11-25/part-0.jsonl``. Left out is what a writer
-    has not finished: files and directories whose names begin with ``.`` or ``_``, or end with
-    ``._COPYING_`` (Hadoop's copies); a directory ``_day=1`` is one of a column, as in Spark. A link to
-    a directory that is read anyway is not followed, nor one to a directory above.
+    A name is the path below the directory: ``dt=2026-11-25/part-0.jsonl``. Unfinished files are
+    skipped: files and directories whose names begin with ``.`` or ``_``, or end with ``._COPYING_``
+    (Hadoop's copies). A directory such as ``_day=1`` is a column, as in Spark. Links to a directory
+    that is read anyway, or to a parent directory, are not followed.
 
-    Cost: on a local disk one listing of each directory; elsewhere one listing of the whole prefix.
+    Cost: one listing per directory on a local disk; elsewhere one listing of the whole prefix.
 
     Args:
-        pattern: that names must match: without ``/`` their last part, at any depth; with ``/`` all of
-            it, part by part, where ``**`` is any number of directories.
-        what: is expected there, for messages.
+        pattern: without ``/`` it matches the last part of a name, at any depth; with ``/`` the whole
+            name, part by part, where ``**`` matches any number of directories.
+        what: the expected content, for messages.
         recursive: whether sub-directories are read.
 
     Raises:
-        SourceError: there is no such directory, or no way to reach or to list it.
+        SourceError: the directory does not exist, or cannot be reached or listed.
     """
     try:
         fs, root = delta.filesystem(directory)
     except (ImportError, ValueError) as error:
         raise SourceError(
             f"{directory!r} is on a file system that fsspec cannot reach: {error}; correct the path, "
-            "or install what the message names"
+            "or install the package that the error names"
         ) from None
     if not fs.isdir(root):
         raise SourceError(
@@ -101,13 +101,13 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
     except PermissionError as error:
         raise SourceError(
             f"a directory in {directory!r} cannot be listed: {error}; give the user of the run the "
-            "right to read it, or leave sub-directories out (recursive=False)"
+            "right to read it, or set recursive=False to skip sub-directories"
         ) from None
     return sorted(found)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the name of a file in a directory matches a pattern, see :func:`files_in`."""
+    """Returns whether a file's name matches a pattern, see :func:`files_in`."""
     parts = name.split("/")
     if "/" not in pattern:
         return fnmatch(parts[-1], pattern)
@@ -123,7 +123,7 @@ def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _entries(fs: Any, root: str, recursive: bool) -> Iterator[dict[str, Any]]:
-    """What lies in a directory, but for what a writer has not finished."""
+    """Yields the entries of a directory without unfinished files."""
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         yield from _local_entries(fs, root, recursive, {os.path.realpath(root)})
     elif not recursive:
@@ -154,7 +154,7 @@ def _local_entries(fs: Any, place: str, recursive: bool, seen: set[str]) -> Iter
             yield from _local_entries(fs, path, True, seen)
     for path in sorted(linked):
         target = os.path.realpath(path)
-        # What is below (or above) a directory that is read has, or would have, its files twice.
+        # A link into a directory that is read, or to a parent of one, would yield files twice.
         if not any(target == s or _is_below(target, s) or _is_below(s, target) for s in seen):
             seen.add(target)
             yield from _local_entries(fs, path, True, seen)
@@ -171,7 +171,7 @@ def _is_hidden(name: str, kind: str) -> bool:
 
 
 def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
-    """When files were last written, by name: epoch microseconds. Does not use Spark."""
+    """Returns the modification times of files in epoch microseconds, by name. Does not use Spark."""
     found: dict[str, int] = {}
     for file in files:
         fs, place = delta.filesystem(file.path)
@@ -182,16 +182,16 @@ def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
 
 
 class Memory:
-    """The files that earlier runs consumed.
+    """The files consumed by earlier runs.
 
-    A file that lies elsewhere now is known by its content where the consumed one is gone, and where it
-    was moved together with its directory, or into a sub-directory or out of one. A file of the same
-    name and content in a directory beside it, as of another day, is another file.
+    A moved file is recognized by its content if the consumed path is gone, and if the file was moved
+    with its directory, into a sub-directory or out of one. A file of the same name and content in a
+    sibling directory, such as that of another day, is another file.
 
     Args:
-        files: path -> :class:`Consumed`, as it lies beside a commit; earlier versions of the library
-            wrote name -> size.
-        there: the files that are there now.
+        files: path -> :class:`Consumed`, as stored beside a commit; earlier versions of the library
+            stored name -> size.
+        there: the present files.
     """
 
     def __init__(self, files: Mapping[str, Any], there: Sequence[FileInfo] = ()) -> None:
@@ -212,7 +212,7 @@ class Memory:
         return name in self._sizes or any(path.endswith("/" + name) for path in paths)
 
     def changed(self, file: FileInfo) -> str | None:
-        """How a consumed file is not what it was; None where it is, or was not consumed."""
+        """Returns how a consumed file has changed; None if it has not, or was not consumed."""
         before = self._by_path.get(file.path)
         size = self._sizes.get(file.name) if before is None else before.size
         if size is None:
@@ -221,23 +221,23 @@ class Memory:
             return f"{size} bytes then, {file.size} now"
         if before is None or before.stamp == file.stamp or (_is_exact(file) and _same(file, before)):
             return None
-        return f"{size} bytes then and now, but written again since"
+        return f"{size} bytes then and now, but rewritten since"
 
     def has(self, file: FileInfo) -> bool:
-        """Whether a file that has not changed was consumed, from here or from where it lay before."""
+        """Returns whether an unchanged file was consumed, under its path or an earlier one."""
         if file.path in self._by_path or file.name in self._sizes:
             return True
         return self._elsewhere(file) is not None
 
     def knows_elsewhere(self, file: FileInfo) -> bool:
-        """Whether a consumed file lies elsewhere now, or was touched."""
+        """Returns whether a consumed file was moved or touched."""
         before = self._by_path.get(file.path)
         if before is not None:
             return before.stamp != file.stamp and _same(file, before)
         return self._elsewhere(file) is not None
 
     def batch_of(self, file: FileInfo) -> int | None:
-        """The run that consumed what is in a file; 0 = not known; None where none did."""
+        """Returns the batch that consumed a file; 0 = unknown; None = not consumed."""
         if file.path in self._by_path:
             return self._by_path[file.path].batch
         if file.name in self._sizes:
@@ -246,13 +246,13 @@ class Memory:
         return None if before is None else self._by_path[before].batch
 
     def gone(self) -> list[str]:
-        """The paths of consumed files that are not there any more, and have not been moved."""
+        """Returns the paths of consumed files that were removed, not moved."""
         there = self._there.values()
         left = {*self._by_path} - {*self._there} | {*self._sizes} - {f.name for f in there}
         return sorted(left - {self._elsewhere(file) for file in there})
 
     def _elsewhere(self, file: FileInfo) -> str | None:
-        """The path at which this file was consumed, before it was moved."""
+        """Returns the earlier path under which a moved file was consumed; None = not consumed."""
         for path, before in self._by_name.get(posixpath.basename(file.name), ()):
             gone = path != file.path and path not in self._there
             if gone and _was_moved(path, file) and _same(file, before):
@@ -261,10 +261,10 @@ class Memory:
 
 
 def _was_moved(path: str, file: FileInfo) -> bool:
-    """Whether a file may be one that was consumed from a path, by the directories that both are in."""
+    """Returns whether a file may have been moved from a consumed path, by their directories."""
     root = file.path.removesuffix(file.name)
     name = path.removeprefix(root)
-    if name == path:  # from another directory, whose name nobody knows any more
+    if name == path:  # from another source directory, whose path is not stored
         return path.endswith("/" + file.name)
     within = file.name.endswith("/" + name) or name.endswith("/" + file.name)
     return within and _parted(name) == _parted(file.name)
@@ -277,13 +277,13 @@ def _parted(name: str) -> list[str]:
 def unconsumed(
     directory: str, there: Sequence[FileInfo], consumed: Mapping[str, Any]
 ) -> list[FileInfo]:
-    """The files that no run has consumed yet.
+    """Returns the files that no run has consumed.
 
     Args:
         consumed: see :class:`Memory`.
 
     Raises:
-        SourceError: a consumed file is there with another content.
+        SourceError: the content of a consumed file has changed.
     """
     memory = Memory(consumed, there)
     changed = {f.name: said for f in there if (said := memory.changed(f)) is not None}
@@ -291,8 +291,8 @@ def unconsumed(
         name, said = next(iter(changed.items()))
         raise SourceError(
             f"{len(changed)} file(s) in {directory} changed after they were consumed, for "
-            f"example {name}: {said}; a file is consumed once, so deliver what is new in a file of "
-            "its own and put the old one back"
+            f"example {name}: {said}; a file is consumed once, so deliver new records in a new file "
+            "and put the old one back"
         )
     return [f for f in there if not memory.has(f)]
 
@@ -300,13 +300,13 @@ def unconsumed(
 def chosen(
     directory: str, new: Sequence[FileInfo], consumed: Mapping[str, Any], only: Sequence[str] | None
 ) -> list[FileInfo]:
-    """Of files that are new those that a run asks for; what it asks for and was consumed is left out.
+    """Returns the new files that a run requests; requested files that were consumed are skipped.
 
     Args:
-        only: their names; None = all.
+        only: the requested names; None = all.
 
     Raises:
-        SourceError: it asks for one that is not there.
+        SourceError: a requested file does not exist.
     """
     if only is None:
         return list(new)
@@ -315,18 +315,21 @@ def chosen(
     missing = sorted(asked - {f.name for f in new})
     missing = [name for name in missing if name not in memory]
     if missing:
-        raise SourceError(f"{directory}: the run asks for {missing}, which are not there")
+        raise SourceError(
+            f"{directory}: expected the files {missing} of the run config, which do not exist; correct "
+            "the names"
+        )
     return [f for f in new if f.name in asked]
 
 
 def remembered(
     before: Mapping[str, Any], taken: Sequence[FileInfo], there: Sequence[FileInfo], batch: int
 ) -> dict[str, Any]:
-    """What is remembered after a run that took some files. Reads them once, and those others that are
-    there and were moved or touched since they were consumed.
+    """Returns the consumed state after a run. Reads the run's files once, and files that were moved or
+    touched since they were consumed.
 
     Args:
-        batch: of the run.
+        batch: the batch of the run.
     """
     memory = Memory(before, there)
     batches = {f: memory.batch_of(f) or 0 for f in there if memory.knows_elsewhere(f)}
@@ -335,11 +338,11 @@ def remembered(
 
 
 def require_untouched(directory: str, taken: Sequence[FileInfo], there: Sequence[FileInfo]) -> None:
-    """Looks whether files are still what they were when the run took them; those that are gone by now
-    had been read.
+    """Checks that files have not changed since the run pinned them. Removed files pass: they had been
+    read.
 
     Raises:
-        SourceError: with some that have changed since.
+        SourceError: a file has changed.
     """
     now = {f.path: f for f in there}
     changed = [f for f in taken if now.get(f.path, f) != f]
@@ -348,7 +351,7 @@ def require_untouched(directory: str, taken: Sequence[FileInfo], there: Sequence
         raise SourceError(
             f"{len(changed)} file(s) in {directory} changed while the run read them, for example "
             f"{one.name}: {one.size} bytes at its start, {now[one.path].size} at its end; nothing was "
-            "committed. Write a file under a name that begins with '.' and rename it when it is whole, "
+            "committed. Write a file under a name that begins with '.' and rename it when complete, "
             "then run again"
         )
 
@@ -358,12 +361,12 @@ def _same(file: FileInfo, before: Consumed) -> bool:
 
 
 def _is_exact(file: FileInfo) -> bool:
-    """Whether the digest tells any change."""
+    """Returns whether the digest covers the whole file."""
     return file.size <= _BLOCK * _BLOCKS
 
 
 def _digest(file: FileInfo) -> str:
-    """Of all that is in a file, of a large one of blocks all over it; empty where it is gone."""
+    """Returns a digest of a file's content, for a large file of evenly spaced blocks; empty if gone."""
     fs, local = delta.filesystem(file.path)
     digest = hashlib.blake2b(digest_size=16)
     step = _BLOCK if _is_exact(file) else (file.size - _BLOCK) // (_BLOCKS - 1)

@@ -1,4 +1,4 @@
-"""Lines of CSV files as records: which columns a file has, and whether a line is one whole record."""
+"""Lines of CSV files as records: the header of a file, and the checks that a line is one record."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from vt_dagster.topology.column_renames import earlier_names
 _CORRUPT = "_corrupt"
 _LONGEST = 1 << 20
 _OF_LINES = {"header", "comment", *LINE_OPTIONS}
-"""Options that have had their effect once lines have been found."""
+"""Options already applied when a file is split into lines."""
 _MOST_COLUMNS = 20480
 """Spark's own limit."""
 _UNIT = "\x1f"
-"""Stands for a separator of several characters, of which Python's reader knows none."""
+"""Replaces a separator of several characters, which Python's CSV reader does not support."""
 
 
 class Header(NamedTuple):
-    """What the header of a CSV file says.
+    """The header of a CSV file.
 
     Args:
-        columns: their names; none where the file is empty.
-        line: where it stands, from 1; 0 = the file has no header, and its columns are the schema's.
+        columns: the names; empty if the file is empty.
+        line: the line of the header, from 1; 0 = no header: the columns are the schema's.
     """
 
     columns: tuple[str, ...]
@@ -40,14 +40,14 @@ class Header(NamedTuple):
 
 
 def header_of(file: FileInfo, options: Mapping[str, str], schema: StructType | None = None) -> Header:
-    """The columns of a file, by its first line that is neither blank nor a comment. Does not use Spark.
+    """Returns the header of a file: the first line that is not blank or a comment. Does not use Spark.
 
     Args:
-        schema: has the columns, in their order, of a file without a header; None = it has none.
+        schema: the columns, in order, of a file without a header; None = none.
 
     Raises:
-        UnicodeDecodeError: it is no text.
-        csv.Error: it is no line of CSV.
+        UnicodeDecodeError: the line is not text in the file's encoding.
+        csv.Error: the line is not CSV.
         OSError, EOFError, zlib.error: the file cannot be read.
     """
     if options.get("header") == "false":
@@ -87,12 +87,12 @@ def one_record(
     schema: StructType,
     options: Mapping[str, str],
 ) -> Column:
-    """A line as a struct of texts, one for each of the schema's columns, and what of it could not be
-    read, see :func:`read_record`.
+    """Returns a line as a struct of texts, one per column of the schema, and Spark's corrupt record;
+    see :func:`read_record`.
 
     Args:
-        line, file: the columns with a line and with its file's name.
-        headers: the columns that files name, and those files.
+        line, file: the names of the columns with the line and with its file's name.
+        headers: the files of each header.
     """
     kept = {name: text for name, text in options.items() if name not in _OF_LINES}
     options = {**kept, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
@@ -101,9 +101,9 @@ def one_record(
     options = {"escape": options.get("quote", '"'), **options}
     parsed = F.lit(None)
     for header, names in headers.items():
-        if not header:  # an empty file has no line
+        if not header:  # an empty file has no lines
             continue
-        # a column that the schema does not have is left out
+        # Columns that the schema lacks are read under other names and dropped below.
         fields = [
             StructField(c if c in schema.names else f"_extra{i}", StringType())
             for i, c in enumerate(header)
@@ -128,10 +128,10 @@ def one_record(
 def read_record(
     row: Column, line: Column, schema: StructType, how: Reading, into: str
 ) -> dict[str, Column]:
-    """Columns to add, in this order, to what :func:`one_record` gives.
+    """Returns columns to add, in this order, to the result of :func:`one_record`.
 
-    The last one, ``<into>_row``, is a struct of the schema's columns; null where the line is no record,
-    or has a text that is no value of its column.
+    The last one, ``<into>_row``, is a struct of the schema's columns; null if the line is not one
+    record, or a text does not fit its column.
     """
     whole = row.isNotNull() & row[_CORRUPT].isNull() & ~_is_cut_off(line, how.options)
 
@@ -142,7 +142,7 @@ def read_record(
 
 
 def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
-    """A line; null where it has more columns than Spark's parser takes, which would stop the run."""
+    """Returns a line; null if it exceeds the parser's ``maxColumns``, which would fail the run."""
     most = int(options.get("maxColumns", _MOST_COLUMNS))
     separator, quote = options.get("sep", ","), options.get("quote", '"')
 
@@ -153,16 +153,16 @@ def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
     found = F.when(has_few(line), line)
     if not quote:
         return found
-    # What stands within quotes separates nothing; looked at only where there is much of it.
+    # Separators inside quotes do not count. Quotes are removed only if the cheap count is too high.
     mark = re.escape(quote)
     outside = F.regexp_replace(line, f"{mark}[^{mark}]*+{mark}", "")
     return found.when(has_few(outside), line)
 
 
 def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
-    """Whether a line begins or ends within quotes: half a record, with a line break in a field.
+    """Returns whether a line begins or ends inside quotes: half a record, with a line break in a field.
 
-    Spark takes what stands there for the whole value of a last field.
+    Spark would read the rest of the line as the complete value of the last field.
     """
     quote = options.get("quote", '"')
     escape = options.get("escape", quote)
@@ -175,5 +175,5 @@ def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
 
 
 def nullable(schema: StructType) -> StructType:
-    """The same columns, each of which may be null."""
+    """Returns the schema with every column nullable."""
     return StructType([StructField(f.name, f.dataType) for f in schema.fields])

@@ -1,4 +1,4 @@
-"""The rows of files: each record with its columns, its file and its place in it."""
+"""The rows of files: each record with its columns, its file and its position in the file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LINE = "_line"
 def parquet_rows(
     spark: SparkSession, files: Sequence[FileInfo], schema: StructType, path_columns: bool
 ) -> DataFrame:
-    """The rows of Parquet files, as ``FilesSource.read`` gives them.
+    """Returns the rows of Parquet files, in the columns of ``FilesSource.read``.
 
     Plan: two scans, one of them for the number of rows in each file, which is then broadcast.
     """
@@ -74,7 +74,7 @@ def text_rows(
     how: Reading,
     path_columns: bool,
 ) -> DataFrame:
-    """The rows of JSON lines and CSV, as ``FilesSource.read`` gives them.
+    """Returns the rows of JSON lines and CSV files, in the columns of ``FilesSource.read``.
 
     Plan: two scans, see ``text_lines.numbered_lines``; no shuffle of rows.
     """
@@ -119,16 +119,17 @@ def text_rows(
 
 
 def _of_paths(how: Reading) -> Reading:
-    """How the texts of paths are read: as Hive and Spark write them, whatever the files have."""
+    """Returns the reading of values in paths: as Hive and Spark write them, without the files'
+    formats."""
     options = {k: v for k, v in how.options.items() if k.lower() == "timezone"}
     return replace(how, options=options, base64=False)
 
 
 def _is_below(headers: Mapping[int, Sequence[str]]) -> Column:
-    """Whether a line is below the header of its file.
+    """Returns whether a line is below the header of its file.
 
     Args:
-        headers: in which line it stands, and in which files.
+        headers: the files by line number of their header.
     """
     if len(headers) == 1:
         return F.col(POSITION) > next(iter(headers))

@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, whatever its name says. Does not use Spark."""
+"""The kind of a file by its first bytes (magic numbers), not its name. Does not use Spark."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from vt_dagster.sources.consumed_files import FileInfo
 from vt_dagster.storage import delta
 
 HEAD = 512
-"""So many bytes tell."""
+"""Number of first bytes that identify a file."""
 _TAIL = 8
 _CHUNK = 1 << 20
 
 
 class Known(NamedTuple):
-    """What files of a kind begin with.
+    """The signature of a kind of file.
 
     Args:
-        name: of the kind, in words.
-        start: its first bytes.
-        suffix: the end of a name by which Spark decompresses such files; None = it does not.
+        name: of the kind, for messages.
+        start: the first bytes.
+        suffix: the file extension with which Spark decompresses such files; None = it does not.
     """
 
     name: str
@@ -62,20 +62,20 @@ _BYTE_ORDER = (
     Known("UTF-16BE", b"\xfe\xff"),
 )
 _UNREAD = (".zst", ".zstd", ".lz4", ".snappy", ".xz", ".zip", ".7z", ".lzo", ".br")
-"""Ends of names that say of a compression that Spark cannot be relied on to undo: of some it takes the
-codec by the name, and gives no rows where it does not fit."""
+"""File extensions of compressions that Spark does not reliably read: for some it picks a codec by name,
+and returns no rows if the content does not match."""
 
 
 def known(head: bytes, tail: bytes = b"") -> Known | None:
-    """What a file is that is no text; None = nothing that is known.
+    """Returns the known binary kind of a file; None = text or unknown.
 
     Args:
-        head: its first ``HEAD`` bytes; ``tail``: its last ones.
+        head: its first ``HEAD`` bytes; ``tail``: its last bytes.
     """
     for one in (*_COMPRESSED, *_BINARY):
         if head.startswith(one.start):
             return one
-    # These begin with letters as a text can: what follows decides.
+    # These signatures are letters, as in a text: the bytes after them decide.
     if head.startswith(b"BZh") and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90"):
         return BZIP2
     if head.startswith(_PARQUET.start) and (tail[-4:] in (b"PAR1", b"PARE") or _control(head[4:6])):
@@ -88,15 +88,15 @@ def known(head: bytes, tail: bytes = b"") -> Known | None:
 
 
 def byte_order(head: bytes) -> str | None:
-    """The encoding that a file's byte order mark says; None = it has none, or UTF-8's."""
+    """Returns the encoding of a file's byte order mark; None = no mark, or UTF-8's."""
     return next((one.name for one in _BYTE_ORDER if head.startswith(one.start)), None)
 
 
 def ends_of(file: FileInfo) -> tuple[bytes, bytes]:
-    """The first and the last bytes of a file as they lie there.
+    """Returns the first and the last bytes of a file, as stored.
 
     Raises:
-        OSError: it cannot be read, or is gone.
+        OSError: the file cannot be read, or is gone.
     """
     fs, place = delta.filesystem(file.path)
     with fs.open(place, "rb") as content:
@@ -106,10 +106,10 @@ def ends_of(file: FileInfo) -> tuple[bytes, bytes]:
 
 
 def chunks_of(file: FileInfo) -> Iterator[bytes]:
-    """What is in a file, decompressed as its name says.
+    """Yields the content of a file, decompressed by its file extension.
 
     Raises:
-        OSError, EOFError, zlib.error: it is cut off, or is no such file.
+        OSError, EOFError, zlib.error: the file is truncated, or not in that format.
     """
     fs, place = delta.filesystem(file.path)
     name = file.name.lower()
@@ -137,12 +137,12 @@ def _inflated(raw: Any) -> Iterator[bytes]:
 
 
 def is_compressed(name: str) -> bool:
-    """Whether a name says of a compression that is undone."""
+    """Returns whether a name has the extension of a supported compression."""
     return name.lower().endswith((".gz", ".bz2", ".deflate"))
 
 
 def fault_of_bytes(name: str, found: Known | None, format: str) -> str | None:
-    """Why a file of lines is not read, by its name and what it is; None = it is."""
+    """Returns the fault of a file of lines, by its name and kind; None = no fault."""
     lowered = name.lower()
     said = next((s for s in (".gz", ".bz2", *_UNREAD) if lowered.endswith(s)), None)
     wanted = "CSV" if format == "csv" else "JSON lines"
@@ -164,11 +164,11 @@ def fault_of_bytes(name: str, found: Known | None, format: str) -> str | None:
                 f"expected {wanted}, plain or compressed with gzip or bzip2, got {found.name}: "
                 "decompress it, or compress it with gzip (.gz)"
             )
-        return f"expected {wanted}, got {found.name}: correct the source's format, or the delivery"
+        return f"expected {wanted}, got {found.name}: correct the source's format, or the file"
     if lowered.endswith(found.suffix):
         return None
     return (
-        f"expected a name that ends with {found.suffix}, by which Spark decompresses, got "
+        f"expected a name that ends with {found.suffix}, which Spark needs to decompress, got "
         f"{found.name} under another name: rename it"
     )
 

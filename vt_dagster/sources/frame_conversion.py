@@ -1,4 +1,4 @@
-"""A DataFrame of any library, with the columns and types of a stream or table."""
+"""Conversion of a DataFrame of any library to the columns and types of a stream or table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DIGITS = {"tinyint": 3, "smallint": 5, "int": 10, "bigint": 19}
 
 
 class Frame(Protocol):
-    """A DataFrame that fits a schema; see ``LocalFrame``."""
+    """A DataFrame with the columns of a schema; see ``LocalFrame``."""
 
     @property
     def count(self) -> int: ...
@@ -41,14 +41,14 @@ class Frame(Protocol):
 
 
 class SparkFrame:
-    """The rows of a Spark DataFrame: computed once and held, whatever they are read for."""
+    """The rows of a Spark DataFrame, persisted so that they are computed once."""
 
     def __init__(self, rows: DataFrame, extra: Sequence[str]) -> None:
         self._rows, self.extra = rows.persist(), extra
         self.count = self._rows.count()
 
     def digest(self) -> str:
-        """Of what is in it, whatever the order of its rows."""
+        """Returns a digest of the rows, independent of their order."""
         row = F.to_json(F.struct(*self._rows.columns), {"ignoreNullFields": "false"})
         hashed = F.xxhash64(row)
         told = self._rows.agg(
@@ -58,7 +58,7 @@ class SparkFrame:
         return f"{self.count}:{told[0]}:{int(told[1])}"
 
     def frame(self, spark: SparkSession) -> DataFrame:
-        """With what the library adds to rows that it reads."""
+        """Returns the rows with ``_row``, ``_raw`` and ``_reason``."""
         rows = self._rows
         broken = is_no_text(F.struct(*rows.columns), rows.schema)
         return rows.select(
@@ -69,15 +69,15 @@ class SparkFrame:
         )
 
     def release(self) -> None:
-        """Its rows are not wanted any more."""
+        """Unpersists the rows."""
         self._rows.unpersist()
 
 
 def frame_of(node: Stream, value: Any) -> Frame | None:
-    """A DataFrame with the columns and types of a stream or table; None = it has no rows, or is None.
+    """Returns a value as a DataFrame with the columns and types of a node; None = no rows, or None.
 
     Raises:
-        ContractError: it is no DataFrame, lacks a column, or has one of another type.
+        ContractError: the value is not a DataFrame, lacks a column, or has a column of another type.
     """
     if value is None:
         return None
@@ -108,7 +108,7 @@ def frame_of(node: Stream, value: Any) -> Frame | None:
 
 
 def _fits(got: DataType, wanted: DataType) -> bool:
-    """Whether every value of a type is one of the other."""
+    """Returns whether every value of ``got`` is a value of ``wanted``."""
     one, other = got.simpleString(), wanted.simpleString()
     if one in (other, "void") or (one, other) in _WIDER:
         return True

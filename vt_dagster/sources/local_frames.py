@@ -1,7 +1,7 @@
-"""DataFrames of pandas, Polars, Arrow and DuckDB: as Arrow with the columns and types of a schema.
+"""DataFrames of pandas, Polars, Arrow and DuckDB, converted to Arrow with the types of a schema.
 
-No Spark. What cannot be a value of its column's type is told by row; a column of another kind of type
-is refused as a whole, for only its author knows how to convert it.
+Does not use Spark. A value that does not fit its column makes the row unreadable. A column of another
+kind of type is an error: only its author knows how to convert it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vt_dagster.core.source_records import RAW, REASON, Reason
 from vt_dagster.errors import ContractError
 
 ROW = "_row"
-"""The place of a row in its DataFrame, from 1: BIGINT; null in a Spark one, which has no order."""
+"""Column with the row number in the DataFrame, from 1 (BIGINT); null for Spark, which has no order."""
 _WIDEST = pa.decimal128(38, 0)
 _KINDS = (
     ("boolean", pa.types.is_boolean),
@@ -36,8 +36,8 @@ _KINDS = (
     ("map", pa.types.is_map),
 )
 _ALSO = {"float": {"integer"}, "decimal": {"integer"}, "integer": {"float", "decimal"}}
-"""Which other kinds a column takes, value by value, where nothing is lost: pandas has whole numbers
-beside a null as floats."""
+"""Other kinds of types that a column accepts if each value converts exactly: pandas stores integers
+with a null as floats."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LocalFrame:
 
     Args:
         rows: the schema's columns, ``_row``, ``_raw`` (a bad row as JSON; else null) and ``_reason``.
-        extra: columns that it has besides; they are left out.
+        extra: columns that the schema lacks; they are dropped.
     """
 
     rows: pa.Table
@@ -54,11 +54,11 @@ class LocalFrame:
 
     @property
     def count(self) -> int:
-        """How many rows it has."""
+        """The number of rows."""
         return self.rows.num_rows
 
     def digest(self) -> str:
-        """Of what is in it, whatever the order of its rows."""
+        """Returns a digest of the rows, independent of their order."""
         total = 0
         for batch in self.rows.drop_columns([ROW]).to_batches(max_chunksize=10_000):
             for row in batch.to_pylist():
@@ -67,23 +67,24 @@ class LocalFrame:
         return f"{self.count}:{total % (1 << 128):032x}"
 
     def frame(self, spark: SparkSession) -> DataFrame:
-        """For Spark."""
+        """Returns a Spark DataFrame of the rows."""
         return spark.createDataFrame(self.rows.combine_chunks(), from_arrow_schema(self.rows.schema))
 
     def release(self) -> None:
-        """Nothing is held in Spark."""
+        """Does nothing: Spark holds no data."""
 
 
 def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
-    """A DataFrame of pandas, Polars (lazy too), Arrow or DuckDB; None = it is none of them.
+    """Converts a DataFrame of pandas, Polars (also lazy), Arrow or DuckDB; returns None for other
+    values.
 
-    Naive times are UTC. A pandas index is no column: reset it where it holds one.
+    Naive times are UTC. A pandas index is not a column: use ``reset_index`` to keep it.
 
     Args:
-        name: of the stream or table, for messages.
+        name: the stream or table, for messages.
 
     Raises:
-        ContractError: it lacks a column, or has one of another kind of type.
+        ContractError: a column is missing, or of another kind of type.
     """
     table = _as_arrow(name, value)
     if table is None:
@@ -93,7 +94,7 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
     for field in wanted:
         column = _plain(table.column(field.name))
         if column.null_count == len(column):
-            # It says nothing of its type: pandas takes one without values for floats.
+            # A column of nulls has no reliable type: pandas stores it as floats.
             columns[field.name] = pa.chunked_array([pa.nulls(len(column), field.type)])
             continue
         _require_kind(name, field.name, column.type, field.type)
@@ -110,22 +111,22 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
 
 
 def require_columns(name: str, there: Sequence[str], schema: StructType) -> list[str]:
-    """The columns of a DataFrame that the schema has not.
+    """Returns the columns of a DataFrame that the schema lacks.
 
     Raises:
-        ContractError: the schema has some that the DataFrame has not.
+        ContractError: the DataFrame lacks columns of the schema.
     """
     missing = [c for c in schema.names if c not in there]
     if missing:
         raise ContractError(
             f"{name}: expected a DataFrame with the columns {schema.names}, got {list(there)}, without "
-            f"{missing}; return them, or take them out of the schema. Nothing was committed"
+            f"{missing}; return them, or remove them from the schema. Nothing was committed"
         )
     return [c for c in there if c not in schema.names]
 
 
 def wrong_type(name: str, column: str, got: object, wanted: object) -> ContractError:
-    """That a column cannot be converted without losing something, or guessing."""
+    """Returns the error for a column that cannot be converted exactly."""
     return ContractError(
         f"{name}: column {column!r} is {got}, expected {wanted}; convert it before it is returned, or "
         "change the schema. Nothing was committed"
@@ -157,7 +158,7 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Without a dictionary, which categories are kept by."""
+    """Returns a column without dictionary encoding (pandas categories)."""
     kind = column.type
     return column.cast(kind.value_type) if pa.types.is_dictionary(kind) else column
 
@@ -177,7 +178,10 @@ def _require_kind(name: str, column: str, got: pa.DataType, wanted: pa.DataType)
 
 
 def _fitting(column: pa.ChunkedArray, wanted: pa.DataType) -> tuple[pa.ChunkedArray, list[int]]:
-    """The column in another type, null where a value does not fit in, and the places of those."""
+    """Returns the column in another type, with null for values that do not fit, and their positions.
+
+    Arrow's cast fails as a whole, so bisection finds the misfits.
+    """
     try:
         return _cast(column, wanted), []
     except pa.ArrowException:
@@ -191,9 +195,9 @@ def _fitting(column: pa.ChunkedArray, wanted: pa.DataType) -> tuple[pa.ChunkedAr
 
 
 def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """Raises where a value would be changed."""
+    """Casts a column; raises if a value would change."""
     if pa.types.is_integer(column.type) and pa.types.is_decimal(wanted):
-        column = column.cast(_WIDEST)  # else the type's digits count, not the value's
+        column = column.cast(_WIDEST)  # else Arrow checks the digits of the type, not of the value
     done = column.cast(wanted)
     if pa.types.is_date(wanted) and not done.cast(column.type).equals(column):
         raise pa.ArrowInvalid("a time of day is no part of a date")

@@ -1,4 +1,4 @@
-"""Columns that the path of a file gives, as Hive and Spark lay out tables: ``dt=2026-11-25/a.csv``."""
+"""Partition columns in the path of a file, as in tables of Hive and Spark: ``dt=2026-11-25/a.csv``."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from vt_dagster.sources.text_lines import FILE
 from vt_dagster.sources.value_reader import Reading, of_text
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
-"""What Hive and Spark call the directory of rows that have null there."""
+"""The directory value for null in Hive and Spark."""
 _TEXT = "_path_"
 _SAYS = "_path_says_"
 
 
 def parts_of(name: str) -> list[tuple[str, str]]:
-    """The ``key=value`` directories of a file's name, outermost first; percent signs are decoded."""
+    """Returns the ``key=value`` directories of a name, outermost first, with percent escapes
+    decoded."""
     found = [part.partition("=") for part in name.split("/")[:-1] if "=" in part]
     return [(_decoded(key), _decoded(value)) for key, _, value in found if key]
 
 
 def said_by(name: str, schema: StructType) -> dict[str, str | None]:
-    """The columns of a schema that a file's path gives, as texts; None = null. Upper and lower case
-    are one, as in Spark."""
+    """Returns the schema's columns in a file's path, as texts; None = null. Names match without case,
+    as in Spark."""
     columns = {c.lower(): c for c in schema.names}
     told = [(columns[k.lower()], v) for k, v in parts_of(name) if k.lower() in columns]
     return {column: None if value == NULL else value for column, value in told}
 
 
 def fault_of_path(name: str, schema: StructType, there: Sequence[str]) -> str | None:
-    """Why the path of a file cannot give columns; None = it can, or gives none.
+    """Returns the fault of the columns in a file's path; None = no fault.
 
     Args:
-        there: the columns that are in the file.
+        there: the columns in the file.
     """
     told = [k.lower() for k, _ in parts_of(name)]
     for column in said_by(name, schema):
         kind = schema[column].dataType
         if told.count(column.lower()) > 1:
-            return f"expected {column}= once in its path, found it more than once; rename a directory"
+            return f"expected {column}= once in its path, got it more than once; rename a directory"
         if column.lower() in {c.lower() for c in there}:
             return (
-                f"expected column {column!r} in its path or in the file, found it in both; take it out "
-                f"of the file, or rename the directory, or set path_columns=False of the source: then "
-                "the file's column counts"
+                f"expected column {column!r} in its path or in the file, got it in both; remove it "
+                f"from the file, rename the directory, or set path_columns=False of the source to use "
+                "the file's column"
             )
         if isinstance(kind, StructType | ArrayType | MapType):
             return (
@@ -67,19 +68,19 @@ def with_path_columns(
     how: Reading,
     own: Column | None = None,
 ) -> tuple[DataFrame, dict[str, Column], Column]:
-    """Rows with what their files' paths give.
+    """Adds the columns in the files' paths to rows.
 
-    Plan: a broadcast join, where they give any.
+    Plan: a broadcast join, if paths have columns.
 
     Args:
         rows: with ``_file``.
-        found: the columns as they are in the files, by name.
-        how: how the texts of paths are read.
-        own: the names of what a row itself has, where each row may have others.
+        found: the columns in the files, by name.
+        how: the reading of values in paths.
+        own: the field names of a row, if they differ between rows (JSON).
 
     Returns:
-        the rows; their columns out of files and paths; whether a path gives a text that is no value of
-        its column, or a column that the row has itself (never null).
+        the rows; the columns from files and paths; whether a value in a path does not fit its column,
+        or the row also has that column (never null).
     """
     told = {f.name: said_by(f.name, schema) for f in files}
     columns = [c for c in schema.names if any(c in some for some in told.values())]

@@ -1,4 +1,4 @@
-"""Files as numbered lines of text: their encoding, what ends a line, and which lines say nothing."""
+"""Files as numbered lines of text, by encoding and line separator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vt_dagster.sources.text_options import UTF_8, WIDE, encoding_of
 from vt_dagster.storage import delta
 
 FILE, UNDECODED = "_file", "_undecoded"
-"""The columns with a line's file, and whether it is no text in the encoding that its user says."""
+"""Columns with a line's file, and whether the line is not text in the declared encoding."""
 _BLOCK, _ID, START = "_block", "_id", "_start"
 LINE_OPTIONS = ("encoding", "lineSep")
 _TEXT, _ALL = "_text", 2**31 - 1
@@ -27,7 +27,7 @@ _MARK = "\ufeff"
 
 
 def own_encoding(file: FileInfo, encoding: str) -> str:
-    """The encoding of one file. Of UTF-16 its first two bytes say which of the two it is."""
+    """Returns the encoding of one file; for UTF-16 the byte order mark decides the byte order."""
     if encoding != "utf-16":
         return encoding
     order = byte_order(next(chunks_of(file), b""))
@@ -35,13 +35,14 @@ def own_encoding(file: FileInfo, encoding: str) -> str:
 
 
 def first_lines(file: FileInfo, options: Mapping[str, str], longest: int) -> Iterator[str]:
-    """The lines of a file, as :func:`numbered_lines` gives them. Does not use Spark.
+    """Yields the lines of a file, as in :func:`numbered_lines`. Does not use Spark.
 
     Args:
-        longest: line in characters; a longer one is cut off after one more, and is the last.
+        longest: the maximum length in characters; a longer line is truncated to ``longest + 1``, and is
+            the last.
 
     Raises:
-        UnicodeDecodeError: a line is no text in its encoding.
+        UnicodeDecodeError: a line is not text in the encoding.
         OSError, EOFError, zlib.error: the file cannot be read.
     """
     encoding, said = own_encoding(file, encoding_of(options)), options.get("lineSep")
@@ -61,7 +62,7 @@ def first_lines(file: FileInfo, options: Mapping[str, str], longest: int) -> Ite
 
 
 def _find(text: bytes, end: bytes, encoding: str) -> int:
-    """Where a line ends; in UTF-16 at whole characters only."""
+    """Returns the position of a line end; in UTF-16 at even bytes only."""
     place = text.find(end)
     while encoding in WIDE and place % 2 == 1:
         place = text.find(end, place + 1)
@@ -72,7 +73,7 @@ def _line(
     some: bytes, encoding: str, said: str | None, number: int, longest: int, whole: bool = True
 ) -> str:
     if number == 1 and encoding not in WIDE:
-        some = some.removeprefix(codecs.BOM_UTF8)  # as Hadoop does, whatever the encoding
+        some = some.removeprefix(codecs.BOM_UTF8)  # as Hadoop does, in any encoding
     text = codecs.getincrementaldecoder(encoding)("strict").decode(some, final=whole)
     text = text.removeprefix(_MARK) if number == 1 else text
     text = text.removesuffix("\r") if said is None else text
@@ -82,13 +83,13 @@ def _line(
 def numbered_lines(
     spark: SparkSession, files: Sequence[FileInfo], options: Mapping[str, str]
 ) -> DataFrame:
-    """The lines of files, in order of arrival.
+    """Returns the lines of files, in order of arrival.
 
-    Plan: two scans, one of them for the number of lines in each block, which is then broadcast; no
-    shuffle of lines. Of another encoding than UTF-8 the lines go through Python in Arrow batches.
+    Plan: two scans, one of them for the number of lines per block, which is then broadcast; no shuffle
+    of lines. In an encoding other than UTF-8, lines go through Python in Arrow batches.
 
     Returns:
-        ``_raw`` (the line; of one that is no text in its encoding its bytes), ``_file``, ``_arrival``
+        ``_raw`` (the line; its bytes if it is not text in the encoding), ``_file``, ``_arrival``
         (0, 1, …), ``_position`` (from 1 in each file), ``_undecoded``.
     """
     encoding = encoding_of(options)
@@ -139,7 +140,7 @@ def _lines_of(
 
 
 def _decoded(groups: Mapping[str, Sequence[FileInfo]]) -> Column:
-    """Lines as text; null where they are none in the encoding of their file."""
+    """Returns lines as text; null if they are not text in their file's encoding."""
     found = F.lit(None).cast("string")
     for encoding, files in groups.items():
         text = _decoder(encoding)(F.col(RAW).cast("binary"))
@@ -148,7 +149,7 @@ def _decoded(groups: Mapping[str, Sequence[FileInfo]]) -> Column:
 
 
 def _decoder(encoding: str) -> Any:
-    """A function of a column of bytes: their text; null where they are none in an encoding."""
+    """Returns a UDF from bytes to text in an encoding; null if they are not text."""
     import pandas as pd
 
     def read(batches: Any) -> Any:
@@ -165,12 +166,13 @@ def _decoder(encoding: str) -> Any:
             yield pd.Series([text(raw) for raw in batch], dtype="object")
 
     series = Iterator[pd.Series]
-    read.__annotations__ = {"batches": series, "return": series}  # Spark takes its kind from them
+    # Spark derives the kind of UDF from the annotations.
+    read.__annotations__ = {"batches": series, "return": series}
     return F.pandas_udf(read, StringType())  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def file_name(files: Sequence[FileInfo]) -> Column:
-    """The name of a row's file, with its sub-directories; Spark has its path as it stands in a URL."""
+    """Returns the name of a row's file, with sub-directories; Spark has only its URL-encoded path."""
     _, place = delta.filesystem(files[0].path)
     root = "/" + place.removesuffix(files[0].name).lstrip("/")
     path = F.url_decode(F.replace(F.col("_metadata.file_path"), F.lit("+"), F.lit("%2B")))
@@ -179,7 +181,7 @@ def file_name(files: Sequence[FileInfo]) -> Column:
 
 
 def running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:
-    """Turns a count a group into the number of rows in the groups before it."""
+    """Replaces the count of each group by the number of rows in the groups before."""
     before = W.orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     return counts.withColumn(START, F.coalesce(F.sum(START).over(before), F.lit(0)))
 

@@ -1,8 +1,7 @@
 """Spark's options of JSON and CSV: each has its effect, or is refused when definitions load.
 
-Files are read line by line, values by ``sources.value_reader``, and what is bad goes to quarantine. An
-option of Spark that asks for something else would be without effect, so it is an error that says what
-to do.
+Files are read line by line, values by ``sources.value_reader``, and bad records go to quarantine. A
+Spark option that contradicts this would have no effect, so it is an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WIDE = {"utf-16-le": "utf-16-le", "utf-16-be": "utf-16-be", "utf-16": "utf-16"}
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "b": "\b", "f": "\f", "\\": "\\", '"': '"', "'": "'"}
 _SYNONYMS = {"delimiter": "sep", "charset": "encoding", "codec": "compression"}
 _LONGEST_SEPARATOR = 2
-"""Of lines, in characters: so many Spark's CSV reader takes."""
+"""Maximum length of a line separator in characters, as in Spark's CSV reader."""
 
 
 def _flag(name: str, text: str) -> str:
@@ -45,7 +44,8 @@ def _text(name: str, text: str) -> str:
 
 
 def unescaped(text: str) -> str:
-    r"""A separator or quote as Spark understands it: ``\t`` in two characters is a tab."""
+    r"""Returns a separator or quote with Spark's escapes resolved: ``\t`` in two characters is a
+    tab."""
 
     def one(found: re.Match[str]) -> str:
         if found[1].startswith("u"):
@@ -91,10 +91,10 @@ def _one_of(*values: str) -> Callable[[str, str], str]:
 
 
 def _encoding(name: str, text: str) -> str:
-    """The name by which Python knows an encoding. Lines must end with the byte of a line feed in it, or
-    with the two of UTF-16."""
+    """Returns Python's name of an encoding. Its line feed must be the single byte of ASCII, or the two
+    bytes of UTF-16."""
     try:
-        # Java's names of Windows' and IBM's encodings are not all Python's.
+        # Java prefixes some names of Windows and IBM encodings that Python knows without the prefix.
         found = codecs.lookup(
             re.sub(r"^x-|^windows-(?=31j$)", "", text.strip(), flags=re.IGNORECASE)
         ).name
@@ -108,8 +108,8 @@ def _encoding(name: str, text: str) -> str:
         return UTF_8
     if ends != b"\n" and found not in WIDE:
         raise SourceError(
-            f"{name} {text!r} has no line feed of one byte, by which lines are found: expected UTF-8, "
-            "UTF-16 or an encoding that has ASCII as it is; convert the files"
+            f"{name} {text!r} has no line feed of one byte, which separates lines: expected UTF-8, "
+            "UTF-16 or an encoding that contains ASCII; convert the files"
         )
     return found
 
@@ -158,27 +158,27 @@ FOLLOWED: dict[Kind, dict[str, Callable[[str, str], str]]] = {
     "parquet": {},
     "message": {**_FORMATS, **_JSON},
 }
-"""The options that have their effect, with what checks their values."""
+"""The supported options, with the check of their values."""
 
-_TYPES = "the schema says which types columns have: leave it out"
-_WRITES = "it is of what Spark writes, and nothing is written with it: leave it out"
+_TYPES = "the schema defines the types of columns: remove it"
+_WRITES = "it is an option for writing, and a source only reads: remove it"
 _COUNTS = (
-    "bad records go to quarantine, and max_bad_share says how many a run accepts: leave it out, and "
+    "bad records go to quarantine, and max_bad_share is the share that a run accepts: remove it, and "
     "set max_bad_share"
 )
-_LISTS = "the source's own settings say which files are read: leave it out, and set pattern or path"
+_LISTS = "the source's own settings select the files: remove it, and set pattern or path"
 REFUSED = {
     "mode": _COUNTS,
     "columnNameOfCorruptRecord": _COUNTS,
-    "multiLine": "a record is one line, by which its place is known: deliver JSON lines, CSV without "
+    "multiLine": "a record is one line, which defines its position: deliver JSON lines, CSV without "
     "line breaks in fields, or Parquet",
     "locale": "numbers and dates are read without a locale, with a point before the fraction: declare "
     "the column as STRING and convert it in map_values, for example try_to_number(replace(price, ',', "
     "'.'), '999999.99')",
-    "enableDateTimeParsingFallback": "a time that does not have its format is unreadable: leave it "
-    "out, and give dateFormat or timestampFormat",
-    "maxCharsPerColumn": "a longer value would stop the run: leave it out, any length is read",
-    "compression": "how a file is compressed is known by its first bytes and its name: leave it out",
+    "enableDateTimeParsingFallback": "a time in another format is unreadable: remove it, and set "
+    "dateFormat or timestampFormat",
+    "maxCharsPerColumn": "a longer value would fail the run: remove it, values of any length are read",
+    "compression": "the first bytes and the name of a file define its compression: remove it",
     "inferSchema": _TYPES,
     "samplingRatio": _TYPES,
     "preferDate": _TYPES,
@@ -188,10 +188,10 @@ REFUSED = {
     "dropFieldIfAllNull": _TYPES,
     "singleVariantColumn": _TYPES,
     "mergeSchema": _TYPES,
-    "enforceSchema": "columns are known by the names in the header: leave it out",
-    "columnPruning": "every line is checked as a whole: leave it out",
-    "inputBufferSize": "lines come one by one: leave it out",
-    "useUnsafeRow": "it is Spark's own: leave it out",
+    "enforceSchema": "columns match by the names in the header: remove it",
+    "columnPruning": "every line is checked as a whole: remove it",
+    "inputBufferSize": "lines are parsed one by one: remove it",
+    "useUnsafeRow": "it is internal to Spark: remove it",
     "extension": _WRITES,
     "escapeQuotes": _WRITES,
     "quoteAll": _WRITES,
@@ -199,11 +199,11 @@ REFUSED = {
     "ignoreNullFields": _WRITES,
     "writeNonAsciiCharacterAsCodePoint": _WRITES,
     "pathGlobFilter": _LISTS,
-    "recursiveFileLookup": "sub-directories are read; recursive=False of the source leaves them out",
+    "recursiveFileLookup": "sub-directories are read; set recursive=False of the source to skip them",
     "modifiedBefore": _LISTS,
     "modifiedAfter": _LISTS,
     "ignoreCorruptFiles": "set on_bad_file='quarantine' of the source instead",
-    "ignoreMissingFiles": "a file that goes while a run reads it stops the run: leave it out",
+    "ignoreMissingFiles": "a file that is removed while a run reads it fails the run: remove it",
 }
 """The options that are refused, with the reason and the way out."""
 _AS_IT_IS = {
@@ -214,18 +214,17 @@ _AS_IT_IS = {
     "recursivefilelookup": "true",
     "maxcharspercolumn": "-1",
 }
-"""What those that are refused may say, since that is what happens."""
+"""Values of refused options that are accepted, since they match the behaviour."""
 
 
 def checked(what: str, kind: Kind, options: Mapping[str, Any]) -> dict[str, str]:
-    """A user's options under Spark's own spelling, each once, with texts for values.
+    """Returns a user's options in Spark's spelling, with strings as values.
 
     Args:
-        what: has the options, for messages.
+        what: the owner of the options, for messages.
 
     Raises:
-        SourceError: names an option that is unknown, has no effect here, or has a value that it cannot
-            have.
+        SourceError: an option is unknown, has no effect, is given twice, or has a wrong value.
     """
     followed = FOLLOWED[kind]
     of_other_kinds = {name for some in FOLLOWED.values() for name in some} - {*followed}
@@ -245,7 +244,7 @@ def checked(what: str, kind: Kind, options: Mapping[str, Any]) -> dict[str, str]
             why = REFUSED.get(name) or f"it is an option of other sources, not of {_NAMES[kind]}"
             raise SourceError(f"{what}: the option {given!r} has no effect, expected none: {why}")
         if name in found:
-            raise SourceError(f"{what}: the option {name!r} is given twice; leave one of them out")
+            raise SourceError(f"{what}: the option {name!r} is given twice; remove one of them")
         try:
             found[name] = followed[name](f"the option {given!r}", text)
         except SourceError as error:
@@ -273,7 +272,7 @@ def _near(given: str, followed: Mapping[str, Any]) -> str:
 
 
 def encoding_of(options: Mapping[str, str]) -> str:
-    """The encoding that a user says files have."""
+    """Returns the declared encoding of files; UTF-8 by default."""
     return options.get("encoding", UTF_8)
 
 
