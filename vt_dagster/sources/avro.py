@@ -1,4 +1,4 @@
-"""Avro records as columns: fields by their names at any depth, each value exactly or not at all."""
+"""Avro records as columns: fields match by name at any depth; each value is exact or null."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from vt_dagster.sources.value_reader import (
 from vt_dagster.topology.column_renames import was
 
 READ = "_vt_read"
-"""Of a row: whether the message could be read."""
+"""Field of a row: true if the message is readable."""
 _UNITS = {
     "date": "days",
     "timestamp-millis": "millis",
@@ -59,20 +59,21 @@ _FITTING = {
     "bytes": (BinaryType, StringType),
     "fixed": (BinaryType, StringType),
 }
-"""Types of columns that values of a type of Avro may fit into; a text may fit into any."""
+"""Column types that values of an Avro type may fit into; a string may fit into any."""
 _LEAVES = ("string", "enum", "null", *(kind for kind in _FITTING if kind != "decimal"))
 _DEEP = ("record", "recursive", "array", "map")
 _MEMBER = re.compile(r"member\d+")
 
 
 class Node(NamedTuple):
-    """A type of a schema.
+    """A type in an Avro schema.
 
     Args:
-        type: of Avro: ``record``, ``long``, …, ``decimal`` for that logical type.
-        fields: of a record; ``items``: of an array or the values of a map; ``members``: of a union,
-            without null.
-        unit: of a number that is a time.
+        type: the Avro type: ``record``, ``long``, …; ``decimal`` for that logical type.
+        fields: the fields of a record.
+        items: the element type of an array, or the value type of a map.
+        members: the members of a union, without null.
+        unit: the unit of a number that is a time.
     """
 
     type: str
@@ -83,10 +84,10 @@ class Node(NamedTuple):
 
 
 def node_of(schema: str) -> Node:
-    """A schema's types.
+    """Returns the root type of a schema.
 
     Raises:
-        SourceError: it is no schema.
+        SourceError: the text is no schema.
     """
     try:
         return _node(json.loads(schema), {}, "", ())
@@ -156,7 +157,7 @@ def _is_decimal(told: Mapping[str, Any]) -> bool:
 
 
 def _plain(told: Any) -> Any:
-    """A schema without logical types but decimals: Spark overflows in times of other units."""
+    """Returns a schema without logical types except decimals: Spark's conversion of times overflows."""
     if isinstance(told, list):
         return [_plain(one) for one in told]
     if not isinstance(told, dict):
@@ -167,10 +168,11 @@ def _plain(told: Any) -> Any:
 
 
 def read_avro(message: Column, schema: str) -> Column:
-    """An Avro message with all its fields, and one more that says whether it could be read.
+    """Returns all fields of an Avro message, and a field ``READ``, true if the message is readable.
 
-    Spark gives an unreadable message as a row of nulls, which a readable one may be too: a field that
-    only the reader has, with a default, tells them apart.
+    Spark returns a row of nulls for an unreadable message, but a readable message may also have nulls
+    only. ``READ`` exists only in the reader schema with a default of true, so it is null if reading
+    failed.
     """
     from pyspark.sql.avro.functions import from_avro
 
@@ -186,11 +188,10 @@ def read_avro(message: Column, schema: str) -> Column:
 def row_of(
     value: Column, schema: str, wanted: StructType, how: Reading, newest: str = "null"
 ) -> Column:
-    """The wanted fields of what ``read_avro`` made, and whether it could be read.
+    """Returns the wanted fields of a result of ``read_avro``, and ``READ``.
 
     Args:
-        newest: has defaults of fields that the schema lacks, and aliases of those that it has by
-            another name.
+        newest: the newest schema, with defaults of fields that ``schema`` lacks, and aliases.
     """
     node = node_of(schema)
     if node.type != "record":
@@ -213,12 +214,12 @@ def row_of(
             found = F.lit(None).cast(f.dataType)
         columns.append(found.alias(f.name))
     if newest != "null" and not {*written} & node.fields.keys():
-        lost.append(F.lit(True))  # of one schema alone definitions tell
+        lost.append(F.lit(True))  # with a single schema, ``misfits`` fails when definitions load
     return F.struct(*columns, F.when(~any_of(lost), value[READ]).alias(READ))
 
 
 def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
-    """What of the columns no message of a schema can ever give, in words. Does not use Spark."""
+    """Returns descriptions of columns that no message of a schema can fill. Does not use Spark."""
     node = node_of(schema)
     if node.type != "record":
         if len(wanted.fields) != 1:
@@ -234,7 +235,7 @@ def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
 
 
 def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:
-    """The parts of a type that no value of a type of Avro fits into."""
+    """Yields descriptions of the parts of a type that no value of an Avro type fits into."""
     if node.type == "record" and isinstance(kind, StructType):
         for f in kind.fields:
             if f.name in node.fields:
@@ -263,7 +264,7 @@ def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) ->
 def _said(node: Node, kind: DataType, path: Sequence[str]) -> str:
     more = ""
     if node.type in ("int", "long") and isinstance(kind, TIMES):
-        more = " without a logical type: say its unit with timestamps"
+        more = " without a logical type: set its unit with timestamps"
     name = " or ".join(one.type for one in node.members) or node.type
     return f"{'.'.join(path)} is {name} in the schema, expected {kind.simpleString()}{more}"
 
@@ -271,7 +272,7 @@ def _said(node: Node, kind: DataType, path: Sequence[str]) -> str:
 def _fitted(
     value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
 ) -> tuple[Column, Column]:
-    """A value as one of a type, and whether it is none; the second is never null."""
+    """Returns a value as a type, and whether it does not fit (never null)."""
     if node.type == "record" and isinstance(kind, StructType):
         return _fitted_record(value, node, kind, how, path)
     if node.type == "array" and isinstance(kind, ArrayType):
@@ -300,7 +301,7 @@ def _leaf(value: Column, node: Node, kind: DataType, how: Reading, path: tuple[s
     if node.type in ("int", "long"):
         return of_long(value, kind, node.unit or how.unit(path))
     if node.type == "float" and isinstance(kind, StringType):
-        return value.cast("string")  # the shortest text of a FLOAT
+        return value.cast("string")  # the shortest text of a FLOAT, not of a DOUBLE
     if node.type in ("float", "double"):
         return of_double(value, kind)
     readers = {"decimal": of_decimal, "boolean": of_boolean, "bytes": of_bytes, "fixed": of_bytes}
@@ -327,7 +328,7 @@ def _fitted_record(
 def _fitted_union(
     value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
 ) -> tuple[Column, Column]:
-    """Of what Spark makes a struct, with a field for each member, the one that is there."""
+    """Returns the present member of a union, which Spark reads as a struct with a field per member."""
     members = [
         (value[f"member{i}"], _fitted(value[f"member{i}"], one, _of_member(kind, i), how, path))
         for i, one in enumerate(node.members)
@@ -352,20 +353,20 @@ def _of_member(kind: DataType, place: int) -> DataType:
 
 
 def _written(declared: Any, wanted: StructType, newest: str) -> list[str]:
-    """The names by which a record's schema has the columns."""
+    """Returns the columns' names in a record's schema."""
     names = {one["name"] for one in declared["fields"]}
     groups = [*_aliases(declared), *_aliases(json.loads(newest))]
     return [_written_as(f.name, names, groups) for f in wanted.fields]
 
 
 def _aliases(declared: Any) -> list[set[str]]:
-    """The names of each field of a record that has others besides."""
+    """Returns all names of each field of a record that has aliases."""
     fields = declared["fields"] if _is_record(declared) else []
     return [{one["name"], *one["aliases"]} for one in fields if one.get("aliases")]
 
 
 def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str:
-    """The name by which a record's schema has a column: its own, or one of it by an alias."""
+    """Returns a column's name in a record's schema: its own, or an alias."""
     if column in names:
         return column
     found = {n for group in groups if column in group for n in group & names}
@@ -373,14 +374,14 @@ def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str
 
 
 def _defaults(schema: str) -> dict[str, Any]:
-    """The defaults of a record's fields that JSON and Spark say alike."""
+    """Returns the defaults of a record's fields that are strings, numbers or booleans."""
     declared = json.loads(schema)
     fields = declared["fields"] if _is_record(declared) else []
     return {one["name"]: d for one in fields if isinstance(d := one.get("default"), str | int | float)}
 
 
 def _plain_type(kind: DataType) -> bool:
-    """Whether JSON writes a value of it as Avro's schemas do."""
+    """Returns whether a default in JSON can be a value of the type."""
     return isinstance(kind, (*INTEGERS, *FLOATS, StringType, BooleanType))
 
 

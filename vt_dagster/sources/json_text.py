@@ -1,7 +1,8 @@
-"""A text that is one JSON object, and nothing else, with each value as the text that it is written as.
+"""Reads a text that is exactly one JSON object, with each value as the text in which it is written.
 
-Spark's reader changes numbers: 1.10 becomes 1.1 in a text, 1e400 Infinity, 200 -56 in a byte.
-So each number is put in quotes before Spark reads the object, behind a mark that tells it from a text.
+Spark's JSON reader changes numbers: 1.10 becomes 1.1 in a STRING, 1e400 Infinity, 200 becomes -56 in a
+BYTE. Each number is therefore quoted before Spark parses the object, behind a mark that distinguishes
+it from a string.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from vt_dagster.sources.value_reader import (
 _CORRUPT = "_corrupt"
 _ALL, _END = f"_all_{uuid4().hex}", f"_end_{uuid4().hex}"
 NUMBER = f"#{uuid4().hex[:12]}"
-"""Names that no text can know."""
+"""Random names that no text contains."""
 PAYLOAD, SCHEMA = "payload", "schema"
 SCHEMA_OF = "_schema"
 _BARE = (*INTEGERS, *FLOATS, BooleanType)
-"""Types for which a number in quotes is the same as one without."""
+"""Types that accept a number with or without quotes."""
 DECIMAL = "org.apache.kafka.connect.data.Decimal"
 
 
 class Parsed(NamedTuple):
-    """What was parsed of a text.
+    """A parsed text.
 
     Args:
-        columns: to add before, in this order, by name. Each is made of those before it, so that a text
-            is parsed once, and looked at once, however many columns are made of it.
-        texts: a struct with the columns as texts, and Connect's ``schema``; null where the text is not
-            one whole object, or says something else than its columns.
+        columns: intermediate columns to add first, in this order, by name. Each refers to those before
+            it, so that a text is parsed once, however many columns refer to it.
+        texts: a struct with the columns as texts, and Connect's ``schema``; null if the text is not one
+            whole object with the expected names.
     """
 
     columns: dict[str, Column]
@@ -69,18 +70,17 @@ def parse(
     alone: bool = False,
     bare_payload: bool = False,
 ) -> Parsed:
-    """A text parsed as one JSON object with texts, out of Connect's envelope where it is in one.
+    """Parses a text as one JSON object of texts, and unwraps Connect's envelope.
 
-    Spark reads the first value of a text and does not look at what stands behind it. So it gets the
-    text as the first element of an array, which has a second one, and an end. It is no such object
-    where it has a field twice, none of the columns, or one by a name that differs in upper and lower
-    case.
+    Spark reads only the first value of a text and ignores the rest. The text is therefore wrapped as
+    the first element of an array with an end marker as the second. An object that has a field twice,
+    none of the columns, or a name that differs only in case is invalid.
 
     Args:
         wanted: the fields.
         options: Spark's JSON options.
-        into: what the names of the columns begin with.
-        alone: whether a text that is a value, and no object, is that of a single column.
+        into: prefix of the names of the columns.
+        alone: whether a text may be the bare value of a single column instead of an object.
         bare_payload: whether an envelope may lack its schema.
     """
     by_itself = None
@@ -104,9 +104,10 @@ def _texts(
     found = parsed[_ALL]
     row, last = F.get(found, 0), F.get(found, 1)[_END]
     whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
-    # Spark finds no names in what only its options allow, such as comments: then the columns decide.
+    # ``json_object_keys`` returns null for JSON that only options allow, such as comments: then the
+    # columns decide.
     unnamed = keys.isNull()
-    # Most messages have the columns and nothing else, in their order.
+    # The fast path: most messages have exactly the columns, in order.
     same = F.coalesce(keys == F.array(*map(F.lit, wanted.names)), F.lit(False))
     whole = whole & (same | unnamed | (F.size(keys) == F.size(F.array_distinct(keys))))
     if by_itself is not None:
@@ -137,13 +138,13 @@ def read_object(
     texts: Column | None = None,
     schema: Column | None = None,
 ) -> tuple[dict[str, Column], Column]:
-    """What was parsed as a row.
+    """Returns a parsed text as a row.
 
     Args:
-        texts, schema: the row as texts, and Connect's schema of it; None = the object itself.
+        texts, schema: the row as texts, and Connect's schema of it; None = those of ``parsed``.
 
     Returns:
-        the columns to add before, and the row: null where it is none, or a text is no value of its
+        the columns to add first, and the row: null if the text is invalid, or a value does not fit its
         column.
     """
     texts = parsed.texts if texts is None else texts
@@ -174,7 +175,7 @@ def read_object(
 
 
 def _named(schema: Column, name: str) -> Column:
-    """What Connect's schema says of a field: its logical type, and the scale of a decimal."""
+    """Returns a field's logical type in Connect's schema, and the scale of a decimal."""
     field = F.get(F.filter(schema["fields"], lambda one: one["field"] == name), F.lit(0))
     return F.struct(field["name"].alias("name"), field["parameters"]["scale"].alias("scale"))
 
@@ -182,10 +183,10 @@ def _named(schema: Column, name: str) -> Column:
 def value_of(
     text: Column, kind: DataType, how: Reading, path: tuple[str, ...] = (), field: Column | None = None
 ) -> Column:
-    """A marked text as a value; null where it is none.
+    """Returns a marked text as a value of a type; null if it does not fit.
 
     Args:
-        field: of Connect's schema, which may say what a number means.
+        field: the field in Connect's schema, with the logical type of a number.
     """
     if isinstance(kind, StringType):
         marked = F.contains(text, F.lit(NUMBER))
@@ -209,7 +210,7 @@ def value_of(
 
 
 def _counted(number: Column, kind: DataType, unit: str | None, field: Column | None) -> Column:
-    """A number in a column of times, or of bytes."""
+    """Returns a number as a value of a time or BINARY column."""
     counted = of_number(number, kind, unit)
     if field is None or not isinstance(kind, TIMES):
         return counted
@@ -236,7 +237,7 @@ def _no_schema() -> Column:
 
 
 def _connect(depth: int) -> StructType:
-    """Of a schema that Connect's converter puts beside a message: how its fields are named."""
+    """Returns the type of the schema in Connect's envelope, with ``depth`` levels of fields."""
     scale = StructType([StructField("scale", StringType())])
     fields = [StructField(n, StringType()) for n in ("field", "name")]
     fields.append(StructField("parameters", scale))
@@ -246,7 +247,7 @@ def _connect(depth: int) -> StructType:
 
 
 def _payload(row: Column, wanted: StructType) -> Column:
-    """What is in Connect's envelope; of a single column it may be the value itself."""
+    """Returns the content of Connect's envelope; for a single column it may be the value itself."""
     payload = row[PAYLOAD]
     if len(wanted.fields) > 1:
         return payload
@@ -259,7 +260,7 @@ def _payload(row: Column, wanted: StructType) -> Column:
 
 
 def _marked(text: Column, options: Mapping[str, str]) -> Column:
-    """A JSON text with its numbers in quotes, behind a mark. What is not JSON stays as it is not."""
+    """Returns a JSON text with its numbers in quotes, behind a mark; invalid JSON remains invalid."""
     told = {k.lower(): v.lower() == "true" for k, v in options.items()}
     skipped = [r"[\s{}\[\]:,]++", r'"(?:[^"\\]++|\\.)*+"', r"(?:true|false|null)(?![\w$])"]
     number = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"

@@ -1,4 +1,4 @@
-"""Values within values, whose fields are told by their names."""
+"""Conversion of nested values, with fields matched by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from vt_dagster.topology.schema import same
 
 
 def by_name(value: Column, got: DataType, wanted: DataType) -> Column:
-    """A value as one of another type, see ``topology.schema.differences``: each field by its name at
-    any depth, null where there is none. What has no parts is cast.
+    """Converts a value to another type: fields match by name at any depth and are null if missing.
+
+    Atomic values are cast.
 
     Args:
-        got, wanted: types without differences.
+        got, wanted: types without ``topology.schema.differences``.
     """
     if same(got, wanted):
         return value

@@ -1,4 +1,4 @@
-"""Values within values: structs by the names of their fields, arrays and maps, read at any depth."""
+"""Nested values: structs by field name, arrays and maps, read from texts at any depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Leaf = Callable[[Column, DataType, tuple[str, ...]], Column]
 
 
 def texts_of(kind: DataType) -> Any:
-    """The same type with texts for all its values."""
+    """Returns the type with STRING for all atomic types."""
     if isinstance(kind, StructType):
         return StructType([StructField(f.name, texts_of(f.dataType)) for f in kind.fields])
     if isinstance(kind, ArrayType):
@@ -31,13 +31,13 @@ def texts_of(kind: DataType) -> Any:
 def read(
     value: Column, kind: DataType, leaf: Leaf, path: tuple[str, ...] = ()
 ) -> tuple[Column, Column]:
-    """A value of ``texts_of`` a type as one of the type, and whether a part of it cannot be read.
+    """Converts a value of type ``texts_of(kind)`` to ``kind``.
 
     Args:
-        leaf: reads a text; null where it cannot.
+        leaf: reads a text; returns null for an unreadable one.
 
     Returns:
-        The second is never null.
+        the value, and whether a part of it is unreadable (never null).
     """
     if isinstance(kind, StructType):
         parts = [(f.name, *read(value[f.name], f.dataType, leaf, (*path, f.name))) for f in kind.fields]
@@ -57,19 +57,19 @@ def read(
 def read_row(
     texts: Column, wanted: StructType, leaf: Leaf, into: str, whole: Column | None = None
 ) -> dict[str, Column]:
-    """A struct of texts as one of values.
+    """Converts a struct of texts to a struct of values.
 
-    Each value is made once, in a column of its own, and looked at in the next. Spark moves a filter to
-    where its columns come from, and would read each value anew for each time that the filter names it:
-    :func:`once` keeps it above.
+    Each value is computed once, in a column of its own, and checked in the next. Spark pushes a filter
+    below the columns that it refers to, and would compute a value once per reference: :func:`once`
+    keeps the filter above.
 
     Args:
-        into: what the names of the columns begin with.
-        whole: whether the texts are a record; None = where they are not null.
+        into: prefix of the names of the columns.
+        whole: whether the texts are a record; None = if they are not null.
 
     Returns:
-        columns to add, in this order. The last one, ``<into>_row``, is the struct: null where the texts
-        are none, or one of them cannot be read.
+        columns to add, in this order. The last one, ``<into>_row``, is the struct: null if the texts
+        are not a record, or one of them is unreadable.
     """
     values, misfits = list[Column](), list[Column]()
     found = F.col(f"{into}_values")
@@ -90,7 +90,8 @@ def read_row(
 
 
 def once(value: Column) -> Column:
-    """A value that Spark computes where it stands, once a row: it takes it for another each time."""
+    """Returns a value that Spark computes once per row and does not move: the expression counts as
+    nondeterministic."""
     return F.when(F.monotonically_increasing_id() >= 0, value)
 
 
@@ -104,19 +105,19 @@ def _read_map(value: Column, kind: MapType, leaf: Leaf, path: tuple[str, ...]) -
 
 
 def any_of(conditions: Iterable[Column]) -> Column:
-    """Whether one of some conditions holds; none of them is null."""
+    """Returns whether one of the conditions holds; none of them may be null."""
     return reduce(or_, conditions, F.lit(False))
 
 
 def require_units(where: str, timestamps: object, schema: StructType | None = None) -> None:
-    """Refuses a setting ``timestamps`` that is none.
+    """Checks the setting ``timestamps``.
 
     Args:
-        where: what has the setting, for messages.
-        schema: the columns; None = they are not known yet.
+        where: the owner of the setting, for messages.
+        schema: the columns; None = not known yet.
 
     Raises:
-        SourceError: an unknown unit, or a name that is no column of times.
+        SourceError: an unknown unit, or a name that is not a time column.
     """
     units = get_args(Unit)
     said = timestamps if isinstance(timestamps, Mapping) else {"": timestamps}
@@ -138,7 +139,8 @@ def require_units(where: str, timestamps: object, schema: StructType | None = No
 
 
 def leaves(kind: DataType, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], DataType]]:
-    """The types in a type that hold a value, each with its path; elements of an array have its path."""
+    """Yields the atomic types in a type, each with its path; elements of an array have the array's
+    path."""
     if isinstance(kind, StructType):
         for f in kind.fields:
             yield from leaves(f.dataType, (*path, f.name))

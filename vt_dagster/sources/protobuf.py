@@ -1,4 +1,4 @@
-"""Protobuf messages as JSON text, in which every value is a text."""
+"""Protobuf messages as columns, by way of JSON in which every value is a string."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def message_class_of(descriptors: bytes, name: str) -> Any:
         for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
             pool.Add(file)
         return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
-    except Exception as error:  # KeyError, DecodeError, TypeError: as the library pleases
+    except Exception as error:  # the library raises KeyError, DecodeError or TypeError
         raise SourceError(
-            f"Protobuf: expected the message {name!r} among the descriptors, got: {error}; give its "
+            f"Protobuf: expected the message {name!r} among the descriptors, got: {error}; use its "
             "full name, package.Name, and make the file with --include_imports"
         ) from None
 
 
 def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -> list[str]:
-    """What of the columns no such message can ever give, in words. Does not use Spark."""
+    """Returns descriptions of columns that no such message can fill. Does not use Spark."""
     fields = descriptor.fields_by_name
     known = [f for f in wanted.fields if f.name in fields]
     if not known and not path:
@@ -78,7 +78,7 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
 
 
 _TYPES = {8: "bool", 9: "string", 12: "bytes", 14: "enum", 1: "double", 2: "float"}
-"""Numbers of types in a descriptor; all others are whole numbers."""
+"""Names of type numbers in a descriptor; all others are integers."""
 
 
 def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) -> bool:
@@ -95,12 +95,12 @@ def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) ->
 
 
 def _said(name: str, got: str, kind: DataType) -> str:
-    more = "" if not isinstance(kind, TIMES) else " (of a number, say its unit with timestamps)"
+    more = "" if not isinstance(kind, TIMES) else " (for a number, set its unit with timestamps)"
     return f"{name} is {got} in the message, expected {kind.simpleString()}{more}"
 
 
 def value_of(text: Column, kind: DataType, how: Reading, path: tuple[str, ...]) -> Column:
-    """A value that the reader has written, as one of a type; null where it is none."""
+    """Returns a text of ``protobuf_text`` as a value of a type; null if it does not fit."""
     of = F.substring(text, len(NUMBER) + 1, 1)
     bare = F.substring(text, len(NUMBER) + 2, 2**31 - 1)
     number = of_number(bare, kind, how.unit(path) if isinstance(kind, TIMES) else None)
@@ -115,7 +115,7 @@ def value_of(text: Column, kind: DataType, how: Reading, path: tuple[str, ...]) 
 
 
 def _plan(kind: DataType) -> Any:
-    """A type in words that workers understand without Spark's types."""
+    """Returns a type in plain Python for the workers; see ``protobuf_text.TEXT``."""
     if isinstance(kind, StructType):
         return {f.name: _plan(f.dataType) for f in kind.fields}
     if isinstance(kind, ArrayType):
@@ -126,8 +126,8 @@ def _plan(kind: DataType) -> Any:
 
 
 def protobuf_reader(descriptors: bytes, name: str, wanted: StructType) -> Any:
-    """A function of a column of messages: the wanted fields as JSON of texts; null where a message
-    cannot be read."""
+    """Returns a UDF of messages: the wanted fields as JSON of strings; null for an unreadable
+    message."""
 
     import pandas as pd
 
@@ -141,5 +141,6 @@ def protobuf_reader(descriptors: bytes, name: str, wanted: StructType) -> Any:
             yield pd.Series([text(raw) for raw in batch], dtype="object")
 
     series = Iterator[pd.Series]
-    read.__annotations__ = {"batches": series, "return": series}  # Spark takes its kind from them
+    # Spark derives the kind of UDF from the annotations.
+    read.__annotations__ = {"batches": series, "return": series}
     return F.pandas_udf(read, StringType())  # pyright: ignore[reportCallIssue, reportArgumentType]

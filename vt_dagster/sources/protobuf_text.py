@@ -1,7 +1,7 @@
-"""Protobuf messages as JSON in which every value is a text: what Spark's workers do with each.
+"""Conversion of Protobuf messages to JSON in which every value is a string; runs in Spark's workers.
 
-Behind a mark stand ``n`` and a number, ``d`` and a double, ``b`` and bytes in base64, ``o`` and a
-boolean, or ``x``: what is no single value. Texts have no mark.
+A mark precedes values other than strings, followed by ``n`` and a number, ``d`` and a double, ``b`` and
+bytes in base64, ``o`` and a boolean, or ``x`` for a value that is not atomic.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 _GOOGLE = "google.protobuf."
 VALUES = ("Timestamp", "Duration", "FieldMask", "Struct", "Value", "ListValue")
-"""Messages of Google's that are a value: as text what their JSON has."""
+"""Google's messages that are one value: read as text, with their JSON representation."""
 WRAPPERS = ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 TEXT = "text"
-"""The wish for a text, among those for fields: a struct is a dict of them, an array a list of one, a
-map a tuple of one."""
+"""Stands for a STRING in the plain form of a type: a struct is a dict, an array a list of one type, a
+map a tuple of one type."""
 
 
 def is_wrapper(message: Any) -> bool:
-    """Whether a message of a descriptor is one of Google's for a value that may be null."""
+    """Returns whether a message is one of Google's wrappers for a nullable value."""
     return message.full_name in [f"{_GOOGLE}{one}Value" for one in WRAPPERS]
 
 
 def is_value(message: Any) -> bool:
-    """Whether a message is a value of Google's, which JSON has as one."""
+    """Returns whether a message is one of Google's that are one value in JSON."""
     return message.full_name in [_GOOGLE + one for one in VALUES]
 
 
 def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[Any], str | None]:
-    """A function of a message's bytes: the wanted fields; None where it cannot be read."""
+    """Returns a function from a message's bytes to JSON of the wanted fields; None if unreadable."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     pool = descriptor_pool.DescriptorPool()
@@ -51,7 +51,7 @@ def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[A
         try:
             found = message_class.FromString(bytes(raw))
             return json.dumps(_fields(found, wanted, mark))
-        except Exception:  # DecodeError and what upb raises for bad UTF-8; a null
+        except Exception:  # DecodeError, upb's errors for invalid UTF-8, or a null
             return None
 
     return text
@@ -115,7 +115,7 @@ def _double(value: float) -> str:
 
 
 def _shortest(value: float) -> str:
-    """The shortest text of a number of 32 bits."""
+    """Returns the shortest text of a 32-bit float."""
     if not math.isfinite(value):
         return _double(value)
     texts = (f"{value:.{digits}g}" for digits in range(1, 10))

@@ -1,4 +1,4 @@
-"""Values that a change event does not have: what stands for them, and which columns they are of."""
+"""Placeholders of Debezium for unchanged values that a change event omits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pyspark.sql.types import (
 
 
 def all_null(row: Column, wanted: StructType) -> Column:
-    """Whether a row has no value at all."""
+    """Returns whether all columns of a row are null."""
     return reduce(and_, [row[name].isNull() for name in wanted.names])
 
 
 def unchanged_in(row: Column, wanted: StructType, placeholder: str) -> Column:
-    """The names of the columns in which a placeholder stands for a value, as an array."""
+    """Returns the names of the columns that hold the placeholder, as an array."""
     found = [
         F.when(
             F.coalesce(_is_placeholder(row[f.name], f.dataType, placeholder), F.lit(False)),
@@ -38,8 +38,8 @@ def unchanged_in(row: Column, wanted: StructType, placeholder: str) -> Column:
 
 
 def _is_placeholder(value: Column, kind: DataType, placeholder: str) -> Column:
-    """Debezium writes it as each type can: bytes of the text, an array with the text or with the codes
-    of its letters, a map from the text to itself."""
+    """Returns whether a value is the placeholder. Debezium writes it by type: the text's bytes, an
+    array of the text or of its character codes, a map from the text to itself."""
     if isinstance(kind, StringType):
         of_map = f'{{"{placeholder}":"{placeholder}"}}'  # hstore as JSON
         return value.isin(placeholder, of_map)

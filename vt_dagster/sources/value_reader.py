@@ -1,7 +1,7 @@
-"""The one reader of values: a text, a number or bytes as a value of a column's type.
+"""The only conversion of values: a text, a number or bytes to a column's type.
 
-Every format calls it, and nothing else converts what a source wrote. A value comes out exactly as it
-was written, or it is null and the record is ``unreadable``: nothing is rounded, cut or guessed.
+Every format uses it. A value is read exactly as written, or it is null and the record is
+``unreadable``: no value is rounded, truncated or guessed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pyspark.sql.types import (
 )
 
 Unit = Literal["seconds", "millis", "micros", "nanos", "days"]
-"""What a number counts from 1970-01-01T00:00:00Z on, where it is a time."""
+"""The unit of a number that is a time since 1970-01-01T00:00:00Z."""
 Timestamps = Unit | Mapping[str, Unit]
-"""One unit for all columns, or one for each column; a field in a struct is ``column.field``."""
+"""One unit for all columns, or a unit by column; a field in a struct is ``column.field``."""
 
 INTEGERS = (ByteType, ShortType, IntegerType, LongType)
 FLOATS = (FloatType, DoubleType)
@@ -52,7 +52,7 @@ NAMED_UNITS = {
     "org.apache.kafka.connect.data.Date": "days",
     "org.apache.kafka.connect.data.Timestamp": "millis",
 }
-"""What Kafka Connect's schemas name a number that is a time."""
+"""Units by type name in Kafka Connect's schemas."""
 _FIRST, _LAST = -62_135_596_800_000_000, 253_402_300_799_999_999
 """The years 1 to 9999 in microseconds, both inclusive."""
 _WHOLE = r"\A[+-]?[0-9]+\z"
@@ -65,22 +65,23 @@ _SHORT = {
     FloatType: r"\A-?(?:[0-9]{1,6}|(?=[0-9.]{3,10}\z)[0-9]+\.[0-9]+)\z",
     DoubleType: r"\A-?(?:[0-9]{1,15}|(?=[0-9.]{3,18}\z)[0-9]+\.[0-9]+|0\.[0-9]{1,17})\z",
 }
-"""Numbers of so few digits that none of them can be lost. Most are; others take longer to look at."""
+"""Numbers with so few digits that none is lost: the fast path, since the full check is slow."""
 _DIGITS = {FloatType: 9, DoubleType: 17}
-"""So many digits tell any value of the type from its neighbours."""
+"""Number of digits that identify any value of the type."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a source's texts and numbers are to be read, where its user says it.
+    """The settings for reading a source's texts and numbers.
 
     Args:
-        timestamps: the unit of numbers in columns of times; None = such a number is unreadable.
-        options: Spark's options of JSON or CSV: ``timestampFormat``, ``timestampNTZFormat``,
-            ``dateFormat``, ``timeZone``, ``nanValue``, ``positiveInf`` and ``negativeInf`` count here.
+        timestamps: the unit of numbers in time columns; None = such a number is unreadable.
+        options: Spark's options of JSON or CSV; used here are ``timestampFormat``,
+            ``timestampNTZFormat``, ``dateFormat``, ``timeZone``, ``nanValue``, ``positiveInf`` and
+            ``negativeInf``.
         base64: whether a text in a BINARY column is base64, as in JSON, or the bytes of the text.
-        unscaled: whether a text in a DECIMAL column is base64 of an unscaled number, as Connect's
-            Decimal is, with the scale of its column.
+        unscaled: whether a text in a DECIMAL column is base64 of an unscaled number with the column's
+            scale, like Connect's Decimal.
     """
 
     timestamps: Timestamps | None = None
@@ -89,13 +90,13 @@ class Reading:
     unscaled: bool = False
 
     def unit(self, path: Sequence[str]) -> Unit | None:
-        """The unit of numbers in a column, or a field of it."""
+        """Returns the unit of numbers in a column, or in a field of it."""
         if self.timestamps is None or isinstance(self.timestamps, str):
             return self.timestamps
         return self.timestamps.get(".".join(path))
 
     def option(self, name: str) -> str | None:
-        """One of Spark's options; upper and lower case are one."""
+        """Returns one of Spark's options; names match without case."""
         return {k.lower(): v for k, v in self.options.items()}.get(name.lower())
 
 
@@ -103,7 +104,7 @@ class Reading:
 
 
 def of_text(text: Column, kind: DataType, how: Reading = Reading(), path: Sequence[str] = ()) -> Column:
-    """A text as a value of a type; null where it is none."""
+    """Returns a text as a value of a type; null if it does not fit."""
     if isinstance(kind, StringType):
         return text
     if isinstance(kind, BinaryType):
@@ -134,19 +135,19 @@ def of_text(text: Column, kind: DataType, how: Reading = Reading(), path: Sequen
 
 
 def rarely(value: Column, make: Callable[[Column], Column]) -> Column:
-    """What is made of a value in few rows.
+    """Returns ``make(value)``, for an expression that few rows need.
 
-    Inside of a function Spark does not compile it. With all that is rare, the code for some columns is
-    more than the JVM takes in one piece, and Spark then compiles none of it.
+    Spark does not generate code for the body of a lambda. With the code of all rare cases, the method
+    for some columns would exceed the JVM's size limit, and Spark would then compile none of it.
     """
     return F.get(F.transform(F.array(value), make), F.lit(0))
 
 
 def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column:
-    """A number's text as a value of a type; null where it is none.
+    """Returns the text of a number as a value of a type; null if it does not fit.
 
     Args:
-        unit: of a number in a column of times; None = it is unreadable there.
+        unit: the unit of a number in a time column; None = the number is unreadable there.
     """
     if isinstance(kind, BinaryType):
         return F.lit(None).cast(kind)
@@ -164,12 +165,12 @@ def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column
 
 
 def _float(text: Column, kind: DataType, how: Reading) -> Column:
-    """The nearest value. A text that no such value is written as has no nearest one: it has more digits
-    than the type, is a whole number that the type lacks, or too large or small for it."""
+    """Returns the nearest value; null if the text has more digits than the type, is an integer that the
+    type cannot represent, or is too large or too small."""
     most = _DIGITS[type(kind)]
     fits = rf"\A[+-]?(?=[0.]*+(?:[0-9]\.?){{0,{most}}}?[0.]*(?:[eE]|\z))" + _NUMBER[len(r"\A[+-]?") :]
     value = text.try_cast(kind)
-    # Rounded to the type and yet a whole number: BIGINT holds what has so few digits.
+    # An integer that the type rounds to another integer: BIGINT holds numbers of so few digits.
     long = F.rlike(text, F.lit(rf"\A[+-]?0*[0-9]{{{most - 2},}}\z"))
     changed = long & ~value.try_cast("bigint").eqNullSafe(text.try_cast("bigint"))
     large = F.abs(value) == F.lit(float("inf"))
@@ -184,7 +185,7 @@ def _float(text: Column, kind: DataType, how: Reading) -> Column:
 
 
 def _decimal(text: Column, kind: DecimalType) -> Column:
-    """A decimal that has no more digits behind the point than its type."""
+    """Returns a decimal; null if it has more significant fraction digits than its type."""
     lost = F.rlike(text, F.lit(rf"\.[0-9]{{{kind.scale}}}[0-9]*[1-9]"))
     digits = F.length(F.regexp_extract(text, r"\.([0-9]*?)0*[eE]", 1))
     power = F.regexp_extract(text, r"[eE]([+-]?[0-9]+)\z", 1).try_cast("int")
@@ -194,7 +195,8 @@ def _decimal(text: Column, kind: DecimalType) -> Column:
 
 
 def _time(text: Column, kind: DataType, how: Reading) -> Column:
-    """ISO 8601 from year to day or to the second, with a zone or without, or the user's own format."""
+    """Returns a time in ISO 8601, a date or a date and time with an optional zone, or in the user's
+    format."""
     names = {DateType: "dateFormat", TimestampType: "timestampFormat"}
     pattern = how.option(names.get(type(kind), "timestampNTZFormat"))
     if pattern is not None:
@@ -214,7 +216,7 @@ def _time(text: Column, kind: DataType, how: Reading) -> Column:
     value = F.when(whole, text.try_cast("timestamp"))
     if isinstance(kind, TimestampType):
         value = _in_zone(value, how, ~F.rlike(text, F.lit(r"[T ].*[Z+-]")))
-    # A zone moves a time by a day at most, so only the first and the last year can be left by it.
+    # A zone shifts a time by a day at most, so only the first and the last year can exceed the range.
     inner = ~F.substring(text, 1, 4).isin("0000", "0001", "9999")
     edge = rarely(value, lambda odd: _moment(F.unix_micros(odd), kind))
     return F.when(inner, value.cast(kind)).otherwise(edge)
@@ -238,7 +240,7 @@ def _of_base64(text: Column) -> Column:
 
 
 def of_unscaled(text: Column, scale: int | Column, kind: DecimalType) -> Column:
-    """A decimal out of base64 of its unscaled number, in two's complement, the high byte first."""
+    """Returns a decimal from base64 of its unscaled number in two's complement, big-endian."""
     digits = F.hex(_of_base64(text))
     negative = F.substring(digits, 1, 1) >= "8"
     padded = F.when(negative, F.lpad(digits, 32, "F")).otherwise(F.lpad(digits, 32, "0"))
@@ -251,7 +253,7 @@ def of_unscaled(text: Column, scale: int | Column, kind: DecimalType) -> Column:
 
 
 def _scaled(digits: Column, scale: Column) -> Column:
-    """A number without the zeros at its end, so that they are not counted as digits of the fraction."""
+    """Returns a number in E notation without trailing zeros, which would count as fraction digits."""
     bare = F.regexp_replace(digits, r"(?<=[0-9])0+\z", "")
     zeros = F.length(digits) - F.length(bare)
     return F.concat(bare, F.lit("e"), (zeros - scale.try_cast("int")).cast("string"))
@@ -261,13 +263,13 @@ def _scaled(digits: Column, scale: Column) -> Column:
 
 
 def of_long(value: Column, kind: DataType, unit: str | None = None) -> Column:
-    """A BIGINT, or shorter, as a value of a type; null where it is none."""
+    """Returns a BIGINT or narrower integer as a value of a type; null if it does not fit."""
     if isinstance(kind, TIMES):
         if unit is None:
             return F.lit(None).cast(kind)
         return _moment(_micros_of(value.cast("bigint"), None, unit), kind)
     if isinstance(kind, FLOATS):
-        # 2⁶³, which no BIGINT is, comes back as the largest one.
+        # Casting 2⁶³ back to BIGINT saturates at 2⁶³ - 1, which would look equal.
         same = _if_same(value.cast("bigint"), value.cast(kind), "bigint")
         return F.when(value < F.lit(2**63 - 1), same)
     if isinstance(kind, DecimalType):
@@ -278,13 +280,13 @@ def of_long(value: Column, kind: DataType, unit: str | None = None) -> Column:
 
 
 def of_double(value: Column, kind: DataType) -> Column:
-    """A DOUBLE as a value of a type; null where it is none."""
+    """Returns a DOUBLE as a value of a type; null if it does not fit."""
     value = value.cast("double")
     if isinstance(kind, FloatType):
         narrow = value.cast(kind)
         return F.when(narrow.cast("double").eqNullSafe(value), narrow)
     if isinstance(kind, DecimalType):
-        # Spark takes the digits that tell a DOUBLE from others: of large ones not all that they have.
+        # Spark casts the shortest digits that identify a DOUBLE, which for large ones are not all.
         near = _if_same(value, value.try_cast(kind), "double")
         large = of_long(of_double(value, LongType()), kind)
         return F.when(F.abs(value) < F.lit(2.0**53), near).otherwise(large)
@@ -297,7 +299,7 @@ def of_double(value: Column, kind: DataType) -> Column:
 
 
 def of_decimal(value: Column, kind: DataType) -> Column:
-    """A DECIMAL as a value of a type; null where it is none."""
+    """Returns a DECIMAL as a value of a type; null if it does not fit."""
     if isinstance(kind, StringType):
         return value.cast(kind)
     if isinstance(kind, (*FLOATS, DecimalType, *INTEGERS)):
@@ -306,7 +308,7 @@ def of_decimal(value: Column, kind: DataType) -> Column:
 
 
 def of_bytes(value: Column, kind: DataType) -> Column:
-    """Bytes as a value of a type; null where they are none: of a text in UTF-8 what the text says."""
+    """Returns bytes as BINARY, or as STRING if they are UTF-8; null otherwise."""
     if isinstance(kind, BinaryType):
         return value
     text = value.cast("string")
@@ -316,7 +318,7 @@ def of_bytes(value: Column, kind: DataType) -> Column:
 
 
 def of_boolean(value: Column, kind: DataType) -> Column:
-    """A BOOLEAN as a value of a type; null where it is none."""
+    """Returns a BOOLEAN as a value of a type; null if it does not fit."""
     return value.cast(kind) if isinstance(kind, BooleanType | StringType) else F.lit(None).cast(kind)
 
 
@@ -325,8 +327,8 @@ def _if_same(value: Column, other: Column, kind: str) -> Column:
 
 
 def _micros_of(whole: Column, exact: Column | None, unit: str) -> Column:
-    """Microseconds of a whole number, or of one with a fraction; null where they are no whole number or
-    more than years 1 to 9999 have."""
+    """Returns the microseconds of an integer, or of a number with a fraction; null if the result is not
+    an integer or overflows."""
     if unit == "nanos":
         return F.when(whole % 1000 == 0, F.call_function("div", whole, F.lit(1000)))
     factor = _MICROS[unit]
@@ -344,11 +346,11 @@ def _moment(micros: Column, kind: DataType) -> Column:
     return F.when(inside, F.timestamp_micros(micros).cast(kind))
 
 
-# -- what is no value --------------------------------------------------------------------------------
+# -- invalid text ------------------------------------------------------------------------------------
 
 
 def is_no_text(value: Column, kind: DataType) -> Column:
-    """Whether a string in a value is not UTF-8; never null."""
+    """Returns whether a string in a value is not UTF-8; never null."""
     no = F.lit(False)
     if isinstance(kind, StringType):
         return F.coalesce(~F.is_valid_utf8(value), no)
