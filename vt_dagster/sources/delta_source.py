@@ -24,8 +24,8 @@ from vt_dagster.topology.durations import in_utc
 
 Mode = Literal["append", "changes", "snapshots"]
 _UPKEEP = 100
-"""A run skips versions without row changes only when there are this many; it must do so before Delta
-cleans up their commits."""
+"""A run without row changes commits its position only after this many versions, so that it moves past
+them before Delta cleans up their commits."""
 
 
 @dataclass(frozen=True)
