@@ -93,7 +93,7 @@ def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None
     copy.land(record("d", "d7", "7 00:00"))
     assert copy.asked(said.cursor) == [day(7)]
     require_right(copy, copy.asked())
-    assert "nobody can tell" not in capfd.readouterr().err
+    assert "it is unknown whether" not in capfd.readouterr().err
     warehouse, spark = str(copy.market.warehouse), copy.market.spark
     assert maintain(warehouse, "prices", spark)["replaced_removed"] == 0
     assert maintain(warehouse, "prices", spark, timedelta(0))["replaced_removed"] == 2

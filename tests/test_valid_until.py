@@ -220,7 +220,7 @@ def test_what_follows_records_alone_is_refused() -> None:
         (lambda: stream().join(offers, name="m", corrected_for=DAY), "corrected_for"),
         (lambda: stream().join(offers, name="m", as_known="when_recorded"), "what was known"),
         (lambda: FeatureView(offers), "a training set"),
-        (lambda: offers.map_values("v", name="m"), "without it"),
+        (lambda: offers.map_values("v", name="m"), "without the column"),
         (lambda: offers.filter("true", name="m", materialized=Materialized()), "without versions"),
         (lambda: table(valid_until="v"), "type timestamp"),
         (lambda: table(valid_until="no"), "type timestamp"),

@@ -246,5 +246,5 @@ def test_times_of_rows_do_not_go_back_and_are_few(
 def test_it_is_a_word_or_a_column_of_times(tmp_path: Path) -> None:
     for wrong in ("modified", "n"):
         source = FilesSource(str(tmp_path), recorded_at=wrong)
-        with pytest.raises(TopologyError, match=rf"\['timestamp'\], got '{wrong}'"):
+        with pytest.raises(TopologyError, match=rf"\(\['timestamp'\]\), got '{wrong}'"):
             Stream("orders", key="k", schema=SCHEMA, source=source)

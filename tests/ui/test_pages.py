@@ -283,7 +283,7 @@ def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) ->
 def test_materialize(page: Page, screenshots: Path) -> None:
     """A click launches a run of what has landed; it succeeds, and its log and numbers are there."""
     page.goto("/assets/weather?view=overview")
-    expect(page.get_by_text("remembers what was true when")).to_be_visible()
+    expect(page.get_by_text("keeps the history of each key for")).to_be_visible()
     page.get_by_role("button", name="Materialize").first.click()
     expect(page.get_by_text("Launched run")).to_be_visible()
     page.get_by_text("View", exact=True).last.click()

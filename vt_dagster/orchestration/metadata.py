@@ -180,7 +180,7 @@ def describe(node: Stream) -> str:
     if isinstance(node, VersionedTable):
         said = (
             f"A versioned table, one row for each version of a key ({key}), valid from `{VALID_FROM}` "
-            f"to `{VALID_TO}`: it keeps the history of valid time for "
+            f"to `{VALID_TO}`: it keeps the history of each key for "
             f"{spoken(node.history_retention)} of stream time."
         )
     elif isinstance(node, Table):
