@@ -108,10 +108,10 @@ def test_a_question_to_spark_leaves_its_errors_as_they_are(
 
 def test_a_condition_that_is_none(spark: SparkSession) -> None:
     for condition, said in {
-        "op =": "Spark says",
+        "op =": "which Spark refuses",
         "k": "which is string",
-        "count(*) > 1": "Spark says",
-        "no_such(k)": "Spark says",
+        "count(*) > 1": "which Spark refuses",
+        "no_such(k)": "which Spark refuses",
         "lsns = 1": "much like 'lsn'",
         "name is null": "'v' now",
     }.items():

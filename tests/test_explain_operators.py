@@ -407,7 +407,7 @@ def test_down_to_the_sources(warehouse: Warehouse) -> None:
     [
         ("outer", {"key": "nobody"}, "there is no record of nobody"),
         ("of_left", {"key": "nobody"}, "nothing of it has come; it is made of left"),
-        ("tumbling", {"key": ["a", "1999-01-01", "1999-01-02"]}, "clicks has no record of it"),
+        ("tumbling", {"key": ["a", "1999-01-01", "1999-01-02"]}, "clicks has no record in this window"),
         ("either", {"key": "nobody"}, "there is no record of nobody"),
         ("refers", {"offset": "0:9999"}, "has the offsets 0 to"),
         ("corrected", {"key": ["0", "9999"]}, "there is no record of 0/9999"),

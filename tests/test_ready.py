@@ -208,7 +208,7 @@ def test_a_key_may_be_in_another_partition_of_the_table_than_of_the_stream(shop:
     one.land("sales", 2, record("b", "s", "1 12:00"))
     one.run(sales)
     with pytest.raises(
-        RefusedRecordsError, match=r"expected prices to remember .* 2024-01-01T12:00:00Z"
+        RefusedRecordsError, match=r"expected the history of prices to cover .* 2024-01-01T12:00:00Z"
     ):
         one.run(other)
 
@@ -249,7 +249,7 @@ def test_what_ready_is_not(shop: Made, given: Any) -> None:
 
 def test_ready_is_said_of_a_source(shop: Made) -> None:
     one = shop()
-    with pytest.raises(TopologyError, match="kept: expected ready of a table with a source"):
+    with pytest.raises(TopologyError, match="kept: ready needs a table with a source"):
         one.prices.__class__(
             "kept",
             key="k",

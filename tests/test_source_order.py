@@ -372,7 +372,7 @@ def test_a_row_comes_back_with_its_old_time(spark: SparkSession, tmp_path: Path)
     told = explain("rows", warehouse=shop.warehouse, key="back")
     assert "carried" in str(told), told
     assert "came after the version of" in str(told)
-    with pytest.raises(StorageError, match="rows follows the order of its source: it takes each"):
+    with pytest.raises(StorageError, match="rows follows the order of its source and accepts each"):
         lateness("rows", warehouse=shop.warehouse)
     pages = TestClient(application(shop.warehouse), base_url="http://127.0.0.1:3001")
     page = pages.get("/lateness/rows")

@@ -199,7 +199,7 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
         ("b", "y", 1, False),
         ("b", "1", 1, False),
     ]
-    with pytest.raises(NullArrayError, match=r"words: expected an array .* null of 1: transform"):
+    with pytest.raises(NullArrayError, match=r"words: expected an array .* got null for 1: transform"):
         driver.pipe("sales", row("c", "z", 3, 20), row("d", None, 4, 20))
     assert driver.read("words") == [], "the whole run is rolled back"
     driver.pipe("sales", row("c", "z", 3, 20))

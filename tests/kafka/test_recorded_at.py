@@ -57,9 +57,9 @@ def test_a_producers_time_is_no_append_time(
     with pytest.raises(SourceError) as refused:
         source.pin(None)
     assert str(refused.value) == (
-        f"expected message.timestamp.type=LogAppendTime of the topic '{topic}', of which "
-        "recorded_at='append_time' is wanted, got CreateTime: its times are those of its producers. "
-        "Set it of the topic, or name a column as recorded_at"
+        f"expected message.timestamp.type=LogAppendTime of the topic '{topic}' for "
+        "recorded_at='append_time', got CreateTime: its timestamps come from producers. Set "
+        "message.timestamp.type of the topic, or name a column as recorded_at"
     )
     topics.configure(topic, message_timestamp_type="LogAppendTime")
     topics.produce(topic, [record("a", 2, 2)])

@@ -232,5 +232,6 @@ def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
         return None
     return ConcurrentRunError(
         f"{node.name}: expected the table files that the run pinned at its start, but some are gone: a "
-        "key was erased meanwhile, or a clean-up removed too much. Nothing was committed: run again"
+        "key was erased during this run, or a clean-up removed too much. Nothing was committed: run "
+        "again"
     )
