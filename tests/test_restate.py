@@ -124,7 +124,7 @@ def test_killed_at_each_step(world: World) -> None:
     """After each commit, and before each exchange; and between its two halves."""
     for step in (
         *("joined: keeps", "counted: replayed", "joined: committed", "moved: committed"),
-        *("counted: committed", "joined: its new", "moved: its new", "counted: its new"),
+        *("counted: committed", "joined: replaces", "moved: replaces", "counted: replaces"),
     ):
 
         def tell(line: str, step: str = step) -> None:
@@ -133,7 +133,7 @@ def test_killed_at_each_step(world: World) -> None:
 
         with pytest.raises(Killed):
             world.restate("joined", tell=tell)
-        if step == "moved: its new":
+        if step == "moved: replaces":
             beside = Path(world.warehouse) / "joined.restate"
             (beside / "old").mkdir(exist_ok=True)
             (Path(world.warehouse) / "moved").rename(beside / "old" / "moved")
