@@ -118,7 +118,7 @@ def test_what_it_tells_to_type_works(demo: tuple[Path, str]) -> None:
     before = re.search(r"as known at \S+ +([\d.]+) °F", text)
     assert before is not None
     assert re.search(rf"^temp +{before[1]}$", said[0], re.MULTILINE)
-    assert "made of" in said[1]
+    assert "made from" in said[1]
     assert "2013-03-31 2" in said[2]
     makefile = (REPOSITORY / "Makefile").read_text()
     targets = re.findall(r"make ([a-z-]+)", last)
