@@ -218,5 +218,7 @@ def test_no_asset_within_another(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="prices/sales: the warehouse has an asset 'prices'"):
         run_once(inner, stores_of(shop.warehouse, spark))
     run_once(shop.sales, stores_of(shop.warehouse, spark))
-    with pytest.raises(StorageError, match="shop: the warehouse has an asset 'shop/sales', and an asset"):
+    with pytest.raises(
+        StorageError, match="shop: the warehouse has an asset 'shop/sales', and an asset"
+    ):
         run_once(outer, stores_of(shop.warehouse, spark))
