@@ -113,7 +113,7 @@ def test_a_condition_that_is_none(spark: SparkSession) -> None:
         "count(*) > 1": "which Spark refuses",
         "no_such(k)": "which Spark refuses",
         "lsns = 1": "much like 'lsn'",
-        "name is null": "'v' now",
+        "name is null": "which was renamed to 'v'",
     }.items():
         node = table(tombstone=condition, renamed={"name": "v"})
         driver = TopologyTestDriver(node, spark=spark)
