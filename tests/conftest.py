@@ -19,6 +19,7 @@ from vt_dagster.spark.server import Server
 from vt_dagster.spark.session import build_session
 
 ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
 # Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
 # takes longer than to run them. By itself the JVM then keeps 48 MB for compiled code, which a Connect
 # server of many runs fills, and hangs.
@@ -87,6 +88,29 @@ def spark() -> Iterator[SparkSession]:
     session.stop()
 
 
+def server_environment(home: Path) -> dict[str, str]:
+    """The environment of a user who has the jars, and whose Spark server is recorded under ``home``."""
+    return {
+        **os.environ,
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def spark_command(environment: dict[str, str], *words: str, cwd: Path | None = None) -> tuple[int, str]:
+    """Exit status and output of ``vt-dagster spark``."""
+    done = subprocess.run(
+        [str(BIN / "vt-dagster"), "spark", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=cwd,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 @dataclass(frozen=True)
 class ConnectServer:
     """A Spark Connect server that ``vt-dagster spark start`` has started.
@@ -102,33 +126,20 @@ class ConnectServer:
 
 @pytest.fixture(scope="session")
 def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """One for all tests, started in another directory than the processes that use it: a process that
-    is not about its own Spark session takes a third of the time there."""
+    """One for all tests, started in another directory than the processes that use it; they start no
+    JVM of their own."""
     tmp_path = tmp_path_factory.mktemp("server")
-    environment = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = server_environment(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-
-    def spark_command(*words: str) -> None:
-        subprocess.run(
-            [str(Path(sys.executable).parent / "vt-dagster"), "spark", *words],
-            cwd=elsewhere,
-            env=environment,
-            check=True,
-            capture_output=True,
-            timeout=240,
-        )
-
-    spark_command("start", "--master", "local[2]", "--conf", "spark.driver.memory=1500m")
+    options = ["--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
+    status, said = spark_command(environment, "start", *options, cwd=elsewhere)
+    assert status == 0, said
     found = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark" / "server.json"
     server = Server(**json.loads(found.read_text(encoding="utf-8")))
     yield ConnectServer(environment, server.address)
-    spark_command("stop")
+    status, said = spark_command(environment, "stop", cwd=elsewhere)
+    assert status == 0, said
     assert not (elsewhere / "data").exists(), "nothing is written where the server stands"
 
 

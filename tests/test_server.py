@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,11 +10,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.conftest import ROOT, server_environment, spark_command
 from tests.market import Market, record
-from vt_dagster.spark.jars import resolve_jars
-
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
 
 RUN = """
 from pathlib import Path
@@ -34,26 +30,9 @@ print(messages(result) or "done")
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A user who has the jars, and whose server is ended in the end."""
-    made = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
-        "COLUMNS": "80",
-        "PYTHONPATH": str(ROOT),
-    }
+    made = {**server_environment(tmp_path), "COLUMNS": "80"}
     yield made
-    command(made, "stop")
-
-
-def command(environment: dict[str, str], *words: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [str(BIN / "vt-dagster"), "spark", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    return done.returncode, done.stdout + done.stderr
+    spark_command(made, "stop")
 
 
 def run_on(environment: dict[str, str], root: Path, remote: str | None) -> str:
@@ -77,17 +56,17 @@ def test_runs_use_it_while_it_is_there(
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"), record("b", "q1", "1 01:00"))
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("b", "s2", "1 06:00"))
     market.land("rates", "1.jsonl", record("a", "r1", "1 00:00"))
-    assert command(environment, "status") == (1, "no Spark server is running\n")
+    assert spark_command(environment, "status") == (1, "no Spark server is running\n")
     said = run_on(environment, tmp_path, "server")
     assert "start it: vt-dagster spark start" in said
     assert not market.warehouse.exists()
 
     options = "--master", "local[2]", "--conf", "spark.driver.memory=1g"
-    code, started = command(environment, "start", *options)
+    code, started = spark_command(environment, "start", *options)
     assert code == 0, started
     assert "the Spark server started" in started
-    assert "was already running" in command(environment, "start")[1]
-    assert command(environment, "status")[0] == 0
+    assert "was already running" in spark_command(environment, "start")[1]
+    assert spark_command(environment, "status")[0] == 0
     cache = tmp_path / "cache" / "vt_dagster" / "spark"
     assert cache.stat().st_mode & 0o777 == 0o700
     for kind in ("json", "conf"):
@@ -107,17 +86,17 @@ def test_runs_use_it_while_it_is_there(
     assert "Expected a Spark session on sc://localhost" in said, "nobody without the token"
     assert "done" not in said
 
-    assert "stopped the Spark server" in command(environment, "stop")[1]
-    assert command(environment, "stop") == (0, "no Spark server was running\n")
-    assert command(environment, "status")[0] == 1
+    assert "stopped the Spark server" in spark_command(environment, "stop")[1]
+    assert spark_command(environment, "stop") == (0, "no Spark server was running\n")
+    assert spark_command(environment, "status")[0] == 1
 
 
 @pytest.mark.jvm
 def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
-    code, said = command(environment, "start", "--master", "local[0]")
+    code, said = spark_command(environment, "start", "--master", "local[0]")
     assert code == 2
     assert "Expected a Spark server on local[0] to start, got:" in said
     assert "server.log" in said
-    assert command(environment, "status")[0] == 1
-    code, said = command(environment, "start", "--conf", "spark.driver.memory")
+    assert spark_command(environment, "status")[0] == 1
+    code, said = spark_command(environment, "start", "--conf", "spark.driver.memory")
     assert (code, said) == (2, "error: Expected --conf name=value, got 'spark.driver.memory'.\n")

@@ -200,9 +200,10 @@ def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) ->
     accounts = _accounts(store, head, scope)
     counted = _count([*[one.counts for one in on_rows], *accounts.values()])
     found = [_passed_over(check) for check in unchanged]
-    for one, counts in zip(on_rows, counted, strict=False):
-        found += one.findings(counts.get(None, {}))
-    of_accounts = dict(zip(accounts, counted[len(on_rows) :], strict=True))
+    by_rule, by_account = counted[: len(on_rows)], counted[len(on_rows) :]
+    for one, counts in zip(on_rows, by_rule, strict=True):
+        found += one.findings(counts[None])
+    of_accounts = dict(zip(accounts, by_account, strict=True))
     return [*found, _accounted(store, head, scope, of_accounts)]
 
 
@@ -262,7 +263,7 @@ class _OnRows:
     @property
     def counts(self) -> _Counts:
         """How many rows break each rule."""
-        broken = {r.name: F.coalesce(F.count_if(r.violated), F.lit(0)) for r in self.rules}
+        broken = {r.name: F.count_if(r.violated) for r in self.rules}
         return _Counts(with_columns_of(self.rows, self.rules), broken)
 
     def findings(self, counts: Mapping[str, int]) -> list[Finding]:
