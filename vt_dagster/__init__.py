@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from vt_dagster.sources.files_source import FilesSource
     from vt_dagster.sources.frame_sources import AssetSource
     from vt_dagster.sources.snapshot_source import SnapshotSource
-    from vt_dagster.storage.arrow_reader import read
+    from vt_dagster.storage.read import read
     from vt_dagster.topology.feature_views import FeatureView
     from vt_dagster.topology.model import Stream, Table, VersionedTable
     from vt_dagster.topology.operators import (
@@ -97,7 +97,7 @@ _HOMES = {
     "contract": "vt_dagster.contracts",
     "explain": "vt_dagster.provenance.explain",
     "lateness": "vt_dagster.provenance.lateness",
-    "read": "vt_dagster.storage.arrow_reader",
+    "read": "vt_dagster.storage.read",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",

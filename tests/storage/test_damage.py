@@ -24,9 +24,9 @@ from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.arrow_reader import read
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage.read import read
 
 NAMES = ("rates", "orders", "priced")
 

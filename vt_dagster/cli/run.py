@@ -43,7 +43,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
 )
 from vt_dagster.errors import DefinitionsError
-from vt_dagster.storage.arrow_reader import read
+from vt_dagster.storage.read import read
 from vt_dagster.storage.value_texts import texts
 
 _OURS = {

@@ -1,0 +1,89 @@
+"""``vt_dagster.read``: the rows of an asset as Arrow, pandas, Polars, DuckDB, or with Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+import pyarrow as pa
+
+from vt_dagster.errors import StorageError
+from vt_dagster.storage.arrow_reader import look_up
+
+Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
+
+
+def read(
+    table: Any,
+    *,
+    warehouse: str = "data/warehouse",
+    key: Any = None,
+    as_of: str | datetime | None = None,
+    what: str | None = None,
+    partial: bool = False,
+    into: Into = "arrow",
+    as_known_at: str | datetime | None = None,
+) -> Any:
+    """Reads an asset as of its last commit or an earlier one. Uses Spark only for ``into="spark"``.
+
+    Args:
+        table: asset name (with a key prefix: ``shop/prices``), or the stream or table itself.
+        warehouse: directory or URL of the tables.
+        key: value of the key, for a composite key a tuple or list; texts are accepted. None = all keys.
+        as_of: valid time, ISO 8601 or datetime (without an offset: UTC); returns the row of each key as
+            of it (inclusive).
+        what: ``current`` (default for tables; without deleted keys), ``versions`` (with tombstones) or
+            ``log`` (default for streams).
+        partial: for an ``as_of`` before the history horizon, return the versions that have not expired;
+            otherwise such a time is an error.
+        into: ``arrow``: a ``pyarrow.Table``; ``pandas``, ``polars``: a DataFrame; ``duckdb``: a
+            relation; ``spark``: a lazy DataFrame of the active session. All but Spark's are in memory.
+        as_known_at: system time, ISO 8601 or datetime; uses the records up to it (inclusive) and the
+            stream time of then, with the history retention that is declared now. A future time means
+            now.
+
+    Raises:
+        StorageError: the asset does not exist or does not have ``what``, ``as_of`` is before its
+            history, or nothing was recorded by ``as_known_at``.
+    """
+    name = table if isinstance(table, str) else "/".join(table.path)
+    if into not in get_args(Into):
+        raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
+    values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
+    moment, known = (t.isoformat() if isinstance(t, datetime) else t for t in (as_of, as_known_at))
+    if into == "spark":
+        return _by_spark(warehouse, name, what, values, moment, partial, known)
+    return as_frame(look_up(warehouse, name, what, values, moment, partial, known), into)
+
+
+def as_frame(rows: pa.Table, into: Into) -> Any:
+    """Converts rows to a type of another library (all ``Into`` but Spark)."""
+    if into == "arrow":
+        return rows
+    return rows.to_pandas() if into == "pandas" else import_module(into).from_arrow(rows)
+
+
+def _by_spark(
+    warehouse: str,
+    name: str,
+    what: str | None,
+    key: Sequence[Any] | None,
+    as_of: str | None,
+    partial: bool,
+    as_known_at: str | None,
+) -> Any:
+    session = import_module("pyspark.sql").SparkSession.getActiveSession()
+    if session is None:
+        raise StorageError(
+            f"{name}: expected an active Spark session for into='spark', found none; start one, or set "
+            "into to another library"
+        )
+    # A late import: it takes seconds, and only this function needs it.
+    store = import_module("vt_dagster.storage.asset_store").AssetStore.open(warehouse, name, session)
+    rows = store.read(what, as_of, partial, as_known_at)
+    if key is None:
+        return rows
+    among = import_module("vt_dagster.core.versioned_table").key_range
+    return among(rows, key=store.node.key, lower=key, upper=key)
