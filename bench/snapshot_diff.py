@@ -8,8 +8,7 @@ from measure import Outputs, Result, compare, plan_of, take_turns
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.core.snapshot_diff import difference
-from vt_dagster.core.source_records import POSITION, REASON, SOURCE
+from vt_dagster.core.source_records import POSITION, REASON, SOURCE, difference
 from vt_dagster.sources.dump_limits import buckets_of
 
 JOINED = "Spark full outer join of both dumps, what differs, to Parquet"

@@ -17,7 +17,7 @@ from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
 from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, supported
-from vt_dagster.core import arrival_order, largest_times, processor, source_processor
+from vt_dagster.core import arrival_order, processor, source_processor, stream_time
 from vt_dagster.core.as_of_join import JoinStrategy
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
@@ -186,7 +186,7 @@ def test_the_plans_of_large_runs_are_identical_too(
         (arrival_order, "FINE", 2),
         (processor, "FINE", 2),
         (source_processor, "FINE", 2),
-        (largest_times, "FINE", 2),
+        (stream_time, "FINE", 2),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
         (arrival_order, "HOUR", 5_000),

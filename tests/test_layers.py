@@ -82,13 +82,7 @@ LATE_IMPORTS = {
 }
 """What a function imports: by module, the package and the reason. Never a module of ``vt_dagster``."""
 
-KERNELS = {
-    "session_windows.py",
-    "sliding_windows.py",
-    "suppress_periods.py",
-    "suppress_emit_early.py",
-    "partial_updates.py",
-}
+KERNELS = {"partial_updates.py", "suppress.py", "windowed_aggregate.py"}
 """Modules of ``core`` with a kernel on Arrow arrays."""
 
 BY_NAME = {

@@ -37,7 +37,7 @@ from vt_dagster import (
     explain,
     lateness,
 )
-from vt_dagster.core import new_version_on, versioned_table
+from vt_dagster.core import versioned_table
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.key_history import key_history
@@ -204,7 +204,7 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
         whole = rows if left is None else pa.concat_tables([left.select(rows.column_names), rows])
         view = versioned_table.drop_expired(spark.createDataFrame(whole), horizon).toArrow()
         model = expected([one for one, _ in accepted[:end]], 20)
-        found = told(new_version_on.collapse_repeats(spark.createDataFrame(view), ["k"], ON))
+        found = told(versioned_table.collapse_repeats(spark.createDataFrame(view), ["k"], ON))
         assert found == model
         # Without Spark, of all that was there, and of as little.
         limits = {0: int(at(now - 20).timestamp() * 1e6)}

@@ -30,15 +30,7 @@ from vt_dagster import (
     lateness,
 )
 from vt_dagster.core.source_order import deletions_yield
-from vt_dagster.core.source_records import (
-    DELETED,
-    POSITION,
-    RAW,
-    REASON,
-    RECORD_TIME,
-    RESTATES,
-    SOURCE,
-)
+from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECORD_TIME, RESTATES, SOURCE
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.app import application
 from vt_dagster.orchestration.metadata import definition_metadata

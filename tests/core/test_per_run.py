@@ -12,8 +12,8 @@ from pyspark.sql.types import DoubleType, LongType, StringType, StructField, Str
 
 from vt_dagster import HoppingWindow, Stream, Table, TumblingWindow
 from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.processor import Input, RunContext
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.testing import TopologyTestDriver
 

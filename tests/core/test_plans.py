@@ -14,9 +14,9 @@ from vt_dagster.core import stream_table_join, table_store
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.as_of_join import JoinStrategy, Tiles
 from vt_dagster.core.log_columns import log_schema, view_schema
+from vt_dagster.core.processor import Input, RunContext
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.run_context import Input, RunContext
-from vt_dagster.core.snapshot_diff import difference
+from vt_dagster.core.source_records import difference
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses

@@ -10,8 +10,8 @@ import pytest
 
 from tests.core.random_scenarios import scenarios
 from vt_dagster.columns import WINDOW_END, WINDOW_START
-from vt_dagster.core import sliding_windows
-from vt_dagster.core.session_windows import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED
+from vt_dagster.core import windowed_aggregate
+from vt_dagster.core.windowed_aggregate import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED
 
 Row = dict[str, Any]
 BATCH = 3
@@ -38,10 +38,10 @@ def records_of(scenario: Row) -> list[Row]:
                 FRESH: True,
                 KEYED: counts,
                 WINDOW_START: micros(at),
-                sliding_windows.YOUNG: micros(at),
-                sliding_windows.LENGTH: micros(window["size"]),
+                windowed_aggregate.YOUNG: micros(at),
+                windowed_aggregate.LENGTH: micros(window["size"]),
                 HORIZON: None if time is None else micros(time - window["grace"]),
-                sliding_windows.HIDDEN: None,
+                windowed_aggregate.HIDDEN: None,
                 "n": 1,
             }
         )
@@ -72,16 +72,16 @@ def results_of(scenario: Row) -> tuple[list[tuple[Any, ...]], int]:
     window = scenario["config"]["window"]
     kept = window.get("retention") or 2 * window["size"] + window["grace"]
     largest: dict[int, int | None] = {}
-    for batch in sliding_windows._largest(iter(batches(rows))):
-        largest |= {r["order"]: r[sliding_windows.LARGEST] for r in batch.to_pylist()}
+    for batch in windowed_aggregate._largest(iter(batches(rows))):
+        largest |= {r["order"]: r[windowed_aggregate.LARGEST] for r in batch.to_pylist()}
     newest: int | None = None
     for row in rows:
-        row[sliding_windows.HIDDEN] = None if newest is None else newest - micros(kept)
+        row[windowed_aggregate.HIDDEN] = None if newest is None else newest - micros(kept)
         found = largest[row["order"]]
         newest = newest if found is None else max(found, -(10**18) if newest is None else newest)
     passed = ["key", "order"]
     out: list[Row] = []
-    for batch in sliding_windows._merge(iter(batches(rows)), passed, ["n"], ["sum"]):
+    for batch in windowed_aggregate._sliding_merge(iter(batches(rows)), passed, ["n"], ["sum"]):
         out += batch.to_pylist()
     out.sort(key=lambda r: (r["order"], r["_turn"]))
     results = [

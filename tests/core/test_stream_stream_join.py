@@ -24,7 +24,7 @@ from vt_dagster.conformance.scenario import Scenario
 from vt_dagster.conformance.scenario_topology import millis, record_of
 from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, nodes_of
-from vt_dagster.core import arrival_order, largest_times
+from vt_dagster.core import arrival_order, stream_time
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
@@ -255,7 +255,7 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
     monkeypatch.setattr(StreamStreamJoinProcessor, "advance_if_none_late", telling)
     for module, name, value in (
         (arrival_order, "HOUR", 1_000_000),
-        (largest_times, "FINE", 3),
+        (stream_time, "FINE", 3),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
     ):

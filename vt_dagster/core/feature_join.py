@@ -23,8 +23,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import has_key, union, with_columns
-from vt_dagster.core.stream_table_join import INSTANT, known_at_of
-from vt_dagster.core.system_time_join import (
+from vt_dagster.core.as_of_join import (
     ANSWER,
     KNOWN_AT,
     PLACES,
@@ -32,6 +31,7 @@ from vt_dagster.core.system_time_join import (
     answers_from_log,
     at_place,
 )
+from vt_dagster.core.stream_table_join import INSTANT, known_at_of
 from vt_dagster.topology.feature_views import FeatureView
 
 _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"

@@ -102,7 +102,7 @@ def view_schema(node: Table) -> StructType:
     names = [n for n in log_columns(node) if n not in (IS_LATEST, OLD)]
     if not isinstance(node, VersionedTable):
         return _schema(node, names)
-    # ``old`` is the version before each row, see ``core.new_version_on``.
+    # ``old`` is the version before each row, see ``core.versioned_table``.
     before = [] if node.new_version_on is None else [OLD]
     return _schema(node, [*names, VALID_FROM, VALID_TO, *before], [OFFSET] if before else [])
 

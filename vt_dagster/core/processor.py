@@ -1,19 +1,41 @@
-"""A *processor* (Kafka Streams' word) implements one operator for a run.
+"""Processors, their arguments in a run, and results with ``emit="per_run"``.
+
+A *processor* (Kafka Streams' word) implements one operator for a run.
 
 It defines what the operator reads from each input and in which order, the results, the state for the
 next run, the counts and the invariants. It builds lazy DataFrames; a ``Run`` reads, persists and writes
 them. Each operator's module contains its processor; ``processor_registry.py`` lists them.
+
+The arguments of a processor in a run: its inputs, and the context from earlier runs.
+
+``emit="per_run"``: emits the last update of each key in a run, like Kafka Streams' record cache.
+
+No scenario covers it: they are recorded without a cache. The result is, bit for bit, the last of all
+updates. Where a sum does not depend on the order of its terms, the other updates are not computed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    DateType,
+    DecimalType,
+    IntegralType,
+    StringType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -35,13 +57,14 @@ from vt_dagster.core.arrival_order import (
     InPlace,
     Outcome,
     arrival_chunk,
+    by_partition,
     hour_of_arrival,
     number,
     number_in_place,
+    with_columns,
 )
-from vt_dagster.core.emit_per_run import last_of_run
+from vt_dagster.core.as_of_join import JoinStrategy, SystemTimeHistory
 from vt_dagster.core.log_columns import log_columns
-from vt_dagster.core.run_context import Input, Lookup, RunContext
 from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
@@ -52,6 +75,181 @@ from vt_dagster.core.stream_time import (
     with_stream_time,
 )
 from vt_dagster.topology.model import Stream, Table
+
+# Run context
+
+
+@dataclass(frozen=True)
+class Input:
+    """The part of one input that a run reads.
+
+    Args:
+        rows: the log rows of the run; for a source, its prepared records.
+        table: for a table that is looked up, its row of each key at the end of ``rows`` (for a
+            versioned table also tombstones); None = ``rows`` contains all of them, or the table is not
+            looked up.
+        earlier: log rows of earlier runs, as far back as ``rescan_from`` or ``rescan_from_batch``
+            requires; None = none.
+        broadcastable: whether ``rows`` is small enough to send to every task.
+        times: stream time of ``table``, by partition.
+    """
+
+    rows: DataFrame
+    table: DataFrame | None = None
+    earlier: DataFrame | None = None
+    broadcastable: bool = False
+    times: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The context of a run besides its inputs: results of earlier runs, and the times at the run's end.
+
+    Args:
+        state: the state that the processor stored; None = nothing yet.
+        view: the current rows of the result; None = nothing yet.
+        stream_time: before the run, of a row's partition of the result.
+        stream_time_after: at the end of the run, if the processor has a stream time of its own.
+        emitted_up_to: the time up to which held-back records were emitted before the run.
+        emitted_up_to_after: the time up to which they are emitted at the end of the run.
+        persist_rows: persists the run's records; None if the view has not many more keys than they
+            have.
+        watermarks, watermarks_after: before and after the run, see ``Processor.watermarks``.
+        bounds: of the processor's own stream time, if it is computed by bounds.
+        none_late: whether it is known that none of the run's records is late.
+        refused: the processor's quarantine, if it has one and reads earlier records; None = none.
+        since: the run reads earlier records with a larger timestamp than this, epoch microseconds;
+            None = it reads none.
+        colliding_versions: for a table that compares records with versions (``tie_break``,
+            ``only_columns``), those that end after the oldest record of the run; None = none.
+        first_changes: for a run that reads an initial snapshot, the first time of a record in the log
+            by key, ``core.versioned_table.FIRST``; None = there is no log yet, or no such snapshot.
+        last: for a table that follows its source's order, the largest time in the log of keys with a
+            record older than the history retention, ``core.source_order.LAST``; None = there is none.
+    """
+
+    state: DataFrame | None
+    view: DataFrame | None
+    stream_time: Column
+    stream_time_after: Column
+    emitted_up_to: Column
+    emitted_up_to_after: Column
+    persist_rows: table_store.PersistRows | None = None
+    bounds: Bounds | None = None
+    none_late: bool = False
+    watermarks: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    watermarks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    since: int | None = None
+    refused: DataFrame | None = None
+    colliding_versions: DataFrame | None = None
+    first_changes: DataFrame | None = None
+    last: DataFrame | None = None
+
+    @classmethod
+    def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> RunContext:
+        """Returns the context of a first run."""
+        none = by_partition({})
+        return cls(None, None, none, by_partition(stream_time_after), none, none)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table that is looked up as of given times.
+
+    Args:
+        rows: its versions; for a plain table its current rows.
+        stream_time: of a row's partition.
+        strategy: see ``as_of_join``.
+        history: for a lookup by system time, see ``system_time_join``.
+    """
+
+    rows: DataFrame
+    stream_time: Column
+    strategy: JoinStrategy = "sorted"
+    history: SystemTimeHistory | None = None
+
+
+# Emit per run
+
+
+_EXACT = (
+    BinaryType,
+    BooleanType,
+    DateType,
+    DecimalType,
+    IntegralType,
+    TimestampNTZType,
+    TimestampType,
+)
+_ALONE = ("_alone_home", "_alone_sequence")
+_HOMES = 1 << 16
+
+
+def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
+    """Suppresses all but the last update of each key.
+
+    Plan: one shuffle and sort by key, which an aggregate has made already.
+    """
+    earlier = (F.col(OUTCOME) == Outcome.APPLIED) & ~is_last(key)
+    outcome = F.when(earlier, Outcome.NO_RESULT).otherwise(F.col(OUTCOME))
+    return rows.withColumn(OUTCOME, outcome)
+
+
+def is_last(key: Sequence[str]) -> Column:
+    """Returns whether a row is the last applied update of its group or key in this run."""
+    in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
+    applied = F.col(OUTCOME) == Outcome.APPLIED
+    updates = F.count(F.when(applied, 1))
+    return applied & (updates.over(so_far) == updates.over(whole))
+
+
+def is_exact(types: Sequence[DataType]) -> bool:
+    """Returns whether sums, minima and maxima of these types are independent of the order of rows.
+
+    Floating-point sums depend on it: they are made in order of the records, and the minimum of 0.0 and
+    -0.0 is the one that comes first. Strings with a collation depend on it too.
+    """
+    return all(isinstance(t, _EXACT) or t == StringType() for t in types)
+
+
+def folded(
+    rows: DataFrame, by: Sequence[str], counts: Column, merged: Mapping[str, Column]
+) -> DataFrame:
+    """Aggregates the rows that count to one row per group; returns other rows unchanged.
+
+    A group takes the position of its last update. If several inputs are merged, stream time and then
+    the offset decide which update is last.
+
+    Plan: one hash aggregate, before and after one shuffle by group.
+
+    Args:
+        rows: ``by, ORDER, _turn`` (0 or 1)``, …``, of a single input.
+        counts: whether a row counts.
+        merged: the aggregates of a group, by name.
+
+    Returns:
+        ``by, merged, ORDER, _turn``.
+    """
+    alone = [F.when(~counts, F.col(c)).alias(a) for c, a in zip((HOME, SEQUENCE), _ALONE, strict=True)]
+    home, sequence = _ALONE
+    made = rows.groupBy(*by, *alone).agg(
+        *[column.alias(name) for name, column in merged.items()],
+        F.max(ARRIVAL).alias(ARRIVAL),
+        F.max((F.col(SEQUENCE) * 2 + F.col(TURN)) * _HOMES + F.col(HOME)).alias(SEQUENCE),
+    )
+    place = {
+        INPUT: F.lit(0),
+        HOME: F.coalesce(home, F.lit(0)),
+        SEQUENCE: F.coalesce(sequence, SEQUENCE),
+        TURN: F.lit(0),
+    }
+    return with_columns(made, place).drop(*_ALONE)
+
+
+# Processor
+
 
 Counts = Mapping[str, int]
 Times = Mapping[int, int]

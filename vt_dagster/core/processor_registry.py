@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from vt_dagster.core.corrected_join import CorrectedJoinProcessor
-from vt_dagster.core.corrected_stream_join import CorrectedStreamJoinProcessor
-from vt_dagster.core.filter import FilterProcessor
-from vt_dagster.core.flat_map_values import FlatMapValuesProcessor
-from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
-from vt_dagster.core.history_join import HistoryJoinProcessor
-from vt_dagster.core.map_values import MapValuesProcessor
-from vt_dagster.core.merge import MergeProcessor
+from vt_dagster.core.aggregates import StreamAggregateProcessor, TableAggregateProcessor
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.select_key import SelectKeyProcessor
+from vt_dagster.core.row_operators import (
+    FilterProcessor,
+    FlatMapValuesProcessor,
+    MapValuesProcessor,
+    MergeProcessor,
+    SelectKeyProcessor,
+    ToStreamProcessor,
+    ToTableProcessor,
+)
 from vt_dagster.core.source_processor import SourceProcessor
-from vt_dagster.core.stream_aggregate import StreamAggregateProcessor
-from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
-from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
+from vt_dagster.core.stream_stream_join import CorrectedStreamJoinProcessor, StreamStreamJoinProcessor
+from vt_dagster.core.stream_table_join import CorrectedJoinProcessor, StreamTableJoinProcessor
 from vt_dagster.core.suppress import SuppressProcessor
-from vt_dagster.core.table_aggregate import TableAggregateProcessor
-from vt_dagster.core.table_table_join import TableTableJoinProcessor
-from vt_dagster.core.to_stream import ToStreamProcessor
-from vt_dagster.core.to_table import ToTableProcessor
+from vt_dagster.core.table_joins import (
+    ForeignKeyJoinProcessor,
+    HistoryJoinProcessor,
+    TableTableJoinProcessor,
+)
 from vt_dagster.core.windowed_aggregate import WindowedAggregateProcessor
 from vt_dagster.topology import operators as of
 from vt_dagster.topology.model import Stream

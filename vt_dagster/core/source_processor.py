@@ -11,8 +11,7 @@ from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, PROPAGATED_FROM, REC
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import FINE, InPlace, Outcome, number, with_columns
 from vt_dagster.core.log_columns import log_columns, partial_columns
-from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, RunContext
+from vt_dagster.core.processor import Counts, Input, Processor, RunContext
 from vt_dagster.core.source_order import carries, follows_source, restates
 from vt_dagster.core.source_records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from

@@ -1,18 +1,30 @@
-"""Turns a source's rows into records: timestamp, partition, tombstone or a reason for quarantine."""
+"""Turns the input of a source into records: rows, a change feed, or the difference of two snapshots.
+
+Turns a source's rows into records: timestamp, partition, tombstone or a reason for quarantine.
+
+Snapshot diff: compares a full snapshot with the rows that a table holds.
+
+Delta's change data feed: turns its rows into puts and tombstones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType, TimestampType
 
 from vt_dagster import rules
 from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, PARTITION, PROVIDED_COLUMNS, TIMESTAMP
-from vt_dagster.core.arrival_order import Outcome, has_key
+from vt_dagster.core.arrival_order import Outcome, has_key, in_order_of_keys
 from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+# Source records
+
 
 REASON = "_reason"
 """Why a row is quarantined, one of the ``Reason`` codes; null for a record."""
@@ -252,3 +264,117 @@ def home_of(key: Sequence[str], node: Stream) -> Column:
     if node.partition_by is not None:
         return F.coalesce(_chosen(node.partition_by), F.lit(0))
     return F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), F.lit(node.partitions)).cast("int")
+
+
+# Snapshot diff
+
+
+_GIVEN, _HELD, _THERE = "_given", "_held", "_there"
+
+
+def difference(
+    dump: DataFrame,
+    held: DataFrame,
+    *,
+    key: Sequence[str],
+    compared: Sequence[str],
+    buckets: int,
+) -> DataFrame:
+    """Returns the puts and tombstones that turn a table's rows into those of a snapshot.
+
+    A row whose compared columns equal the held ones (two nulls are equal) gives no record. Rows with a
+    duplicate key are rejected, and the table's row of that key is unchanged.
+
+    Plan: one full outer join by key, that is one shuffle and sort of each side; one shuffle of the
+    differences.
+
+    Args:
+        dump: key and value columns, ``_source``, ``_position``, ``_reason`` (null for a good row) and
+            any other columns of a row.
+        held: key columns and at least the compared ones of each row of the table; no tombstones.
+        compared: value columns.
+        buckets: the number of parts that the order of arrival is split into, see ``in_order_of_keys``.
+
+    Returns:
+        the rows of the snapshot that are new, changed or bad (``_reason``, also ``duplicate_key``), and
+        for each key that the snapshot lacks a row of nulls; with ``_deleted`` and ``_arrival``.
+    """
+    keys = [F.col(f"`{k}`") for k in key]
+    own = [c for c in dump.columns if c not in key]
+    in_turn = W.partitionBy(*keys).orderBy(SOURCE, POSITION)
+    beside = F.coalesce(F.lag(F.lit(1)).over(in_turn), F.lead(F.lit(1)).over(in_turn))
+    twice = F.when(has_key(key) & beside.isNotNull(), Reason.DUPLICATE_KEY)
+    told = dump.withColumn(REASON, F.coalesce(F.col(REASON), twice))
+    given = told.select(*keys, F.struct(*[F.col(f"`{c}`") for c in own]).alias(_GIVEN))
+    there = F.lit(True).alias(_THERE)
+    rows = held.select(*keys, F.struct(there, *[F.col(f"`{c}`") for c in compared]).alias(_HELD))
+    both = given.join(rows, list(key), "full_outer")
+    types = dict(dump.dtypes)
+    same = reduce(
+        lambda found, name: found & _same(name, types[name]), compared, F.col(_HELD).isNotNull()
+    )
+    gone = F.col(_GIVEN).isNull()
+    news = both.where(gone | F.col(_GIVEN)[REASON].isNotNull() | ~same)
+    records = news.select(
+        *keys, *[F.col(_GIVEN)[c].alias(c) for c in own], F.col(_GIVEN).isNull().alias(DELETED)
+    )
+    then = [F.col(SOURCE), F.col(POSITION)]
+    return in_order_of_keys(records, key=key, then=then, place=F.lit(0), buckets=F.lit(buckets))
+
+
+def _same(name: str, kind: str) -> Column:
+    one, other = F.col(_GIVEN)[name], F.col(_HELD)[name]
+    if "map<" in kind:  # Spark cannot compare maps
+        one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
+    return one.eqNullSafe(other)
+
+
+# Change feed
+
+
+CHANGE = "_change_type"
+"""The column in which Delta's feed gives the kind of a change."""
+VERSION = "_commit_version"
+"""The column in which Delta's feed gives the version that made the change."""
+BUCKETS = "_buckets"
+_PUTS, _PUT, _CHANGE_FEED_FIRST, _ROW = ("insert", "update_postimage"), "_put", "_first", "_row"
+
+
+def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start: int) -> DataFrame:
+    """Returns the effect of a table's commits on each key.
+
+    For each version and key, the rows that exist after the version are puts. If there are none, the row
+    that was deleted, or that had the key before an update, gives one tombstone. A row that one commit
+    deletes and writes again is therefore a put, and an update that changes the key deletes the old key.
+
+    Plan: two shuffles and sorts, by version and hash of the key.
+
+    Args:
+        feed: key and value columns, ``_change_type``, ``_commit_version``, ``_buckets`` (the number of
+            parts that a version is split into), and any other columns of a row.
+        start: the smallest version.
+
+    Returns:
+        the rows by version, with ``_deleted`` and ``_arrival``, without ``_change_type`` and
+        ``_buckets``; the values of a tombstone are null.
+    """
+    keys = [F.col(f"`{k}`") for k in key]
+    kinds = dict(feed.dtypes)
+    row = F.xxhash64(*[F.col(f"`{c}`") for c in values if "map<" not in kinds[c]], F.lit(0))
+    rows = feed.withColumns({_PUT: F.col(CHANGE).isin(*_PUTS), _ROW: row})
+    of_key = W.partitionBy(VERSION, *keys)
+    in_turn = of_key.orderBy(F.col(_PUT).desc(), _ROW)
+    # Puts sort first, so a key's first row is a deletion only if the version has no put of the key.
+    judged = rows.withColumn(_CHANGE_FEED_FIRST, F.row_number().over(in_turn) == 1)
+    taken = judged.where(F.col(_PUT) | F.col(_CHANGE_FEED_FIRST))
+    gone = ~F.col(_PUT)
+    nulled = {c: F.when(~gone, F.col(f"`{c}`")) for c in values}
+    records = taken.withColumns({**nulled, DELETED: gone})
+    ordered = in_order_of_keys(
+        records,
+        key=key,
+        then=[F.col(_ROW)],
+        place=F.col(VERSION) - start,
+        buckets=F.col(BUCKETS),
+    )
+    return ordered.drop(CHANGE, BUCKETS, _PUT, _CHANGE_FEED_FIRST, _ROW)

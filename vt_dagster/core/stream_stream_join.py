@@ -1,59 +1,425 @@
-"""Stream-stream join: joins records of two streams that are close to each other in time.
+"""The stream-stream join: window, grace period, unmatched rows, and corrections by later matches.
+
+Stream-stream join: joins records of two streams that are close to each other in time.
 
 The records that later ones may match are a range of the two logs; they are not stored again. A run
 reads the part of that range that its new records can match. The unmatched records are kept from run to
 run, as offsets only: whether a late record has found a match depends on the order of arrival, which two
 logs do not share.
+
+Window match: pairs records of two sides with the same key and nearby times.
+
+Time is divided into tiles twice as long as the window. A record of one side is in the tile of its own
+time, a record of the other side in the one or two tiles that its window overlaps; the sides are joined
+by key and tile. The records of one key spread over many tasks, and about three pairs are compared per
+match.
+
+The input of a stream-stream join: the records of both sides with their times and lateness.
+
+Corrected stream-stream join: a later match retracts the unmatched row of a record.
+
+It is a stream-stream join whose records may be late by up to the promise (``corrected_for``). A record
+without a match is emitted as unmatched after its grace period, which is shorter. Until the promise
+expires the record is kept in the state, marked as emitted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import reduce
+from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
+    CAUSE,
+    FINAL,
     HOME,
     INPUT,
     IS_LATE,
+    IS_LATEST,
     IS_TOMBSTONE,
+    LEFT_OFFSET,
+    LEFT_PARTITION,
     OFFSET,
+    OLD,
     ORDER,
     OUTCOME,
     PARTITION,
+    REVISION,
+    RIGHT_OFFSET,
+    RIGHT_PARTITION,
     SEQUENCE,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival_order import Outcome, hour_of_arrival, union, with_columns
-from vt_dagster.core.processor import Counts
-from vt_dagster.core.run_context import Input, RunContext
-from vt_dagster.core.stream_join_base import (
-    EXPIRED,
-    LOOK_WATERMARK,
-    SIDES,
-    VALID,
-    StreamJoinProcessor,
-    null_long,
-)
-from vt_dagster.core.table_changes import columns, match_names
-from vt_dagster.core.window_match import (
-    AT,
-    END,
-    FROM,
-    LATE,
-    LEFT,
-    NEW,
-    ONCE,
-    SIDE,
-    THERE,
-    matches,
-    tile_width,
-    without_match,
-)
+from vt_dagster.core.arrival_order import Outcome, hour_of_arrival, micros, union, with_columns
+from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
+from vt_dagster.core.processor import Counts, Input, Processor, RunContext
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.stream_table_join import CORRECTED, moves_stream_time
+from vt_dagster.core.stream_time import largest_by_chunk, largest_if_none_late, with_largest
+from vt_dagster.core.table_changes import columns, match_columns, match_names
+from vt_dagster.topology.durations import Duration, length_at
+from vt_dagster.topology.operators import CorrectedStreamJoin, StreamStreamJoin
+
+# Window match
+
+
+LEFT, RIGHT = "left", "right"
+SIDE = "_side"
+"""0 = left, 1 = right."""
+AT = "_at"
+"""A record's own time. All times of this module are epoch microseconds."""
+LOW, HIGH = "_low", "_high"
+"""The range of times of matching records of the other side, both inclusive."""
+END = "_end"
+"""The stream time after which a record's window is over: no record in time matches it any more."""
+NEW = "_new"
+"""Whether a record is of this run; if not, the columns below are null."""
+NOW = "_now"
+"""Stream time as of the record."""
+LOOK = "_look"
+"""As of the record, the stream time at which unmatched records were last emitted."""
+HORIZON = "_horizon"
+"""A late record matches only records later than this."""
+LATE = "_late"
+"""Whether a record came too late to be guaranteed all its matches."""
+ONCE = "_once"
+"""Whether the record's window was over on its arrival."""
+FROM = "_from"
+"""The offset of a match's earlier record by arrival; for an unmatched record its own."""
+THERE = "_there"
+"""The time of a match's earlier record by arrival."""
+_TILE, _WIDE = "_tile", "_wide"
+
+
+def tile_width(before: Duration, after: Duration) -> Column:
+    """Returns the length of a tile, for the row's partition."""
+    return F.greatest(F.lit(1), (micros(before) + micros(after)) * 2)
+
+
+def matches(
+    new: Sequence[DataFrame], earlier: Sequence[DataFrame | None], *, on: Sequence[str], width: Column
+) -> DataFrame:
+    """Returns each pair of matching records of which at least one is new.
+
+    The later record by arrival finds the other: every record in its window, or if it is late, those
+    later than its horizon.
+
+    Plan: a shuffle of each side by key and tile and a join; one such join of the new left records with
+    all right ones, and one of the earlier left records with the new right ones.
+
+    Args:
+        new, earlier: of the left and the right side, with ``on`` and the columns above.
+        width: of a tile, see ``tile_width``.
+
+    Returns:
+        ``left, right`` (the sides' structs), ``_at`` (the larger time)``, partition, ORDER, _late``
+        (of the later one by arrival)``, _there, _from``, and the positions of both.
+    """
+    left, right = new
+    found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
+    if earlier[0] is None:
+        return found
+    return found.unionByName(found_by(right, earlier[0], 1, on=on, width=width))
+
+
+def found_by(
+    new: DataFrame, others: DataFrame, place: int, *, on: Sequence[str], width: Column
+) -> DataFrame:
+    """Returns the pairs of new records of one side with others, like :func:`matches`.
+
+    Args:
+        place: the side of the new records.
+    """
+    near, far = _wide(new, on, width), _narrow(others, on, width)
+    return _pairs(near, far, on) if place == 0 else _pairs(far, near, on)
+
+
+def without_match(
+    records: DataFrame,
+    others: DataFrame,
+    others_earlier: DataFrame | None,
+    *,
+    on: Sequence[str],
+    width: Column,
+) -> DataFrame:
+    """Returns the records that no other record has matched in time.
+
+    A record has a match if it found one on arrival; or, unless its window and grace period were over by
+    then, if a later record found it before unmatched records were emitted.
+
+    Plan: a shuffle of each side by key and tile and an anti-join.
+
+    Args:
+        records: new ones of one side, and earlier ones still unmatched.
+        others: new ones of the other side; ``others_earlier``: those of earlier runs.
+    """
+    mine = _named(records.withColumn(_TILE, _tile(AT, width)), "u")
+    theirs = _wide(_with(others, others_earlier), on, width)
+    narrow = [*on, _TILE, AT, LOW, HIGH, NEW, *ORDER, LATE, LOOK, HORIZON]
+    theirs = _named(theirs.select(*narrow), "o")
+    meet = _equal(on, "u", "o") & _c("u", AT).between(_c("o", LOW), _c("o", HIGH))
+    after = _c("o", NEW) & (~_c("u", NEW) | (_order("o") > _order("u")))
+    in_time = ~_c("u", ONCE) & F.coalesce(_c("o", LOOK) <= _c("u", END), F.lit(True))
+    finds = F.when(after, in_time & _finds("o", "u")).otherwise(_c("u", NEW) & _finds("u", "o"))
+    left = mine.join(theirs, meet & finds, "left_anti")
+    return left.select(*[_c("u", c).alias(c) for c in records.columns])
+
+
+def _pairs(left: DataFrame, right: DataFrame, on: Sequence[str]) -> DataFrame:
+    ours, theirs = _named(left, "l"), _named(right, "r")
+    meet = _equal(on, "l", "r") & _c("r", AT).between(_c("l", LOW), _c("l", HIGH))
+    by_left = _c("l", NEW) & (~_c("r", NEW) | (_order("l") > _order("r")))
+    finds = F.when(by_left, _finds("l", "r")).otherwise(_finds("r", "l"))
+
+    def of_later(column: str) -> Column:
+        return F.when(by_left, _c("l", column)).otherwise(_c("r", column)).alias(column)
+
+    def of_earlier(column: str, name: str) -> Column:
+        return F.when(by_left, _c("r", column)).otherwise(_c("l", column)).alias(name)
+
+    return ours.join(theirs, meet & finds).select(
+        _c("l", LEFT).alias(LEFT),
+        _c("r", RIGHT).alias(RIGHT),
+        F.greatest(_c("l", AT), _c("r", AT)).alias(AT),
+        *[of_later(c) for c in (PARTITION, *ORDER, LATE)],
+        of_earlier(AT, THERE),
+        of_earlier(OFFSET, FROM),
+        *[_c("l", c).alias(n) for c, n in ((PARTITION, LEFT_PARTITION), (OFFSET, LEFT_OFFSET))],
+        *[_c("r", c).alias(n) for c, n in ((PARTITION, RIGHT_PARTITION), (OFFSET, RIGHT_OFFSET))],
+    )
+
+
+def _finds(one: str, other: str) -> Column:
+    """Returns whether a new record finds an earlier one in its window."""
+    return ~_c(one, LATE) | (_c(other, AT) > _c(one, HORIZON))
+
+
+def _order(side: str) -> Column:
+    return F.struct(*[_c(side, c) for c in (ARRIVAL, INPUT, HOME, SEQUENCE)])
+
+
+def _equal(on: Sequence[str], one: str, other: str) -> Column:
+    equal = _c(one, _TILE) == _c(other, _TILE)
+    for name in on:
+        equal = equal & (_c(one, name) == _c(other, name))
+    return equal
+
+
+def _with(new: DataFrame, earlier: DataFrame | None) -> DataFrame:
+    return new if earlier is None else new.unionByName(earlier)
+
+
+def _narrow(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
+    """Places each record in the tile of its own time."""
+    return rows.withColumn(_TILE, _tile(AT, width))
+
+
+def _wide(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
+    """Places each record in every tile that its window overlaps."""
+    return rows.withColumn(_TILE, F.explode(F.sequence(_tile(LOW, width), _tile(HIGH, width))))
+
+
+def _tile(moment: str, width: Column) -> Column:
+    """Returns a tile number; the tiling requires only that it never descends with time."""
+    return F.call_function("div", F.col(moment), width)
+
+
+def _named(rows: DataFrame, side: str) -> DataFrame:
+    return rows.select(*[F.col(f"`{c}`").alias(f"{side}_{c}") for c in rows.columns])
+
+
+def _c(side: str, column: str) -> Column:
+    return F.col(f"`{side}_{column}`")
+
+
+# Stream join base
+
+
+SIDES = (LEFT, RIGHT)
+OPEN, LOOK_WATERMARK = "open", "look"
+LOWEST = -62_135_596_800_000_000
+"""The year 1: no record is earlier."""
+VALID, EXPIRED = "_valid", "_expired"
+_TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_WATERMARK}
+_SEGMENT = 60_000
+
+
+class StreamJoinProcessor(Processor[StreamStreamJoin]):
+    """The times of a join of two streams."""
+
+    merges = True
+    has_stream_time = True
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def preserved_sides(self) -> tuple[int, ...]:
+        """The sides whose records are emitted without a match if they have none."""
+        return {"inner": (), "left": (0,), "outer": (0, 1)}[self.operator.kind]
+
+    @property
+    def lookahead(self) -> tuple[Duration, Duration]:
+        """How far a match may lie after a record of the left side, and of the right side."""
+        return self.operator.after, self.operator.before
+
+    def rescan_from(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        emitted_up_to: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
+        operator, ahead = self.operator, self.lookahead[place]
+        own, let_go = watermarks.get(SIDES[place], {}), watermarks.get(OPEN, {})
+        found: list[int] = []
+        for p, now in stream_time.items():
+            # What a new record in time may match, what a late record may match, and what is still
+            # unmatched.
+            found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
+            if p in own:
+                found.append(own[p] - in_micros_at(operator.reach, p))
+            if p in let_go and place in self.preserved_sides:
+                found.append(let_go[p] - in_micros_at(ahead, p) - 1)
+        return max(LOWEST, min(found)) if found else None
+
+    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        rows = self.with_largest_times(self.in_order(inputs), context, slim=True)
+        newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
+        return rows.groupBy(PARTITION).agg(*newest.values())
+
+    def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
+        if self.single_task:
+            return None
+        rows = [self.side_rows(one.rows, i, slim=True) for i, one in enumerate(inputs)]
+        return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
+
+    def advance_if_none_late(
+        self,
+        found: Sequence[Any],
+        before: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
+    ) -> list[dict[str, Any]] | None:
+        promise = self.operator.promise
+        newest = largest_if_none_late(found, SIDE, before, lambda p: in_micros_at(promise, p))
+        if newest is None:
+            return None
+        rows: list[dict[str, Any]] = []
+        for p, (now, of) in newest.items():
+            look = max(of.values(), default=None)
+            # If not equal, an unusable record has advanced stream time, and its position matters.
+            if look != now:
+                return None
+            sides = {name: of.get(i) for i, name in enumerate(SIDES)}
+            rows.append({PARTITION: p, "time": now, "look": look, **sides})
+        return rows
+
+    def watermarks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        watermarks = {name: dict(before.get(name, {})) for name in (LEFT, RIGHT, "look")}
+        for row in found:
+            for name, newest in watermarks.items():
+                if row[name] is not None:
+                    newest[row[PARTITION]] = row[name]
+        seen = {*before.get(OPEN, {}), *(row[PARTITION] for row in found)}
+        promise, look = self.operator.promise, watermarks["look"]
+        let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
+        return {**watermarks, OPEN: let_go}
+
+    def with_largest_times(
+        self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False
+    ) -> DataFrame:
+        """Returns the new records of both sides with all times as of them.
+
+        If no record is late, the times that only late records need are null.
+
+        Args:
+            slim: omits keys and values.
+        """
+        new = reduce(union, [self.side_rows(r, i, slim) for i, r in enumerate(rows)])
+        # They are merged by the largest time so far of their own log: no earlier record has a larger
+        # time.
+        new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
+        if context.none_late:
+            return with_columns(new, {name: null_long() for name in _TIMES})
+        before = {name: context.watermarks.get(told, null_long()) for name, told in _TIMES.items()}
+        look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
+        moves = {LOOK: look}
+        for i, name in enumerate(("_left", "_right")):
+            moves[name] = F.when(F.col(VALID) & (F.col(SIDE) == i), F.col(AT))
+        return with_largest(new, moves, before, self.chunk)
+
+    def side_rows(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
+        """Returns a side's rows under names common to both sides; the record itself is a struct."""
+        node, operator = self.consumed[place], self.operator
+        own = [*node.key, *value_columns(node), TIMESTAMP]
+        used = {c for some in operator.lineage().values() for _, c in some} | {*node.key, TIMESTAMP}
+        wanted = [c for c in own if c.lower() in {u.lower() for u in used}]
+        valid = moves_stream_time(node.key)
+        there = [F.unix_micros(TIMESTAMP).alias(AT), PARTITION, OFFSET, valid.alias(VALID)]
+        order = [c for c in ORDER if c in rows.columns]
+        return rows.select(
+            F.lit(place).alias(SIDE),
+            *([] if slim else match_columns(node.key)),
+            *([] if slim else [F.struct(*columns(wanted)).alias(SIDES[place])]),
+            *there,
+            IS_TOMBSTONE,
+            *order,
+        )
+
+    def with_window(self, rows: DataFrame) -> DataFrame:
+        """Adds the bounds and the end of each record's window."""
+        operator = self.operator
+        before, after, promise = map(micros, (operator.before, operator.after, operator.promise))
+        of_left = F.col(SIDE) == 0
+        ahead = F.when(of_left, after).otherwise(before)
+        back = F.when(of_left, before).otherwise(after)
+        at = F.col(AT)
+        return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
+
+    def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
+        """Adds the lateness of new records, and the range of matches of late ones."""
+        once = F.col(END) < F.col(NOW)
+        if context.none_late:
+            no = F.lit(False)
+            told = {NEW: F.lit(True), LATE: no, HORIZON: null_long(), ONCE: once, EXPIRED: no}
+            return with_columns(self.with_window(rows), told)
+        operator, at = self.operator, F.col(AT)
+        reach, promise = micros(operator.reach), micros(operator.promise)
+        of_left = F.col(SIDE) == 0
+        own = F.when(of_left, F.col("_left")).otherwise(F.col("_right"))
+        other = F.when(of_left, F.col("_right")).otherwise(F.col("_left"))
+        segment = F.greatest(F.lit(_SEGMENT), F.call_function("div", reach, F.lit(2000))) * 1000
+        oldest = F.call_function("div", F.greatest(F.lit(0), own - reach), segment)
+        return self.with_window(rows).withColumns(
+            {
+                NEW: F.lit(True),
+                LATE: at < F.col(NOW) - promise,
+                HORIZON: other - reach,
+                ONCE: once,
+                EXPIRED: F.col(VALID) & (F.call_function("div", at, segment) < oldest),
+            }
+        )
+
+
+def null_long() -> Column:
+    return F.lit(None).cast("long")
+
+
+def in_micros_at(value: Duration, partition: int) -> int:
+    return length_at(value, partition) // timedelta(microseconds=1)
+
+
+# Stream stream join
+
 
 PHASE, RANK = "_phase", "_rank"
 UNMATCHED, MATCHED = "unmatched", "_matched"
@@ -260,3 +626,238 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         told = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
         return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+
+
+# Corrected stream join
+
+
+_NEVER = 1 << 62
+"""Later than any time."""
+_EMITTED = "_said"
+"""Whether the unmatched row of a record has been emitted."""
+_PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
+_KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RIGHT_OFFSET: "long"}
+_ROW = "_row"
+
+
+class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
+    """Emits unmatched records after the grace period, and retracts them if a match arrives later."""
+
+    quarantined_outcomes = (Outcome.TOO_LATE,)
+    shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
+
+    @property
+    def operator(self) -> CorrectedStreamJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    def watermarks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        """Returns the watermarks of the join, and the time before which rows are final.
+
+        That time never decreases, even if ``corrected_for`` becomes longer.
+        """
+        final = dict(before.get(FINAL, {}))
+        for row in found:
+            if row["time"] is not None:
+                p = row[PARTITION]
+                at = row["time"] - in_micros_at(self.operator.promise, p) - self._lookahead_at(p)
+                final[p] = max(final.get(p, at), at)
+        return {**super().watermarks(found, before), FINAL: final}
+
+    def _lookahead_at(self, partition: int) -> int:
+        return max(in_micros_at(ahead, partition) for ahead in self.lookahead)
+
+    def advance_if_none_late(
+        self,
+        found: Sequence[Any],
+        before: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
+    ) -> list[dict[str, Any]] | None:
+        final = watermarks.get(FINAL, {})
+        for row in found:
+            p = row[PARTITION]
+            if p in final and row["oldest"] < final[p] + self._lookahead_at(p):
+                return None
+        return super().advance_if_none_late(found, before, watermarks)
+
+    def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
+        # A late record finds no match, even if it is late only by an earlier, shorter
+        # ``corrected_for``: a match would contradict rows that are already final.
+        ahead = F.greatest(*map(micros, self.lookahead))
+        edge = context.watermarks.get(FINAL, null_long()) + ahead
+        again = F.coalesce(F.col(AT) < edge, F.lit(False))
+        told = super().with_lateness(rows, context)
+        return told.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
+
+    def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        return self.process(self.in_order(inputs), inputs, context)
+
+    # -- unmatched rows and their retraction -----------------------------------------------------
+
+    def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
+        """Returns unmatched records: those to emit now, and those that may still find a match."""
+        if _EMITTED not in rows.columns:
+            rows = rows.withColumn(_EMITTED, F.lit(False))
+        said = F.coalesce(F.col(_EMITTED), F.lit(False))
+        over = F.col(AT) + micros(self.lookahead[place]) + micros(self.operator.grace)
+        leaves = ~said & (F.col(ONCE) | self.is_over(over, context))
+        kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
+            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)),
+            (said | leaves).alias(_EMITTED),
+        )
+        return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
+
+    def retractions(
+        self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
+    ) -> list[DataFrame]:
+        """Returns the tombstones of unmatched rows, each caused by the first match in time.
+
+        Plan: pairs of emitted unmatched records with the run's records of the other side, as in
+        ``window_match.matches``, and one shuffle of these pairs by position.
+        """
+        there = self.pending_unmatched(earlier, place, context)
+        if there is None:
+            return []
+        on, operator = match_names(self.consumed[0].key), self.operator
+        width = tile_width(operator.before, operator.after)
+        said = there.where(_EMITTED).drop(_EMITTED)
+        found = found_by(others, said, 1 - place, on=on, width=width)
+        first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
+        row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
+        return [self._end(row, place)]
+
+    def _end(self, pairs: DataFrame, place: int) -> DataFrame:
+        """Returns the tombstones of records' unmatched rows, from pairs of record and match."""
+        (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
+        alone = with_columns(pairs, self._record_alone(pairs, place))
+        at, name = F.timestamp_micros(THERE), F.lit(self.consumed[1 - place].name)
+        by = F.struct(name, *map(F.col, cause)).cast(POSITION_TYPE)
+        chosen = self.operator.projection().columns
+        nothing = [F.when(F.lit(False), F.expr(sql)).alias(name) for name, sql in chosen]
+        ends = {
+            TIMESTAMP: at,
+            PARTITION: F.col(partition),
+            IS_TOMBSTONE: F.lit(True),
+            IS_LATE: F.lit(False),
+            PHASE: F.lit(1),
+            THERE: F.lit(LOWEST),
+            RANK: F.lit(0),
+            FROM: F.col(offset),
+            MATCHED: F.lit(True),
+            OUTCOME: F.lit(Outcome.APPLIED),
+        }
+        told = {OLD: self._row(at), REVISION: F.lit(1), CAUSE: by}
+        return alone.select(
+            *nothing,
+            *ORDER,
+            *_corrected_named(ends),
+            *_corrected_named(self._besides(place, partition, offset) | told),
+        )
+
+    def _record_alone(self, pairs: DataFrame, place: int) -> dict[str, Column]:
+        """Returns both sides of a pair as in one record's unmatched row: the other side is null."""
+
+        def only(side: str, names: Sequence[str]) -> Column:
+            kind: Any = pairs.schema[side].dataType
+            of_side = F.col(side)
+            fields = {
+                f.name: of_side.getField(f.name) if f.name in names else _null(f.dataType) for f in kind
+            }
+            return F.struct(*_corrected_named(fields))
+
+        if place == 1:
+            return {LEFT: only(LEFT, self.consumed[0].key)}
+        return {RIGHT: _null(pairs.schema[RIGHT].dataType)}
+
+    def extra_columns(self, matched: bool) -> list[Column]:
+        if matched:
+            places = {name: F.col(name) for names in _PLACES for name in names}
+            return _corrected_named(places | self._new())
+        one, other = (self._besides(i, PARTITION, FROM) for i in (0, 1))
+        of_left = F.col(SIDE) == 0
+        places = {n: F.when(of_left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
+        return _corrected_named(places | self._new())
+
+    def _besides(self, place: int, partition: str, offset: str) -> dict[str, Column]:
+        """Returns the key of a record's unmatched row, and ``is_latest`` (true)."""
+        mine, other = _PLACES[place], _PLACES[1 - place]
+        values = (F.col(partition), F.col(offset), F.lit(-1), F.lit(-1))
+        key = dict(zip((*mine, *other), values, strict=True))
+        return {**{name: c.cast(_KINDS[name]) for name, c in key.items()}, IS_LATEST: F.lit(True)}
+
+    def _new(self) -> dict[str, Column]:
+        nothing = F.when(F.lit(False), self._row(F.timestamp_micros(AT)))
+        told = {OLD: nothing, REVISION: F.lit(0), CAUSE: _null(POSITION_TYPE)}
+        return {IS_LATEST: F.lit(True), **told}
+
+    def _row(self, at: Column) -> Column:
+        """Returns a row's values and timestamp, nullable: otherwise Arrow cannot write a null
+        struct."""
+        values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
+        chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
+        told = {name: F.when(there, chosen[name]) for name in values}
+        return F.struct(*_corrected_named({**told, TIMESTAMP: at}))
+
+    # -- state and counts ------------------------------------------------------------------------
+
+    def rejected(self, new: DataFrame) -> DataFrame:
+        """Returns unusable records (dropped) and late ones (quarantined, with their position)."""
+        outcome = F.when(self.is_unusable, Outcome.DROPPED).when(
+            F.col(LATE) & F.col(VALID), Outcome.TOO_LATE
+        )
+        names = [node.name for node in self.consumed]
+        place = {
+            REASON: F.lit(Outcome.TOO_LATE),
+            SOURCE: F.when(F.col(SIDE) == 0, names[0]).otherwise(names[1]),
+            POSITION: F.col(OFFSET),
+            RAW: F.lit(None).cast("string"),
+            TIMESTAMP: F.timestamp_micros(AT),
+        }
+        rows = new.select(PARTITION, outcome.alias(OUTCOME), *_corrected_named(place))
+        return rows.where(F.col(OUTCOME).isNotNull())
+
+    def unmatched_state(self, state: DataFrame, place: int) -> DataFrame:
+        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _EMITTED)
+
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, _EMITTED)
+
+    def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
+        """Removes records whose unmatched row is erased: there is no row left to retract."""
+        rows = erased.where((F.col(LEFT_OFFSET) < 0) | (F.col(RIGHT_OFFSET) < 0))
+        of_left = F.col(RIGHT_OFFSET) < 0
+        (left, left_from), (right, right_from) = _PLACES
+        gone = rows.select(
+            F.when(of_left, 0).otherwise(1).alias(SIDE),
+            F.when(of_left, F.col(left)).otherwise(F.col(right)).alias(PARTITION),
+            F.when(of_left, F.col(left_from)).otherwise(F.col(right_from)).alias(FROM),
+        )
+        return state.join(gone, [SIDE, PARTITION, FROM], "left_anti").select(state.columns)
+
+    def waiting(
+        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
+        waits = None if state is None else state.where(~F.col(_EMITTED))
+        return super().waiting(logs, emitted_up_to, waits)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {
+            UNMATCHED: F.count_if(~F.col(MATCHED)),
+            Outcome.WAITING: F.count_if((F.col(OUTCOME) == Outcome.KEPT) & ~F.col(_EMITTED)),
+            CORRECTED: F.count_if((F.col(OUTCOME) == Outcome.APPLIED) & (F.col(REVISION) > 0)),
+        }
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        told = (UNMATCHED, Outcome.DROPPED, Outcome.WAITING, CORRECTED)
+        counts = {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+        return {**counts, Outcome.LATE: found[Outcome.TOO_LATE]}
+
+
+def _corrected_named(told: Mapping[str, Column]) -> list[Column]:
+    return [c.alias(name) for name, c in told.items()]
+
+
+def _null(kind: DataType) -> Column:
+    return F.lit(None).cast(kind)

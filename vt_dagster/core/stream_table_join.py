@@ -1,38 +1,172 @@
-"""Stream-table join: joins each record with the table as of the record's own time (KIP-914)."""
+"""The stream-table join: grace period, as-of lookup, and corrections when the table changes later.
+
+Stream-table join: joins each record with the table as of the record's own time (KIP-914).
+
+The grace period of a stream-table join: records wait until stream time has passed them (KIP-923).
+
+A record waits until stream time >= its timestamp + grace period, so that it still matches table records
+that arrive slightly later. This stream time is the buffer's own: the largest timestamp of a record with
+a key and a value. Only the stream advances it, never the table.
+
+The buffer needs no storage of its own. A run emits all records up to a time: ``stream time - grace
+period`` at its end, and never less than in earlier runs. The waiting records are exactly those of the
+stream's log with a larger timestamp, because emitted records and those late on arrival lie at or before
+that time. So the buffer is a range of the log, which the next run reads again (pruned by time), and
+the grace period may change between runs: no record is emitted twice or lost.
+
+The time intervals of keys that a table's new records change, and the answers that they replace.
+
+Corrected join: a stream-table join that re-joins records when the table changes.
+
+A record of the table changes its key's value from its timestamp to the next version of the key. The
+stream records of that key and interval that an earlier run has joined are joined again. The run finds
+them by key and time in the stream's log, in the range that its table records reach back to. The table's
+record itself, which the run has read, is the new answer: no version is looked up. A run without table
+records reads no such range and is a plain stream-table join.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
+    CAUSE,
+    FINAL,
+    IS_FINAL,
     IS_LATE,
+    IS_LATEST,
     IS_TOMBSTONE,
+    LEFT_OFFSET,
     OFFSET,
+    OLD,
     OUTCOME,
     PARTITION,
     RECORDED_AT,
+    REVISION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import grace_buffer, table_store
-from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition
-from vt_dagster.core.as_of_join import FOUND, JoinStrategy, as_of_join
-from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, Lookup, RunContext
-from vt_dagster.core.stream_time import Timed, late_from
-from vt_dagster.core.system_time_join import KNOWN_AT, SystemTimeHistory, system_time_join
-from vt_dagster.topology.durations import length_at
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import (
+    HOUR,
+    Outcome,
+    arrival_chunk,
+    by_partition,
+    has_key,
+    micros,
+    union,
+)
+from vt_dagster.core.as_of_join import (
+    FOUND,
+    KNOWN_AT,
+    JoinStrategy,
+    SystemTimeHistory,
+    as_of_join,
+    system_time_join,
+)
+from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
+from vt_dagster.core.processor import Counts, Input, Lookup, Processor, RunContext
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.stream_time import (
+    PASSED,
+    STREAM_TIME,
+    Bounds,
+    Timed,
+    late_from,
+    passed,
+    with_stream_time,
+)
+from vt_dagster.core.table_changes import columns, match_columns, match_names
+from vt_dagster.errors import RefusedRecordsError
+from vt_dagster.topology.durations import Duration, length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import JoinKind, StreamTableJoin
+from vt_dagster.topology.operators import CorrectedJoin, JoinKind, StreamTableJoin
 from vt_dagster.topology.operators.stream_table_join import AsKnown
+
+# Grace buffer
+
+
+def moves_stream_time(key: Sequence[str]) -> Column:
+    """Returns whether a stream record takes part in a join: it has a value and a key.
+
+    Source: FORMAT 4.5.1; kip923-probe-dropped-does-not-move-time.
+    """
+    return ~F.col(IS_TOMBSTONE) & has_key(key)
+
+
+def waiting(log: DataFrame, *, key: Sequence[str], emitted_up_to: Column) -> DataFrame:
+    """Returns the waiting records among those that a join has consumed.
+
+    Args:
+        log: the consumed part of the stream's log.
+        emitted_up_to: the time up to which records of their partition were emitted after that part.
+
+    Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
+    """
+    return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > emitted_up_to))
+
+
+def hold_back(
+    arrived: DataFrame,
+    waiting: DataFrame | None,
+    *,
+    key: Sequence[str],
+    kind: JoinKind,
+    grace: Duration | None,
+    before: Column,
+    emitted_up_to: Column,
+    chunk: Column | None = None,
+    bounds: Bounds | None = None,
+) -> DataFrame:
+    """Decides for each record whether it is joined in this run.
+
+    Plan: none without a grace period; otherwise ``passed`` over the records that arrived, which
+    separates late records from those to emit.
+
+    Args:
+        arrived: the stream's log rows of this run, with ``_arrival``.
+        waiting: the records that waited before the run; None = none.
+        grace: None = no record waits.
+        before: the buffer's stream time before the run, per partition.
+        emitted_up_to: the time up to which records are emitted at the end of the run, per partition.
+        chunk, bounds: see ``passed``.
+
+    Returns:
+        all records with ``_outcome``: ``applied`` (timestamp <= emitted_up_to), ``late`` (timestamp <
+        stream time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; in an
+        inner join also no key). A left join emits a record without a key at once.
+
+    Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
+    """
+    keyless = Outcome.APPLIED if kind == "left" else Outcome.DROPPED
+    outcome = F.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).when(~has_key(key), keyless)
+    seen = arrived
+    if grace is None:
+        outcome = outcome.otherwise(Outcome.APPLIED)
+    else:
+        counts, late = moves_stream_time(key), late_from(grace)
+        seen = passed(arrived, late, before, counts, chunk=chunk, bounds=bounds)
+        outcome = outcome.when(F.col(PASSED), Outcome.LATE).when(
+            F.col(TIMESTAMP) <= emitted_up_to, Outcome.APPLIED
+        )
+        outcome = outcome.otherwise(Outcome.WAITING)
+    return union(seen, waiting).withColumn(OUTCOME, outcome).drop(PASSED)
+
+
+# Stream table join
+
 
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
@@ -94,7 +228,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         if operator.waits and operator.grace_period is not None:
             deadline = late_from(operator.grace_period)
         rows = inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET))
-        return Timed(rows, grace_buffer.moves_stream_time(operator.left.key), deadline)
+        return Timed(rows, moves_stream_time(operator.left.key), deadline)
 
     @property
     def bounded(self) -> bool:
@@ -112,19 +246,15 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
-        return grace_buffer.waiting(
-            logs[0], key=self.operator.left.key, emitted_up_to=by_partition(emitted_up_to)
-        )
+        return waiting(logs[0], key=self.operator.left.key, emitted_up_to=by_partition(emitted_up_to))
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, (stream,) = self.operator, inputs
         earlier = stream.earlier
         if earlier is not None:
-            earlier = grace_buffer.waiting(
-                earlier, key=operator.left.key, emitted_up_to=context.emitted_up_to
-            )
+            earlier = waiting(earlier, key=operator.left.key, emitted_up_to=context.emitted_up_to)
             earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
-        return grace_buffer.hold_back(
+        return hold_back(
             stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
             earlier,
             key=operator.left.key,
@@ -333,3 +463,499 @@ def _current(
         matches = matches & (F.col(k) == F.col(n))
     found = stream.join(rows, matches, "left").drop(*keys)
     return found.withColumn(FOUND, F.col(_ROW).isNotNull())
+
+
+# Affected times
+
+
+FROM, TO, UNTIL, EDGE, BY, ANSWER = "_from", "_to", "_until", "_edge", "_by", "_answer"
+_NEW, _SEEN = "_new", "_seen_from"
+
+
+def affected_times(
+    changes: DataFrame,
+    earlier: DataFrame | None,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    promised: Column,
+    stream_time: Column,
+    chunk: Column | None,
+    broadcastable: bool,
+) -> DataFrame:
+    """Returns the interval in which each new record of a table is valid for the rows that it corrects.
+
+    A record corrects rows whose timestamp is at or after its *edge*: the stream time of its partition
+    on its own arrival, less the promise. A row before the edge ignores the record and keeps the last
+    record, by timestamp and offset, among those that arrived earlier. The result therefore depends on
+    the order of arrival alone, never on how records are batched into runs.
+
+    Plan: a semi-join of the earlier records, then one shuffle and sort by key of the remaining rows,
+    and the plan of ``with_stream_time`` over the new records.
+
+    Args:
+        changes: the table's log rows of the run.
+        earlier: the table's earlier log rows that are younger than the oldest change; None = none.
+        values: the columns of the table that answers contain.
+        promised: how long rows are corrected, in microseconds.
+        stream_time: before the run, epoch microseconds, by partition of the table.
+        chunk: see ``with_stream_time``.
+        broadcastable: whether every task may receive all keys of the changes.
+
+    Returns:
+        ``match_names`` of the key, ``_from`` (inclusive), ``_to`` (exclusive; null = open),
+        ``_edge`` (epoch microseconds), ``_by``: a struct of the record's partition and offset,
+        ``_answer``: a struct of the values, null for a tombstone; and ``_until`` (exclusive; null =
+        open): the end of the record's interval for rows before any edge. For one key, the intervals
+        from the edge on do not overlap, and neither do the intervals up to ``_until``.
+    """
+    on, at = match_names(key), F.col(TIMESTAMP)
+    before = F.timestamp_micros(stream_time)
+    timed = with_stream_time(changes.withColumn(ARRIVAL, F.col(OFFSET)), before, chunk=chunk)
+    edge = F.unix_micros(STREAM_TIME) - promised
+    said = {VALID_FROM: at}
+    answer = F.when(
+        ~F.col(IS_TOMBSTONE), F.struct(*[said.get(v, F.col(f"`{v}`")).alias(v) for v in values])
+    )
+    place = [PARTITION, OFFSET]
+    rows = timed.select(
+        *match_columns(key),
+        *(at.alias(FROM), F.greatest(at, F.timestamp_micros(edge)).alias(_SEEN)),
+        *(F.lit(True).alias(_NEW), *place, edge.alias(EDGE), answer.alias(ANSWER)),
+    )
+    if earlier is not None:
+        there = earlier.select(
+            *match_columns(key), at.alias(FROM), at.alias(_SEEN), F.lit(False).alias(_NEW), *place
+        )
+        keys = rows.select(*on)
+        rows = union(rows, there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi"))
+    # A descending window: Spark recomputes a frame that grows downwards for each row.
+    later = W.partitionBy(*on).orderBy(*[F.col(c).desc() for c in (FROM, OFFSET, PARTITION)])
+    until, seen_until = F.lag(FROM), F.min(_SEEN)
+    timed = rows.withColumns(
+        {
+            UNTIL: until.over(later),
+            TO: seen_until.over(later.rowsBetween(W.unboundedPreceding, -1)),
+        }
+    ).where(_NEW)
+    alone = F.col(UNTIL).isNull() | (F.col(UNTIL) > F.col(FROM))
+    seen = F.col(TO).isNull() | (F.col(TO) > F.col(_SEEN))
+    first = F.when(alone, F.col(FROM)).otherwise(F.col(_SEEN)).alias(FROM)
+    found = timed.where(alone | seen)
+    return nullable(
+        found.select(*on, first, TO, UNTIL, EDGE, F.struct(*place).alias(BY), ANSWER), ANSWER
+    )
+
+
+def with_row_of_key(
+    records: DataFrame, own: Sequence[str], rows: DataFrame, key: Sequence[str], what: Column, name: str
+) -> DataFrame:
+    """Joins records with a column of another table's row of their key; null where there is no row.
+
+    Args:
+        own: the columns of the records that hold the other table's key.
+        rows, key: the other table, one row per key.
+        what: an expression over the other table's columns; ``name``: the name of its result.
+    """
+    names = [f"_key{i}" for i in range(len(key))]
+    theirs = [c.alias(n) for c, n in zip(columns(key), names, strict=True)]
+    there = nullable(rows.select(*theirs, what.alias(name)), name)
+    matches = F.lit(True)
+    for mine, other in zip(own, names, strict=True):
+        matches = matches & (F.col(f"`{mine}`") == F.col(other))
+    return records.join(there, matches, "left").drop(*names)
+
+
+def nullable(rows: DataFrame, name: str) -> DataFrame:
+    """Makes a struct's fields nullable: Arrow cannot write a null struct of non-null fields."""
+    kind = rows.schema[name].dataType
+    if not isinstance(kind, StructType):
+        return rows
+    fields = [StructField(f.name, f.dataType) for f in kind.fields]
+    return rows.withColumn(name, F.col(name).cast(StructType(fields)))
+
+
+def same(name: str, kind: str, row: Column) -> Column:
+    """Returns whether a column equals the field of that name in another row; two nulls are equal.
+
+    Args:
+        kind: Spark's name of the column's type.
+        row: the other row, a struct.
+    """
+    one, other = F.col(f"`{name}`"), row.getField(name)
+    if "map<" in kind:  # Spark cannot compare maps
+        one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
+    return one.eqNullSafe(other)
+
+
+def with_finality(rows: DataFrame, watermarks: Mapping[str, Mapping[int, int]]) -> DataFrame:
+    """Adds ``is_final`` to the rows of a corrected join's table: whether a row can no longer change.
+
+    A row exactly as old as the promise is not final. In a partition without a final row it is false.
+
+    Args:
+        watermarks: those of the commit that the rows are read as of, see ``Commit``.
+    """
+    if FINAL not in watermarks:
+        return rows
+    final = F.unix_micros(TIMESTAMP) < by_partition(watermarks[FINAL], "long")
+    return rows.withColumn(IS_FINAL, F.coalesce(final, F.lit(False)))
+
+
+# Corrected join
+
+
+CORRECTED, TOO_LATE, CHANGES = "corrected", "corrections_too_late", "changes"
+_TABLE, _CHANGED = "table", "changed"
+_CORRECTED_UNMATCHED, _AGAIN_COUNT = "unmatched", "joined_again"
+_AGAIN, _CORRECTED_ROW, _GONE, _TOO_OLD = "_again", "_row_before", "_revision_gone", "_too_old"
+_RECORD, _TWICE, _TWICE_AT, _CORRECTED_SEEN, _PRODUCED = (
+    "_record",
+    "_twice",
+    "_twice_at",
+    "_seen",
+    "_produced",
+)
+_TOLD, _TOLD_OF = "_told", "_told_of"
+_CARRIED = (_AGAIN, _CORRECTED_ROW, _GONE, _TOO_OLD, CAUSE)
+_LATER = 1 << 40
+"""More chunks than corrections have."""
+
+
+class CorrectedJoinProcessor(StreamTableJoinProcessor):
+    """Judges records like a stream-table join, re-joins earlier ones, and emits the changes.
+
+    Its stream time is that of the stream. Within a run the table's records come first: corrections
+    apply the promise as of the stream time before the run, and precede new rows in the log.
+    """
+
+    persists_rows = True
+    quarantined_outcomes = (Outcome.TOO_LATE,)
+    shown_counts = (
+        *("in", "out", "late", "dropped", _CORRECTED_UNMATCHED, Outcome.WAITING),
+        *(CORRECTED, TOO_LATE),
+    )
+
+    @property
+    def operator(self) -> CorrectedJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    @property
+    def consumed(self) -> tuple[Stream, ...]:
+        return (self.operator.left, self.operator.right)
+
+    @property
+    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return False
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def keeps_order(self) -> bool:
+        return False
+
+    # -- times -----------------------------------------------------------------------------------
+
+    def rescan_from(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        emitted_up_to: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
+        return None if place else super().rescan_from(place, stream_time, emitted_up_to, watermarks)
+
+    def rescan_from_batch(self, place: int, watermarks: Mapping[str, Mapping[int, int]]) -> int | None:
+        changed = watermarks.get(_CHANGED)
+        return min(changed.values()) - 1 if changed else None
+
+    def reads_own_table(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
+        return bool(self.operator.key or watermarks.get(_CHANGED))
+
+    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        stream, table = (one.rows for one in inputs)
+        at, nothing = F.unix_micros(TIMESTAMP), F.lit(None).cast("long")
+        moved = stream.where(moves_stream_time(self.operator.left.key))
+        rows = moved.select(PARTITION, at.alias("time"), nothing.alias(_TABLE)).unionByName(
+            table.select(PARTITION, nothing.alias("time"), at.alias(_TABLE))
+        )
+        newest, oldest = F.max(_TABLE).alias(_TABLE), F.min(_TABLE).alias(_CHANGED)
+        return rows.groupBy(PARTITION).agg(F.max("time").alias("time"), newest, oldest)
+
+    def watermarks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        """Returns the stream time of the table, the time that its records of the run reach back to, and
+        the time before which rows are final, by partition of the result.
+
+        The last one never decreases, even if ``corrected_for`` becomes longer.
+        """
+        promised = self.operator.corrected_for // timedelta(microseconds=1)
+        times: dict[str, dict[int, int]] = {n: dict(before.get(n, {})) for n in (_TABLE, FINAL)}
+        for row in found:
+            told = {_TABLE: row[_TABLE], FINAL: row["time"] and row["time"] - promised}
+            for name, moment in told.items():
+                if moment is not None:
+                    known = times[name].get(row[PARTITION], moment)
+                    times[name][row[PARTITION]] = max(known, moment)
+        changed = {row[PARTITION]: row[_CHANGED] for row in found if row[_CHANGED] is not None}
+        return {**times, _CHANGED: changed}
+
+    # -- lookup ----------------------------------------------------------------------------------
+
+    def waiting(
+        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
+        return super().waiting([logs[0].where(has_key(self.operator.key))], emitted_up_to, state)
+
+    def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        (stream, table), named = inputs, has_key(self.operator.key)
+        earlier = None if stream.earlier is None else stream.earlier.where(named)
+        new = super().judge([replace(stream, earlier=earlier)], context)
+        joined = F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.WAITING)
+        new = new.withColumn(
+            OUTCOME, F.when(joined & ~named, Outcome.DROPPED).otherwise(F.col(OUTCOME))
+        )
+        changes = table.rows.select(PARTITION, F.lit(Outcome.CHANGE).alias(OUTCOME))
+        if earlier is None or context.since is None or context.view is None:
+            return union(new, changes)
+        again = self._again(earlier, table, context)
+        return union(
+            union(new, again if context.persist_rows is None else context.persist_rows(again)), changes
+        )
+
+    def _again(self, earlier: DataFrame, table: Input, context: RunContext) -> DataFrame:
+        """Returns earlier joined records that new table records affect: those to re-join, with their
+        rows, and those whose correction comes too late."""
+        operator, right = self.operator, self.operator.right
+        times = affected_times(
+            table.rows,
+            table.earlier,
+            key=right.key,
+            values=sorted({*right.key, *operator.projection().right_columns()}),
+            promised=micros(operator.corrected_for),
+            stream_time=context.watermarks.get(_TABLE, _nothing()),
+            chunk=None if table.broadcastable else arrival_chunk(),
+            broadcastable=table.broadcastable,
+        )
+        times = F.broadcast(times) if table.broadcastable else times
+        joined = earlier.where(
+            moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.emitted_up_to)
+        )
+        at = F.col(TIMESTAMP)
+        within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
+        for k, n in zip(operator.left.key, match_names(right.key), strict=True):
+            within = within & (F.col(f"`{k}`") == F.col(n))
+        final = F.greatest(context.watermarks.get(FINAL, _nothing()), F.col(EDGE))
+        late = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
+        cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
+        met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
+        met = met.select(
+            *columns(earlier.columns),
+            F.col(OFFSET).alias(ARRIVAL),
+            F.when(late, Outcome.TOO_LATE).otherwise(Outcome.AGAIN).alias(OUTCOME),
+            late.alias(_TOO_OLD),
+            cause.cast(POSITION_TYPE).alias(CAUSE),
+            ANSWER,
+        )
+        return self._with_rows(self._first_refused(met, context), context)
+
+    def _first_refused(self, met: DataFrame, context: RunContext) -> DataFrame:
+        """Drops records already in quarantine for a late correction: each is quarantined once."""
+        if context.refused is None:
+            return met
+        told = context.refused.where(F.col("reason") == Outcome.TOO_LATE)
+        told = told.select(F.col(PARTITION).alias(_TOLD_OF), F.col("position").alias(_TOLD))
+        same_record = (F.col(PARTITION) == F.col(_TOLD_OF)) & (F.col(OFFSET) == F.col(_TOLD))
+        found = met.join(told, F.col(_TOO_OLD) & same_record, "left").where(F.col(_TOLD).isNull())
+        return found.drop(_TOLD_OF, _TOLD)
+
+    def _with_rows(self, records: DataFrame, context: RunContext) -> DataFrame:
+        """Adds the current row of each record, or for a deleted row its last revision."""
+        operator, node = self.operator, self.node
+        own = operator.key or (PARTITION, OFFSET)
+        assert context.view is not None
+        rows = context.view.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(context.since)))
+        position = F.col(LEFT_OFFSET).alias(_RECORD)
+        kept = [*columns(value_columns(node)), TIMESTAMP, REVISION, PARTITION, position]
+        records = with_row_of_key(records, own, rows, node.key, F.struct(*kept), _CORRECTED_ROW)
+        if context.state is None:
+            return records
+        return with_row_of_key(records, own, context.state, node.key, F.col(REVISION), _GONE)
+
+    # -- results ---------------------------------------------------------------------------------
+
+    @property
+    def lookup_kind(self) -> JoinKind:
+        return "left"
+
+    def selected_columns(self, judged: DataFrame) -> list[tuple[str, str]]:
+        carried = [(c, f"left.`{c}`") for c in _CARRIED if c in judged.columns]
+        return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
+
+    def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
+        again = F.col(OUTCOME).isin(Outcome.AGAIN, Outcome.TOO_LATE)
+        told = judged.withColumn(_AGAIN, again)
+        found = super().look_up(told, lookup, context)
+        if ANSWER in judged.columns:
+            has = told.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
+            found = found.unionByName(answered(has, told.columns, ANSWER, self.selected_columns(told)))
+        found = self._decided(found)
+        if not self.operator.key:
+            return found
+        asked = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.AGAIN))
+        return self._with_twice(found, asked, context)
+
+    def _decided(self, rows: DataFrame) -> DataFrame:
+        """Decides the result of each lookup: a new row, an update, a tombstone or nothing."""
+        node, values = self.node, value_columns(self.node)
+        again = F.col(_AGAIN)
+        has = F.col(MATCHED) | F.lit(self.operator.kind == "left")
+        outcome = F.when(has, Outcome.APPLIED).otherwise(Outcome.NO_RESULT)
+        old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
+        told = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
+        if _CORRECTED_ROW in rows.columns:
+            row, types, existed = F.col(_CORRECTED_ROW), dict(rows.dtypes), _has_row()
+            alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
+            corrected = F.when(F.col(_TOO_OLD), Outcome.TOO_LATE)
+            corrected = corrected.when(alike | ~(has | existed), Outcome.NO_RESULT)
+            outcome = F.when(again, corrected.otherwise(Outcome.APPLIED)).otherwise(outcome)
+            before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
+            old = F.when(existed, F.struct(*before))
+            gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
+            revision = F.coalesce(F.when(existed, row.getField(REVISION) + 1), gone, F.lit(0))
+            produced = (has | existed) & ~F.coalesce(F.col(_TOO_OLD), F.lit(False))
+            told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
+        there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
+        return rows.select(
+            *[
+                there.get(c, F.col(f"`{c}`"))
+                for c in node.schema.names
+                if c in rows.columns and c != TIMESTAMP
+            ],
+            TIMESTAMP,
+            PARTITION,
+            (~has).alias(IS_TOMBSTONE),
+            F.lit(True).alias(IS_LATEST),
+            old.alias(OLD),
+            *[c.alias(name) for name, c in told.items()],
+            ARRIVAL,
+            MATCHED,
+            again.alias(_AGAIN),
+            outcome.alias(OUTCOME),
+            F.col(_RECORD),
+            *([_CORRECTED_ROW, *self._place()] if _CORRECTED_ROW in rows.columns else []),
+        )
+
+    def _place(self) -> list[Column]:
+        """Returns the quarantine columns, without values, of a row whose correction is too late."""
+        source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
+        told = {REASON: F.lit(Outcome.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
+        return [c.alias(name) for name, c in told.items()]
+
+    def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
+        """Adds whether another record has a row of the same key.
+
+        Plan: one shuffle and sort by key, and a join with the existing rows by key.
+        """
+        key = list(self.node.key)
+        of_key = F.sum(F.col(_PRODUCED).cast("int")).over(W.partitionBy(*columns(key)))
+        twice = of_key > 1
+        if context.view is not None:
+            there = context.view.select(*columns(key))
+            if self.single_task:
+                asked = F.broadcast(judged.select(*columns(key)).distinct())
+                there = there.join(asked, key, "left_semi")
+            rows = rows.join(there.withColumn(_CORRECTED_SEEN, F.lit(True)), key, "left")
+            # All rows of the table, not only those as young as the changes: the other record may be
+            # older.
+            own = _has_row() if _CORRECTED_ROW in rows.columns else F.lit(False)
+            twice = twice | (F.col(_CORRECTED_SEEN) & ~own)
+        told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
+        return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_CORRECTED_SEEN)
+
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
+        """Inner join only: returns deleted rows that may reappear, with their last revision."""
+        if self.operator.kind != "inner":
+            return None
+        key = [f"{c}" for c in self.node.key]
+        updated = rows.where((F.col(OUTCOME) == Outcome.APPLIED) & F.col(_AGAIN))
+        kept = [*columns(key), F.col(REVISION), F.col(TIMESTAMP), F.col(PARTITION)]
+        gone = updated.where(IS_TOMBSTONE).select(*kept)
+        if context.state is None:
+            return gone
+        final = context.watermarks_after.get(FINAL, _nothing())
+        young = context.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
+        return union(young.join(updated.select(*columns(key)), key, "left_anti"), gone)
+
+    @property
+    def result_order(self) -> list[Column]:
+        """Corrections, then new rows; each by arrival, with a grace period by time and arrival."""
+        order = (TIMESTAMP, ARRIVAL) if self.operator.waits else (ARRIVAL,)
+        return [(~F.col(_AGAIN)).cast("int"), *[F.col(c) for c in order]]
+
+    def result_chunk(self, single_task: bool) -> Column | None:
+        if single_task:
+            return None
+        waits = self.operator.waits
+        place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(HOUR)) if waits else arrival_chunk()
+        return place + F.when(F.col(_AGAIN), 0).otherwise(_LATER)
+
+    # -- counts ----------------------------------------------------------------------------------
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        told = {
+            _CORRECTED_UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
+            CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
+        }
+        if _TWICE not in columns:
+            return told
+        first = F.coalesce(F.min(F.when(F.col(_TWICE), F.col(_RECORD))), F.lit(0))
+        return {**told, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
+
+    def check(self, found: Mapping[int, Counts]) -> None:
+        wrong = {p: some for p, some in found.items() if some.get(_TWICE)}
+        if not wrong:
+            return
+        operator, (partition, some) = self.operator, min(wrong.items())
+        raise RefusedRecordsError(
+            f"{self.node.name}: expected one record of {operator.left.name!r} for each key "
+            f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} with the key of "
+            f"another record, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
+            "committed. Add columns to key, or remove it: each record then has a row of its own, keyed "
+            "by partition and offset",
+            list(wrong),
+        )
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
+        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
+        told = {name: found[name] for name in (_CORRECTED_UNMATCHED, CORRECTED)}
+        told[TOO_LATE] = found[Outcome.TOO_LATE]
+        counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
+        return {**counts, "out": found[Outcome.APPLIED], **told}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING, CHANGES)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
+        inner = totals.get(_CORRECTED_UNMATCHED, 0) if self.operator.kind == "inner" else 0
+        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
+        out = totals.get("out", 0)
+        return [
+            ("records in = joined + dropped + waiting + table changes", totals.get("in", 0), done),
+            ("records out = rows in the log", out, rows),
+            ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
+        ]
+
+
+def _has_row() -> Column:
+    """Returns whether the row of a record's key is the record's own; null-safe if there is none."""
+    place = [F.col(_CORRECTED_ROW).getField(c).eqNullSafe(F.col(c)) for c in (PARTITION, _RECORD)]
+    return F.col(_CORRECTED_ROW).isNotNull() & place[0] & place[1]
+
+
+def _nothing() -> Column:
+    return F.lit(None).cast("long")

@@ -1,20 +1,39 @@
-"""suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
+"""suppress: time limits, window ends, full buffers, and ``emit_early``.
+
+suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
 
 Each key has one *place* in the buffer; an update replaces value and timestamp but keeps the place.
 Stream time T is the largest timestamp of an update that has reached suppress, per partition. A run
 is one arrival: due updates are emitted at its end, ordered as in Kafka Streams' buffer: by place, then
 key.
+
+suppress with a limit and ``emit_early``: emits after each update, as in Kafka Streams.
+
+A record may give several updates (a merged session and its tombstone, sliding windows). Which of them
+leave a full buffer, with which value and in which order, depends on each update and on all keys of a
+partition. A Python kernel therefore processes the updates of one partition in order. It holds in memory
+the updates that the limit allows to wait, and one batch.
+
+The periods of suppress with a time limit: each starts depending on the end of the previous one.
+
+A Python kernel over sorted Arrow batches therefore computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from heapq import heappop, heappush
+from typing import Any, Literal, cast
 
+import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
+from pyspark.sql.types import BooleanType, LongType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -30,29 +49,275 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival_order import Outcome, gathered, hour_of_arrival, micros, union
+from vt_dagster.core.arrival_order import (
+    Outcome,
+    by_partition,
+    gathered,
+    hour_of_arrival,
+    micros,
+    union,
+)
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, RunContext
+from vt_dagster.core.processor import Counts, Input, Processor, RunContext
 from vt_dagster.core.stream_time import STREAM_TIME, Timed, with_stream_time
-from vt_dagster.core.suppress_emit_early import AT as _AT
-from vt_dagster.core.suppress_emit_early import BYTES, NTH, PLACE, emit_early, most
-from vt_dagster.core.suppress_emit_early import FRESH as _FRESH
-from vt_dagster.core.suppress_emit_early import RANK as _RANK
-from vt_dagster.core.suppress_emit_early import RELEASED as _RELEASED
-from vt_dagster.core.suppress_periods import LATE as _LATE
-from vt_dagster.core.suppress_periods import split_into_periods
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
-from vt_dagster.topology.operators import (
-    Limit,
-    Suppress,
-    UntilTimeLimit,
-    UntilWindowCloses,
-    WhenFull,
-)
+from vt_dagster.topology.operators import Limit, Suppress, UntilTimeLimit, UntilWindowCloses, WhenFull
 
-_LAST = "_last"
+# Suppress emit early
+
+
+pa: Any = pyarrow
+
+# Pickle by value: Spark's workers need not have this package installed.
+cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
+
+FRESH, AT = "_fresh", "_at"
+PLACE, RANK, RELEASED, NTH = "_place", "_rank", "_released", "_nth"
+BYTES = "_bytes"
+_KEY, _SIZE, _PERIOD, _RECORDS, _MOST_BYTES = "_key", "_size", "_period", "_records", "_most_bytes"
+_FIRST, _LAST = "_first", "_last"
+_TAKEN = (FRESH, _KEY, AT, _SIZE, STREAM_TIME, _PERIOD, _RECORDS, _MOST_BYTES, _FIRST, _LAST)
+
+
+def emit_early(
+    rows: DataFrame,
+    *,
+    kept: Sequence[str],
+    turn: Sequence[str],
+    period: Column,
+    size: Column,
+    max_records: Column,
+    max_bytes: Column,
+) -> DataFrame:
+    """Emits, after each update, those that are due, and then those above the limit, oldest place first.
+
+    Plan: one shuffle by partition and two sorts of its rows.
+
+    Args:
+        rows: updates and waiting rows, ``kept columns, partition, ORDER, _fresh, _at, _stream_time``;
+            times are epoch microseconds. ``_fresh`` false: a waiting row, ``_at`` its place; true: an
+            update, ``_at`` its timestamp, ``_stream_time`` T just before it.
+        turn: the key columns, in the order in which keys of one place are emitted.
+        max_records, max_bytes: null = no limit.
+
+    Returns:
+        ``kept columns, _released, _place, _rank, _nth`` of each emitted update, and of the last one of
+        each key that waits at the end. Their order is ``_rank, _nth``: T, and a number.
+
+    Source: FORMAT 4.11.1-4.11.3; kip328-keys-late, kip328-probe-keys-order-of-eviction.
+    """
+    in_order = W.partitionBy(PARTITION).orderBy(FRESH, *ORDER, AT, *turn)
+    ordered = (
+        gathered(rows, [PARTITION])
+        .withColumn(_KEY, F.dense_rank().over(W.partitionBy(PARTITION).orderBy(*turn)).cast("long"))
+        .withColumns({_SIZE: size.cast("long"), _PERIOD: period})
+        .withColumns({_RECORDS: max_records.cast("long"), _MOST_BYTES: max_bytes.cast("long")})
+        .withColumn(_FIRST, F.row_number().over(in_order) == 1)
+        .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .sortWithinPartitions(PARTITION, FRESH, *ORDER, AT, *turn)
+    )
+    schema = StructType([ordered.schema[c] for c in kept]).add(RELEASED, BooleanType())
+    schema = schema.add(PLACE, LongType()).add(RANK, LongType()).add(NTH, LongType())
+
+    def kernel(batches: Iterator[Any]) -> Iterator[Any]:
+        return _let_out(batches, kept)
+
+    return cast(Any, ordered).mapInArrow(kernel, schema)
+
+
+def most(limit: Limit) -> Column:
+    """Returns the limit of the row's partition; null = none."""
+    if limit is None or isinstance(limit, int):
+        return F.lit(limit).cast("long")
+    return by_partition(limit, "long")
+
+
+@dataclass
+class _Held:
+    """The waiting update of one key: its place, its row in the current batch, its size in bytes."""
+
+    place: int
+    row: int
+    size: int
+
+
+@dataclass
+class _Buffer:
+    """The buffer of one partition: keys by place, then in their own order."""
+
+    held: dict[int, _Held] = field(default_factory=dict[int, _Held])
+    order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    size: int = 0
+    left: int = 0
+
+    def put(self, key: int, at: int, row: int, size: int) -> None:
+        """Stores an update, at the place of the waiting one if there is one."""
+        was = self.held.get(key)
+        if was is None:
+            heappush(self.order, (at, key))
+            self.held[key] = _Held(at, row, size)
+        else:
+            self.held[key] = _Held(was.place, row, size)
+        self.size += size - (was.size if was else 0)
+
+    def leave(self, rank: int, released: bool = True) -> tuple[Any, ...]:
+        """Removes the first update: (row, released, place, rank, number)."""
+        _, key = heappop(self.order)
+        gone = self.held.pop(key)
+        self.size -= gone.size
+        self.left += 1
+        return gone.row, released, gone.place, rank, self.left
+
+    def full(self, records: int | None, size: int | None) -> bool:
+        """Returns whether the buffer exceeds a limit."""
+        return bool(self.held) and (
+            (records is not None and len(self.held) > records)
+            or (size is not None and self.size > size)
+        )
+
+    def carry(self) -> list[int]:
+        """Returns the rows of waiting updates and renumbers them: they come first in the next batch."""
+        rows = [one.row for one in self.held.values()]
+        for place, one in enumerate(self.held.values()):
+            one.row = place
+        return rows
+
+
+def _let_out(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
+    buffer, carried = _Buffer(), None
+    for batch in batches:
+        rows, start = pa.Table.from_batches([batch]), 0
+        if carried is not None:
+            start = carried.num_rows
+            rows = pa.concat_tables([carried, rows]).combine_chunks()
+        out: list[tuple[Any, ...]] = []
+        taken = zip(*[batch.column(c).to_pylist() for c in _TAKEN], strict=True)
+        for row, one in enumerate(taken, start):
+            fresh, key, at, size, seen, period, records, most, first, last = one
+            if first:
+                buffer = _Buffer()
+            buffer.put(key, at, row, size)
+            if fresh:
+                now = at if seen is None else max(at, seen)
+                while buffer.order and buffer.order[0][0] <= now - period:
+                    out.append(buffer.leave(now))
+                while buffer.full(records, most):
+                    out.append(buffer.leave(now))
+            while last and buffer.order:
+                out.append(buffer.leave(0, False))
+        result = rows.select(list(kept)).take(pa.array([o[0] for o in out], pa.int64()))
+        for i, name in enumerate((RELEASED, PLACE, RANK, NTH), 1):
+            kind = pa.bool_() if i == 1 else pa.int64()
+            result = result.append_column(name, pa.array([o[i] for o in out], kind))
+        yield from result.to_batches()
+        carried = rows.take(pa.array(buffer.carry(), pa.int64()))
+
+
+# Suppress periods
+
+
+LATE = "_late"
+_TIMER_FIRST, _TIMER_LAST, _TIMER_PERIOD, _AFTER = "_first", "_last", "_period", "_after"
+
+
+def split_into_periods(
+    rows: DataFrame, *, key: Sequence[str], kept: Sequence[str], period: Column, after: Column
+) -> DataFrame:
+    """Splits each key's updates into periods; returns the last update of each, emitted or waiting.
+
+    Plan: one shuffle and sort by key; a Python kernel, with one row of one key in memory.
+
+    Args:
+        rows: updates and waiting rows: ``kept, ORDER, _fresh, _at``, and ``_stream_time`` before each
+            update (epoch microseconds).
+        period: the length of a period (microseconds); after: stream time at the end of the run (epoch
+            microseconds).
+
+    Returns:
+        ``kept, ORDER, _released, _late, _place, _rank``: ``_late`` = due on arrival.
+
+    Source: FORMAT 4.11.1, 4.11.2; kip328-timer-not-restarted.
+    """
+    group, order = [PARTITION, *key], [FRESH, *ORDER]
+    in_order = W.partitionBy(*group).orderBy(*order)
+    grouped = (
+        gathered(rows, group)
+        .withColumns({_TIMER_PERIOD: period, _AFTER: after})
+        .withColumn(_TIMER_FIRST, F.row_number().over(in_order) == 1)
+        .withColumn(_TIMER_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .sortWithinPartitions(*group, *order)
+    )
+    passed = [*kept, *ORDER]
+    schema = StructType([grouped.schema[c] for c in passed]).add(RELEASED, BooleanType())
+    schema = schema.add(LATE, BooleanType()).add(PLACE, LongType()).add(RANK, LongType())
+
+    def kernel(batches: Iterator[Any]) -> Iterator[Any]:
+        return _periods(batches, passed)
+
+    return cast(Any, grouped).mapInArrow(kernel, schema)
+
+
+class _Key:
+    """The place of one key in the buffer."""
+
+    def __init__(self) -> None:
+        self.row: int | None = None
+        """The last update, as its row in the current batch; None = no update waits."""
+        self.place = 0
+
+    def put(self, row: int, at: int) -> bool:
+        """Stores an update; returns whether it opens a period."""
+        opens = self.row is None
+        if opens:
+            self.place = at
+        self.row = row
+        return opens
+
+    def due(self, stream_time: int | None, period: int) -> bool:
+        """Returns whether the waiting update is due at a stream time."""
+        return self.row is not None and stream_time is not None and self.place + period <= stream_time
+
+    def leave(self, released: bool, late: bool = False, rank: int = 0) -> tuple[Any, ...]:
+        """Removes the waiting update and returns (row, released, late, place, rank)."""
+        left = (self.row, released, late, self.place, rank if late else self.place)
+        self.row = None
+        return left
+
+
+def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
+    key, carried = _Key(), None
+    wanted = [FRESH, _TIMER_FIRST, _TIMER_LAST, AT, STREAM_TIME, _TIMER_PERIOD, _AFTER]
+    for batch in batches:
+        rows, start = pa.Table.from_batches([batch]), 0
+        if carried is not None:
+            # The update that waits at the end of a batch is the first row of the next batch.
+            rows, start, key.row = pa.concat_tables([carried, rows]).combine_chunks(), 1, 0
+        out: list[tuple[Any, ...]] = []
+        taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)
+        for row, (fresh, first, last, at, seen, period, after) in enumerate(taken, start):
+            if first:
+                key = _Key()
+            if fresh and key.due(seen, period):
+                out.append(key.leave(True))
+            opens = key.put(row, at)
+            now = at if seen is None else max(at, seen)
+            if fresh and key.due(now, period):
+                out.append(key.leave(True, opens, now - period))
+            if last and key.row is not None:
+                out.append(key.leave(key.due(after, period)))
+        carried = None if key.row is None else rows.take(pa.array([key.row]))
+        result = rows.select(list(passed)).take(pa.array([o[0] for o in out], pa.int64()))
+        for i, name in enumerate((RELEASED, LATE, PLACE, RANK), 1):
+            kind = pa.bool_() if i < 3 else pa.int64()
+            result = result.append_column(name, pa.array([o[i] for o in out], kind))
+        yield from result.to_batches()
+
+
+# Suppress
+
+
+_SUPPRESS_LAST = "_last"
 _NEXT = "_next"
 _EARLIEST = -(2**62)
 
@@ -239,15 +504,15 @@ def suppress(
                 max_records=most(max_records),
                 max_bytes=most(max_bytes),
             )
-            return _result(left, kept, F.col(_RELEASED), size, F.col(NTH))
+            return _result(left, kept, F.col(RELEASED), size, F.col(NTH))
         judged = split_into_periods(
             rows, key=key, kept=kept, period=micros(duration), after=F.unix_micros(after)
         )
-    judged = judged.withColumn(BYTES, F.when(~F.col(_RELEASED), size))
-    out: Column = F.col(_RELEASED)
+    judged = judged.withColumn(BYTES, F.when(~F.col(RELEASED), size))
+    out: Column = F.col(RELEASED)
     silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
-    late_order = F.struct(*[F.when(F.col(_LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
-    last_turn = F.struct(_LATE, late_order, *turn)
+    late_order = F.struct(*[F.when(F.col(LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
+    last_turn = F.struct(LATE, late_order, *turn)
     return _result(judged.where(~(out & silent)), kept, out, F.col(BYTES), last_turn)
 
 
@@ -255,8 +520,8 @@ def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, tur
     """Returns the rows of ``suppress``: emitted and waiting updates with their order."""
     return rows.select(
         *_judged(kept, out, F.timestamp_micros(PLACE)),
-        F.when(~F.col(_RELEASED), size).alias(BYTES),
-        F.col(_RANK).alias(ARRIVAL),
+        F.when(~F.col(RELEASED), size).alias(BYTES),
+        F.col(RANK).alias(ARRIVAL),
         F.lit(0).alias(INPUT),
         F.lit(0).alias(HOME),
         F.lit(0).cast("long").alias(SEQUENCE),
@@ -298,12 +563,12 @@ def _together(
 ) -> DataFrame:
     """Unites updates (``_fresh``) and waiting ones; ``_at`` is the place in epoch microseconds."""
     fresh = changes.select(
-        *kept, *ORDER, F.unix_micros(TIMESTAMP).alias(_AT), F.lit(True).alias(_FRESH), *more
+        *kept, *ORDER, F.unix_micros(TIMESTAMP).alias(AT), F.lit(True).alias(FRESH), *more
     )
     if buffer is None:
         return fresh
     there = [c for c in kept if c in buffer.columns]  # a column added since is not in the buffer
-    waiting = buffer.select(*there, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
+    waiting = buffer.select(*there, F.unix_micros(PLACE).alias(AT), F.lit(False).alias(FRESH))
     return union(fresh, waiting)
 
 
@@ -314,9 +579,9 @@ def _pass_through(
     turn = F.col(TURN) if TURN in changes.columns else F.lit(0)
     rows = _together(changes, buffer, kept, turn.alias(TURN))
     return rows.select(
-        *_judged(kept, F.lit(True), F.timestamp_micros(_AT)),
+        *_judged(kept, F.lit(True), F.timestamp_micros(AT)),
         F.lit(None).cast("int").alias(BYTES),
-        F.coalesce(F.col(ARRIVAL), F.col(_AT) + F.lit(_EARLIEST)).alias(ARRIVAL),
+        F.coalesce(F.col(ARRIVAL), F.col(AT) + F.lit(_EARLIEST)).alias(ARRIVAL),
         *[F.coalesce(c, F.lit(0)).alias(c) for c in ORDER[1:]],
         F.struct(TURN, *[F.col(k) for k in key]).alias(TURN),
     )
@@ -328,18 +593,18 @@ def _final(
     """Returns the last update of each window."""
     # By key alone, as the result's store needs them next: each partition has its own keys.
     rows = gathered(_together(changes, buffer, kept), key)
-    in_order = W.partitionBy(*key, PARTITION).orderBy(_FRESH, *ORDER)
+    in_order = W.partitionBy(*key, PARTITION).orderBy(FRESH, *ORDER)
     end = F.unix_micros(WINDOW_END)
     # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.
     return (
-        rows.withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
-        .where(_LAST)
+        rows.withColumn(_SUPPRESS_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .where(_SUPPRESS_LAST)
         .withColumns(
             {
                 PLACE: end,
-                _RANK: end,
-                _LATE: F.lit(False),
-                _RELEASED: F.coalesce(due, F.lit(False)),
+                RANK: end,
+                LATE: F.lit(False),
+                RELEASED: F.coalesce(due, F.lit(False)),
             }
         )
     )
@@ -359,7 +624,7 @@ def _each_final(
     """
     seen = F.unix_micros(STREAM_TIME).alias(STREAM_TIME)
     rows = gathered(_together(changes, buffer, kept, seen), key)
-    in_order = W.partitionBy(*key, PARTITION).orderBy(_FRESH, *ORDER)
+    in_order = W.partitionBy(*key, PARTITION).orderBy(FRESH, *ORDER)
     next_one = F.lead(F.struct(STREAM_TIME)).over(in_order)
     end = F.unix_micros(WINDOW_END)
     was_due = F.coalesce(end <= F.col(STREAM_TIME) - wait, F.lit(False))
@@ -369,10 +634,10 @@ def _each_final(
         .withColumns(
             {
                 PLACE: end,
-                _LATE: was_due,
-                _RANK: F.when(was_due, F.col(STREAM_TIME) - wait).otherwise(end),
-                _RELEASED: F.coalesce(end <= last - wait, F.lit(False)),
+                LATE: was_due,
+                RANK: F.when(was_due, F.col(STREAM_TIME) - wait).otherwise(end),
+                RELEASED: F.coalesce(end <= last - wait, F.lit(False)),
             }
         )
-        .where(F.col(_RELEASED) | F.isnull(_NEXT))
+        .where(F.col(RELEASED) | F.isnull(_NEXT))
     )

@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import VALID_TO
-from vt_dagster.core import new_version_on, plain_table, versioned_table
+from vt_dagster.core import plain_table, versioned_table
 from vt_dagster.core.arrival_order import by_partition, duration, union
 from vt_dagster.core.log_columns import partial_columns, value_columns
 from vt_dagster.core.source_order import SourceOrder
@@ -138,7 +138,7 @@ def as_read(node: Stream, view: DataFrame) -> DataFrame:
     if not isinstance(node, VersionedTable):
         return view
     if node.new_version_on is not None:
-        view = new_version_on.collapse_repeats(view, node.key, node.new_version_on)
+        view = versioned_table.collapse_repeats(view, node.key, node.new_version_on)
     return (
         view
         if node.valid_until is None
@@ -154,7 +154,7 @@ def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) ->
     """
     rows = rows_of(node, current)
     if isinstance(node, VersionedTable) and node.new_version_on is not None:
-        rows = new_version_on.with_version_start(rows, node.new_version_on)
+        rows = versioned_table.with_version_start(rows, node.new_version_on)
     if not isinstance(node, VersionedTable) or node.valid_until is None:
         return rows
     rows = versioned_table.clip_at_valid_until(rows, node.valid_until)

@@ -14,7 +14,7 @@ import dagster as dg
 from typing_extensions import Unpack
 
 from vt_dagster.core.arrival_order import Outcome
-from vt_dagster.core.corrected_join import TOO_LATE
+from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.dagster_types import RESULTS, misfit
 from vt_dagster.orchestration.dataframe_inputs import Inputs, delivered_frames, partitions_of

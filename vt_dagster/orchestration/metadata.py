@@ -31,9 +31,9 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.arrival_order import Outcome
-from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.core.table_store import tie_break_of
 from vt_dagster.orchestration.op_names import steps_of
 from vt_dagster.orchestration.text_timeline import counts_text

@@ -16,7 +16,7 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from typing_extensions import TypedDict, Unpack
 
-from vt_dagster.core.run_context import RunContext
+from vt_dagster.core.processor import RunContext
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,

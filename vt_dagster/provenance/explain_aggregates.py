@@ -72,7 +72,7 @@ def members(
 
 
 def stream_aggregate(request: ExplainRequest) -> Derivation:
-    """Returns the stream records in a group, see ``core.stream_aggregate``."""
+    """Returns the stream records in a group, see ``core.aggregates``."""
     name = request.meaning["source"]
     source = request.inputs[name]
     group = Group(source, keys_of(request, source), request.record.values)
@@ -122,7 +122,7 @@ def _times(request: ExplainRequest, updates: Sequence[Record]) -> list[tuple[int
 
 
 def table_aggregate(request: ExplainRequest) -> Derivation:
-    """Returns the table rows in a group, see ``core.table_aggregate``."""
+    """Returns the table rows in a group, see ``core.aggregates``."""
     name = request.meaning["source"]
     source = request.inputs[name]
     group = Group(source, keys_of(request, source), request.record.values)

@@ -15,7 +15,7 @@ from vt_dagster.provenance.log_reader import Place
 
 
 def corrected(request: ExplainRequest) -> Derivation:
-    """Returns the inputs of a row of a corrected join, see ``core.corrected_join``."""
+    """Returns the inputs of a row of a corrected join, see ``core.stream_table_join``."""
     left, right = request.meaning["left"], request.meaning["right"]
     stream, told = request.inputs[left], request.reasoning
     rows = _revisions(request)

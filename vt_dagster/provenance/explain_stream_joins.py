@@ -199,7 +199,7 @@ def _alone(
 
 def corrected_streams(request: ExplainRequest) -> Derivation:
     """Returns the inputs of a row of a corrected stream-stream join, see
-    ``core.corrected_stream_join``: the row's key has the places of its records."""
+    ``core.stream_stream_join``: the row's key has the places of its records."""
     told, parts = request.reasoning, list[tuple[Log, Record]]()
     for side, (partition, offset) in zip(("left", "right"), _PLACES, strict=True):
         log, place = request.inputs[request.meaning[side]], request.record.values

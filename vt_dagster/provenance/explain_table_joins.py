@@ -27,7 +27,7 @@ LEFT, RIGHT = 0, 1
 
 
 def table_table(request: ExplainRequest) -> Derivation:
-    """Returns the inputs of a result of a table-table join, see ``core.table_table_join``."""
+    """Returns the inputs of a result of a table-table join, see ``core.table_joins``."""
     names = [request.meaning["left"], request.meaning["right"]]
     logs = [request.inputs[name] for name in names]
     found = [
@@ -51,7 +51,7 @@ def table_table(request: ExplainRequest) -> Derivation:
 
 def of_histories(request: ExplainRequest) -> Derivation:
     """Returns the inputs of a result of a history join: each side's version at the result's time, as of
-    the run, see ``core.history_join``."""
+    the run, see ``core.table_joins``."""
     at, made = as_micros(request.record.timestamp), list[tuple[Log, Record]]()
     for name in (request.meaning["left"], request.meaning["right"]):
         log = request.inputs[name]
@@ -124,7 +124,7 @@ def _told(request: ExplainRequest, updates: Sequence[Update]) -> Derivation:
 
 
 def foreign_key(request: ExplainRequest) -> Derivation:
-    """Returns the inputs of a result of a foreign-key join, see ``core.foreign_key_join``."""
+    """Returns the inputs of a result of a foreign-key join, see ``core.table_joins``."""
     names = [request.meaning["left"], request.meaning["right"]]
     left, right = (request.inputs[name] for name in names)
     refers = _references(request, left, request.end(names[LEFT]))

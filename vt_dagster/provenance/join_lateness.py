@@ -3,7 +3,7 @@
 A run of the join consumes a range of the stream's log and reads the table as of one commit; the run's
 own commit records both. So for any grace period, the run that would have emitted a record and the
 version that the table would have returned then are known. The rules are those of
-``core.grace_buffer``; a test compares both.
+``core.stream_table_join``; a test compares both.
 """
 
 from __future__ import annotations

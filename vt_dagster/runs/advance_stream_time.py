@@ -10,8 +10,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 
 from vt_dagster.columns import PARTITION
 from vt_dagster.core.arrival_order import by_partition
-from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, RunContext
+from vt_dagster.core.processor import Input, Processor, RunContext
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.storage.commit_log import Commit

@@ -28,7 +28,7 @@ from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.run_context import RunContext
+from vt_dagster.core.processor import RunContext
 from vt_dagster.core.source_order import LAST, follows_source
 from vt_dagster.core.source_records import (
     REASON,

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import PARTITION, TIMESTAMP
-from vt_dagster.core.grace_buffer import moves_stream_time
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.stream_table_join import moves_stream_time
 from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.runs.arrival import Arrival

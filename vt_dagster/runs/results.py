@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, HOME, INPUT, OUTCOME, PARTITION, SEQUENCE, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.core.run_context import RunContext
+from vt_dagster.core.processor import RunContext
 from vt_dagster.errors import ContractError
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.progress import in_words

@@ -26,9 +26,8 @@ from vt_dagster.columns import (
     RECORDED_AT,
 )
 from vt_dagster.core.arrival_order import Outcome, by_partition
-from vt_dagster.core.processor import Processor
+from vt_dagster.core.processor import Input, Processor, RunContext
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.runs.advance_stream_time import advance_stream_time, bounds_of
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit_document import (

@@ -11,8 +11,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import OFFSET, RECORDED_AT
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, RunContext
+from vt_dagster.core.processor import Input, Processor, RunContext
 from vt_dagster.core.table_store import PersistRows
 from vt_dagster.runs.advance_stream_time import oldest, watermark_columns
 from vt_dagster.runs.arrival import Arrival

@@ -12,7 +12,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from vt_dagster.columns import PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import with_columns
-from vt_dagster.core.system_time_join import HORIZON, KNOWN_AT, SINCE, UNTIL
+from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
 from vt_dagster.runs.store_protocol import Store
 from vt_dagster.storage.commit_log import horizons
 from vt_dagster.storage.log_snapshot import Head

@@ -11,8 +11,7 @@ from pyspark.sql import DataFrame
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import view_schema
-from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Lookup, RunContext
+from vt_dagster.core.processor import Lookup, Processor, RunContext
 from vt_dagster.core.table_store import PersistRows
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.join_strategy import join_strategy

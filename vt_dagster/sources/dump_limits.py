@@ -14,7 +14,6 @@ from pyspark.sql.types import StructType
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
 from vt_dagster.core.arrival_order import MOST_BUCKETS, has_key
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.snapshot_diff import difference
 from vt_dagster.core.source_records import (
     DELETED,
     POSITION,
@@ -24,6 +23,7 @@ from vt_dagster.core.source_records import (
     RESTATES,
     SOURCE,
     Reason,
+    difference,
 )
 from vt_dagster.errors import ContractError, SourceError, TopologyError
 from vt_dagster.sources.consumed_files import FileInfo
@@ -141,7 +141,7 @@ def records_of(
     If the key of a row is unknown (unreadable, or with a null), any key may be missing by mistake: the
     dump then deletes nothing.
 
-    Plan: that of ``core.snapshot_diff.difference``, persisted; one job that counts it; with deletions,
+    Plan: that of ``core.source_records.difference``, persisted; one job that counts it; with deletions,
     one job that counts the rows of the table.
 
     Args:

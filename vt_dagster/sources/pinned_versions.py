@@ -13,8 +13,18 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
 from vt_dagster.core.arrival_order import STRIDE, in_order_of_keys
-from vt_dagster.core.change_feed import BUCKETS, CHANGE, VERSION, changes
-from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
+from vt_dagster.core.source_records import (
+    BUCKETS,
+    CHANGE,
+    DELETED,
+    POSITION,
+    RAW,
+    REASON,
+    RECORD_TIME,
+    SOURCE,
+    VERSION,
+    changes,
+)
 from vt_dagster.errors import RecordsGoneError, SourceError
 from vt_dagster.sources.base import End, Uncounted
 from vt_dagster.sources.csv_text import nullable
@@ -124,7 +134,7 @@ class PinnedVersions(Uncounted):
         """Returns the records, in order of arrival.
 
         Plan: appended rows: one scan of their files, no shuffle; changes: that of
-        ``core.change_feed.changes``; a whole state: one shuffle.
+        ``core.source_records.changes``; a whole state: one shuffle.
         """
         if self.empty:
             return self._records(_nothing(spark, node), node)

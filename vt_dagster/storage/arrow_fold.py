@@ -38,7 +38,7 @@ def fold(
         tail: log rows after the view; None = none.
         limits: expiry horizon by partition, epoch microseconds; None = a plain table.
         new_version_on: columns whose change starts a version; repeats are collapsed as for readers, see
-            ``core.new_version_on.collapse_repeats``. None = every record starts a version.
+            ``core.versioned_table.collapse_repeats``. None = every record starts a version.
 
     Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
     """
@@ -85,7 +85,7 @@ def fold(
 
 
 def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]) -> pa.Table:
-    """See ``core.new_version_on.collapse_repeats``.
+    """See ``core.versioned_table.collapse_repeats``.
 
     Args:
         rows: need no ``old`` column if they include every record of their keys.
@@ -161,7 +161,7 @@ def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
 
 
 def with_finality(rows: pa.Table, ends: Mapping[int, int]) -> pa.Table:
-    """See ``core.affected_times.with_finality``.
+    """See ``core.stream_table_join.with_finality``.
 
     Args:
         ends: by partition, epoch microseconds.

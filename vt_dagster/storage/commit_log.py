@@ -330,7 +330,7 @@ class Checkpoint(BaseModel):
     """Of a versioned table's view: the retention at the time of the commit, microseconds. Versions that
     expired under it are missing."""
     new_version_on: list[str] | None = None
-    """Of a versioned table's view: the option at the time of the commit (``core.new_version_on``)."""
+    """Of a versioned table's view: the option at the time of the commit (``core.versioned_table``)."""
     log_attempt: str = ""
     """Of a view: the attempt of the log's commit that it includes. Empty in older views."""
     written: int = 0

@@ -20,9 +20,9 @@ from typing_extensions import Self
 from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OLD, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core import versioned_table
-from vt_dagster.core.affected_times import with_finality
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.stream_table_join import with_finality
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import commit_history, delta, parquet
 from vt_dagster.storage.arrow_reader import head_of

@@ -16,9 +16,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import OFFSET, TIMESTAMP, VALID_FROM
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.affected_times import with_finality
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.stream_table_join import with_finality
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import run_once

@@ -1,4 +1,9 @@
-"""Table aggregation: regroups rows; subtracts the old row and adds the new one (KIP-914)."""
+"""Aggregates without windows: of tables and of streams.
+
+Table aggregation: regroups rows; subtracts the old row and adds the new one (KIP-914).
+
+Stream aggregation without windows: adds each record to its group.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,23 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import (
-    to_arrow_schema,  # pyright: ignore[reportUnknownVariableType]
-)
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
-from vt_dagster.columns import (
-    IS_LATEST,
-    IS_TOMBSTONE,
-    OLD,
-    ORDER,
-    OUTCOME,
-    PARTITION,
-    TIMESTAMP,
-    TURN,
-)
-from vt_dagster.core.arrival_order import Outcome, duration, gathered, union, with_columns
-from vt_dagster.core.emit_per_run import folded, is_exact, is_last
+from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core.arrival_order import Outcome, duration, gathered, has_key, union, with_columns
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, RunContext
+from vt_dagster.core.processor import Input, Processor, RunContext, folded, is_exact, is_last
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.topology.accumulators import Accumulator, Aggregates
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
-from vt_dagster.topology.operators import Aggregator, TableAggregate
+from vt_dagster.topology.operators import Aggregator, StreamAggregate, TableAggregate
+
+# Table aggregate
+
 
 pa: Any = pyarrow  # has no types
 
@@ -69,7 +64,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
             wanted = operator.selection().columns
         else:
             wanted = [(a.name, a.expression) for a in operator.parsed().accumulators]
-        changes = entries(
+        changes = table_entries(
             rows[0],
             key=source.key,
             values=value_columns(source),
@@ -109,7 +104,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
         return state_after(rows, context.state, key=self.node.key)
 
 
-def entries(
+def table_entries(
     changes: DataFrame,
     *,
     key: Sequence[str],
@@ -192,7 +187,7 @@ def aggregate(
     ``state``.
 
     Args:
-        rows: of ``entries`` whose ``inputs`` are the accumulators, after ``refuse``.
+        rows: of ``table_entries`` whose ``inputs`` are the accumulators, after ``refuse``.
         state: ``group key columns, accumulators, timestamp``: the groups before the run.
         once: whether only the last update of each group is needed; others may be returned.
 
@@ -326,7 +321,7 @@ def aggregate_by(
     through Python.
 
     Args:
-        rows: of ``entries``, after ``refuse``.
+        rows: of ``table_entries``, after ``refuse``.
         state: ``group key columns, _acc (the aggregate), timestamp``.
         names: the result's value columns.
         schema: the aggregate's columns; None = those of a row.
@@ -380,3 +375,88 @@ def aggregate_by(
     applied = F.col(OUTCOME) == Outcome.APPLIED
     columns = {f.name: F.when(applied, F.col("_acc")[f.name]) for f in result.fields}
     return made.withColumns({**columns, IS_TOMBSTONE: F.col("_acc").isNull()})
+
+
+# Stream aggregate
+
+
+class StreamAggregateProcessor(Processor[StreamAggregate]):
+    """See :func:`entries`, and ``table_aggregate.aggregate``."""
+
+    monotonic = True
+
+    @property
+    def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(self.operator.group_key)
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        operator, node = self.operator, self.node
+        aggregates = operator.parsed()
+        added = stream_entries(
+            rows[0],
+            key=operator.keys().columns,
+            inputs=[(a.name, a.expression) for a in aggregates.accumulators],
+            partition=home_of(node.key, node) if operator.group_key else F.col(PARTITION),
+            rekeyed=operator.rekeyed,
+        )
+        if isinstance(node, VersionedTable):
+            taken = F.col(OUTCOME) == Outcome.APPLIED
+            decided = refuse(
+                added.where(taken).drop(OUTCOME),
+                context.state,
+                key=node.key,
+                stream_time=context.stream_time,
+                history_retention=node.history_retention,
+                chunk=self.chunk,
+            )
+            added = union(decided, added.where(~taken))
+        once = operator.emit == "per_run"
+        return aggregate(added, context.state, key=node.key, aggregates=aggregates, once=once)
+
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
+        return state_after(rows, context.state, key=self.node.key)
+
+
+def stream_entries(
+    records: DataFrame,
+    *,
+    key: Sequence[tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    partition: Column,
+    rekeyed: bool,
+) -> DataFrame:
+    """Returns each record's contribution to its group.
+
+    Plan: projections only.
+
+    Args:
+        records: the stream's log rows in order.
+        key: (name, SQL expression) of the group's key.
+        inputs: (name, SQL expression) of an aggregate's inputs; a key column does not hide a record's
+            column of the same name.
+        partition: of the group, over its key columns.
+        rekeyed: whether the records were moved to this key: then a null key is not counted.
+
+    Returns:
+        ``key columns, _take`` (null), ``_add, timestamp, partition, _outcome, ORDER, _turn``:
+        ``applied``; ``dropped`` without a value or a key; ``no_result`` without a key if they were
+        rekeyed.
+
+    Source: FORMAT 4.12.4-4.12.6; merge-then-count-counts-both-and-drops-nulls,
+    select-key-then-count-null-keys-vanish.
+    """
+    row = F.struct(*[F.expr(sql).alias(name) for name, sql in inputs])
+    nothing = Outcome.NO_RESULT if rekeyed else Outcome.DROPPED
+    outcome = F.when(~has_key([name for name, _ in key]), nothing)
+    outcome = outcome.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).otherwise(Outcome.APPLIED)
+    rows = records.select(
+        *[F.expr(sql).alias(name) for name, sql in key],
+        F.when(F.lit(False), row).alias(TAKE),
+        row.alias(ADD),
+        TIMESTAMP,
+        PARTITION,
+        IS_TOMBSTONE,
+        *ORDER,
+        F.lit(0).alias(TURN),
+    )
+    return rows.withColumns({OUTCOME: outcome, PARTITION: partition}).drop(IS_TOMBSTONE)

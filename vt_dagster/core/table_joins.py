@@ -1,0 +1,650 @@
+"""Joins of two tables: by key, by foreign key, and over their histories.
+
+Table-table join: joins each change of a side with the other side's current row (KIP-914).
+
+Foreign-key join: each left row with the right row that it refers to; both sides trigger
+(KIP-914).
+
+History join: intersects the versions of two tables, with new results where either side changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    HOME,
+    INPUT,
+    IS_TOMBSTONE,
+    ORDER,
+    OUTCOME,
+    PARTITION,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import Outcome, by_partition, union
+from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.processor import Input, Processor, RunContext
+from vt_dagster.core.source_records import home_of
+from vt_dagster.core.table_changes import (
+    EXISTS,
+    LEFT,
+    RIGHT,
+    TAKEN,
+    TableInput,
+    comes_from,
+    found_state,
+    match_columns,
+    match_names,
+    over_struct,
+    result_rows,
+    state_of,
+    timeline,
+)
+from vt_dagster.core.table_changes import columns as named
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import HistoryJoin, JoinKind, TableTableJoin
+
+# Table table join
+
+
+_LEFT_STATE, _RIGHT_STATE, _OLD_STATE = "_left_state", "_right_state", "_old_state"
+_FROM_LEFT, _LAST_TIME = "_from_left", "_last_time"
+
+
+class TableTableJoinProcessor(Processor[TableTableJoin]):
+    """See :func:`join`; with monotone timestamps also :func:`monotone`."""
+
+    reads_tables = True
+    merges = True
+
+    @property
+    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.operator.monotone
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        sides: list[TableInput] = []
+        for node, changes, one in zip(self.consumed, rows, inputs, strict=True):
+            there = None
+            if one.table is not None and isinstance(node, Table):
+                there = table_store.rows_of(node, one.table)
+            sides.append(TableInput(changes, there, node.key, value_columns(node), node.versioned))
+        left, right = sides
+        joined = self.at_home(self.joined(left, right))
+        return monotone(joined, context.state, self.node.key) if self.operator.monotone else joined
+
+    def at_home(self, joined: DataFrame) -> DataFrame:
+        """Moves all results of a key to one partition, even if the sides store the key in different
+        ones: offsets of two partitions have no common order."""
+        if self.operator.copartitioned:
+            return joined
+        return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
+
+    def joined(self, left: TableInput, right: TableInput) -> DataFrame:
+        """Joins both sides."""
+        operator = self.operator
+        return join_tables(left, right, kind=operator.kind, columns=operator.projection().columns)
+
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
+        return last_times(rows, context.state, self.node.key) if self.operator.monotone else None
+
+
+def join_tables(
+    left: TableInput,
+    right: TableInput,
+    *,
+    kind: JoinKind,
+    columns: Sequence[tuple[str, str]],
+) -> DataFrame:
+    """Joins two tables by equal keys; the key columns may have different names.
+
+    An out-of-order change of a versioned side is dropped (kip914-proposal). Any other change gives one
+    result, or none if neither side has or had a row or if the kind of join requires more; equal results
+    and repeated tombstones are results too (kip914-probe-repeated-tombstones-inner, -left, -outer). The
+    timestamp is the larger of the record's and that of the other side's latest row; without such a row
+    it is the record's own (kip914-probe-result-timestamps).
+
+    Plan: one shuffle and sort of both sides together by key, one pass of windows; before it one
+    semi-join per available ``current`` with the keys of the other side's changes.
+
+    Args:
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
+            left's key columns. A missing left row has only its key, a missing right row is null.
+
+    Returns:
+        one row per change: ``columns, timestamp, partition`` (the record's)``, is_tombstone, _outcome``
+        (``applied``, ``no_result``, ``dropped``)``, ORDER, _turn``.
+
+    Source: KIP-914 "Table-Table Joins".
+    """
+    on = match_names(left.key)
+    left_keys = left.changes.select(*match_columns(left.key))
+    right_keys = right.changes.select(*match_columns(right.key))
+    rows = union(timeline(left, LEFT, right_keys), timeline(right, RIGHT, left_keys))
+    rows = rows.withColumn(TURN, F.lit(0))
+    # By key and in the order that the result's store needs next, so that it need not sort again.
+    order = [*ORDER, TURN]
+    from_left = comes_from(LEFT)
+    moments = rows.select(
+        *on,
+        TIMESTAMP,
+        PARTITION,
+        *order,
+        TAKEN,
+        from_left.alias(_FROM_LEFT),
+        state_of(LEFT, on, order).alias(_LEFT_STATE),
+        state_of(RIGHT, on, order).alias(_RIGHT_STATE),
+        F.when(from_left, found_state(LEFT).isNotNull())
+        .otherwise(found_state(RIGHT).isNotNull())
+        .alias(_OLD_STATE),
+    ).where(F.col(TAKEN).isNotNull())
+    says, tombstone = _outcome(kind)
+    other = F.when(F.col(_FROM_LEFT), F.col(_RIGHT_STATE).getField(TIMESTAMP)).otherwise(
+        F.col(_LEFT_STATE).getField(TIMESTAMP)
+    )
+    applied = F.col(TAKEN) & says
+    joined = moments.select(
+        *on,
+        side_row(left, F.col(_LEFT_STATE)).alias(LEFT),
+        F.when(F.col(_RIGHT_STATE).isNotNull(), side_row(right, F.col(_RIGHT_STATE))).alias(RIGHT),
+        F.when(applied, F.greatest(TIMESTAMP, other)).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
+        PARTITION,
+        (applied & tombstone).alias(IS_TOMBSTONE),
+        F.when(~F.col(TAKEN), Outcome.DROPPED)
+        .when(says, Outcome.APPLIED)
+        .otherwise(Outcome.NO_RESULT)
+        .alias(OUTCOME),
+        *order,
+    )
+    key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
+    return result_rows(joined, key=key, select=columns)
+
+
+def _outcome(kind: JoinKind) -> tuple[Column, Column]:
+    """Returns whether a change gives a result, and whether the result is a tombstone."""
+    has_left, has_right = F.col(_LEFT_STATE).isNotNull(), F.col(_RIGHT_STATE).isNotNull()
+    anything = has_left | has_right | F.col(_OLD_STATE)
+    from_left = F.col(_FROM_LEFT)
+    if kind == "inner":
+        return F.when(from_left, has_right).otherwise(has_left), ~(has_left & has_right)
+    if kind == "left":
+        return F.when(from_left, anything).otherwise(has_left), ~has_left
+    return anything, ~(has_left | has_right)
+
+
+def side_row(side: TableInput, state: Column) -> Column:
+    """Returns a side's row as a struct: key, values, timestamp."""
+    return F.struct(
+        *[F.col(n).alias(k) for n, k in zip(match_names(side.key), side.key, strict=True)],
+        *[state.getField(c).alias(c) for c in side.state_columns],
+    )
+
+
+def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """Makes the timestamps of a key's results monotone: they never decrease.
+
+    Plan: one shuffle and sort by key, together with one row per key of ``state``.
+
+    Source: FORMAT section 7, "Join timestamps".
+    """
+    applied = F.col(OUTCOME) == Outcome.APPLIED
+    so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
+    if state is None:
+        known = rows.withColumn(_LAST_TIME, F.lit(None).cast("timestamp"))
+    else:
+        known = rows.join(state.withColumnRenamed(TIMESTAMP, _LAST_TIME), list(key), "left")
+    newest = F.greatest(F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far), F.col(_LAST_TIME))
+    timed = known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP)))
+    return timed.drop(_LAST_TIME)
+
+
+def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """Returns the last timestamp of each key's results, including those that the result's store
+    refused.
+
+    Source: FORMAT section 7, "Join timestamps".
+    """
+    results = rows.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE)).select(*key, TIMESTAMP)
+    return union(results, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
+
+
+# Foreign key join
+
+
+_NEW, _OLD, _STATE, _FOREIGN_KEY_RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"
+_NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
+_KEY, _SALT = "_left_key", "_salt"
+_START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
+_PLACE, _CHANGES = "_place", "_changes"
+
+
+class ForeignKeyJoinProcessor(TableTableJoinProcessor):
+    """A table-table join by foreign key, see :func:`join` in this module."""
+
+    def joined(self, left: TableInput, right: TableInput) -> DataFrame:
+        operator: Any = self.operator
+        return join_by_foreign_key(
+            left,
+            right,
+            kind=operator.kind,
+            foreign_key=operator.foreign_key,
+            columns=operator.projection().columns,
+        )
+
+
+def join_by_foreign_key(
+    left: TableInput,
+    right: TableInput,
+    *,
+    kind: Literal["inner", "left"],
+    foreign_key: Sequence[str],
+    columns: Sequence[tuple[str, str]],
+) -> DataFrame:
+    """Joins left rows with the right rows whose key they contain.
+
+    Out-of-order changes of a versioned side are dropped, and so are left changes of an inner join that
+    neither have nor had a foreign key (kip914-fk-inner-unversioned-unversioned). A left change gives
+    one result or none. A right change gives one result for each left row that refers to it at that
+    moment, in order of the left keys (kip914-probe-fk-order-of-subscribers). The timestamp after a left
+    change is the larger of the left record's and the right row's; after a right change it is the right
+    record's own (kip914-probe-fk-result-timestamps).
+
+    Plan: left changes, one shuffle and sort of both sides together by foreign key, after one semi-join
+    of the right's ``current``. Right changes, one shuffle and sort of the left's changes by left key,
+    one of these and the right changes by foreign key, sorted twice, and an equi-join by foreign key and
+    place (a shuffle and sort per side, unless Spark broadcasts), after a semi-join and an anti-join of
+    the left's ``current``. The cost is proportional to the results, even for a key with many changes.
+
+    Args:
+        foreign_key: SQL expressions over the left's key and value columns, one for each key column
+            of the right; a null component makes the whole foreign key null.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
+            left's key columns. A missing right row is null.
+
+    Returns:
+        ``columns, timestamp, partition`` (of the left row)``, is_tombstone, _outcome, ORDER`` (of the
+        record that caused it)``, _turn`` (the left key). One row per left change, one per result of a
+        right change, and one without a key per dropped right change.
+
+    Source: KIP-914 "Foreign-Key Joins".
+    """
+    rows = union(
+        _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
+    )
+    key = {k: F.col(LEFT).getField(k) for k in left.key}
+    return result_rows(rows, key=key, select=columns)
+
+
+def _after_left(
+    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
+) -> DataFrame:
+    """Returns the results of left changes, and dropped right changes, which this plan reads too."""
+    on = match_names(right.key)
+    changes = left.changes.select(
+        *named(left.key),
+        TIMESTAMP,
+        PARTITION,
+        *ORDER,
+        left.taken().alias(TAKEN),
+        left.new_state().alias(_NEW),
+        left.old_state().alias(_OLD),
+    )
+    keyed = _with_foreign_key(changes, left, _NEW, foreign_key, _NEW_KEY)
+    keyed = _with_foreign_key(keyed, left, _OLD, foreign_key, _OLD_KEY)
+    # An inner join whose foreign key is removed looks up the former right row, for its timestamp.
+    wanted = F.col(_NEW_KEY) if kind == "left" else F.coalesce(_NEW_KEY, _OLD_KEY)
+    asking = keyed.select(
+        *[wanted.getField(n).alias(n) for n in on],
+        # Spread rows without a foreign key: otherwise they would all meet in one task.
+        F.when(wanted.isNull(), F.xxhash64(*named(left.key))).alias(_SALT),
+        F.struct(*named(left.key)).alias(_KEY),
+        *[c for c in keyed.columns if c not in left.key],
+    )
+    rows = union(asking, timeline(right, RIGHT, asking))
+    moments = rows.withColumn(_FOREIGN_KEY_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
+        F.col(TAKEN).isNotNull() & (~comes_from(RIGHT) | ~F.col(TAKEN))
+    )
+    outcome, tombstone = _foreign_key_outcome(kind)
+    found = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    larger = F.greatest(F.col(TIMESTAMP), F.col(_FOREIGN_KEY_RIGHT_STATE).getField(TIMESTAMP))
+    return moments.select(
+        _left_row(left, _NEW).alias(LEFT),
+        F.when(found, _right_row(right, _FOREIGN_KEY_RIGHT_STATE)).alias(RIGHT),
+        F.when(outcome == Outcome.APPLIED, larger).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
+        PARTITION,
+        ((outcome == Outcome.APPLIED) & tombstone).alias(IS_TOMBSTONE),
+        outcome.alias(OUTCOME),
+        *ORDER,
+        F.col(_KEY).alias(TURN),
+    )
+
+
+def _foreign_key_outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
+    """Returns the outcome of a left change, and whether its result is a tombstone."""
+    exists, existed = F.col(_NEW).isNotNull(), F.col(_OLD).isNotNull()
+    refers, referred = F.col(_NEW_KEY).isNotNull(), F.col(_OLD_KEY).isNotNull()
+    found = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    outcome = F.when(~F.col(TAKEN), Outcome.DROPPED)
+    if kind == "left":
+        return outcome.when(exists | existed, Outcome.APPLIED).otherwise(Outcome.NO_RESULT), ~exists
+    moved = referred & (F.col(_NEW_KEY) != F.col(_OLD_KEY))
+    outcome = (
+        outcome.when(refers, F.when(found | moved, Outcome.APPLIED).otherwise(Outcome.NO_RESULT))
+        .when(referred, Outcome.APPLIED)
+        .when(exists | existed, Outcome.DROPPED)
+        .otherwise(Outcome.NO_RESULT)
+    )
+    return outcome, ~(refers & found)
+
+
+def _after_right(
+    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
+) -> DataFrame:
+    """Returns the results of right changes: one per left row that refers to them at that moment."""
+    on = match_names(right.key)
+    changes = right.changes.where(right.taken()).select(
+        *match_columns(right.key),
+        TIMESTAMP,
+        *ORDER,
+        F.struct(*named(ORDER)).alias(_MOMENT),
+        right.new_state().alias(_FOREIGN_KEY_RIGHT_STATE),
+    )
+    intervals = _intervals(left, foreign_key, changes.select(*on))
+    place = F.row_number().over(W.partitionBy(*on).orderBy(_MOMENT)).cast("long")
+    numbered = changes.withColumn(_PLACE, place)
+    rows = _each_within(intervals, changes.select(*on, _MOMENT), on).join(numbered, [*on, _PLACE])
+    referring = rows.withColumn(_KEY, F.struct(*named(left.key)))
+    exists = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    return referring.select(
+        _left_row(left, _STATE).alias(LEFT),
+        F.when(exists, _right_row(right, _FOREIGN_KEY_RIGHT_STATE)).alias(RIGHT),
+        TIMESTAMP,
+        PARTITION,
+        (F.lit(kind == "inner") & ~exists).alias(IS_TOMBSTONE),
+        F.lit(Outcome.APPLIED).alias(OUTCOME),
+        *ORDER,
+        F.col(_KEY).alias(TURN),
+    )
+
+
+def _each_within(intervals: DataFrame, changes: DataFrame, on: Sequence[str]) -> DataFrame:
+    """Returns one row per change of the foreign key within an interval, with the change's number.
+
+    Changes are counted at both ends of an interval, so that no interval is compared with a change
+    outside it, however many changes a key has.
+    """
+    moments = changes.select(*on, F.col(_MOMENT).alias(_START), F.col(_MOMENT).alias(_END))
+    rows = union(intervals.withColumn(_CHANGES, F.lit(0)), moments.withColumn(_CHANGES, F.lit(1)))
+    of_key, until_here = W.partitionBy(*on), (W.unboundedPreceding, W.currentRow)
+    # Exclude a change at either end: where a table refers to itself, it is a record of both sides.
+    starts = (F.col(_START).asc_nulls_first(), F.col(_CHANGES).desc())
+    ends = (F.col(_END).asc_nulls_last(), F.col(_CHANGES))
+    before = of_key.orderBy(*starts).rowsBetween(*until_here)
+    until = of_key.orderBy(*ends).rowsBetween(*until_here)
+    counted = rows.withColumns(
+        {_START: F.sum(_CHANGES).over(before), _END: F.sum(_CHANGES).over(until)}
+    )
+    within = (F.col(_CHANGES) == 0) & (F.col(_START) < F.col(_END))
+    places = F.explode(F.sequence(F.col(_START) + 1, F.col(_END))).alias(_PLACE)
+    kept = [c for c in intervals.columns if c not in (_START, _END)]
+    return counted.where(within).select(*kept, places)
+
+
+def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -> DataFrame:
+    """Returns the intervals of the run (exclusive, null = open) in which left rows have a foreign key.
+
+    Args:
+        asked: foreign keys; unchanged left rows are read only if they have one of these.
+
+    Returns:
+        key columns, ``partition, _state, _start, _end`` and the ``match_names`` of the foreign key.
+    """
+    changes = left.changes.where(left.taken())
+    in_order = W.partitionBy(*named(left.key)).orderBy(*ORDER)
+    moment = F.struct(*named(ORDER))
+    held = changes.select(
+        *named(left.key),
+        PARTITION,
+        left.old_state().alias(_OLD),
+        left.new_state().alias(_NEW),
+        moment.alias(_MOMENT),
+        F.lag(ARRIVAL).over(in_order).isNull().alias(_FIRST),
+        F.lead(moment).over(in_order).alias(_END),
+    ).select(*named(left.key), PARTITION, F.inline(F.array(_before(), _after())))
+    rows = _referring(held, left, foreign_key)
+    if left.current is None:
+        return rows
+    current = left.current.select(*named(left.key), PARTITION, left.row_state().alias(_STATE))
+    unchanged = (
+        _referring(current, left, foreign_key)
+        .join(asked, asked.columns, "left_semi")
+        .join(changes.select(*named(left.key)), list(left.key), "left_anti")
+    )
+    return union(rows, unchanged)
+
+
+def _before() -> Column:
+    """Returns the interval that ends at a left key's first change; a null state for other changes."""
+    nothing = F.when(F.lit(False), F.col(_MOMENT))
+    state = F.when(F.col(_FIRST), F.col(_OLD))
+    return F.struct(state.alias(_STATE), nothing.alias(_START), F.col(_MOMENT).alias(_END))
+
+
+def _after() -> Column:
+    """Returns the interval that starts at a left change."""
+    return F.struct(F.col(_NEW).alias(_STATE), F.col(_MOMENT).alias(_START), F.col(_END))
+
+
+def _referring(rows: DataFrame, left: TableInput, foreign_key: Sequence[str]) -> DataFrame:
+    """Keeps left states that have a foreign key, and adds its ``match_names``."""
+    keyed = _with_foreign_key(rows, left, _STATE, foreign_key, _REFERS)
+    parts = [F.col(_REFERS).getField(n).alias(n) for n in match_names(foreign_key)]
+    return keyed.where(F.col(_REFERS).isNotNull()).select(*rows.columns, *parts)
+
+
+def _with_foreign_key(
+    rows: DataFrame, left: TableInput, state: str, foreign_key: Sequence[str], name: str
+) -> DataFrame:
+    """Adds the foreign key of a left state as a struct of ``match_names``; null = none.
+
+    Args:
+        rows: the left's key columns, ``state``, and other columns, but no value column.
+    """
+    parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
+    complete = F.col(EXISTS)
+    for e in foreign_key:
+        complete = complete & F.expr(e).isNotNull()
+    added = {name: F.when(complete, F.struct(*parts))}
+    return over_struct(rows, left.key, F.col(state), left.state_columns, added)
+
+
+def _left_row(left: TableInput, state: str) -> Column:
+    """Returns a left row as a struct: key, values, timestamp."""
+    return F.struct(
+        *[F.col(_KEY).getField(k).alias(k) for k in left.key],
+        *[F.col(state).getField(c).alias(c) for c in left.state_columns],
+    )
+
+
+def _right_row(right: TableInput, state: str) -> Column:
+    """Returns a right row as a struct: key, values, timestamp."""
+    return F.struct(
+        *[F.col(n).alias(k) for n, k in zip(match_names(right.key), right.key, strict=True)],
+        *[F.col(state).getField(c).alias(c) for c in right.state_columns],
+    )
+
+
+# History join
+
+
+_AT, _RANK, _HISTORY_STATE, _CHANGE, _SIDES = "_at", "_rank", "state", "change", (LEFT, RIGHT)
+_MATCHED, _CAUSE, _BEGINS, _UNKNOWN = "_matched", "_cause", "_begins", "_unknown"
+_HISTORY_PLACE = (INPUT, HOME, SEQUENCE, PARTITION)
+
+
+class HistoryJoinProcessor(TableTableJoinProcessor):
+    """See :func:`join`."""
+
+    @property
+    def operator(self) -> HistoryJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame:
+        """Returns the run's oldest change less one microsecond: a version valid then may end with
+        it."""
+        times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
+        return times[0].union(times[1]).agg(F.min(_AT) - 1)
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        left, right = (
+            TableInput(
+                *(changes, one.table, node.key, value_columns(node), node.versioned),
+                horizon=_horizon(node, one),
+            )
+            for node, changes, one in zip(self.consumed, rows, inputs, strict=True)
+        )
+        operator = self.operator
+        joined = join_histories(left, right, kind=operator.kind, columns=operator.projection().columns)
+        return self.at_home(joined)
+
+
+def _horizon(node: Stream, one: Input) -> Column | None:
+    return (
+        table_store.horizon_of(node, by_partition(one.times))
+        if isinstance(node, VersionedTable)
+        else None
+    )
+
+
+def join_histories(
+    left: TableInput, right: TableInput, *, kind: JoinKind, columns: Sequence[tuple[str, str]]
+) -> DataFrame:
+    """Joins two versioned tables at every time.
+
+    A change is valid from its timestamp to the next version of its key. Within that interval each start
+    of a version of either side gives one result, at that time, from the versions that both sides have
+    there at the end of the run. If the kind of join requires a row that is missing, the result is a
+    tombstone, omitted if there was no result before. Results are emitted by time, each from the
+    change that caused it. A result at a time that a side no longer retains, while it has later versions
+    of the key, is ``late``.
+
+    Plan: for each side one read of the versions and a semi-join with the keys that change, then one
+    shuffle and sort of both together by key, one pass of windows.
+
+    Args:
+        left, right: ``current`` contains the versions, tombstones included, that exist at the end of
+            the run and end at or after the run's oldest change.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
+            left's key columns.
+
+    Returns:
+        as for ``table_table_join.join``.
+
+    Source: none: Kafka Streams joins only the latest rows.
+    """
+    on = match_names(left.key)
+    keys = [side.changes.select(*match_columns(side.key)) for side in (left, right)]
+    changed = keys[0].union(keys[1])
+    events = union(_events(left, LEFT, changed), _events(right, RIGHT, changed))
+    by_key = W.partitionBy(*on)
+    in_order = by_key.orderBy(_AT, _RANK, INPUT, SEQUENCE)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    next_at = F.lead(_AT).over(in_order)
+    forgot = [F.max(_forgotten(side)).over(by_key).alias(_forgotten(side)) for side in _SIDES]
+    moments = events.select(
+        *on,
+        _AT,
+        *forgot,
+        *[F.last(side, ignorenulls=True).over(so_far).alias(side) for side in _SIDES],
+        F.coalesce(next_at > F.col(_AT), F.lit(True)).alias(_BEGINS),
+    ).where(_BEGINS)
+    there = [F.col(side).getField(_HISTORY_STATE).isNotNull() for side in _SIDES]
+    found = [F.col(side).getField(_CHANGE) for side in _SIDES]
+    moments = moments.withColumns(
+        {_MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)), _CAUSE: F.coalesce(*found)}
+    )
+    unknown = [F.col(side).isNull() & (F.col(_AT) < F.col(_forgotten(side))) for side in _SIDES]
+    moments = moments.withColumn(_UNKNOWN, F.coalesce(unknown[0] | unknown[1], F.lit(False)))
+    so_before = F.lag(F.col(_MATCHED) | F.col(_UNKNOWN)).over(by_key.orderBy(_AT))
+    before = F.coalesce(so_before, F.lit(False))
+    # A tombstone change may end an earlier result; without one, a side without a row now had none
+    # before.
+    deleted = [F.coalesce(one.getField(IS_TOMBSTONE), F.lit(False)) for one in found]
+    ended = before | deleted[0] | deleted[1] | F.col(_UNKNOWN)
+    told = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
+    cause = {name: F.col(_CAUSE).getField(name) for name in _HISTORY_PLACE}
+    joined = told.where(_BEGINS).select(
+        *on,
+        side_row(left, F.col(LEFT).getField(_HISTORY_STATE)).alias(LEFT),
+        F.when(there[1], side_row(right, F.col(RIGHT).getField(_HISTORY_STATE))).alias(RIGHT),
+        F.col(_AT).alias(TIMESTAMP),
+        (~F.col(_MATCHED)).alias(IS_TOMBSTONE),
+        F.when(F.col(_UNKNOWN), Outcome.LATE).otherwise(Outcome.APPLIED).alias(OUTCOME),
+        F.unix_micros(_AT).alias(ARRIVAL),
+        *[column.alias(name) for name, column in cause.items()],
+        F.lit(0).alias(TURN),
+    )
+    key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
+    return result_rows(joined, key=key, select=columns)
+
+
+def _wanted(kind: JoinKind, left: Column, right: Column) -> Column:
+    """Returns whether the join has a result, by the presence of both sides."""
+    return {"inner": left & right, "left": left, "outer": left | right}[kind]
+
+
+def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
+    """Returns the times at which a side's state may change: the starts and ends of its versions, and
+    the run's changes.
+
+    Returns:
+        the time from which on the side retains history; ``match_names, _at, _rank`` (at equal times the
+        decisive event comes last)``, _input, _sequence``; and under the side's name a struct: the state
+        from then on (null = none), and the run's change that caused it (null = none).
+    """
+    on = match_names(side.key)
+    place = F.struct(IS_TOMBSTONE, *_HISTORY_PLACE)
+    made = side.changes.select(
+        *match_columns(side.key),
+        F.lit(None).cast("timestamp").alias(_forgotten(name)),
+        F.col(TIMESTAMP).alias(_AT),
+        F.lit(2).alias(_RANK),
+        *(INPUT, SEQUENCE),
+        F.struct(side.new_state().alias(_HISTORY_STATE), place.alias(_CHANGE)).alias(name),
+    )
+    if side.current is None:
+        return made
+    none = F.lit(None).cast(side.changes.select(place.alias(_CHANGE)).schema[_CHANGE].dataType)
+    versions = side.current.select("*", *match_columns(side.key)).join(changed, on, "left_semi")
+
+    def said(at: str, rank: int, state: Column) -> Column:
+        return F.struct(F.col(at).alias(_AT), F.lit(rank).alias(_RANK), state.alias(_HISTORY_STATE))
+
+    # Expand start and end from one scan: two scans would read the table twice.
+    no_state = F.lit(None).cast(_type_of(side))
+    both = F.array(said(VALID_TO, 0, no_state), said(VALID_FROM, 1, side.new_state()))
+    horizon = F.lit(None) if side.horizon is None else side.horizon
+    forgotten = horizon.cast("timestamp").alias(_forgotten(name))
+    told = versions.select(*on, forgotten, F.inline(both)).where(F.col(_AT).isNotNull())
+    state = F.struct(_HISTORY_STATE, none.alias(_CHANGE)).alias(name)
+    zeros = [F.lit(0).alias(c) for c in (INPUT, SEQUENCE)]
+    return union(made, told.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
+
+
+def _forgotten(side: str) -> str:
+    return f"_forgotten_{side}"
+
+
+def _type_of(side: TableInput) -> Any:
+    return side.changes.select(side.row_state().alias(_HISTORY_STATE)).schema[_HISTORY_STATE].dataType
