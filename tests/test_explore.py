@@ -40,7 +40,7 @@ from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explanation import Explanation, Record
 from vt_dagster.provenance.log_reader import Log, as_time
 from vt_dagster.storage.arrow_reader import look_up
-from vt_dagster.topology.node_settings import with_settings
+from vt_dagster.topology.model import with_settings
 
 EVIL = "<script>alert('k')</script>\"&"
 

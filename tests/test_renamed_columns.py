@@ -38,9 +38,9 @@ from vt_dagster.storage import view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_history import commits
 from vt_dagster.storage.schema_evolution import evolve, kept_by_newest_names, require_said
-from vt_dagster.topology.column_renames import named, noted
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import named, noted
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 RENAMED = {"k": "product", "n": "amount", "cat": "category", "maker": "vendor"}

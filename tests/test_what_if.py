@@ -19,7 +19,7 @@ from vt_dagster.cli import what_if as of_commands
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.what_if import Changes, this_host, what_if
-from vt_dagster.topology.node_settings import with_settings
+from vt_dagster.topology.model import with_settings
 
 LONG = timedelta(days=2)
 

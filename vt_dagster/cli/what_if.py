@@ -17,7 +17,7 @@ from vt_dagster.provenance.lateness import parse_share
 from vt_dagster.provenance.lateness_picture import share
 from vt_dagster.runs import what_if as trial
 from vt_dagster.spark.session import build_session
-from vt_dagster.topology.node_settings import with_settings
+from vt_dagster.topology.model import with_settings
 
 
 def what_if(

@@ -42,8 +42,14 @@ from vt_dagster.sources.message_formats import (
 )
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.sources.value_reader import Unit
-from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
-from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.model import (
+    GroupedStream,
+    GroupedTable,
+    Stream,
+    Table,
+    VersionedTable,
+    WindowedStream,
+)
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 

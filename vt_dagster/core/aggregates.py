@@ -24,8 +24,8 @@ from vt_dagster.core.processor import Input, Processor, RunContext, folded, is_e
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
-from vt_dagster.topology.accumulators import Accumulator, Aggregates
 from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, StreamAggregate, TableAggregate
 
@@ -381,7 +381,7 @@ def aggregate_by(
 
 
 class StreamAggregateProcessor(Processor[StreamAggregate]):
-    """See :func:`entries`, and ``table_aggregate.aggregate``."""
+    """See :func:`stream_entries`, and ``aggregate``."""
 
     monotonic = True
 

@@ -64,7 +64,7 @@ def with_features(
     """Joins the rows of a spine, once each, with the columns of each feature.
 
     The lookup takes the version valid at the row's time among those recorded up to the row's cut (a
-    system time), see ``system_time_join``. A null key, a tombstone and a version older than ``max_age``
+    system time), see ``as_of_join``. A null key, a tombstone and a version older than ``max_age``
     give nulls.
 
     Plan: for all features of one key of the spine, one shuffle and sort of the spine and their

@@ -33,8 +33,8 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.topology.column_renames import named
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import named
 
 _TYPES: dict[str, DataType] = {
     TIMESTAMP: TimestampType(),

@@ -160,7 +160,7 @@ class Lookup:
         rows: its versions; for a plain table its current rows.
         stream_time: of a row's partition.
         strategy: see ``as_of_join``.
-        history: for a lookup by system time, see ``system_time_join``.
+        history: for a lookup by system time, see ``as_of_join``.
     """
 
     rows: DataFrame

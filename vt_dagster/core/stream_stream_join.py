@@ -428,7 +428,7 @@ _FIRST_HOUR = 1 << 40
 
 
 class StreamStreamJoinProcessor(StreamJoinProcessor):
-    """Computes matches (``window_match.matches``) and unmatched records, and when the latter are
+    """Computes matches (``matches``) and unmatched records, and when the latter are
     emitted.
 
     A record with a key and a value whose timestamp is stream time emits the waiting unmatched records
@@ -715,7 +715,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         """Returns the tombstones of unmatched rows, each caused by the first match in time.
 
         Plan: pairs of emitted unmatched records with the run's records of the other side, as in
-        ``window_match.matches``, and one shuffle of these pairs by position.
+        ``matches``, and one shuffle of these pairs by position.
         """
         there = self.pending_unmatched(earlier, place, context)
         if there is None:

@@ -179,7 +179,7 @@ _ROW = "_row"
 
 
 class StreamTableJoinProcessor(Processor[StreamTableJoin]):
-    """Judges the stream's records (``grace_buffer.hold_back``), then joins them with the table
+    """Judges the stream's records (``hold_back``), then joins them with the table
     (:func:`join`)."""
 
     has_stream_time = True
@@ -379,7 +379,7 @@ def join(
             nothing (kip914-expired-lookup-left).
         strategy: for a versioned table, see ``as_of_join``.
         history: for a versioned table, restricts the lookup to versions recorded up to each record's
-            ``_known_at``; see ``system_time_join``.
+            ``_known_at``; see ``as_of_join``.
         max_age: for a versioned table, a version does not match if ``timestamp - valid_from`` is
             larger. A tombstone never matches.
         before: for a versioned table, ``valid_from < timestamp`` instead of ``<=``.

@@ -549,7 +549,7 @@ def join_histories(
             left's key columns.
 
     Returns:
-        as for ``table_table_join.join``.
+        as for ``join_tables``.
 
     Source: none: Kafka Streams joins only the latest rows.
     """

@@ -71,7 +71,7 @@ from vt_dagster.core.stream_time import (
     undecided_chunks,
     with_stream_time,
 )
-from vt_dagster.topology.accumulators import Accumulator, Aggregates
+from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windows import (
     HoppingWindow,
@@ -746,9 +746,9 @@ def aggregate(
     chunks), then one shuffle and sort by key and window of the run's records and the open windows; with
     ``once``, if the order of rows does not change the numbers, a shuffle and a hash aggregate.
     Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then a
-    shuffle and sort by key alone, and a Python kernel (see ``session_windows.merge``): in total 2
+    shuffle and sort by key alone, and a Python kernel (see ``merge_sessions``): in total 2
     shuffles and 2 sorts of rows, and for one row per chunk 2 shuffles, a sort and a broadcast. Sliding
-    windows: the plan of sessions with ``sliding_windows.merge``; if their retention hides windows, the
+    windows: the plan of sessions with ``merge_sliding_windows``; if their retention hides windows, the
         plan runs once more before, to
     compute the hidden ones.
 

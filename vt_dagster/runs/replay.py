@@ -32,8 +32,8 @@ from vt_dagster.storage import commit_history, delta
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.log_snapshot import Head
-from vt_dagster.topology.asset_names import require_name, require_path
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.node import require_name, require_path
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
 

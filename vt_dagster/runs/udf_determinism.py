@@ -1,7 +1,7 @@
 """Checks that user-defined functions are deterministic, before a first run writes anything.
 
 Spark's own nondeterministic functions are refused when definitions load, see
-``vt_dagster.topology.deterministic_sql``. Only Spark knows how a registered function was declared.
+``vt_dagster.topology.expressions``. Only Spark knows how a registered function was declared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.read_source import without_spark_logs
 from vt_dagster.runs.store_protocol import Store
-from vt_dagster.topology.deterministic_sql import Expression, expressions_of, unknown_functions
+from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream
 
 _REFUSED = "AGGREGATE_FUNCTION_WITH_NONDETERMINISTIC_EXPRESSION"

@@ -35,7 +35,7 @@ from vt_dagster.sources.value_reader import (
     of_long,
     of_text,
 )
-from vt_dagster.topology.column_renames import was
+from vt_dagster.topology.schema import was
 
 READ = "_vt_read"
 """Field of a row: true if the message is readable."""

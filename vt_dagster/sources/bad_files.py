@@ -33,8 +33,7 @@ from vt_dagster.sources.text_options import UTF_8, encoding_of
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.schema_evolution import widens
-from vt_dagster.topology.column_renames import earlier_names, was
-from vt_dagster.topology.schema import differences
+from vt_dagster.topology.schema import differences, earlier_names, was
 
 _LONGEST = 1 << 20
 """Number of characters read of a first line of JSON."""

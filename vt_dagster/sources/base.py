@@ -15,8 +15,8 @@ from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.storage.schema_evolution import by_newest_names
-from vt_dagster.topology.column_renames import named, was
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import named, was
 
 End: TypeAlias = dict[str, Offsets] | str
 """The end of a source: offsets by partition, or the last name."""

@@ -15,7 +15,7 @@ from vt_dagster.sources.consumed_files import FileInfo
 from vt_dagster.sources.nested_values import read_row
 from vt_dagster.sources.text_lines import LINE_OPTIONS, first_lines
 from vt_dagster.sources.value_reader import Reading, of_text
-from vt_dagster.topology.column_renames import earlier_names
+from vt_dagster.topology.schema import earlier_names
 
 _CORRUPT = "_corrupt"
 _LONGEST = 1 << 20

@@ -32,8 +32,8 @@ from vt_dagster.storage.shape_check import shape_of
 from vt_dagster.storage.shared_paths import require_seen
 from vt_dagster.storage.spark_reader import AssetReader
 from vt_dagster.storage.view import Base
-from vt_dagster.topology.column_renames import noted
 from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.schema import noted
 
 __all__ = ["AssetStore", "shape_of", "stores_of"]
 

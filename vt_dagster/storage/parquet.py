@@ -47,8 +47,7 @@ from vt_dagster.storage.file_integrity import require_files, require_rows, requi
 from vt_dagster.storage.schema_evolution import by_newest_names, evolved, without_earlier_names
 from vt_dagster.storage.schema_transaction import commit_with_columns
 from vt_dagster.storage.shared_paths import address, require_seen
-from vt_dagster.topology.column_renames import noted
-from vt_dagster.topology.schema import nullable
+from vt_dagster.topology.schema import noted, nullable
 
 _REFUSALS = (
     "Permission denied",

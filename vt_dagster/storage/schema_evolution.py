@@ -41,9 +41,8 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import OLD
 from vt_dagster.errors import StorageError
-from vt_dagster.topology.column_renames import Names, earlier_names, named, was
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.schema import same
+from vt_dagster.topology.schema import Names, earlier_names, named, same, was
 
 _WHOLE: tuple[type[DataType], ...] = (ByteType, ShortType, IntegerType, LongType)
 _FOLLOWED = (

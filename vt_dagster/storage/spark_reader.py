@@ -35,9 +35,9 @@ from vt_dagster.storage.schema_evolution import Evolution, kept_by_newest_names
 from vt_dagster.storage.shape_check import columns_of, require_shape, shape_of
 from vt_dagster.storage.shared_paths import address
 from vt_dagster.storage.view import Base, View
-from vt_dagster.topology.asset_names import require_path
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.node import require_path
 
 
 class AssetReader:

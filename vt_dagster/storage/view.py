@@ -25,9 +25,9 @@ from vt_dagster.storage.delta import current
 from vt_dagster.storage.log_truncation import base_of, base_path, misses_truncated, require_history
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.view_segments import plan, segment_of
-from vt_dagster.topology.column_renames import with_all_names
 from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import with_all_names
 
 EACH_RUN = 100_000
 """A view of at most this many rows is updated by each run: the cost is negligible."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.asset_names import require_name
 from vt_dagster.topology.durations import check_duration, spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.node import require_name
 from vt_dagster.topology.operators.base import need_each_record
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At, check_match
 from vt_dagster.topology.schema import same_types

@@ -1,45 +1,563 @@
-"""Streams and tables as typed values.
+"""Streams and tables as typed values, with the methods that make operators.
 
 A topology consists of :class:`Stream`, :class:`Table` and :class:`VersionedTable` values. Each is
 checked on construction: whatever Kafka Streams refuses when it builds a topology raises
 :class:`TopologyError` when definitions load, before any run. Nothing in this module starts Spark.
+
+The results of ``group_by`` and ``windowed_by``, whose methods make aggregates.
+
+The join methods of a stream: with a table, or with another stream within a time window.
+
+``Stream`` and ``Table`` inherit them and are defined later, so they are type variables there.
+
+Changes settings of a declared stream or table, for what-if runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
-from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration, check_duration
-from vt_dagster.topology.grouping import GroupedStream, GroupedTable
+from vt_dagster.errors import ContractError, TopologyError
+from vt_dagster.topology.durations import Duration, check_duration, parse_length
 from vt_dagster.topology.node import Node, Source, topological
 from vt_dagster.topology.operators import (
+    Aggregator,
+    CorrectedJoin,
+    CorrectedStreamJoin,
     Emit,
     Filter,
     FlatMapValues,
     ForeignKeyJoin,
     HistoryJoin,
+    JoinKind,
     MapValues,
     Materialized,
     Merge,
+    Row,
     SelectKey,
+    StreamAggregate,
+    StreamStreamJoin,
+    StreamTableJoin,
     Suppress,
+    TableAggregate,
     TableTableJoin,
     ToStream,
     ToTable,
     UntilTimeLimit,
     UntilWindowCloses,
+    WindowedAggregate,
 )
-from vt_dagster.topology.stream_joins import StreamJoins
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At
 from vt_dagster.topology.table_options import (
     check_deletions,
     check_join,
     check_versions,
     has_partial_updates,
 )
+from vt_dagster.topology.windows import Window
+
+# Grouping
+
+
+N = TypeVar("N", bound=Node)
+"""``Table``, which is defined later."""
+
+
+@dataclass(frozen=True)
+class GroupedTable(Generic[N]):
+    """A table grouped by another key; see :class:`vt_dagster.topology.operators.TableAggregate`."""
+
+    table: Node
+    key: tuple[str, ...]
+    partitions: int | None = None
+    partition_by: str | None = None
+
+    def aggregate(
+        self,
+        aggregates: Mapping[str, str] | Aggregator,
+        *,
+        name: str,
+        select: Sequence[str] = ("*",),
+        materialized: Materialized | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> N:
+        """Makes a table with one row per group.
+
+        Args:
+            aggregates: ``{"aircraft": "count(*)", "seats": "sum(seats)"}``: count, sum and avg over
+                SQL expressions; or an :class:`Aggregator`.
+            select: the columns passed to an Aggregator.
+            emit: ``every_update``, in order of the records, like Kafka Streams without a cache; or
+                ``per_run``: only the last update of each group in a run, like Kafka Streams with a
+                cache. Both sum floating-point numbers in order of the records, at the cost of a sort by
+                group, so that the final bits are equal. Integers and decimals are exact in any order:
+                with ``per_run`` they use a hash aggregate.
+        """
+        chosen = aggregates if isinstance(aggregates, Aggregator) else tuple(aggregates.items())
+        return TableAggregate(
+            self.table,
+            name,
+            materialized,
+            group_key=self.key,
+            aggregates=chosen,
+            select=tuple(select),
+            emit=emit,
+            partitions=self.partitions,
+            partition_by=self.partition_by,
+        ).result(**shown)
+
+    def count(self, *, name: str, column: str = "count", **more: Any) -> N:
+        """Counts the rows of each group."""
+        return self.aggregate({column: "count(*)"}, name=name, **more)
+
+    def sum(self, expression: str, *, name: str, column: str = "sum", **more: Any) -> N:
+        """Sums an expression over the rows of each group; null adds nothing."""
+        return self.aggregate({column: f"sum({expression})"}, name=name, **more)
+
+    def reduce(
+        self,
+        adder: Callable[[Row, Row], Row],
+        subtractor: Callable[[Row, Row], Row],
+        *,
+        name: str,
+        **more: Any,
+    ) -> N:
+        """Combines the rows of each group with functions ``(row, aggregate) -> aggregate``."""
+        return self.aggregate(Aggregator(adder, subtractor), name=name, **more)
+
+
+@dataclass(frozen=True)
+class GroupedStream(Generic[N]):
+    """A stream grouped by a key, to aggregate with or without windows."""
+
+    stream: Node
+    key: tuple[str, ...]
+    partitions: int | None = None
+    partition_by: str | None = None
+
+    def windowed_by(self, window: Window) -> WindowedStream[N]:
+        """Groups the records of each key by tumbling, hopping, session or sliding windows."""
+        return WindowedStream(self, window)
+
+    def aggregate(
+        self,
+        aggregates: Mapping[str, str],
+        *,
+        name: str,
+        materialized: Materialized | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> N:
+        """Makes a table with one row per key; see ``StreamAggregate``.
+
+        Args:
+            aggregates: ``{"orders": "count(*)", "amount": "sum(amount)"}``: count, sum, min, max and
+                avg over SQL expressions.
+        """
+        return StreamAggregate(
+            self.stream,
+            name,
+            materialized,
+            aggregates=tuple(aggregates.items()),
+            group_key=self.key,
+            emit=emit,
+            partitions=self.partitions,
+            partition_by=self.partition_by,
+        ).result(**shown)
+
+    def count(self, *, name: str, column: str = "count", **more: Any) -> N:
+        """Counts the records of each key."""
+        return self.aggregate({column: "count(*)"}, name=name, **more)
+
+
+@dataclass(frozen=True)
+class WindowedStream(Generic[N]):
+    """A stream grouped by key and window; see ``WindowedAggregate``."""
+
+    grouped: GroupedStream[N]
+    window: Window
+
+    def aggregate(
+        self,
+        aggregates: Mapping[str, str],
+        *,
+        name: str,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> N:
+        """Makes a table with one row per key and window.
+
+        Args:
+            aggregates: ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``: count, sum,
+                min, max and avg over SQL expressions.
+        """
+        grouped = self.grouped
+        return WindowedAggregate(
+            grouped.stream,
+            name,
+            window=self.window,
+            aggregates=tuple(aggregates.items()),
+            group_key=grouped.key,
+            emit=emit,
+            partitions=grouped.partitions,
+            partition_by=grouped.partition_by,
+        ).result(**shown)
+
+    def count(self, *, name: str, column: str = "count", **more: Any) -> N:
+        """Counts the records of each key and window."""
+        return self.aggregate({column: "count(*)"}, name=name, **more)
+
+
+# Stream joins
+
+
+S = TypeVar("S")
+"""``Stream``."""
+T = TypeVar("T")
+"""``Table``."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The time settings of a stream-stream join."""
+
+    within: Duration | None
+    before: Duration | None
+    after: Duration | None
+    grace: Duration | None
+
+    def ends(self, name: str) -> tuple[Duration, Duration, Duration]:
+        """Returns before, after and grace."""
+        if self.within is None and self.before is None and self.after is None:
+            raise TopologyError(
+                f"{name}: a join of two streams needs a time window, got none: set "
+                "within=timedelta(hours=1), or before and after"
+            )
+        nothing = timedelta(0) if self.within is None else self.within
+        before = nothing if self.before is None else self.before
+        after = nothing if self.after is None else self.after
+        return before, after, timedelta(0) if self.grace is None else self.grace
+
+    def refuse_beside_table(self, name: str, table: Node) -> None:
+        """Raises TopologyError if any is set for a join with a table."""
+        given = [what for what, value in vars(self).items() if value is not None]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is only for a join of two streams, but {table.name!r} "
+                f"is a {type(table).__name__}: remove it, or use grace_period to wait for table records"
+            )
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """The settings of a corrected join."""
+
+    corrected_for: Duration | None = None
+    key: str | Sequence[str] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.key,) if isinstance(self.key, str) else tuple(self.key)
+
+    def refuse(self, name: str, where: str) -> None:
+        """Raises TopologyError if any is set for another kind of join."""
+        given = [what for what, value in vars(self).items() if value not in (None, ())]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is only for a corrected join with a versioned table, "
+                f"not for {where}: remove it, or set corrected_for=timedelta(days=7)"
+            )
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The settings by which a stream-table join chooses versions."""
+
+    as_known: AsKnown
+    max_age: timedelta | None
+    at: At
+
+    def refuse(self, name: str, where: str) -> None:
+        """Raises TopologyError if any is set for another kind of join."""
+        given = [what for what, value in vars(self).items() if value != getattr(_KAFKAS, what)]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is only for a join of a stream with a versioned table, "
+                f"not for {where}: remove it"
+            )
+
+
+_KAFKAS = _Match("now", None, "at_or_before")
+
+
+class StreamJoins(Generic[S, T]):
+    """The joins of a stream."""
+
+    name: str
+
+    @overload
+    def join(
+        self,
+        other: T,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def join(
+        self,
+        other: T,
+        *,
+        name: str,
+        corrected_for: timedelta,
+        key: str | Sequence[str] = (),
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
+    @overload
+    def join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    def join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        corrected_for: Duration | None = None,
+        key: str | Sequence[str] = (),
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S | T:
+        """Inner join with a table as of each record's timestamp, see ``StreamTableJoin``; or with a
+        stream within a time window, see ``StreamStreamJoin``. With ``corrected_for`` late matches
+        correct the result, which is a table: see ``CorrectedJoin`` and ``CorrectedStreamJoin``.
+
+        Args:
+            grace_period: join with a table: how long a record waits for table records.
+            corrected_for: join with a versioned table: how long late table records correct the result;
+                left or outer join with a stream: how late a match may be and still retract the
+                unmatched row.
+            key: corrected join with a table: columns that identify a record; none: its partition and
+                offset.
+            as_known: join with a versioned table: which versions can match: now, when_recorded, or a
+                duration: those recorded no later than that after the record's timestamp.
+            max_age: join with a versioned table: how long before the record a version may start
+                (inclusive).
+            at: join with a versioned table: match versions that start at_or_before or before the
+                record's timestamp.
+            within: join with a stream: how far before and after a record its matches may lie.
+            before, after: join with a stream: as ``within``, for one direction; may be negative.
+                Default: ``within``, else 0.
+            grace: join with a stream: how late a record may be and still find every match; default 0.
+            shown: description, group, owners and key_prefix of the result.
+        """
+        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        told = about, _Promise(corrected_for, key), match
+        made = self._joined("inner", other, name, tuple(select), grace_period, *told)
+        return made.result(**shown)
+
+    @overload
+    def left_join(
+        self,
+        other: T,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def left_join(
+        self,
+        other: T,
+        *,
+        name: str,
+        corrected_for: timedelta,
+        key: str | Sequence[str] = (),
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
+    @overload
+    def left_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def left_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        corrected_for: Duration,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
+    def left_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        corrected_for: Duration | None = None,
+        key: str | Sequence[str] = (),
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S | T:
+        """Left join with a table or a stream; see :meth:`join`."""
+        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        told = about, _Promise(corrected_for, key), match
+        made = self._joined("left", other, name, tuple(select), grace_period, *told)
+        return made.result(**shown)
+
+    @overload
+    def outer_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def outer_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        corrected_for: Duration,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
+    def outer_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        corrected_for: Duration | None = None,
+        **shown: Any,
+    ) -> S | T:
+        """Outer join with a stream; see :meth:`join`."""
+        about, promise = _Window(within, before, after, grace), _Promise(corrected_for)
+        made = self._joined("outer", other, name, tuple(select), None, about, promise)
+        return made.result(**shown)
+
+    def _joined(
+        self,
+        kind: JoinKind,
+        other: Any,
+        name: str,
+        select: tuple[str, ...],
+        grace_period: Duration | None,
+        about: _Window,
+        promise: _Promise = _Promise(),
+        match: _Match = _KAFKAS,
+    ) -> StreamTableJoin | StreamStreamJoin:
+        if not isinstance(other, Node):
+            raise TopologyError(
+                f"{name}: expected a stream or a table to join {self.name!r} with, got {other!r}"
+            )
+        if other.is_table:
+            about.refuse_beside_table(name, other)
+            if promise.corrected_for is not None:
+                match.refuse(name, "a corrected join, which follows all versions")
+                told = {"corrected_for": promise.corrected_for, "key": promise.names}
+                return CorrectedJoin(self, other, kind, name, select, grace_period, **told)
+            promise.refuse(name, "a join without corrected_for")
+            return StreamTableJoin(self, other, kind, name, select, grace_period, **vars(match))
+        match.refuse(name, f"a join with {other.name!r}, a stream")
+        if grace_period is not None:
+            raise TopologyError(
+                f"{name}: grace_period is only for joins with a table, but {other.name!r} is a stream: "
+                "remove it, and set grace, the allowed lateness of both streams"
+            )
+        if promise.corrected_for is None:
+            promise.refuse(name, f"a join with {other.name!r}, a stream")
+            return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))
+        if promise.names:
+            raise TopologyError(
+                f"{name}: key= is only for joins with a table, but {other.name!r} is a stream; "
+                "stream-stream rows are keyed by the positions of both records: remove key="
+            )
+        return CorrectedStreamJoin(
+            self, other, kind, name, select, *about.ends(name), promise.corrected_for
+        )
+
+
+# Model
+
 
 History: TypeAlias = Literal["latest", "complete"]
 """Which rows of two tables are joined: the latest, or all versions, see ``HistoryJoin``."""
@@ -399,3 +917,75 @@ __all__ = [
     "replace",
     "topological",
 ]
+
+
+# Node settings
+
+
+_SHOWN = ("description", "group", "owners", "key_prefix")
+_FIXED = frozenset(
+    {"name", "schema", "operator", "contract", "inputs", "left", "right", "source", "sources"}
+)
+
+
+def with_settings(node: Stream, settings: Mapping[str, str]) -> Stream:
+    """Returns a copy of a stream or table with changed settings of its own or of its operator.
+
+    Args:
+        settings: values by name, or by path for nested settings, ``window.grace``. Values are texts:
+            durations like ``2h``, JSON, or plain text.
+
+    Raises:
+        TopologyError: an unknown setting, or an invalid value.
+    """
+    for name, text in settings.items():
+        first = name.partition(".")[0]
+        operator: Any = node.operator
+        if operator is not None and first in settable(operator):
+            shown: dict[str, Any] = {one: getattr(node, one) for one in _SHOWN}
+            if isinstance(node, Table):
+                shown["freshness"] = node.freshness
+            node = _set(node.name, operator, name, text).result(**shown)
+        elif operator is None and first in settable(node):
+            node = _set(node.name, node, name, text)
+        else:
+            there = settable(node if operator is None else operator)
+            raise TopologyError(f"{node.name}: expected one of the settings {there}, got {name!r}")
+    return node
+
+
+def settable(owner: Any) -> list[str]:
+    """Returns the names of the settings of an operator or a source asset."""
+    return sorted(f.name for f in fields(owner) if f.name not in _FIXED)
+
+
+def _set(asset: str, owner: Any, name: str, text: str) -> Any:
+    first, _, rest = name.partition(".")
+    there = settable(owner)
+    if first not in there:
+        raise TopologyError(f"{asset}: expected one of the settings {there}, got {first!r}")
+    value = getattr(owner, first)
+    if rest:
+        if not is_dataclass(value):
+            raise TopologyError(
+                f"{asset}: expected a setting with nested settings, got {name!r} of {value!r}"
+            )
+        return replace(owner, **{first: _set(asset, value, rest, text)})
+    return replace(owner, **{first: _value(value, text)})
+
+
+def _value(now: Any, text: str) -> Any:
+    """Parses a text as the type of the current value; without one, by its form."""
+    if isinstance(now, str):
+        return text
+    if now is None or isinstance(now, timedelta):
+        try:
+            return parse_length(text)
+        except ContractError:
+            if now is not None:
+                raise
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return tuple(found) if isinstance(found, list) else found  # pyright: ignore

@@ -9,8 +9,8 @@ from pyspark.sql.types import StructField, TimestampType
 
 from vt_dagster.columns import WINDOW_END, WINDOW_START
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.accumulators import Aggregates
-from vt_dagster.topology.operators.aggregate import Aggregate
+from vt_dagster.topology.expressions import Aggregates
+from vt_dagster.topology.operators.aggregates import Aggregate
 from vt_dagster.topology.operators.base import check_emit
 from vt_dagster.topology.windows import Window
 

@@ -1,0 +1,234 @@
+"""Aggregates without windows, and the base of all aggregates.
+
+Base of the aggregates: a group key, and a result with that key.
+
+aggregate of a stream without windows: one row per key over all its records.
+
+aggregate of a table: its current rows, grouped by another key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql.types import StructField, StructType
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.expressions import Aggregates, Selection
+from vt_dagster.topology.node import Emit
+from vt_dagster.topology.operators.base import (
+    Materialized,
+    OneInput,
+    check_emit,
+    check_not_time,
+    make_table,
+    need_each_record,
+    need_table,
+)
+from vt_dagster.topology.schema import as_struct
+
+# Aggregate
+
+
+@dataclass(frozen=True)
+class Aggregate(OneInput, ABC):
+    """Aggregates rows by a key, which may differ from the input's key.
+
+    Args:
+        group_key: key columns as ``column`` or ``expression as name``.
+        partitions: number of partitions of a result with a new key; None = that of the input.
+        partition_by: SQL expression for the partition of a result with a new key; None = hash of
+            the key.
+    """
+
+    group_key: tuple[str, ...] = field(default=(), kw_only=True)
+    emit: Emit = field(default="every_update", kw_only=True)
+    partitions: int | None = field(default=None, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
+
+    @property
+    def partitioning(self) -> tuple[Any, ...] | None:
+        return None if self.group_key else super().partitioning
+
+    def keys(self) -> Selection:
+        """The key columns, without ``window_start`` and ``window_end``."""
+        fields = tuple(self.source.schema.fields)
+        chosen = self.group_key or tuple(self.source.key)
+        return Selection(self.name, self.source.name, fields, chosen)
+
+    def _grouped(
+        self,
+        keys: Sequence[StructField],
+        values: Sequence[StructField],
+        materialized: Materialized | None,
+        shown: dict[str, Any],
+    ) -> Any:
+        check_not_time(self.name, [f.name for f in values])
+        about: dict[str, Any] = {"key": [k.name for k in keys]}
+        if self.group_key:
+            about["partitions"] = self.partitions or self.source.partitions
+            about["partition_by"] = self.partition_by
+        schema = StructType([*keys, *values])
+        return make_table(self, self.source, schema, materialized, shown, **about)
+
+    def _lineage(self, aggregates: tuple[tuple[str, str], ...]) -> dict[str, list[tuple[str, str]]]:
+        keys = self.keys()
+        return keys.lineage() | {c: keys.mentioned(e) for c, e in aggregates}
+
+
+# Stream aggregate
+
+
+@dataclass(frozen=True)
+class StreamAggregate(Aggregate):
+    """Aggregates all records of a stream by key, like Kafka Streams' ``groupByKey().aggregate()``.
+
+    Each record emits one result with the largest timestamp of its group so far. Late: aggregated like
+    any other record. Null key: dropped and counted; after a change of key (``group_by`` with columns,
+    ``select_key``) dropped without being counted, as in Kafka Streams' repartitioning. Tombstone:
+    dropped and counted.
+
+    Args:
+        group_key: empty = the stream's key.
+        aggregates: (name, SQL aggregate) pairs; count, sum, min, max or avg.
+        materialized: None: a plain table; with a history retention: a versioned table.
+    """
+
+    called = ("aggregate",)
+
+    aggregates: tuple[tuple[str, str], ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.source.is_table:
+            raise TopologyError(
+                f"{self.name}: expected a stream, got the table {self.source.name!r}, whose old rows "
+                "must be subtracted; use its group_by(...).aggregate(...)"
+            )
+        check_emit(self.name, self.emit)
+        self.parsed()
+        self.keys()
+
+    @property
+    def rekeyed(self) -> bool:
+        return bool(self.group_key) or self.source.rekeyed
+
+    def parsed(self) -> Aggregates:
+        """The aggregates, parsed."""
+        return Aggregates(self.name, self.aggregates)
+
+    def result(self, **shown: Any) -> Any:
+        values = self.parsed().fields(self.source.schema)
+        return self._grouped(self.keys().fields_of_result(), values, self.materialized, shown)
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        return self._lineage(self.aggregates)
+
+    def describe(self) -> str:
+        what = ", ".join(e for _, e in self.aggregates)
+        return f"{self.source.name} by {', '.join(self.group_key or self.source.key)}: {what}."
+
+
+# Table aggregate
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """A user-defined aggregation in Python, called once for each added or subtracted row.
+
+    Rows and aggregates are dicts. It runs in Spark's Python workers over sorted batches, with the
+    aggregate of one group in memory.
+
+    Args:
+        adder: ``(row, aggregate) -> aggregate``, for a new row.
+        subtractor: ``(row, aggregate) -> aggregate``, for a row that is replaced or deleted.
+        initializer: returns the aggregate of an empty group; None: the first row is the aggregate
+            (Kafka's ``reduce``).
+        schema: columns of the aggregate, a StructType; None: those of the row (``reduce``).
+    """
+
+    adder: Callable[[Row, Row], Row]
+    subtractor: Callable[[Row, Row], Row]
+    initializer: Callable[[], Row] | None = None
+    schema: Any = None
+
+
+@dataclass(frozen=True)
+class TableAggregate(Aggregate):
+    """Aggregates a table's current rows by another key (KIP-914).
+
+    A change subtracts the old row from its group and adds the new row to its group. Timestamps of a
+    group's results never decrease; an empty group keeps its row.
+
+    Late: an out-of-order change of a versioned table is ignored and not counted; a versioned result
+    refuses records older than its history retention. Null key: a table has none; a row with a null in
+    its group key belongs to no group. Tombstone: subtracts the old row from its group; without an old
+    row it is ignored.
+
+    Args:
+        group_key: new key columns; a row with a null in any of them belongs to no group.
+        select: the columns passed to an :class:`Aggregator`.
+        aggregates: (name, SQL aggregate) pairs, count, sum or avg; or an Aggregator.
+    """
+
+    called = ("aggregate",)
+
+    aggregates: tuple[tuple[str, str], ...] | Aggregator = field(kw_only=True)
+    select: tuple[str, ...] = field(default=("*",), kw_only=True)
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "group_by", self.source)
+        need_each_record(self.name, "group_by", self.source)
+        check_emit(self.name, self.emit)
+        if not self.group_key:
+            raise TopologyError(
+                f"{self.name}: group_by needs the columns or expressions of the new key, for example "
+                f"group_by({self.source.value_columns[0] if self.source.value_columns else 'x'!r})"
+            )
+        if isinstance(self.aggregates, Aggregator):
+            self.selection()
+        elif not self.parsed().invertible:
+            raise TopologyError(
+                f"{self.name}: min and max cannot subtract a replaced row; aggregate a table with "
+                "count, sum and avg, or write an Aggregator"
+            )
+        self.keys()
+
+    def selection(self) -> Selection:
+        """The columns passed to an Aggregator."""
+        return Selection(self.name, self.source.name, tuple(self.source.schema.fields), self.select)
+
+    def parsed(self) -> Aggregates:
+        """The aggregates, parsed."""
+        assert not isinstance(self.aggregates, Aggregator)
+        return Aggregates(self.name, self.aggregates)
+
+    def result(self, **shown: Any) -> Any:
+        keys = self.keys().fields_of_result()
+        if not isinstance(self.aggregates, Aggregator):
+            values = self.parsed().fields(self.source.schema)
+        elif self.aggregates.schema is None:
+            names = {k.name for k in keys}
+            values = [f for f in self.selection().fields_of_result() if f.name not in names]
+        else:
+            values = list(as_struct(self.aggregates.schema, self.name).fields)
+        return self._grouped(keys, values, self.materialized, shown)
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        if not isinstance(self.aggregates, Aggregator):
+            return self._lineage(self.aggregates)
+        every = [(self.source.name, c) for c, _ in self.selection().columns]
+        return self.keys().lineage() | dict.fromkeys(self.result().value_columns, every)
+
+    def describe(self) -> str:
+        what = (
+            "an aggregator"
+            if isinstance(self.aggregates, Aggregator)
+            else ", ".join(e for _, e in self.aggregates)
+        )
+        return f"{self.source.name} by {', '.join(self.group_key)}: {what}."

@@ -1,0 +1,244 @@
+"""Joins of two tables: by key, by foreign key, and over their histories.
+
+Table-table join: the current rows of two tables with the same key.
+
+Foreign-key join: each row of a table joined with the row of another table that it references.
+
+History join: two versioned tables with the same key, joined over their whole histories.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from pyspark.sql.types import StructField, StructType
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.durations import Duration, pairs
+from vt_dagster.topology.expressions import Selection
+from vt_dagster.topology.node import Emit
+from vt_dagster.topology.operators.base import (
+    Join,
+    Materialized,
+    check_emit,
+    check_keys,
+    check_kind,
+    make_table,
+    need_each_record,
+    need_table,
+)
+from vt_dagster.topology.schema import same_types
+
+# Table table join
+
+
+@dataclass(frozen=True)
+class TableTableJoin(Join):
+    """Joins the current rows of two tables with the same key, again at each change (KIP-914).
+
+    The result's timestamp is the larger of those of the change and of the other side's row.
+
+    Late: a change that is out of order for its key in a versioned side is dropped and counted; a
+    versioned result refuses records older than its history retention. Null key: a table has none.
+    Tombstone: emits a tombstone if the kind of join needs the deleted side, again for each repeated
+    tombstone; emits nothing if neither side has or had a row.
+
+    Args:
+        kind: ``inner``, ``left`` or ``outer``.
+        materialized: None: a plain table; with a history retention: a versioned table.
+        monotone_timestamps: True: timestamps of a key's results never decrease, tombstones included;
+            False: the timestamps of Kafka Streams; None: True if both sides are versioned.
+        emit: ``every_update``, or ``per_run``: only the last update of each key in a run.
+    """
+
+    called = ("table_join",)
+
+    materialized: Materialized | None = None
+    monotone_timestamps: bool | None = None
+    emit: Emit = "every_update"
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "the left side of a table-table join", self.left)
+        need_table(self.name, "the right side of a table-table join", self.right)
+        check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
+        need_each_record(self.name, "a table-table join", self.left)
+        need_each_record(self.name, "a table-table join", self.right)
+        check_emit(self.name, self.emit)
+        object.__setattr__(self, "select", tuple(self.select))
+        check_keys(self.name, self.left, self.right)
+        self.projection()
+
+    @property
+    def monotone(self) -> bool:
+        """Whether timestamps of a key's results never decrease."""
+        if self.monotone_timestamps is None:
+            return self.left.versioned and self.right.versioned
+        return self.monotone_timestamps
+
+    @property
+    def partitioning(self) -> tuple[Any, ...] | None:
+        return self.left.partitioning if self.copartitioned else None
+
+    def result(self, **shown: Any) -> Any:
+        fields = self.projection().fields()
+        if self.kind == "outer":
+            fields = [StructField(f.name, f.dataType, True) for f in fields]
+        return self.made(StructType(fields), shown)
+
+    def made(self, schema: StructType, shown: dict[str, Any]) -> Any:
+        """Makes the result table."""
+        return make_table(self, self.left, schema, self.materialized, shown)
+
+    def describe(self) -> str:
+        return (
+            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), joined again "
+            "at each change of either side."
+        )
+
+
+# Foreign key join
+
+
+_SIDE = re.compile(r"(?<![\w.`])(left|right)\s*\.", re.IGNORECASE)
+_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+@dataclass(frozen=True)
+class ForeignKeyJoin(TableTableJoin):
+    """Each row of a table joined with the row of another table that it references (KIP-914, KIP-213).
+
+    Changes of both sides trigger: a change of a right row emits one result for each left row that
+    references it. The result has the left key.
+
+    Late: a change that is out of order for its key in a versioned side is dropped and counted. Null
+    key: a table has none; a left row without a foreign key emits nothing (inner; dropped and counted if
+    it had none before either) or is kept unmatched (left). Tombstone: on the left, a tombstone
+    if there was a row (inner: with a foreign key); on the right, for each row that references it, a
+    tombstone (inner) or the unmatched row (left), again for each repeated tombstone.
+
+    Args:
+        kind: ``inner`` or ``left``.
+        foreign_key: SQL expressions over the left columns, one per column of the right key. A row with
+            a null in any of them references nothing.
+    """
+
+    foreign_key: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "the left side of a foreign-key join", self.left)
+        need_table(self.name, "the right side of a foreign-key join", self.right)
+        check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
+        need_each_record(self.name, "a foreign-key join", self.left)
+        need_each_record(self.name, "a foreign-key join", self.right)
+        check_emit(self.name, self.emit)
+        object.__setattr__(self, "select", tuple(self.select))
+        if len(self.foreign_key) != len(self.right.key):
+            raise TopologyError(
+                f"{self.name}: the foreign key {list(self.foreign_key)} must have one expression for "
+                f"each key column of {self.right.name!r}, which has {list(self.right.key)}"
+            )
+        own = Selection(self.name, self.left.name, tuple(self.left.schema.fields))
+        for expression in self.foreign_key:
+            own.check(expression)
+            side = _SIDE.search(_TEXT.sub("", expression))
+            if side and side[1].lower() not in map(str.lower, self.left.schema.names):
+                raise TopologyError(
+                    f"{self.name}: the foreign key {expression!r} names a side of the join, but can "
+                    f"only use columns of {self.left.name!r}; remove the prefix 'left.' or 'right.'"
+                )
+        types = [own.type_of(expression) for expression in self.foreign_key]
+        if not same_types(types, self.right.key_types):
+            theirs = [t.simpleString() for t in self.right.key_types]
+            raise TopologyError(
+                f"{self.name}: the foreign key {list(self.foreign_key)} has the types "
+                f"{[t.simpleString() for t in types]}, but the key of {self.right.name!r} has "
+                f"{theirs}; cast it, for example 'cast({self.foreign_key[0]} as {theirs[0]})'"
+            )
+        self.projection()
+
+    def describe(self) -> str:
+        by = ", ".join(self.foreign_key)
+        return f"{self.left.name}, each row with the row of {self.right.name} that {by} references."
+
+
+# History join
+
+
+@dataclass(frozen=True)
+class HistoryJoin(TableTableJoin):
+    """A temporal join of two versioned tables: the result's versions are the intersections of the
+    validity intervals of both sides.
+
+    A record of either side changes the table from its timestamp (inclusive) to the next version of its
+    key (exclusive). The result is recomputed at each start of a version of either side in that
+    interval. Unlike Kafka Streams' table-table join, the final versions depend neither on the order of
+    arrival nor on how arrivals are split into runs. A run emits each version once.
+
+    Late: an out-of-order record is processed like any other; the result refuses versions older than its
+    history retention, in the stream time of both sides together. Null key: a table has none. Tombstone:
+    ends the version of its side; the result has a tombstone from then on if the kind of join needs that
+    side.
+
+    Args:
+        kind: ``inner``, ``left`` or ``outer``.
+        materialized: None: the shorter history retention of the two sides.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for side in self.inputs:
+            if not side.versioned:
+                raise TopologyError(
+                    f"{self.name}: history='complete' needs two versioned tables, but {side.name!r} "
+                    "keeps only its latest rows; declare it as VersionedTable (for an operator's "
+                    "result: materialized=Materialized(history_retention=...)), or remove history"
+                )
+        if self.materialized is not None and self.materialized.history_retention is None:
+            raise TopologyError(
+                f"{self.name}: history='complete' needs a versioned result, got a Materialized without "
+                "history_retention; set Materialized(history_retention=...), or remove materialized"
+            )
+        self._check_length()
+        if self.monotone_timestamps:
+            raise TopologyError(
+                f"{self.name}: monotone_timestamps prevents results with earlier timestamps, but "
+                "history='complete' emits them for late records; remove one of the two settings"
+            )
+
+    def _check_length(self) -> None:
+        kept = None if self.materialized is None else self.materialized.history_retention
+        if kept is None:
+            return
+        for side in self.inputs:
+            for partition, (asked, there) in pairs(kept, side.retention):
+                if asked > there:
+                    raise TopologyError(
+                        f"{self.name}: expected a history_retention of at most {there}{partition}, "
+                        f"the history retention of {side.name!r}, got {asked}: older results would "
+                        f"need expired versions; shorten it, or lengthen that of {side.name!r}"
+                    )
+
+    @property
+    def monotone(self) -> bool:
+        return False
+
+    def made(self, schema: StructType, shown: dict[str, Any]) -> Any:
+        lengths = [side.history_retention for side in self.inputs]
+        return make_table(
+            self, self.left, schema, self.materialized, shown, inherited=_shorter(*lengths)
+        )
+
+    def describe(self) -> str:
+        return (
+            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), over their "
+            "whole histories."
+        )
+
+
+def _shorter(one: Duration, other: Duration) -> Duration:
+    if isinstance(one, timedelta) and isinstance(other, timedelta):
+        return min(one, other)
+    return one
