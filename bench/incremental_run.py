@@ -18,7 +18,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.log_snapshot import Head, Snapshot
+from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.topology.model import VersionedTable
 
 KEYS = 10_000

@@ -18,7 +18,7 @@ from vt_dagster import TopologyError, build_asset, build_freshness_check
 from vt_dagster.orchestration import freshness_check
 from vt_dagster.runs import audit
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.log_snapshot import Snapshot
+from vt_dagster.storage.spark_reader import Snapshot
 
 
 def at(text: str) -> Any:

@@ -19,7 +19,7 @@ from tests.market import Market, messages, run
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
-from vt_dagster.storage import commit_history
+from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc
 
 FAR, PAST = "9999-12-31T00:00:00Z", "0001-01-01T00:00:00Z"
@@ -115,7 +115,7 @@ def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> No
 
 def test_what_was_known_then(market: Market) -> None:
     """``q2`` came with the second run, and splits what was known of ``b``."""
-    first, second = commit_history.commits(str(market.warehouse / "prices"))
+    first, second = commit_log.commits(str(market.warehouse / "prices"))
     about = {"VT_DAGSTER_WAREHOUSE": str(market.warehouse), "COLUMNS": "300"}
 
     def told(command: str, *more: str) -> Result:

@@ -23,8 +23,7 @@ from vt_dagster import read
 from vt_dagster.conformance.scenario_topology import millis
 from vt_dagster.provenance.explain import Explainer
 from vt_dagster.provenance.explanation import Explanation
-from vt_dagster.storage.commit_history import commits
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.commit_log import Commit, commits
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SEEDS, WINDOWS, ROWS = (84, 98, 100, 114, 120, 260, 279), (1, 2), 60

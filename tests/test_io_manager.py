@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.market import QUIET, Market, materialized, messages, record, run
 from vt_dagster import SparkResource, build_asset, build_resources, ops
-from vt_dagster.storage import commit_history
+from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc
 
 
@@ -149,7 +149,7 @@ def test_a_partition_without_an_end(market: Market) -> None:
 
 def test_what_was_known_then(market: Market) -> None:
     """With Spark and without; and at the end of a day on which nothing was known yet."""
-    first, second = commit_history.commits(str(market.warehouse / "prices"))
+    first, second = commit_log.commits(str(market.warehouse / "prices"))
     got = dict[str, set[Any]]()
 
     def asking(name: str, kind: Any, known: int) -> Any:

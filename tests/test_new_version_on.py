@@ -47,9 +47,8 @@ from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.truncate_log import truncate_logs
-from vt_dagster.storage import view_segments
-from vt_dagster.storage.arrow_fold import fold
-from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage import view as view_module
+from vt_dagster.storage.arrow_reader import fold, look_up
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 
@@ -303,7 +302,7 @@ def test_every_reader_finds_the_same(
 ) -> None:
     """With Spark and without, of a view that is as far as its log and of one that is behind it, whose
     segments are read in part."""
-    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 20)
+    monkeypatch.setattr(view_module, "SEGMENT_ROWS", 20)
     random, arrived = Random(3), list[Change]()
     for n in range(40):
         arrived += some_changes(random, f"k{n:02}", random.randint(1, 10), 60)

@@ -24,7 +24,7 @@ from vt_dagster import (
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import parquet
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.shared_paths import address, unseen
+from vt_dagster.storage.delta import address, unseen
 
 
 def test_relative_paths_are_absolute_when_definitions_load(

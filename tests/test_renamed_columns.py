@@ -36,7 +36,7 @@ from vt_dagster.runs.run import Run, run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_history import commits
+from vt_dagster.storage.commit_log import commits
 from vt_dagster.storage.schema_evolution import evolve, kept_by_newest_names, require_said
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable

@@ -37,7 +37,7 @@ from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.scoped_settings import settings
-from vt_dagster.storage import schema_transaction, view
+from vt_dagster.storage import schema_evolution, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import UntilTimeLimit
@@ -365,7 +365,7 @@ def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:
     assert log.version() == 1
     assert log.to_pyarrow_dataset().count_rows() == 8
     with pytest.raises(FileExistsError):
-        schema_transaction.commit_with_columns(
+        schema_evolution.commit_with_columns(
             str(Path(live.warehouse, "orders", "log")),
             DeltaTable(log.table_uri, version=0),
             schema(BEFORE),

@@ -77,9 +77,9 @@ LATER = {
     "sources/text_lines.py: _decoder",
     "sources/text_lines.py: file_name",
     "storage/erase_files.py: condition",
-    "storage/offset_conditions.py: at_or_after",
-    "storage/offset_conditions.py: before",
-    "storage/view_segments.py: segment_of",
+    "storage/spark_reader.py: at_or_after",
+    "storage/spark_reader.py: before",
+    "storage/view.py: segment_of",
     "testing/versioned_store.py: _stream_time",
     "testing/versioned_store.py: get_each",
 }

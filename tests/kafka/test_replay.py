@@ -20,7 +20,7 @@ from vt_dagster.kafka import Raw
 from vt_dagster.runs.replay import compare, replay, swap
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_history import commits
+from vt_dagster.storage.commit_log import commits
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.columns import SEGMENT
 from vt_dagster.runs.audit import Finding, audit
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage import delta, parquet, view_segments
+from vt_dagster.storage import delta, parquet, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import UntilWindowCloses
@@ -24,7 +24,7 @@ from vt_dagster.topology.windows import TumblingWindow
 @pytest.fixture
 def three(tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Topology:
     """Rates after two runs in order, in segments of a few versions; a third one has landed."""
-    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 6)
+    monkeypatch.setattr(view, "SEGMENT_ROWS", 6)
     topology = Topology(tmp_path)
     topology.land("rates", "1.jsonl", [("a", i, i / 10) for i in range(20)])
     run(topology, topology.rates, spark)

@@ -14,7 +14,7 @@ from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.errors import ContractError, StorageError
 from vt_dagster.runs.audit import audit
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.offset_conditions import MANY, at_or_after
+from vt_dagster.storage.spark_reader import MANY, at_or_after
 from vt_dagster.topology.durations import length_at
 
 HOUR = timedelta(hours=1)

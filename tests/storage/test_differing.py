@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, write_deltalake
 
-from vt_dagster.storage import delta, log_diff
+from vt_dagster.storage import delta, stale_reads
 from vt_dagster.storage.arrow_reader import head_of, look_up
 from vt_dagster.storage.commit_log import Commit, Shape
 from vt_dagster.topology.durations import in_utc
@@ -69,7 +69,7 @@ def answer(warehouse: Path, name: str, moment: int) -> list[str]:
 
 def compared(warehouse: Path) -> Any:
     old, new = ((str(warehouse / name), *head_of(str(warehouse), name)) for name in ("old", "new"))
-    return log_diff.changed_answers(old, new, np.array(TIMES))
+    return stale_reads.changed_answers(old, new, np.array(TIMES))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -105,5 +105,5 @@ def test_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row = {"k": "a", "n": 1, "timestamp": START, "is_tombstone": False}
         write(tmp_path, name, [row], ["n"])
     assert compared(tmp_path).tolist() == [False] * len(TIMES)
-    monkeypatch.setattr(log_diff, "MOST", 1)
+    monkeypatch.setattr(stale_reads, "MOST", 1)
     assert compared(tmp_path) is None

@@ -35,8 +35,7 @@ from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage import delta, erase_files
 from vt_dagster.storage.arrow_reader import head_of, look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_history import commits
-from vt_dagster.storage.commit_log import Commit, Shape
+from vt_dagster.storage.commit_log import Commit, Shape, commits
 from vt_dagster.storage.erase_files import Key
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Table

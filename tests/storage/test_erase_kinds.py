@@ -24,7 +24,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_history import commits
+from vt_dagster.storage.commit_log import commits
 from vt_dagster.topology.durations import in_utc
 
 HOUR = 3_600_000_000

@@ -20,7 +20,7 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import delta, parquet, view, view_segments
+from vt_dagster.storage import delta, parquet, view
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Shape
 from vt_dagster.storage.maintenance import maintain
@@ -164,7 +164,7 @@ def test_any_tail_gives_what_the_whole_log_makes(
 ) -> None:
     """Out of order into any segment, replaced, deleted and expired, over several batches; as of times
     that need only a part of the history; with many rows and with few."""
-    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 6)
+    monkeypatch.setattr(view, "SEGMENT_ROWS", 6)
     monkeypatch.setattr(view, "SHARE", 10)
     dice = random.Random(20)
     topology = Topology(tmp_path)

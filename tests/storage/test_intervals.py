@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import view, view_segments
+from vt_dagster.storage import view
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.commit_log import Offsets, horizons
 from vt_dagster.storage.stale_reads import Position, Read, stale_reads
@@ -50,7 +50,7 @@ def test_random_arrivals(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Late, replaced, deleted, forgotten; in several partitions; with a view that is behind or not."""
-    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 5)
+    monkeypatch.setattr(view, "SEGMENT_ROWS", 5)
     monkeypatch.setattr(view, "EACH_RUN", 0)
     monkeypatch.setattr(view, "SHARE", 0.4)
     monkeypatch.setattr("vt_dagster.storage.stale_reads._ROWS", 4)

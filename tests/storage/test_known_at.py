@@ -28,7 +28,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import arrow_reader, commit_history, delta, view, view_segments
+from vt_dagster.storage import arrow_reader, commit_log, delta, view
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Shape
 from vt_dagster.storage.maintenance import forget_commits, maintain
@@ -261,7 +261,7 @@ def told(
     plain = plain_of(topology)
     then = list[tuple[int, list[Any]]]()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(view_segments, "SEGMENT_ROWS", 2)
+        patched.setattr(view, "SEGMENT_ROWS", 2)
         patched.setattr(view, "EACH_RUN", 0)
         patched.setattr(view, "SHARE", 0.5)
         for number, _ in enumerate(land_all(topology)):
@@ -330,12 +330,12 @@ def test_a_replay_keeps_the_times(
     DeltaTable(warehouse / "rates" / "log").create_checkpoint()
     forget_commits(str(warehouse / "rates" / "log"), timedelta(0))
     again = replay(str(warehouse), topology.rates, "again", spark)
-    assert [one.recorded_at for one in commit_history.commits(again.root)] == [t for t, _ in then]
+    assert [one.recorded_at for one in commit_log.commits(again.root)] == [t for t, _ in then]
     for recorded, answers in then:
         found = [answer(str(warehouse), "again", moment(recorded), **q) for q in questions("versioned")]
         assert [str(one).replace("again", "rates") for one in found] == [str(one) for one in answers]
     now = replay(str(warehouse), topology.rates, "now", spark, keep_recorded=False)
-    (commit,) = commit_history.commits(now.root)
+    (commit,) = commit_log.commits(now.root)
     assert commit.recorded_at > then[-1][0]
 
 
@@ -352,7 +352,7 @@ def test_spark_gives_the_same(
         topology = Topology(Path(shutil.copytree(topology.root, tmp_path / "copy")))
         DeltaTable(f"{topology.warehouse}/rates/log").create_checkpoint()
         maintain(topology.warehouse, "rates", spark, keep=timedelta(0))
-        assert len(list(commit_history.commits(f"{topology.warehouse}/rates"))) == 5
+        assert len(list(commit_log.commits(f"{topology.warehouse}/rates"))) == 5
         assert len(delta.versions(f"{topology.warehouse}/rates/log")) < 5
     store = topology.store("rates", spark)
     for recorded, answers in then:
@@ -375,7 +375,7 @@ def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> 
     for records in ([("a", 1, 1)], [("a", 2, 3), ("b", 1, 3)]):
         log.write_view(log.run(records))
     shutil.copytree(tmp_path / "made" / "t", tmp_path / "warehouse" / "rates")
-    first, second = commit_history.commits(f"{topology.warehouse}/rates")
+    first, second = commit_log.commits(f"{topology.warehouse}/rates")
     assert first.recorded_at <= second.recorded_at
     then = answers_of(topology)
     topology.land("rates", "1.jsonl", [("a", 9, 2), ("c", 1, 4)])
@@ -402,7 +402,7 @@ def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
         topology.run("rates", spark)
     topology.land("rates", "2.jsonl", [("a", 2, 2)])
     topology.run("rates", spark)
-    first, second = commit_history.commits(f"{topology.warehouse}/rates")
+    first, second = commit_log.commits(f"{topology.warehouse}/rates")
     assert (first.recorded_at, second.recorded_at) == (ahead // 1000, ahead // 1000 + 1)
 
 

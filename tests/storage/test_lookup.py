@@ -26,7 +26,7 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import view, view_segments
+from vt_dagster.storage import view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -53,7 +53,7 @@ def test_random_tables(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Out of order, replaced, deleted, expired; views that are behind, and some that are not."""
-    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 5)
+    monkeypatch.setattr(view, "SEGMENT_ROWS", 5)
     monkeypatch.setattr(view, "EACH_RUN", 0)
     monkeypatch.setattr(view, "SHARE", 0.4)
     dice = random.Random(seed)

@@ -16,17 +16,17 @@ from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.spark import small_run_settings
-from vt_dagster.storage import delta, parquet, view_segments
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage import view as view_module
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Checkpoint
-from vt_dagster.storage.view import Base
-from vt_dagster.storage.view_segments import Segments
+from vt_dagster.storage.view import Base, Segments
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """Segments of a few versions, as a table of many millions has them of many thousands."""
-    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 6)
+    monkeypatch.setattr(view_module, "SEGMENT_ROWS", 6)
     return 6
 
 

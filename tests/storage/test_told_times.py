@@ -27,10 +27,10 @@ from vt_dagster.runs import record_times
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import commit_history, delta
+from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream, VersionedTable
 
 HOUR = 3_600_000_000
@@ -76,7 +76,7 @@ def micros(known: datetime) -> int:
 def a_commit_a_time(warehouse: str, name: str, copy: str) -> None:
     """The rows of a log as runs that each recorded at one time would have left them."""
     log = vt_dagster.read(name, warehouse=warehouse, what="log")
-    last = list(commit_history.commits(f"{warehouse}/{name}"))[-1]
+    last = list(commit_log.commits(f"{warehouse}/{name}"))[-1]
     offsets, stream_time = dict[int, int](), dict[int, int]()
     for batch, known in enumerate(sorted({*log[RECORDED_AT].to_pylist()}), 1):
         rows = log.filter([row == known for row in log[RECORDED_AT].to_pylist()])
@@ -145,7 +145,7 @@ def both(
 
 def test_each_row_has_the_time_of_its_file(both: tuple[Any, Any, str, str]) -> None:
     *_, warehouse, _ = both
-    first, second = commit_history.commits(f"{warehouse}/rates")
+    first, second = commit_log.commits(f"{warehouse}/rates")
     assert [step.recorded_at for step in first.steps] == [at(0), at(4), at(8)]
     assert first.recorded_at == at(9)
     assert [step.recorded_at for step in second.steps] == [at(9, 1)]
@@ -163,7 +163,7 @@ def test_each_row_has_the_time_of_its_column(
     both: tuple[Any, Stream, str, str], spark: SparkSession
 ) -> None:
     _, orders, warehouse, _ = both
-    first, second = commit_history.commits(f"{warehouse}/orders")
+    first, second = commit_log.commits(f"{warehouse}/orders")
     assert [step.recorded_at for step in first.steps] == [at(h) for h in (2, 4, 5, 8, 10)]
     assert [step.next_offset for step in first.steps[:2]] == [{0: 1}, {0: 3}]
     assert (first.recorded_at, second.recorded_at) == (at(12), at(13))

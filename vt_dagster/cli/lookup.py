@@ -20,8 +20,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.arrow_reader import asset_names, look_up
-from vt_dagster.storage.value_texts import texts
+from vt_dagster.storage.arrow_reader import asset_names, look_up, texts
 
 Warehouse = Annotated[
     str,

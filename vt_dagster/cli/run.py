@@ -43,8 +43,8 @@ from vt_dagster.columns import (
     TIMESTAMP,
 )
 from vt_dagster.errors import DefinitionsError
+from vt_dagster.storage.arrow_reader import texts
 from vt_dagster.storage.read import read
-from vt_dagster.storage.value_texts import texts
 
 _OURS = {
     *(CAUSE, IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION),

@@ -24,8 +24,7 @@ from vt_dagster.provenance.explanation import Record, Rejected
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
 from vt_dagster.provenance.source_origins import rejected
 from vt_dagster.provenance.version_history import horizons_of
-from vt_dagster.storage.arrow_fold import fold, micros
-from vt_dagster.storage.arrow_reader import asset_names, head_of, of_key
+from vt_dagster.storage.arrow_reader import asset_names, fold, head_of, micros, of_key
 from vt_dagster.storage.commit_log import Commit
 
 LOOKUPS = 60

@@ -12,7 +12,7 @@ from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIM
 from vt_dagster.provenance.arrival_batches import split_ranges
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.log_reader import Condition, Log
-from vt_dagster.storage.arrow_fold import arrival_order, micros
+from vt_dagster.storage.arrow_reader import arrival_order, micros
 
 MOST = 200
 """Maximum number of records shown."""

@@ -28,8 +28,8 @@ from vt_dagster.orchestration.resources import (
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator
 from vt_dagster.sources.kafka_sink import KafkaSink
+from vt_dagster.storage.delta import address
 from vt_dagster.storage.maintenance import KEEP
-from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.model import Stream, topological
 
 

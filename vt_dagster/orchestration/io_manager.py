@@ -10,7 +10,7 @@ from vt_dagster.errors import ContractError, ExecutorError
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, warehouse_of
 from vt_dagster.storage.arrow_reader import head_of, look_up
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_history import left_out_by_clock
+from vt_dagster.storage.commit_log import left_out_by_clock
 from vt_dagster.storage.read import Into, as_frame
 from vt_dagster.storage.stale_reads import Read
 from vt_dagster.topology.durations import parse_time

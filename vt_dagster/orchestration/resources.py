@@ -20,7 +20,7 @@ from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import build_session, connect_settings, session_settings
 from vt_dagster.spark.session_requirements import lacking
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.shared_paths import address
+from vt_dagster.storage.delta import address
 from vt_dagster.topology.model import Stream
 
 PREFIX = "vt_dagster"

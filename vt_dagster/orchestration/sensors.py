@@ -16,7 +16,7 @@ from vt_dagster.runs.pin import source_of, start_waits
 from vt_dagster.sources.base import News, Watched
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
 
 _UNFINISHED = [

@@ -15,7 +15,7 @@ from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, table
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.training_set_run import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.shared_paths import address
+from vt_dagster.storage.delta import address
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Stream
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM
 from vt_dagster.provenance.key_codes import NONE, KeyCodes, plain
 from vt_dagster.provenance.log_reader import Log, both
-from vt_dagster.storage.arrow_fold import arrival_order, micros
+from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.commit_log import EVER, Commit, horizons
 
 NOTHING = -1

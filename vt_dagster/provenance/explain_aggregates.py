@@ -26,7 +26,7 @@ from vt_dagster.provenance.explain_request import (
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.expression_parser import Group, named, replaced_rows
 from vt_dagster.provenance.log_reader import Log, Place, as_micros
-from vt_dagster.storage.arrow_fold import values_by_partition
+from vt_dagster.storage.arrow_reader import values_by_partition
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 

@@ -13,7 +13,7 @@ import numpy as np
 from vt_dagster.columns import OFFSET, TIMESTAMP
 from vt_dagster.provenance.explanation import Candidate, Reasoning, Record
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros, at_time, both
-from vt_dagster.storage.arrow_fold import micros
+from vt_dagster.storage.arrow_reader import micros
 from vt_dagster.storage.commit_log import Commit, Offsets
 
 

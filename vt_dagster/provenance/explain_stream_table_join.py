@@ -15,8 +15,7 @@ from vt_dagster.provenance.expression_parser import length
 from vt_dagster.provenance.log_reader import Log, as_micros, as_time, at_time, both
 from vt_dagster.provenance.version_history import AROUND, History, Version, horizons_of
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_history import last_that
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.commit_log import Commit, last_that
 from vt_dagster.topology.durations import spoken
 
 

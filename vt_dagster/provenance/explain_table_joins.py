@@ -19,7 +19,7 @@ from vt_dagster.provenance.explain_request import (
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.expression_parser import evaluate, split, used
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros
-from vt_dagster.storage.value_texts import texts
+from vt_dagster.storage.arrow_reader import texts
 
 Key = tuple[Any, ...]
 """A foreign key; a key with a null component matches nothing."""

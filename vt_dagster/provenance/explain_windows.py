@@ -24,7 +24,7 @@ from vt_dagster.provenance.explain_request import Arrivals, Derivation, ExplainR
 from vt_dagster.provenance.explanation import Candidate, Reasoning, Record
 from vt_dagster.provenance.expression_parser import Group, named, split
 from vt_dagster.provenance.log_reader import Log, Place, as_micros, as_time, between, both
-from vt_dagster.storage.value_texts import as_key
+from vt_dagster.storage.arrow_reader import as_key
 
 _MILLISECOND = 1000
 Bounds = tuple[int, int]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from vt_dagster.columns import OLD
 from vt_dagster.provenance.log_reader import Condition, Log, both
-from vt_dagster.storage.value_texts import as_key
+from vt_dagster.storage.arrow_reader import as_key
 
 _ALIAS = re.compile(r"(?P<sql>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)", re.IGNORECASE | re.DOTALL)
 _WORD = re.compile(r"`([^`]+)`|(\w+)")

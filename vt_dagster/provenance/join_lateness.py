@@ -26,9 +26,8 @@ from vt_dagster.provenance.bulk_lookup import Match, Versions
 from vt_dagster.provenance.lateness_results import Choice, Delay
 from vt_dagster.provenance.log_reader import Log, both
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_fold import micros
-from vt_dagster.storage.commit_history import commits
-from vt_dagster.storage.commit_log import EVER, Commit
+from vt_dagster.storage.arrow_reader import micros
+from vt_dagster.storage.commit_log import EVER, Commit, commits
 from vt_dagster.topology.durations import printed
 
 _ONE = timedelta(microseconds=1)

@@ -25,14 +25,26 @@ from vt_dagster.columns import (
 )
 from vt_dagster.provenance.explanation import Record, Written
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_fold import micros, values_by_partition
-from vt_dagster.storage.arrow_reader import asset_names, columns_of, head_of, of_key, rows_of
-from vt_dagster.storage.arrow_renames import names_of
-from vt_dagster.storage.commit_history import known_at, last_that
-from vt_dagster.storage.commit_log import Commit, Offsets
-from vt_dagster.storage.file_offsets import file_at_or_after, file_before
+from vt_dagster.storage.arrow_reader import (
+    asset_names,
+    columns_of,
+    head_of,
+    micros,
+    names_of,
+    of_key,
+    rows_of,
+    texts,
+    values_by_partition,
+)
+from vt_dagster.storage.commit_log import (
+    Commit,
+    Offsets,
+    file_at_or_after,
+    file_before,
+    known_at,
+    last_that,
+)
 from vt_dagster.storage.log_truncation import base_of, base_path
-from vt_dagster.storage.value_texts import texts
 
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _OURS = (IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT)

@@ -14,7 +14,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.expression_parser import used
 from vt_dagster.provenance.log_reader import Condition, Log, as_time, both
-from vt_dagster.storage.arrow_fold import arrival_order, micros
+from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.topology.durations import parse_time
 
 _MOST_NAMED = 10

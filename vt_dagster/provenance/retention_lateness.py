@@ -21,8 +21,8 @@ from vt_dagster.provenance.lateness_results import Choice
 from vt_dagster.provenance.log_reader import Log, both
 from vt_dagster.provenance.source_origins import quarantine
 from vt_dagster.rules import LATE
-from vt_dagster.storage.arrow_fold import micros
-from vt_dagster.storage.commit_history import commits
+from vt_dagster.storage.arrow_reader import micros
+from vt_dagster.storage.commit_log import commits
 
 _ONE = timedelta(microseconds=1)
 _ALL = np.iinfo(np.int64).max

@@ -22,7 +22,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.provenance.explanation import Reasoning, Record
 from vt_dagster.provenance.log_reader import Condition, Log, Place, as_micros, as_time, both
-from vt_dagster.storage.arrow_fold import clip_at_valid_until, fold, micros, values_by_partition
+from vt_dagster.storage.arrow_reader import clip_at_valid_until, fold, micros, values_by_partition
 from vt_dagster.storage.commit_log import Commit, horizons
 
 AROUND = 2

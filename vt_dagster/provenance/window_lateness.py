@@ -21,9 +21,8 @@ from vt_dagster.provenance.arrival_batches import running_time, split_ranges
 from vt_dagster.provenance.key_codes import NONE, KeyCodes
 from vt_dagster.provenance.lateness_results import Choice
 from vt_dagster.provenance.log_reader import Log, both
-from vt_dagster.storage.arrow_fold import micros
-from vt_dagster.storage.commit_history import commits
-from vt_dagster.storage.commit_log import EVER
+from vt_dagster.storage.arrow_reader import micros
+from vt_dagster.storage.commit_log import EVER, commits
 from vt_dagster.topology.durations import printed
 
 _ONE = timedelta(microseconds=1)

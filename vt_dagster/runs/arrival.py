@@ -15,7 +15,7 @@ from vt_dagster.sources.base import Pinned, Whole
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
-from vt_dagster.storage.log_snapshot import Head, Snapshot
+from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.topology.model import Stream
 
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000

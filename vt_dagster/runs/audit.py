@@ -40,9 +40,8 @@ from vt_dagster.spark.small_run_settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Segments
-from vt_dagster.storage.log_snapshot import Head
-from vt_dagster.storage.view import Base, stored_as
-from vt_dagster.storage.view_segments import segment_of
+from vt_dagster.storage.spark_reader import Head
+from vt_dagster.storage.view import Base, segment_of, stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SAMPLE = 10

@@ -23,7 +23,7 @@ from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started
 from vt_dagster.storage.log_truncation import consumed_commits
-from vt_dagster.storage.progress import Progress
+from vt_dagster.storage.view import Progress
 from vt_dagster.topology.durations import in_utc
 
 _SPANS = 8

@@ -45,12 +45,12 @@ from vt_dagster.runs.erased_validity import erasures
 from vt_dagster.storage import delta, erase_files
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit
+from vt_dagster.storage.delta import address
 from vt_dagster.storage.erase_files import Found, Marked
-from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.storage.log_truncation import bases_of
 from vt_dagster.storage.maintenance import is_older
-from vt_dagster.storage.replaced_tables import forget_replaced
-from vt_dagster.storage.shared_paths import address
+from vt_dagster.storage.spark_reader import Head
+from vt_dagster.storage.stale_reads import forget_replaced
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 

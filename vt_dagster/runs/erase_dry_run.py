@@ -20,8 +20,8 @@ from vt_dagster.runs.erase_plan import KEPT, KEPT_EXPORT, Places
 from vt_dagster.storage import delta, erase_files, parquet
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.erase_files import Found, Key
-from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.storage.log_truncation import bases_of
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Table
 

@@ -16,11 +16,10 @@ from vt_dagster.columns import LOG_COLUMNS
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_reader import asset_names, head_of
+from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.erase_files import Key, Marked, Way
-from vt_dagster.storage.value_texts import as_key
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 KEPT = (

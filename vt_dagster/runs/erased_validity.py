@@ -12,7 +12,7 @@ from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Erasure
 from vt_dagster.storage.erase_files import Found, Marked
-from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import VersionedTable
 
 SPANS, ERASURES = 16, 64

@@ -26,8 +26,8 @@ from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
 from vt_dagster.storage.commit_log import Commit, choose
+from vt_dagster.storage.delta import address
 from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
-from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.model import Stream, Table
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")

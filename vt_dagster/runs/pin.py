@@ -18,10 +18,9 @@ from vt_dagster.runs.store_protocol import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.start_snapshot import pin_start
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.damage_errors import unreadable
-from vt_dagster.storage.log_snapshot import Head, Snapshot
+from vt_dagster.storage.delta import unreadable, unseen
 from vt_dagster.storage.log_truncation import require_not_truncated, require_same_log
-from vt_dagster.storage.shared_paths import unseen
+from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream, Table
 

@@ -28,10 +28,10 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.runs.store_protocol import Stores
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_source import KafkaSource
-from vt_dagster.storage import commit_history, delta
+from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.node import require_name, require_path
 
@@ -124,7 +124,7 @@ def _runs_of(
     """Yields the source arguments that repeat the runs of an asset, oldest first, with their system
     times; finally those that read the rest."""
     source: Any = live.node.source
-    then = commit_history.commits(live.root) if keep_recorded else iter(())
+    then = commit_log.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, KafkaSource):
         for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
             yield as_far_as(source, commit), commit.recorded_at if keep_recorded else None

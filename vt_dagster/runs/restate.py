@@ -11,7 +11,7 @@ plain table has only current rows.
 
 **Order of writes.** The new logs are written beside the old ones, in a folder of the warehouse; then
 they are exchanged, inputs first. The old logs of a versioned table are kept for a while, so that reads
-can be compared with them (``storage.replaced_tables``). Each step is idempotent, so that a killed
+can be compared with them (``storage.stale_reads``). Each step is idempotent, so that a killed
 restatement continues where it stopped. Nothing else may run meanwhile.
 """
 
@@ -35,7 +35,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit
-from vt_dagster.storage.replaced_tables import put_aside
+from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, topological
 

@@ -14,7 +14,7 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import RunContext
 from vt_dagster.errors import ContractError
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.progress import in_words
+from vt_dagster.storage.view import in_words
 from vt_dagster.topology.model import Stream
 
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.storage.commit_log import Commit, Offsets
-from vt_dagster.storage.log_snapshot import Head, Snapshot
-from vt_dagster.storage.progress import Progress
+from vt_dagster.storage.spark_reader import Head, Snapshot
+from vt_dagster.storage.view import Progress
 from vt_dagster.topology.model import Stream
 
 

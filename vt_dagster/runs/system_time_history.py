@@ -15,7 +15,7 @@ from vt_dagster.core.arrival_order import with_columns
 from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
 from vt_dagster.runs.store_protocol import Store
 from vt_dagster.storage.commit_log import horizons
-from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import VersionedTable
 
 

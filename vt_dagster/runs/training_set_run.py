@@ -29,9 +29,9 @@ from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.storage.commit_log import Commit, Offsets
-from vt_dagster.storage.log_snapshot import Snapshot
+from vt_dagster.storage.delta import address
 from vt_dagster.storage.log_truncation import consumed_commits, require_same_log
-from vt_dagster.storage.shared_paths import address
+from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream
 

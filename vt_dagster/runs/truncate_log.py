@@ -34,13 +34,17 @@ from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_history import last_that
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Truncation
-from vt_dagster.storage.file_offsets import file_before
-from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.commit_log import (
+    Checkpoint,
+    Commit,
+    Offsets,
+    Truncation,
+    file_before,
+    last_that,
+)
 from vt_dagster.storage.log_truncation import base_path
 from vt_dagster.storage.maintenance import KEEP, is_older
-from vt_dagster.storage.offset_conditions import before
+from vt_dagster.storage.spark_reader import Head, before
 from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 

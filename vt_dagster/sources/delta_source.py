@@ -19,7 +19,7 @@ from vt_dagster.sources.delta_log import FEED, Change, ForeignTable
 from vt_dagster.sources.dump_limits import Limits, OnDuplicate, check_ignored
 from vt_dagster.sources.pinned_versions import DELTA, PinnedState, PinnedVersions
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.shared_paths import address
+from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import in_utc
 
 Mode = Literal["append", "changes", "snapshots"]

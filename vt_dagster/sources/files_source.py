@@ -44,7 +44,7 @@ from vt_dagster.sources.text_options import checked
 from vt_dagster.sources.value_reader import Reading, Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.shared_paths import address, unseen
+from vt_dagster.storage.delta import address, unseen
 from vt_dagster.topology.model import Stream
 
 FILES = "files"

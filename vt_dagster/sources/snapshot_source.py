@@ -34,7 +34,7 @@ from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.shared_paths import address, unseen
+from vt_dagster.storage.delta import address, unseen
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.expressions import require_deterministic
 from vt_dagster.topology.model import Stream

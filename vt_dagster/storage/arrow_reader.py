@@ -1,45 +1,456 @@
-"""Reads tables without Spark: ``deltalake`` lists the files, Arrow reads them.
+"""Reads and folds tables without Spark, by the rules of ``core.versioned_table``.
+
+Reads tables without Spark: ``deltalake`` lists the files, Arrow reads them.
 
 The result equals that of ``AssetStore.read``: the view with the log's tail folded in, by the rules of
 ``core.versioned_table`` and ``core.plain_table``. A test compares both on random tables.
+
+Conversion between values of Spark's types and text, without Spark: in UTC, for any year.
+
+Folds the log's tail into a view with Arrow only, by the rules of ``core.versioned_table`` and
+``core.plain_table``.
+
+Renamed columns, for reads with Arrow; ``schema_evolution`` does the same for Spark.
+
+A field's metadata lists the earlier names of its column; old files have the column under those names.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM, VALID_TO
+from vt_dagster.columns import (
+    FINAL,
+    IS_FINAL,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    RECORDED_AT,
+    SEGMENT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+    WAS,
+)
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_fold import (
-    clip_at_valid_until,
-    fold,
-    micros,
-    values_by_partition,
-    with_finality,
-)
-from vt_dagster.storage.arrow_renames import by_newest_names, names_of, seen_as
-from vt_dagster.storage.commit_history import is_of_log, known_at
 from vt_dagster.storage.commit_log import (
     Checkpoint,
     Commit,
     Shape,
     choose,
+    file_at_or_after,
+    file_before,
     horizons,
+    is_of_log,
+    known_at,
     require_remembered,
 )
-from vt_dagster.storage.file_integrity import require_files
-from vt_dagster.storage.file_offsets import file_at_or_after, file_before
+from vt_dagster.storage.delta import require_files
 from vt_dagster.storage.log_truncation import base_of, base_path, misses_truncated, require_history
-from vt_dagster.storage.value_texts import as_key, type_name
 from vt_dagster.topology.durations import parse_time
+
+# Value texts
+
+
+_DATE = re.compile(r"([+-]?\d{4,6})-(\d\d)-(\d\d)")
+_TIME = re.compile(r"(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,6})0*)?)?)?\s*(Z|[+-]\d\d:\d\d)?")
+_DAY = 86_400_000_000
+
+
+def as_key(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
+    """Returns a value, or its text form, as a scalar of a key column.
+
+    Raises:
+        StorageError: the value does not fit the column's type.
+    """
+    try:
+        given = _parsed(value, kind) if isinstance(value, str) else value
+        return given if isinstance(given, pa.Scalar) else pa.scalar(given, kind)
+    except (ValueError, TypeError, LookupError, ArithmeticError, pa.ArrowException):
+        raise StorageError(
+            f"expected --key as a {type_name(kind)} for {column}, got {value!r}; write a text that "
+            "Spark casts to that type, with no more digits than the type has"
+        ) from None
+
+
+def _parsed(text: str, kind: pa.DataType) -> Any:
+    types = pa.types
+    if types.is_boolean(kind):
+        return {"true": True, "false": False}[text.strip().lower()]
+    if types.is_integer(kind):
+        return int(text)
+    if types.is_floating(kind):
+        return float(text)
+    if types.is_decimal(kind):
+        return Decimal(text.strip())
+    if types.is_date(kind):
+        found = _DATE.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(text)
+        return pa.scalar(_days(found), pa.int32()).cast(kind)
+    if types.is_timestamp(kind):
+        return pa.scalar(_moment(text.strip()), pa.int64()).cast(pa.timestamp("us")).cast(kind)
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return bytes.fromhex(text.removeprefix("0x"))
+    return text
+
+
+def _days(found: re.Match[str]) -> int:
+    year, month, day = (int(part) for part in found.groups()[:3])
+    first = np.datetime64(year - 1970, "Y").astype("datetime64[M]") + (month - 1)
+    days = first.astype("datetime64[D]") + (day - 1)
+    if not 1 <= month <= 12 or days.astype("datetime64[M]") != first:
+        raise ValueError(found[0])
+    return int(days.astype(np.int64))
+
+
+def _moment(text: str) -> int:
+    date = _DATE.match(text)
+    time = None if date is None else _TIME.fullmatch(text, date.end())
+    if date is None or time is None:
+        raise ValueError(text)
+    hours, minutes, seconds = (int(part or 0) for part in time.groups()[:3])
+    micros = int((time[4] or "").ljust(6, "0"))
+    if hours > 23 or minutes > 59 or seconds > 59:
+        raise ValueError(text)
+    zone = time[5] or "Z"
+    ahead = 0 if zone == "Z" else int(zone[0] + "1") * (int(zone[1:3]) * 60 + int(zone[4:]))
+    return _days(date) * _DAY + ((hours * 60 + minutes - ahead) * 60 + seconds) * 1_000_000 + micros
+
+
+def type_name(kind: pa.DataType) -> str:
+    """Returns the Spark SQL name of a type."""
+    if pa.types.is_struct(kind):
+        return f"struct<{','.join(f'{f.name}:{type_name(f.type)}' for f in kind)}>"
+    if pa.types.is_map(kind):
+        return f"map<{type_name(kind.key_type)},{type_name(kind.item_type)}>"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"array<{type_name(kind.value_type)}>"
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision},{kind.scale})"
+    named = {
+        "int8": "tinyint", "int16": "smallint", "int32": "int", "int64": "bigint",
+        "float": "float", "double": "double", "bool": "boolean", "date32[day]": "date",
+        "large_string": "string", "string_view": "string", "large_binary": "binary",
+    }  # fmt: skip
+    said = str(kind)
+    return "timestamp" if pa.types.is_timestamp(kind) else named.get(said, said)
+
+
+def texts(rows: pa.Table) -> list[dict[str, Any]]:
+    """Returns rows as dicts with times as text in UTC, because Python's datetime lacks some of Spark's
+    years."""
+    found: dict[str, list[Any]] = {}
+    for field, column in zip(rows.schema, rows.columns, strict=True):
+        if pa.types.is_timestamp(field.type):
+            micros = column.cast(pa.timestamp("us", field.type.tz)).cast(pa.int64()).to_pylist()
+            found[field.name] = [None if one is None else _spoken(one) for one in micros]
+        elif pa.types.is_date(field.type):
+            days = column.cast(pa.int32()).to_pylist()
+            found[field.name] = [None if one is None else _date(one) for one in days]
+        else:
+            found[field.name] = column.to_pylist()
+    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+
+
+def _date(days: int) -> str:
+    moment = np.datetime64(days, "D")
+    year = int(moment.astype("datetime64[Y]").astype(np.int64)) + 1970
+    month = int(moment.astype("datetime64[M]").astype(np.int64)) % 12 + 1
+    day = int((moment - moment.astype("datetime64[M]")).astype(np.int64)) + 1
+    sign = "+" if year > 9999 else "-" if year < 0 else ""
+    return f"{sign}{abs(year):04}-{month:02}-{day:02}"
+
+
+def _spoken(micros: int) -> str:
+    days, rest = divmod(micros, _DAY)
+    seconds, fraction = divmod(rest, 1_000_000)
+    text = str(timedelta(seconds=seconds)).rjust(8, "0")
+    part = f".{fraction:06}".rstrip("0") if fraction else ""
+    return f"{_date(days)} {text}{part}"
+
+
+# Arrow fold
+
+
+def fold(
+    base: pa.Table | None,
+    tail: pa.Table | None,
+    key: Sequence[str],
+    limits: Mapping[int, int] | None,
+    new_version_on: Sequence[str] | None = None,
+) -> pa.Table:
+    """Returns a table's rows with the log's tail folded in, see ``core.table_store.fold``.
+
+    Args:
+        base: rows of the view; None = none.
+        tail: log rows after the view; None = none.
+        limits: expiry horizon by partition, epoch microseconds; None = a plain table.
+        new_version_on: columns whose change starts a version; repeats are collapsed as for readers, see
+            ``core.versioned_table.collapse_repeats``. None = every record starts a version.
+
+    Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
+    """
+    if tail is None:
+        there: Any = base
+        if limits is None:
+            return there
+        there = there if new_version_on is None else _collapsed(there, key, new_version_on)
+        return there.filter(pa.array(~_expired(there, limits)))
+    fresh = tail.drop_columns([c for c in (IS_LATEST, OLD) if c in tail.column_names])
+    if limits is not None:
+        moments = fresh.column(TIMESTAMP)
+        fresh = fresh.append_column(VALID_FROM, moments)
+        fresh = fresh.append_column(VALID_TO, pa.nulls(fresh.num_rows, moments.type))
+    rows = fresh if base is None else pa.concat_tables([base, fresh], promote_options="default")
+    codes = [codes_of(rows.column(k)) for k in key]
+    order = arrival_order(rows)
+    if limits is not None:
+        order.append(micros(rows, VALID_FROM))
+    rank = np.lexsort((*order, *reversed(codes)))
+    rows, codes = rows.take(pa.array(rank)), [code[rank] for code in codes]
+    follows = np.zeros(rows.num_rows, bool)
+    if rows.num_rows:
+        follows[:-1] = np.logical_and.reduce([code[:-1] == code[1:] for code in codes])
+    if limits is None:
+        deleted = rows.column(IS_TOMBSTONE).to_numpy()
+        return rows.filter(pa.array(~follows & ~deleted))
+    start = micros(rows, VALID_FROM)
+    ends = np.zeros_like(start)
+    ends[:-1] = start[1:]
+    kind = rows.schema.field(VALID_TO).type
+    place = rows.schema.get_field_index(VALID_TO)
+    rows = rows.set_column(
+        place, VALID_TO, pa.array(ends, mask=~follows).cast(pa.timestamp("us")).cast(kind)
+    )
+    if OLD in rows.column_names:
+        rows = _with_old_of_peers(rows, codes, start)
+    replaced = follows & (ends <= start)
+    if new_version_on is None:
+        return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
+    # Collapse before expiry: a live version may begin with a record that has expired.
+    rows = _collapsed(rows.filter(pa.array(~replaced)), key, new_version_on)
+    return rows.filter(pa.array(~_expired(rows, limits)))
+
+
+def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]) -> pa.Table:
+    """See ``core.versioned_table.collapse_repeats``.
+
+    Args:
+        rows: need no ``old`` column if they include every record of their keys.
+    """
+    codes = [codes_of(rows.column(k)) for k in key]
+    rank = np.lexsort((micros(rows, VALID_FROM), *reversed(codes)))
+    rows, codes = rows.take(pa.array(rank)), [code[rank] for code in codes]
+    lives = ~rows.column(IS_TOMBSTONE).to_numpy()
+    first = np.ones(rows.num_rows, bool)
+    first[1:] = ~np.logical_and.reduce([code[1:] == code[:-1] for code in codes])
+    same = np.zeros(rows.num_rows, bool)
+    values = [null_codes(rows.column(c)) for c in new_version_on]
+    same[1:] = lives[:-1] & np.logical_and.reduce([code[1:] == code[:-1] for code in values])
+    old = rows.column(OLD).combine_chunks() if OLD in rows.column_names else None
+    fields = {} if old is None else dict(zip([f.name for f in old.type], old.flatten(), strict=True))
+    if old is not None:
+        as_old = old.is_valid().to_numpy(zero_copy_only=False)
+        for c in new_version_on:
+            both = pa.chunked_array([*rows.column(c).chunks, fields[c].cast(rows.column(c).type)])
+            both_codes = null_codes(both)
+            as_old = as_old & (both_codes[: len(rows)] == both_codes[len(rows) :])
+        same = np.where(first, as_old, same)
+    else:
+        same &= ~first
+    repeats = lives & same
+    opens = np.flatnonzero(~repeats | first)
+    last = np.append(opens[1:], rows.num_rows)[: len(opens)] - 1
+    place = rows.schema.get_field_index(VALID_TO)
+    ends = rows.column(VALID_TO).take(pa.array(last))
+    begun, told = rows.take(pa.array(opens)), pa.array(repeats[opens])
+    begun = begun.set_column(place, VALID_TO, ends)
+    if old is None:
+        return begun
+    for name in begun.column_names:
+        field = fields.get(TIMESTAMP if name == VALID_FROM else name)
+        if field is not None:
+            place, now = begun.schema.get_field_index(name), begun.column(name)
+            then = field.take(pa.array(opens)).cast(now.type)
+            begun = begun.set_column(place, name, pc.call_function("if_else", [told, then, now]))
+    return begun.drop_columns([OLD])
+
+
+def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.Table:
+    """Returns sorted rows; rows of one key and timestamp share the ``old`` of the row that has it."""
+    place = rows.schema.get_field_index(OLD)
+    index, there = np.arange(rows.num_rows), rows.column(OLD).is_valid().to_numpy()
+    peers = np.logical_and.reduce([code[1:] == code[:-1] for code in (*codes, start)])
+    for i in np.flatnonzero(peers & ~there[1:]) + 1:
+        index[i] = index[i - 1]
+    return rows.set_column(place, OLD, rows.column(OLD).take(pa.array(index)))
+
+
+def clip_at_valid_until(rows: pa.Table, valid_until: str | None) -> pa.Table:
+    """See ``core.versioned_table.clip_at_valid_until``."""
+    if valid_until is None:
+        return rows
+    ends = rows.column(VALID_TO)
+    own = rows.column(valid_until).cast(ends.type)
+    place = rows.schema.get_field_index(VALID_TO)
+    earlier = own.is_valid().to_numpy() & (ends.is_null().to_numpy() | _before(own, ends))
+    return rows.set_column(place, VALID_TO, pc.call_function("if_else", [pa.array(earlier), own, ends]))
+
+
+def _before(ones: Any, others: Any) -> Any:
+    return pc.call_function("less", [ones, others]).fill_null(False).to_numpy()
+
+
+def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
+    """See ``core.versioned_table.drop_expired``."""
+    limit = values_by_partition(rows, limits, np.iinfo(np.int64).min)
+    ended = ~rows.column(VALID_TO).is_null().to_numpy() & (micros(rows, VALID_TO) <= limit)
+    return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (micros(rows, VALID_FROM) < limit))
+
+
+def with_finality(rows: pa.Table, ends: Mapping[int, int]) -> pa.Table:
+    """See ``core.stream_table_join.with_finality``.
+
+    Args:
+        ends: by partition, epoch microseconds.
+    """
+    homes, moments = rows.column(PARTITION).to_pylist(), micros(rows, TIMESTAMP)
+    final = [bool(t < ends.get(p, t)) for p, t in zip(homes, moments, strict=True)]
+    return rows.append_column(IS_FINAL, pa.array(final, pa.bool_()))
+
+
+def values_by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: int) -> Any:
+    partitions = rows.column(PARTITION).to_numpy()
+    found = np.full(len(partitions), otherwise, np.int64)
+    for partition, value in values.items():
+        found[partitions == partition] = value
+    return found
+
+
+def arrival_order(rows: pa.Table) -> list[Any]:
+    """Returns sort keys for ``np.lexsort`` (the primary key last) that give the order of
+    ``core.arrival_order``."""
+    order = [rows.column(c).to_numpy() for c in (PARTITION, OFFSET)]
+    return [*order, *([micros(rows, RECORDED_AT)] if RECORDED_AT in rows.column_names else [])]
+
+
+def micros(rows: pa.Table, column: str) -> Any:
+    """Returns times as epoch microseconds; null becomes 0."""
+    times = rows.column(column)
+    whole = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64())
+    return whole.fill_null(0).to_numpy()
+
+
+def codes_of(column: pa.ChunkedArray) -> Any:
+    """Returns one integer code per distinct value; all NaN are equal, and -0.0 equals 0.0."""
+    kind = column.type
+    if pa.types.is_floating(kind):
+        return np.unique(column.to_numpy() + 0.0, return_inverse=True)[1]
+    if pa.types.is_nested(kind):
+        return np.unique([repr(value) for value in column.to_pylist()], return_inverse=True)[1]
+    return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+
+
+def null_codes(column: pa.ChunkedArray) -> Any:
+    """Returns the codes of :func:`codes_of`, with -1 for null."""
+    there = column.is_valid().to_numpy()
+    found = np.full(len(column), -1, np.int64)
+    if there.any():
+        found[there] = codes_of(column.filter(pa.array(there)))
+    return found
+
+
+# Arrow renames
+
+
+_WAS = WAS.encode()
+
+
+def was(field: pa.Field) -> list[str]:
+    """Returns the earlier names of a column, newest first."""
+    told = (field.metadata or {}).get(_WAS)
+    return [] if told is None else json.loads(told)
+
+
+def names_of(columns: pa.Schema, column: str) -> list[str]:
+    """Returns all file columns that may hold a column's value; each row uses one of them."""
+    return [n for n in (column, *was(columns.field(column))) if n in columns.names]
+
+
+def seen_as(columns: pa.Schema, like: pa.Schema) -> pa.Schema:
+    """Returns the columns of a table's files with the types and names of another table.
+
+    Args:
+        like: columns of the log; some may have been renamed after a view was written.
+    """
+    there = [_seen_as(f, like.field(f.name)) if f.name in like.names else f for f in columns]
+    named = [f for f in like if f.name not in columns.names and {*was(f)} & {*columns.names}]
+    return pa.schema([*there, *named])
+
+
+def _seen_as(field: pa.Field, like: pa.Field) -> pa.Field:
+    if field.name != OLD or not pa.types.is_struct(field.type):
+        return like
+    # ``old`` of a view has more fields than that of the log, so the two are merged.
+    return pa.field(
+        OLD, pa.struct(list(seen_as(pa.schema(list(field.type)), pa.schema(list(like.type)))))
+    )
+
+
+def by_newest_names(rows: pa.Table, columns: pa.Schema) -> pa.Table:
+    """Returns rows of files with each column under its newest name, also within ``old``.
+
+    Args:
+        columns: columns of the rows, with their earlier names.
+    """
+    inner = pa.schema([])
+    if OLD in columns.names and pa.types.is_struct(columns.field(OLD).type):
+        inner = pa.schema(list(columns.field(OLD).type))
+    if not any(was(f) for f in (*columns, *inner)):
+        return rows
+    parts = {f.name: rows.column(f.name) for f in columns}
+    found = dict(_newest(parts, columns))
+    if any(was(f) for f in inner):
+        found[OLD] = _within(found[OLD], inner)
+    return pa.table(found)
+
+
+def _within(column: pa.ChunkedArray, columns: pa.Schema) -> pa.ChunkedArray:
+    whole: pa.StructArray = column.combine_chunks()
+    parts = {f.name: whole.field(i) for i, f in enumerate(columns)}
+    found = dict(_newest(parts, columns))
+    return pa.chunked_array(
+        [pa.StructArray.from_arrays(list(found.values()), list(found), mask=whole.is_null())]
+    )
+
+
+def _newest(parts: dict[str, pa.Array], columns: pa.Schema) -> Iterator[tuple[str, pa.Array]]:
+    gone = {name for field in columns for name in was(field)}
+    for field in columns:
+        if field.name not in gone:
+            values = [parts[n].cast(field.type) for n in names_of(columns, field.name)]
+            alone = len(values) == 1
+            yield field.name, values[0] if alone else pc.call_function("coalesce", values)
+
+
+# Arrow reader
+
 
 _DEEPEST = 3
 """Maximum depth of folders in a warehouse that are searched for assets."""

@@ -26,11 +26,8 @@ from vt_dagster.spark.small_run_settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
-from vt_dagster.storage.damage_errors import gone_before_commit
-from vt_dagster.storage.log_snapshot import Head, Snapshot
-from vt_dagster.storage.shape_check import shape_of
-from vt_dagster.storage.shared_paths import require_seen
-from vt_dagster.storage.spark_reader import AssetReader
+from vt_dagster.storage.delta import gone_before_commit, require_seen
+from vt_dagster.storage.spark_reader import AssetReader, Head, Snapshot, shape_of
 from vt_dagster.storage.view import Base
 from vt_dagster.topology.model import Stream, Table
 from vt_dagster.topology.schema import noted

@@ -1,7 +1,23 @@
-"""Reads the transaction logs of Delta tables: commits, documents, files. No Spark.
+"""Transaction logs, files and paths of Delta tables: reads, and checks that files are whole. No Spark.
+
+Reads the transaction logs of Delta tables: commits, documents, files. No Spark.
 
 ``deltalake`` reads the transaction log; ``parquet`` writes it, and has Spark read and write the rows. A
 table opens in one or two milliseconds, fast enough for a sensor that polls positions.
+
+Error messages for damaged tables: the asset, and how to recover. No Spark.
+
+``tests/storage/test_damage.py`` follows each recovery as the message words it.
+
+Paths that this process and Spark resolve to the same file.
+
+A Spark Connect server has its own working directory, and may have its own file system.
+
+Checks that the data files of a table match its transaction log. No Spark.
+
+Spark reads an empty file as no rows, and reports other damage in a Java stack trace. Comparing file
+sizes before a read needs no Spark job, and with the row counts in the log ensures that all rows are
+read.
 """
 
 from __future__ import annotations
@@ -9,18 +25,142 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.jars import one_line
-from vt_dagster.storage.damage_errors import cut_off, unreadable_log
+
+# Damage errors
+
+
+_FAILED_READ = re.compile(r"FAILED_READ_FILE.*?\bfile:?/*?(/\S*?)/(\d+-[0-9a-f]{32}/\S+?)\.? ")
+"""Spark's message for an unreadable file: the table's directory, and the file's path below it."""
+
+
+def asset_of(path: str) -> str:
+    """Returns the asset of a table for messages: the parent folder of a log, view or quarantine; for
+    others, such as an export, the folder itself."""
+    folder, what = posixpath.split(path.rstrip("/"))
+    if posixpath.basename(folder) == "bases":
+        return posixpath.basename(posixpath.dirname(folder))
+    return posixpath.basename(folder) if what in ("log", "view", "quarantine") else what
+
+
+def way_out(path: str) -> str:
+    folder, what = posixpath.split(path.rstrip("/"))
+    name = asset_of(path)
+    anew = f"rebuild {name} from its inputs (vt-dagster replay {name} --into …, swap)"
+    if what == "view":
+        return f"Nothing is lost: rebuild the view from the log (vt-dagster rebuild {name})"
+    if what == "log" or posixpath.basename(folder) == "bases":
+        return f"Restore the file from a backup, or {anew}"
+    if what == "quarantine":
+        return (
+            f"Restore the file from a backup, or move {path} away: its rejected records are then lost, "
+            "and the next run that rejects records creates a new table"
+        )
+    return f"Restore the file from a backup, or remove {path}: the next run writes it again"
+
+
+def cut_off(path: str, version: int, names: Collection[str]) -> StorageError:
+    """Returns the error for a truncated commit file.
+
+    Args:
+        names: all file names in the table's ``_delta_log``.
+    """
+    start = f"{version:020d}"
+    also = sorted(name for name in names if name.startswith(f"{start}.checkpoint."))
+    also += ["_last_checkpoint"] if also else []
+    newest = f"move it away{f', together with {also}' * bool(also)}, and run again: the run reads the "
+    newest += "records of the lost commit again. Consumers of that commit report how to continue"
+    if posixpath.basename(path) == "view":
+        newest = f"rebuild the view from the log (vt-dagster rebuild {asset_of(path)})"
+    return StorageError(
+        f"{path}/_delta_log/{start}.json is truncated: its writer or the disk failed before the whole "
+        f"file was stored. If it is the newest commit file of its directory, {newest}. If not, "
+        "take it from a backup"
+    )
+
+
+def unreadable_log(
+    path: str, got: str, versions: Sequence[int], names: Collection[str]
+) -> StorageError:
+    """Returns the error for an unreadable ``_delta_log`` in which no commit file is truncated.
+
+    Args:
+        got: the reader's message.
+        versions: versions whose commit files exist, ascending.
+        names: all file names in the directory.
+    """
+    way = "Restore its _delta_log from a backup, or rebuild the asset beside it (vt-dagster replay)"
+    checkpoints = sorted(name for name in names if ".checkpoint." in name or name == "_last_checkpoint")
+    if checkpoints and list(versions) == list(range(len(versions))):
+        way = (
+            f"All its commits exist, so its checkpoints are not needed: move {checkpoints} "
+            f"out of {path}/_delta_log, and run again"
+        )
+    return StorageError(f"expected a readable Delta table in {path}, got: {got}. {way}")
+
+
+def damaged(path: str, place: str, expected: str, size: int | None) -> StorageError:
+    """Returns the error for a data file that does not match the table's log.
+
+    Args:
+        expected: what the log says of the file, for example its size.
+        size: actual size in bytes; None = the file is missing.
+    """
+    got = "it is missing" if size is None else f"it has {size:,} bytes"
+    return StorageError(
+        f"{asset_of(path)}: expected the data file {place} {expected} in {path}, but {got}; nothing "
+        f"was read. {way_out(path)}"
+    )
+
+
+def unreadable(name: str, error: Exception) -> StorageError | None:
+    """Returns a short error for a file of a log or view that Spark failed to read (Spark names the file
+    after a Java stack trace); None = another kind of error.
+
+    Args:
+        name: the asset that runs.
+    """
+    found = _FAILED_READ.search(str(error))
+    if found is None:
+        return None
+    path, place = found[1], found[2]
+    what = posixpath.basename(path)
+    if (
+        what not in ("log", "view", "quarantine")
+        and posixpath.basename(posixpath.dirname(path)) != "bases"
+    ):
+        return None
+    return StorageError(
+        f"{name}: expected to read the data file {place} in {path}, a table of {asset_of(path)}, but "
+        f"it is damaged. {way_out(path)}"
+    )
+
+
+def gone_before_commit(name: str, path: str) -> ConcurrentRunError:
+    """Returns the error for a file that a run has written and that is gone before its commit."""
+    return ConcurrentRunError(
+        f"{name}: expected {path}, which this run has written, to exist at the commit, but it was "
+        "removed: the run was suspended for longer than maintenance keeps uncommitted files (keep), or "
+        "a clock jumped. Nothing was committed: run again, and set maintenance's keep longer than any "
+        "run takes"
+    )
+
+
+# Delta
+
 
 MARK = "vt_dagster"
 """Key of our document in a commit's ``userMetadata``."""
@@ -188,7 +328,7 @@ def _is_cut_off(metadata: dict[str, Any], lines: Sequence[str]) -> bool:
     expected = metadata.get(FILES)
     if expected is None:  # an older commit: only a run with results must add files
         return added == 0 and bool((document.get("counts") or {}).get("out"))
-    # The transaction is the last action of each commit, see ``schema_transaction`` and ``deltalake``.
+    # The transaction is the last action of each commit, see ``schema_evolution`` and ``deltalake``.
     return added != expected or not any(line.startswith('{"txn"') for line in lines)
 
 
@@ -393,3 +533,134 @@ def written_by(path: str, batch: int) -> list[File]:
         if one.document["batch"] == batch:
             return files(path, one.version, lambda file: file.place.startswith(f"{batch}-"))
     return []
+
+
+# Shared paths
+
+
+_MISSING = ("PATH_NOT_FOUND", "FileNotFoundException", "DELTA_PATH_DOES_NOT_EXIST", "FILE_NOT_EXIST")
+"""Signs of a missing file or directory in Spark's errors."""
+_LOCAL = re.compile(r"file:/*(/[^\s,;'\"\]]+)")
+_ADVICE = (
+    "Spark's server or its executors have another file system: use a directory that all of them share, "
+    "or an object store"
+)
+
+
+def address(path: object) -> str:
+    """Returns a path that is valid in every process: URLs are unchanged, relative paths are resolved
+    against this process's working directory."""
+    text = str(path)
+    return text if re.match(r"[a-zA-Z][\w+.-]+:", text) else str(Path.cwd() / text)
+
+
+def require_seen(path: str, asset: str) -> None:
+    """Checks that this process sees a directory which Spark has just written.
+
+    Args:
+        path: the directory.
+        asset: name for the message.
+
+    Raises:
+        StorageError: this process does not see the directory.
+    """
+    fs, local = filesystem(path)
+    if not fs.exists(local):
+        raise StorageError(
+            f"{asset}: expected the files that Spark has written to {path}, but this process sees no "
+            f"such directory; nothing was committed. {_ADVICE}"
+        )
+
+
+def unseen(error: Exception) -> StorageError | None:
+    """Returns the error for a file that this process sees and Spark does not; None = another cause."""
+    if not any(sign in str(error) for sign in _MISSING):
+        return None
+    named = [path.rstrip(".") for path in _LOCAL.findall(str(error))]
+    there = next((path for path in named if filesystem(path)[0].exists(path)), None)
+    if there is None:
+        return None
+    return StorageError(
+        f"expected Spark to see {there}, which exists for this process, but Spark sees no such file; "
+        f"nothing was committed. {_ADVICE}"
+    )
+
+
+# File integrity
+
+
+_AT_ONCE = 16
+"""Number of parallel size requests on an object store."""
+
+
+def require_files(path: str, files: Collection[File], version: int | None = None) -> None:
+    """Checks that data files exist with the sizes in the table's log. Does not read their contents.
+
+    Args:
+        version: table version of the files, for the message.
+
+    Raises:
+        StorageError: a file is missing, or has another size.
+        ConcurrentRunError: a file is missing, and the table's newest version no longer contains it.
+    """
+    for place, size in sizes(path, [file.place for file in files]).items():
+        expected = next(file.size for file in files if file.place == place)
+        if size == expected:
+            continue
+        if size is None and version is not None and place not in _newest(path):
+            raise ConcurrentRunError(
+                f"{asset_of(path)}: expected the file {place} of version {version} in {path}, but it "
+                "was removed, and newer versions do not contain it: a key was erased during this run, "
+                "or a clean-up kept too few files. Nothing was written: run again"
+            )
+        raise damaged(path, place, f"of {expected:,} bytes", size)
+
+
+def _newest(path: str) -> set[str]:
+    return {file.place for file in files_of(require_table(path))}
+
+
+def require_rows(path: str, files: Collection[File], expected: int) -> None:
+    """Checks that the files of a log have as many rows, by its statistics, as its last commit counts.
+
+    Raises:
+        StorageError: the number of rows differs.
+    """
+    found = sum(file.rows for file in files)
+    if found == expected or any(file.rows == 0 for file in files):  # 0: a file without statistics
+        return
+    raise StorageError(
+        f"{asset_of(path)}: expected {expected:,} rows in the files of {path}, as its last commit "
+        f"counts, but they have {found:,}: its _delta_log is damaged or was edited; "
+        f"nothing was read. {way_out(path)}"
+    )
+
+
+def require_written(path: str, adds: Sequence[AddAction]) -> None:
+    """Checks that the files of a commit still exist: while a run was suspended, a clean-up may have
+    removed them as files of a dead run.
+
+    Raises:
+        ConcurrentRunError: a file is missing.
+    """
+    there = sizes(path, [one.path for one in adds])
+    gone = [one.path for one in adds if there[one.path] != one.size]
+    if gone:
+        raise gone_before_commit(asset_of(path), posixpath.join(path, gone[0]))
+
+
+def sizes(path: str, places: Sequence[str]) -> dict[str, int | None]:
+    """Returns the sizes of files below a directory, bytes; None = missing. Does not use Spark."""
+    fs, root = filesystem(path)
+    fs.invalidate_cache()
+
+    def size(place: str) -> int | None:
+        try:
+            return int(fs.info(posixpath.join(root, place))["size"])
+        except FileNotFoundError:
+            return None
+
+    if len(places) <= _AT_ONCE or "file" in (fs.protocol if isinstance(fs.protocol, tuple) else ()):
+        return {place: size(place) for place in places}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(places, pool.map(size, places), strict=True))

@@ -18,11 +18,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from vt_dagster.spark.scoped_settings import settings
-from vt_dagster.storage import commit_history, delta
+from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, asset_names
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.replaced_tables import forget_replaced
-from vt_dagster.storage.shared_paths import address
+from vt_dagster.storage.delta import address
+from vt_dagster.storage.stale_reads import forget_replaced
 
 KEEP = timedelta(days=7)
 """Default age at which files outside the current table version are removed; longer than any run."""
@@ -112,7 +112,7 @@ def forget_commits(path: str, keep: timedelta) -> int:
     if gone and posixpath.basename(path) == "log":
         # Reads with ``as_known_at`` need their documents.
         there = [int(version) for version, _ in gone]
-        commit_history.keep(posixpath.dirname(path), [v for v in delta.versions(path) if v in there])
+        commit_log.keep(posixpath.dirname(path), [v for v in delta.versions(path) if v in there])
     for _, name in gone:
         with contextlib.suppress(FileNotFoundError):  # removed by a concurrent maintenance
             fs.rm_file(posixpath.join(folder, name))

@@ -33,6 +33,7 @@ from vt_dagster.storage.delta import (
     MARK,
     Committed,
     Wanted,
+    address,
     commit_of,
     everything,
     files_of,
@@ -41,12 +42,18 @@ from vt_dagster.storage.delta import (
     literal,
     location,
     open_table,
+    require_files,
+    require_rows,
+    require_seen,
     require_table,
+    require_written,
 )
-from vt_dagster.storage.file_integrity import require_files, require_rows, require_written
-from vt_dagster.storage.schema_evolution import by_newest_names, evolved, without_earlier_names
-from vt_dagster.storage.schema_transaction import commit_with_columns
-from vt_dagster.storage.shared_paths import address, require_seen
+from vt_dagster.storage.schema_evolution import (
+    by_newest_names,
+    commit_with_columns,
+    evolved,
+    without_earlier_names,
+)
 from vt_dagster.topology.schema import noted, nullable
 
 _REFUSALS = (

@@ -1,7 +1,15 @@
-"""Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
+"""Reads an asset's tables with Spark, and checks them against the declaration.
+
+Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
 
 Reading writes nothing. If a dead run has not updated the view and the quarantine table to its commit,
 they are read as if it had.
+
+A log's commit, and the snapshot of a stream or table as of a commit. No Spark.
+
+Spark conditions on offsets that stay short with many partitions.
+
+The description of a node in its commits, and checks of existing tables against the declaration.
 """
 
 from __future__ import annotations
@@ -10,34 +18,232 @@ import gzip
 import json
 import posixpath
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 from typing_extensions import Self
 
-from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OLD, RECORDED_AT, TIMESTAMP
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    LOG_COLUMNS,
+    OFFSET,
+    OLD,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+)
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core import versioned_table
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import with_finality
 from vt_dagster.errors import StorageError
-from vt_dagster.storage import commit_history, delta, parquet
+from vt_dagster.storage import commit_log, delta, parquet
 from vt_dagster.storage.arrow_reader import head_of
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, choose, require_remembered
-from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.log_snapshot import Head, Snapshot
-from vt_dagster.storage.offset_conditions import at_or_after, before
-from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.schema_evolution import Evolution, kept_by_newest_names
-from vt_dagster.storage.shape_check import columns_of, require_shape, shape_of
-from vt_dagster.storage.shared_paths import address
-from vt_dagster.storage.view import Base, View
-from vt_dagster.topology.durations import parse_time
+from vt_dagster.storage.commit_log import (
+    Checkpoint,
+    Commit,
+    Offsets,
+    Shape,
+    choose,
+    file_at_or_after,
+    file_before,
+    require_remembered,
+)
+from vt_dagster.storage.delta import address
+from vt_dagster.storage.schema_evolution import (
+    Evolution,
+    evolved,
+    kept_by_newest_names,
+    mentions,
+    never_null,
+    require_said,
+)
+from vt_dagster.storage.view import Base, Progress, View
+from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
+
+# Log snapshot
+
+
+@dataclass(frozen=True)
+class Head:
+    """A commit of a log: the last one or an earlier one.
+
+    Args:
+        version: a Delta version that contains the commit's rows; for the last commit, its own version.
+        later: whether that version also contains rows of later commits.
+    """
+
+    version: int
+    commit: Commit
+    later: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A stream or table as of one commit: a table's view, and the log's tail that the view lacks.
+
+    Args:
+        head: the log's commit; None before the first.
+        base: the view that the tail is folded into; None = no view (always for streams): all rows are
+            read from the log.
+    """
+
+    head: Head | None = None
+    base: Base | None = None
+
+    @property
+    def stream_time(self) -> dict[int, int]:
+        """Stream time by partition, epoch microseconds."""
+        return {} if self.head is None else self.head.commit.stream_time
+
+    @property
+    def total(self) -> int:
+        """Records of the log."""
+        return 0 if self.head is None else self.head.commit.total
+
+    @property
+    def tail(self) -> int:
+        """Number of log records that are not in the view."""
+        return self.total - (0 if self.base is None else self.base.checkpoint.total)
+
+    def reach(self, moment: int | None = None) -> int:
+        """Returns an upper bound of the rows that are current or may end after a time, tail included.
+
+        Args:
+            moment: epoch microseconds; None = count current rows only.
+        """
+        return self.tail + (0 if self.base is None else self.base.reach(moment))
+
+
+# Offset conditions
+
+
+MANY = 64
+"""With more distinct offsets than this, one map look-up replaces a term per offset."""
+
+
+def at_or_after(start: Offsets, ends: Offsets) -> Column:
+    """Returns the condition that a log row's offset is at or after ``start``.
+
+    Partitions without new rows are left out, and partitions with equal start offsets share a term:
+    planning time grows with the length of the condition.
+
+    Args:
+        start: first offset by partition (inclusive); partitions without an entry start at 0.
+        ends: first free offset by partition.
+    """
+    begin: dict[int, list[int]] = {}
+    for partition, end in sorted(ends.items()):
+        first = start.get(partition, 0)
+        if first < end:
+            begin.setdefault(first, []).append(partition)
+    if len(begin) > MANY:
+        exact = F.col(OFFSET) >= F.coalesce(by_partition(start, "long"), F.lit(0))
+        return (F.col(OFFSET) >= min(begin)) & exact
+    wanted = F.lit(False)
+    for first, partitions in begin.items():
+        wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) >= first))
+    return wanted
+
+
+def before(ends: Offsets) -> Column:
+    """Returns the condition that a log row's offset is before ``ends`` (exclusive); partitions without
+    an entry have no rows."""
+    if len(set(ends.values())) > MANY:
+        return F.col(OFFSET) < F.coalesce(by_partition(ends, "long"), F.lit(0))
+    wanted = F.lit(False)
+    for end in sorted(set(ends.values())):
+        partitions = [p for p, one in sorted(ends.items()) if one == end]
+        wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) < end))
+    return wanted
+
+
+# Shape check
+
+
+def shape_of(node: Stream) -> Shape:
+    """Returns the description of a node for its commits."""
+    meaning = {} if node.operator is None else node.operator.meaning
+    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
+    if not isinstance(node, VersionedTable):
+        return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
+    about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
+    about["new_version_on"] = of_table.new_version_on_of(node)
+    about["has_partial_updates"] = node.has_partial_updates
+    about["ordered_by_source"] = follows_source(node)
+    return Shape(kind="versioned", **about)
+
+
+def require_shape(node: Stream, shape: Shape) -> None:
+    """Checks that existing tables fit the declaration.
+
+    Args:
+        shape: shape in the log's last commit.
+
+    Raises:
+        StorageError: the kind, key or meaning differs.
+    """
+    declared = shape_of(node)
+    earlier = node.earlier
+    keys = zip(shape.key, declared.key, strict=False)
+    same_key = len(shape.key) == len(declared.key) and all(
+        then in (now, *earlier.get(now, ())) for then, now in keys
+    )
+    if shape.kind != declared.kind or not same_key:
+        raise StorageError(
+            f"{node.name}: declared as {declared.kind} keyed by "
+            f"{declared.key}, but its tables were written as {shape.kind} keyed by "
+            f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), or "
+            "give the new asset another name"
+        )
+    changed = node.changed_meaning(shape.meaning)
+    if changed:
+        raise StorageError(
+            f"{node.name}: the declaration differs from the one that wrote its log: "
+            f"{'; '.join(changed)}. Its log would mix both results: restore the earlier declaration, "
+            "give the new asset another name, or rebuild it beside the old one (vt-dagster replay) and "
+            "swap"
+        )
+
+
+def columns_of(
+    node: Stream, warehouse: str, log_path: str, now: StructType, head: Head | None
+) -> Evolution:
+    """Returns the evolution of the log's columns for new rows. Does not use Spark.
+
+    Args:
+        now: columns of the new rows.
+        head: the log's last commit.
+
+    Raises:
+        StorageError: the log cannot take the new columns.
+    """
+    placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
+    found = evolved(
+        node.name,
+        parquet.stored_schema(log_path, None if head is None else head.version),
+        now,
+        fixed={*node.key, *placed},
+        required=never_null(node),
+        declared=None if head is None else head.commit.shape.columns,
+        derived=node.operator is not None,
+    )
+    if found.added and found.dropped:
+        logs = [posixpath.join(warehouse, *up.path, "log") for up in node.inputs]
+        stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
+        require_said(node.name, found, stored)
+    return found
+
+
+# Spark reader
 
 
 class AssetReader:
@@ -116,7 +322,7 @@ class AssetReader:
 
     def commits(self) -> Iterator[Commit]:
         """Returns the known commits of the log, oldest first. Does not use Spark."""
-        return commit_history.commits(self.root)
+        return commit_log.commits(self.root)
 
     def log(
         self, start: Offsets, head: Head, after: int | None = None, counted: bool = True
@@ -167,7 +373,7 @@ class AssetReader:
     def attempt_of(self, batch: int) -> str | None:
         """Returns the attempt that wrote a batch of the log; None = no such batch, or no longer known.
         Does not use Spark."""
-        return commit_history.attempt_at(self.root, batch)
+        return commit_log.attempt_at(self.root, batch)
 
     # -- staged data of a run --------------------------------------------------------------------
 
@@ -254,7 +460,7 @@ class AssetReader:
         if at.head is None or at.head.commit.recorded_at <= moment:
             return at
         return self.as_of(
-            commit_history.known_at(self.root, self.node.name, moment, at.head.commit.truncation)
+            commit_log.known_at(self.root, self.node.name, moment, at.head.commit.truncation)
         )
 
     def as_of(self, commit: Commit) -> Snapshot:

@@ -1,15 +1,26 @@
-"""Finds as-of reads of a versioned table that would return something else now. No Spark.
+"""As-of reads that would return something else now, and replaced logs that they are compared with.
+
+Finds as-of reads of a versioned table that would return something else now. No Spark.
 
 A record at ``t`` changes its key from ``t`` until the key's next version. So an as-of read is stale
 only if a record that arrived after the read has changed an interval that contains the read's time.
+
+Valid times at which two logs of a versioned table give different rows. No Spark.
+
+Replaced tables of an asset, kept so that earlier reads can be compared with the new ones. No Spark.
+
+A restatement moves the old tables of a versioned table to ``prices.replaced/<log>/``, until maintenance
+or an erase removes them. A swap leaves them under the other asset's name.
 """
 
 from __future__ import annotations
 
 import json
 import posixpath
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +29,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from vt_dagster.columns import (
+    IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
@@ -28,18 +40,215 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_fold import fold, micros
-from vt_dagster.storage.arrow_reader import AssetRows, rows_of
-from vt_dagster.storage.arrow_renames import names_of
-from vt_dagster.storage.commit_log import Commit, Offsets, choose, horizons
-from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.log_diff import changed_answers
-from vt_dagster.storage.replaced_tables import find_replaced
+from vt_dagster.storage.arrow_reader import (
+    AssetRows,
+    asset_names,
+    clip_at_valid_until,
+    codes_of,
+    columns_of,
+    fold,
+    micros,
+    names_of,
+    null_codes,
+    rows_of,
+    values_by_partition,
+)
+from vt_dagster.storage.commit_log import (
+    Commit,
+    Offsets,
+    choose,
+    file_at_or_after,
+    file_before,
+    horizons,
+)
 from vt_dagster.topology.durations import in_utc, parse_time
+
+# Log diff
+
+
+MOST = 5_000_000
+"""Maximum rows of both logs together: the comparison is in memory."""
+_OPEN = np.iinfo(np.int64).max
+_OF_THE_LOG = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, TIMESTAMP, VALID_TO, IS_TOMBSTONE)
+"""Columns that are ignored: they may differ between equal versions."""
+
+
+def changed_answers(
+    old: tuple[str, int, Commit], new: tuple[str, int, Commit], times: Any
+) -> np.ndarray | None:
+    """Returns for each time whether an as-of read differs between two logs in keys, values or
+    ``valid_from``. Offsets and system times are ignored.
+
+    Args:
+        old, new: a table's directory, the version of its log and its last commit.
+        times: ascending, epoch microseconds.
+
+    Returns:
+        booleans by time; None if the logs have more than ``MOST`` rows, or columns that cannot be
+        compared.
+    """
+    like = columns_of(delta.require_table(f"{new[0]}/log", new[1]))
+    sides = [
+        _Side(root, commit, version, commit.shape, None, False, like)
+        for root, version, commit in (old, new)
+    ]
+    if sum(side.size for side in sides) > MOST:
+        return None
+    first = int(times[0])
+    (ours, *span), (theirs, *their_span) = (side.valid(first) for side in sides)
+    count = ours.num_rows
+    try:
+        both = pa.concat_tables([ours, theirs], promote_options="permissive")
+    except pa.ArrowTypeError:
+        return None
+    codes = _codes(both)
+    most = int(codes.max(initial=-1)) + 1
+    start, end = (_by_code(codes[:count], one, most) for one in span)
+    their_start, their_end = (_by_code(codes[count:], one, most) for one in their_span)
+    here, there = start < end, their_start < their_end
+    found = np.zeros(len(times) + 1, np.int64)
+    for low, high in (
+        (
+            np.where(here, start, their_start)[here ^ there],
+            np.where(here, end, their_end)[here ^ there],
+        ),
+        *_edges(start, their_start, here & there),
+        *_edges(end, their_end, here & there),
+    ):
+        np.add.at(found, np.searchsorted(times, low), 1)
+        np.add.at(found, np.searchsorted(times, high), -1)
+    return np.cumsum(found)[:-1] > 0
+
+
+def _edges(one: Any, other: Any, where: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the intervals between differing bounds of equal rows."""
+    some = where & (one != other)
+    yield np.minimum(one, other)[some], np.maximum(one, other)[some]
+
+
+def _by_code(codes: Any, times: Any, most: int) -> Any:
+    """Returns the time of each row by its code; codes without a row get the largest time."""
+    found = np.full(most, _OPEN)
+    found[codes] = times
+    return found
+
+
+def _codes(rows: pa.Table) -> Any:
+    """Returns one integer code per distinct row."""
+    codes = np.zeros(rows.num_rows, np.int64)
+    for name in rows.column_names:
+        own = null_codes(rows.column(name)) + 1
+        pairs = pa.chunked_array([pa.array(codes * (own.max(initial=0) + 1) + own)])
+        codes = codes_of(pairs).astype(np.int64)
+    return codes
+
+
+@dataclass(frozen=True)
+class _Side(AssetRows):
+    """The rows of one log.
+
+    Args:
+        like: columns of the new log.
+    """
+
+    like: pa.Schema
+
+    @property
+    def size(self) -> int:
+        """Approximate number of rows to read."""
+        there = delta.exists(self.view_path)
+        return sum(f.rows for f in delta.files(self.view_path)) if there else self.commit.total
+
+    def valid(self, since: int) -> tuple[pa.Table, Any, Any]:
+        """Returns the versions that are valid after a time, and the as-of times that return each:
+        from (inclusive), to (exclusive)."""
+        rows = self._folded("current", since)
+        limits = values_by_partition(rows, self._limits or {}, -_OPEN)
+        rows = clip_at_valid_until(rows, self.shape.valid_until)
+        open_, start = rows.column(VALID_TO).is_null().to_numpy(), micros(rows, VALID_FROM)
+        end = np.where(open_, _OPEN, micros(rows, VALID_TO))
+        start = np.where(open_, start, np.maximum(start, limits))
+        there = ~rows.column(IS_TOMBSTONE).to_numpy() & (start < end) & (end > since)
+        names = [name for name in rows.column_names if name not in _OF_THE_LOG]
+        return rows.select(names).filter(pa.array(there)), start[there], end[there]
+
+    def _rows(
+        self,
+        path: str,
+        version: int,
+        wanted: delta.Wanted = delta.everything,
+        like: pa.Schema | None = None,
+    ) -> pa.Table:
+        return rows_of(path, version, lambda _: None, wanted, self.like)
+
+
+# Replaced tables
+
+
+_SINCE = "replaced"
+"""Marker file; its modification time is the time of the replacement."""
+
+
+def _folder(warehouse: str, name: str) -> str:
+    return posixpath.join(str(warehouse), f"{name.replace('/', '.')}.replaced")
+
+
+def put_aside(warehouse: str, name: str, path: str) -> None:
+    """Moves the replaced tables of an asset aside.
+
+    Args:
+        name: the asset's folder in the warehouse.
+        path: directory of the old tables, on the warehouse's file system.
+    """
+    found = delta.last_commit(posixpath.join(path, "log"))
+    if found is None:
+        return
+    fs, folder = delta.filesystem(_folder(warehouse, name))
+    to = posixpath.join(folder, str(found.document["log"]))
+    fs.touch(posixpath.join(path, _SINCE))
+    fs.makedirs(folder, exist_ok=True)
+    fs.mv(path, to, recursive=True)
+
+
+def find_replaced(warehouse: str, name: str, log: str) -> tuple[str, int, Commit] | None:
+    """Returns the tables of a replaced log: their directory, the log's Delta version and its last
+    commit; None = they were removed.
+
+    Args:
+        log: id of the log, see ``Commit.log``.
+    """
+    others = (posixpath.join(str(warehouse), other) for other in asset_names(warehouse))
+    for path in (posixpath.join(_folder(warehouse, name), log), *others):
+        found = delta.last_commit(posixpath.join(path, "log"))
+        if found is not None and found.document.get("log") == log:
+            return path, found.version, Commit.model_validate(found.document)
+    return None
+
+
+def forget_replaced(warehouse: str, name: str, keep: timedelta) -> int:
+    """Removes tables that were replaced longer than ``keep`` ago.
+
+    Returns:
+        the number of removed logs (each with its view).
+    """
+    fs, folder = delta.filesystem(_folder(warehouse, name))
+    there: list[Any] = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
+    removed = 0
+    for path in there:
+        age = time.time() - fs.modified(posixpath.join(path, _SINCE)).timestamp()
+        if age >= keep.total_seconds():
+            fs.rm(path, recursive=True)
+            removed += 1
+    if there and removed == len(there):
+        fs.rm(folder, recursive=True)
+    return removed
+
+
+# Stale reads
+
 
 _ROWS = 2_000_000
 """Maximum rows of a log in memory at once, unless one file has more."""
-_OPEN = np.iinfo(np.int64).max
 _WAS_LATEST = "_was_latest"
 _OURS = (PARTITION, OFFSET, TIMESTAMP, RECORDED_AT, IS_LATEST, IS_TOMBSTONE, VALID_FROM, VALID_TO)
 

@@ -32,8 +32,8 @@ from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store_protocol import Store
 from vt_dagster.sources.base import Uncounted
 from vt_dagster.storage.commit_log import Commit, Offsets
-from vt_dagster.storage.log_snapshot import Head, Snapshot
-from vt_dagster.storage.progress import Progress
+from vt_dagster.storage.spark_reader import Head, Snapshot
+from vt_dagster.storage.view import Progress
 from vt_dagster.topology.model import Stream, Table
 
 _SAID = "_said_partition"
