@@ -70,13 +70,12 @@ LATE_IMPORTS = {
         "filelock": "the same",
         "jgo": "the same",
     },
-    "vt_dagster.spark.launch": {"pyspark": "starts or patches a JVM: not before it is wanted"},
     "vt_dagster.spark.server": {
         "filelock": "only where a server is started",
         "pyspark": "the same",
     },
     "vt_dagster.spark.session": {
-        "pyspark": "the wrong PySpark is to be an error that says so",
+        "pyspark": "it starts a JVM, and the wrong PySpark is to be an error that says so",
         "grpc": "of Spark Connect, an extra of PySpark",
     },
 }

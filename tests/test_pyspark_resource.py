@@ -20,7 +20,7 @@ from tests.test_executor import INSTANCE, ROOT
 from vt_dagster import TopologyError, build_definitions, build_resources
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.orchestration.resources import session_of
-from vt_dagster.spark.session_requirements import TIME_ZONE, lacking
+from vt_dagster.spark.session import TIME_ZONE, lacking
 
 KINDS = (PySparkResource, LazyPySparkResource)
 PACKAGES = ("dagster", "dagster-pyspark", "pyspark", "pandera", "pytest")

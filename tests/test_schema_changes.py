@@ -36,7 +36,7 @@ from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError, Top
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.spark.scoped_settings import settings
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage import schema_evolution, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable

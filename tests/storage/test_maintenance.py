@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology
 from vt_dagster import SparkResource, build_maintenance, build_resources
-from vt_dagster.spark.scoped_settings import settings
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.commit_log import Commit, Shape
 from vt_dagster.storage.maintenance import is_older, maintain

@@ -15,7 +15,7 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.spark import small_run_settings
+from vt_dagster.spark import settings
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage import view as view_module
 from vt_dagster.storage.asset_store import AssetStore, stores_of
@@ -131,7 +131,7 @@ def test_a_run_is_small_by_what_it_meets(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the log has become: a table that runs often would be slow from some day on."""
-    monkeypatch.setattr(small_run_settings, "_FEW_READ", 8)
+    monkeypatch.setattr(settings, "_FEW_READ", 8)
     topology = Topology(tmp_path)
 
     def next_is_small(file: str, *records: tuple[str, int, float]) -> bool:

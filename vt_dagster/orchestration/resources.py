@@ -17,8 +17,7 @@ from pyspark.sql.utils import is_remote
 from vt_dagster.errors import SparkUnavailableError, TopologyError
 from vt_dagster.spark.jars import resolve_jars
 from vt_dagster.spark.server import resolve_remote
-from vt_dagster.spark.session import build_session, connect_settings, session_settings
-from vt_dagster.spark.session_requirements import lacking
+from vt_dagster.spark.session import build_session, connect_settings, lacking, session_settings
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.delta import address
 from vt_dagster.topology.model import Stream

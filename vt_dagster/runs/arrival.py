@@ -12,7 +12,7 @@ from vt_dagster.core.arrival_order import CHUNK, Outcome
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned, Whole
-from vt_dagster.spark.small_run_settings import is_small
+from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.storage.spark_reader import Head, Snapshot

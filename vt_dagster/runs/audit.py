@@ -36,7 +36,7 @@ from vt_dagster.runs.invariants import (
 )
 from vt_dagster.runs.invariants import expired as expired_versions
 from vt_dagster.runs.pandera_checks import Rule, rule_of, with_columns_of
-from vt_dagster.spark.small_run_settings import is_small, small_run
+from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Segments

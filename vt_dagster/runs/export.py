@@ -22,7 +22,7 @@ from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.table_store import as_read, rows_now
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
-from vt_dagster.spark.small_run_settings import is_small
+from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
 from vt_dagster.storage.commit_log import Commit, choose

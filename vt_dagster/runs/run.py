@@ -49,7 +49,7 @@ from vt_dagster.runs.store_protocol import Store, Stores
 from vt_dagster.runs.temporal_lookup import temporal_lookup
 from vt_dagster.runs.udf_determinism import require_deterministic_functions
 from vt_dagster.sources.base import Pinned, Source
-from vt_dagster.spark.small_run_settings import is_small
+from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.view import in_words
 from vt_dagster.topology.model import Stream

@@ -30,7 +30,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.pin import retained_from
-from vt_dagster.spark.small_run_settings import is_small
+from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.spark.small_run_settings import is_small, small_run
+from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets

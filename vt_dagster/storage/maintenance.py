@@ -17,7 +17,7 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from vt_dagster.spark.scoped_settings import settings
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, asset_names
 from vt_dagster.storage.commit_log import Commit

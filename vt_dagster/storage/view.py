@@ -30,7 +30,7 @@ from vt_dagster.core import table_store, versioned_table
 from vt_dagster.core.arrival_order import CHUNK, by_partition
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import ConcurrentRunError
-from vt_dagster.spark.small_run_settings import is_small, small_run
+from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Segments, horizons, is_of_log
 from vt_dagster.storage.delta import File, Wanted, current, everything

@@ -23,7 +23,7 @@ from vt_dagster.errors import ContractError
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import run_once
 from vt_dagster.spark.session import FEW_QUERIES, build_session
-from vt_dagster.spark.small_run_settings import SETTINGS
+from vt_dagster.spark.settings import SETTINGS
 from vt_dagster.testing.memory_store import MemoryStore, Records
 from vt_dagster.testing.versioned_store import REFUSED, Row, VersionedStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
