@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core.source_records import POSITION, REASON, SOURCE, difference
-from vt_dagster.sources.dump_limits import buckets_of
+from vt_dagster.sources.snapshot_source import buckets_of
 
 JOINED = "Spark full outer join of both dumps, what differs, to Parquet"
 TARGET = 1.5

@@ -42,7 +42,7 @@ from vt_dagster import FilesSource, SnapshotSource
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.consumed_files import Memory, files_in, matches, remembered
 from vt_dagster.sources.message_formats import Json
-from vt_dagster.sources.text_options import FOLLOWED, REFUSED
+from vt_dagster.sources.text_formats import FOLLOWED, REFUSED
 from vt_dagster.topology.schema import differences, same_types
 
 # -- which files are there ---------------------------------------------------------------------------

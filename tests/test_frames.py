@@ -18,9 +18,14 @@ from pyspark.sql import functions as F
 from vt_dagster import Stream
 from vt_dagster.core.source_records import REASON
 from vt_dagster.errors import ContractError
-from vt_dagster.sources.frame_conversion import frame_of
-from vt_dagster.sources.frame_sources import Delivery, FunctionSource, Given
-from vt_dagster.sources.local_frames import LocalFrame, local_frame
+from vt_dagster.sources.frame_sources import (
+    Delivery,
+    FunctionSource,
+    Given,
+    LocalFrame,
+    frame_of,
+    local_frame,
+)
 
 SCHEMA = T.StructType(
     [

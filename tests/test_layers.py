@@ -47,20 +47,16 @@ LATE_IMPORTS = {
         "dagster_pyspark": "0.2 s, of no use to a run without news",
     },
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
-    "vt_dagster.sources.schema_registry": {
-        "confluent_kafka": "an extra",
-    },
+    "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
     "vt_dagster.sources.protobuf": {
-        "google": "an extra",
+        "google": "an extra, which Spark's workers have too",
         "pandas": "half a second that a run without news need not wait",
     },
-    "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
-    "vt_dagster.sources.text_lines": {
+    "vt_dagster.sources.text_formats": {
         "pandas": "a function that Spark's workers run by itself; half a second, of no use for UTF-8",
     },
-    "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
-    "vt_dagster.sources.kafka_producer": {
+    "vt_dagster.sources.kafka_sink": {
         "collections": "a function that Spark's workers run by itself",
         "pyarrow": "the same",
         "confluent_kafka": "the same, and an extra",

@@ -432,7 +432,7 @@ class Topic(Records):
     partitions: int = 1
 
     def pinned(self, node: Stream) -> Any:
-        from vt_dagster.sources.pinned_topics import PinnedTopics
+        from vt_dagster.sources.kafka_source import PinnedTopics
 
         source: Any = node.source
         taken = {"x": dict.fromkeys(range(self.partitions), (0, 99))}

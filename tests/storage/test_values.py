@@ -38,8 +38,8 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.kafka import Avro, Json, Protobuf, Raw
-from vt_dagster.sources.csv_text import one_record, read_record
 from vt_dagster.sources.message_formats import Format
+from vt_dagster.sources.text_formats import one_record, read_record
 from vt_dagster.sources.value_reader import Reading
 
 UNREADABLE = "unreadable"

@@ -19,7 +19,7 @@ from vt_dagster.orchestration.event_search import runs_with
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs import replay as replays
 from vt_dagster.runs import restate as restatement
-from vt_dagster.sources.kafka_messages import as_offsets
+from vt_dagster.sources.kafka_cluster import as_offsets
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage import delta
 from vt_dagster.storage.asset_store import AssetStore

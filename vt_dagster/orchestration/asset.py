@@ -29,7 +29,7 @@ from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import Run
 from vt_dagster.sources.base import delivered
 from vt_dagster.sources.frame_sources import FrameSource
-from vt_dagster.sources.pinned_topics import PinnedTopics
+from vt_dagster.sources.kafka_source import PinnedTopics
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream

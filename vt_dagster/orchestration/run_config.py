@@ -7,7 +7,7 @@ import dagster as dg
 from vt_dagster.runs.readiness import waits
 from vt_dagster.sources.delta_source import DeltaSource
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.sources.kafka_messages import as_ranges
+from vt_dagster.sources.kafka_cluster import as_ranges
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.topology.model import Stream

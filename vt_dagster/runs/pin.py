@@ -16,7 +16,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.readiness import upstream
 from vt_dagster.runs.store_protocol import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
-from vt_dagster.sources.start_snapshot import pin_start
+from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.delta import unreadable, unseen
 from vt_dagster.storage.log_truncation import require_not_truncated, require_same_log

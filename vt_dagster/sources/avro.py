@@ -21,13 +21,13 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.nested_values import any_of
 from vt_dagster.sources.value_reader import (
     FLOATS,
     INTEGERS,
     NAMED_UNITS,
     TIMES,
     Reading,
+    any_of,
     of_boolean,
     of_bytes,
     of_decimal,

@@ -1,4 +1,9 @@
-"""The protocols of sources: pinning the input of a run, and reading it."""
+"""What a source is: how it is pinned and read, and columns matched by name.
+
+The protocols of sources: pinning the input of a run, and reading it.
+
+Conversion of nested values, with fields matched by name.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,56 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructField, StructType, TimestampType
+from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType, TimestampType
 
 from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.storage.schema_evolution import by_newest_names
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.schema import named, was
+from vt_dagster.topology.schema import named, same, was
+
+# Match by name
+
+
+def by_name(value: Column, got: DataType, wanted: DataType) -> Column:
+    """Converts a value to another type: fields match by name at any depth and are null if missing.
+
+    Atomic values are cast.
+
+    Args:
+        got, wanted: types without ``topology.schema.differences``.
+    """
+    if same(got, wanted):
+        return value
+    if isinstance(got, StructType) and isinstance(wanted, StructType):
+        there = {f.name: f.dataType for f in got.fields}
+        fields = [
+            by_name(value[f.name], there[f.name], f.dataType).alias(f.name)
+            if f.name in there
+            else F.lit(None).cast(f.dataType).alias(f.name)
+            for f in wanted.fields
+        ]
+        return F.when(value.isNotNull(), F.struct(*fields))
+    if isinstance(got, ArrayType) and isinstance(wanted, ArrayType):
+        element, other = got.elementType, wanted.elementType
+        return F.transform(value, lambda one: by_name(one, element, other))
+    if isinstance(got, MapType) and isinstance(wanted, MapType):
+        entries = F.transform(
+            F.map_entries(value),
+            lambda one: F.struct(
+                by_name(one["key"], got.keyType, wanted.keyType).alias("key"),
+                by_name(one["value"], got.valueType, wanted.valueType).alias("value"),
+            ),
+        )
+        return F.map_from_entries(entries)
+    return value.cast(wanted)
+
+
+# Base
+
 
 End: TypeAlias = dict[str, Offsets] | str
 """The end of a source: offsets by partition, or the last name."""

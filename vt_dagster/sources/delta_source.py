@@ -1,26 +1,525 @@
-"""An external Delta table as a source: each of its versions is consumed once.
+"""An external Delta table as a source: its log, the pinned versions, an initial snapshot.
+
+An external Delta table as a source: each of its versions is consumed once.
 
 The asset's own commits store the next version, the table's id and the commit time of the last consumed
 version. These detect a table that was replaced or restored.
+
+The commits in the log of an external Delta table. Does not use Spark.
+
+The versions that a run reads from an external Delta table.
+
+The initial snapshot of a table, before its changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import posixpath
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
 
+import pyarrow as pa
+from deltalake import DeltaTable
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.errors import RecordsGoneError, SourceError
-from vt_dagster.sources.base import News, require_limits
-from vt_dagster.sources.delta_log import FEED, Change, ForeignTable
-from vt_dagster.sources.dump_limits import Limits, OnDuplicate, check_ignored
-from vt_dagster.sources.pinned_versions import DELTA, PinnedState, PinnedVersions
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.columns import ARRIVAL, TIMESTAMP
+from vt_dagster.core.arrival_order import STRIDE, in_order_of_keys
+from vt_dagster.core.source_records import (
+    BUCKETS,
+    CHANGE,
+    DELETED,
+    POSITION,
+    RAW,
+    REASON,
+    RECORD_TIME,
+    SOURCE,
+    VERSION,
+    changes,
+)
+from vt_dagster.errors import RecordsGoneError, SourceError, StorageError
+from vt_dagster.sources.base import End, News, Uncounted, Whole, by_name, require_limits
+from vt_dagster.sources.snapshot_source import (
+    UNREAD,
+    Limits,
+    OnDuplicate,
+    SnapshotSource,
+    buckets_of,
+    check_ignored,
+    records_of,
+)
+from vt_dagster.sources.text_formats import nullable
+from vt_dagster.spark.jars import one_line
+from vt_dagster.storage import delta
+from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import differences
+
+# Delta log
+
+
+FEED = "delta.enableChangeDataFeed"
+"""The table property that enables the change data feed."""
+_MAPPING = "delta.columnMapping.mode"
+_CHECKPOINT = re.compile(r"(\d{20})\.checkpoint\b.*\.(parquet|json)")
+
+
+class Added(NamedTuple):
+    """A file that a commit added.
+
+    Args:
+        path: the file's path for Spark.
+        place: the path without the protocol.
+        parts: the values of the partition columns, as texts.
+    """
+
+    path: str
+    place: str
+    size: int
+    parts: Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The changes of a commit.
+
+    Args:
+        time: its time in epoch microseconds, by the writer's clock.
+        operation: Delta's name of the operation, for messages.
+        added: files with new rows; not those of a compaction.
+        removes: whether rows were removed or rewritten; a compaction does neither.
+        bytes: the size of all files to read.
+        properties: the table's properties, if the commit changed them.
+    """
+
+    version: int
+    time: int
+    operation: str
+    added: tuple[Added, ...]
+    removes: bool
+    bytes: int
+    properties: Mapping[str, str] | None
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether the commit changed rows."""
+        return bool(self.added) or self.removes
+
+
+class ForeignTable:
+    """An external Delta table at its current version.
+
+    Raises:
+        SourceError: there is no table, or its log cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            table = delta.open_table(path)
+        except (StorageError, ImportError, ValueError, OSError) as error:
+            raise SourceError(
+                f"expected a Delta table that can be read in {path!r}, got: {one_line(error)}; correct "
+                "the path, or restore its _delta_log"
+            ) from None
+        if table is None:
+            raise SourceError(
+                f"expected a Delta table in {path!r}, found none; correct the path, or run again when "
+                "it has been written"
+            )
+        self._table = table
+        names = delta.log_files(path)
+        self._commits = {int(m[1]) for n in names if (m := delta.COMMIT_FILE.fullmatch(n))}
+        self._checkpoints = {int(m[1]) for n in names if (m := _CHECKPOINT.fullmatch(n))}
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return self._table.version()
+
+    @property
+    def id(self) -> str:
+        """The table id; a replaced table has another one."""
+        return str(self._table.metadata().id)
+
+    def first_commit(self, until: int) -> int:
+        """Returns the first of the gapless commits up to ``until`` (inclusive); ``until + 1`` if there
+        is none."""
+        first = until + 1
+        while first - 1 in self._commits:
+            first -= 1
+        return first
+
+    def first_state(self) -> int:
+        """Returns the oldest readable version after which all commits are available."""
+        first = self.first_commit(self.version)
+        if first == 0:
+            return 0
+        return min((v for v in self._checkpoints if v + 1 >= first), default=self.version)
+
+    def at(self, version: int) -> DeltaTable:
+        """Returns the table at a version.
+
+        Raises:
+            SourceError: the version can no longer be read.
+        """
+        if version == self.version:
+            return self._table
+        try:
+            found = delta.open_table(self.path, version)
+        except StorageError as error:
+            raise SourceError(
+                f"expected version {version} of {self.path}, got: {one_line(error)}; run again"
+            ) from None
+        assert found is not None
+        return found
+
+    def properties(self, version: int) -> Mapping[str, str | None]:
+        """Returns the table's properties at a version."""
+        return self.at(version).metadata().configuration
+
+    def schema(self, version: int) -> StructType:
+        """Returns the table's columns at a version."""
+        return StructType.fromJson(json.loads(self.at(version).schema().to_json()))
+
+    def parted_by(self, version: int) -> list[str]:
+        """Returns the partition columns."""
+        return list(self.at(version).metadata().partition_columns)
+
+    def bytes(self, version: int) -> int:
+        """Returns the size of all files of a version."""
+        told = pa.RecordBatchReader.from_stream(self.at(version).get_add_actions(flatten=True))
+        return sum(told.read_all().column("size_bytes").to_pylist())
+
+    def require_plain_files(self, version: int) -> None:
+        """Checks that the files have the table's column names.
+
+        Raises:
+            SourceError: the table has column mapping.
+        """
+        if (self.properties(version).get(_MAPPING) or "none") != "none":
+            raise SourceError(
+                f"{self.path} has column mapping ({_MAPPING}), which mode='append' does not support: "
+                "expected mode='changes' or 'snapshots'; use one of them"
+            )
+
+    def time(self, version: int) -> int | None:
+        """Returns the commit time of a version in epoch microseconds; None if its commit is gone."""
+        return self.change(version).time if version in self._commits else None
+
+    def change(self, version: int) -> Change:
+        """Returns the changes of one commit.
+
+        Raises:
+            SourceError: the commit file is truncated.
+        """
+        fs, root = delta.filesystem(self.path)
+        place = posixpath.join(root, "_delta_log", f"{version:020}.json")
+        text = fs.cat_file(place).decode("utf-8")
+        try:
+            actions: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line]
+        except ValueError:
+            raise SourceError(
+                f"{place} is truncated: expected a whole commit; restore it from a backup and run again"
+            ) from None
+        info: dict[str, Any] = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
+        stamp = info.get("inCommitTimestamp") or info.get("timestamp")
+        time = int(stamp) * 1000 if stamp else int(fs.modified(place).timestamp() * 1_000_000)
+        adds = [a["add"] for a in actions if a.get("add", {}).get("dataChange")]
+        removes = [a["remove"] for a in actions if a.get("remove", {}).get("dataChange")]
+        feed = [a["cdc"] for a in actions if "cdc" in a]
+        told = next((a["metaData"]["configuration"] for a in actions if "metaData" in a), None)
+        return Change(
+            version,
+            time,
+            str(info.get("operation", "a commit")),
+            tuple(self._added(a) for a in adds),
+            bool(removes),
+            sum(int(a.get("size") or 0) for a in (feed or [*adds, *removes])),
+            told,
+        )
+
+    def _added(self, add: Mapping[str, Any]) -> Added:
+        name = unquote(add["path"])
+        path = name if "://" in name or name.startswith("/") else posixpath.join(self.path, name)
+        place = "/" + delta.filesystem(path)[1].lstrip("/")
+        return Added(path, place, add["size"], add["partitionValues"])
+
+
+# Pinned versions
+
+
+DELTA = "delta"
+"""The name of a Delta source in a commit's ``inputs``; its offsets are versions."""
+_PLACE, _ROW, _TIME, _RANK, _PART = "_place", "_row", "_time", "_rank", "_part_"
+_GONE = (
+    "FILE_NOT_EXIST",
+    "PATH_NOT_FOUND",
+    "FileNotFoundException",
+    "FILE_NOT_FOUND",
+    "VERSION_NOT_FOUND",
+)
+"""Texts of Spark's errors about missing files of a version."""
+_BY_STATE = "Set mode='snapshots' of the source for one run, which reads the current table. "
+
+
+@dataclass(frozen=True)
+class PinnedVersions(Uncounted):
+    """The versions of a table that a run consumes.
+
+    Args:
+        mode: the mode of the source.
+        first: the first version (inclusive); ``end``: the last one (exclusive).
+        changes: the commits; empty if a whole state is read.
+        time: the commit time of the last version in epoch microseconds.
+        gap: an accepted range of missing versions, end exclusive; None = none.
+        state: the version that is read as a whole state; None = the commits are read.
+        limits: the limits within which a whole state is accepted.
+    """
+
+    table: ForeignTable
+    mode: str
+    first: int
+    end: int
+    changes: tuple[Change, ...]
+    time: int | None
+    gap: tuple[int, int] | None
+    max_bad_share: float
+    max_clock_skew: timedelta
+    state: int | None = None
+    limits: Limits | None = None
+
+    @property
+    def bytes(self) -> int:
+        if self.state is not None:
+            return self.table.bytes(self.state)
+        return sum(change.bytes for change in self.changes)
+
+    @property
+    def empty(self) -> bool:
+        return self.end == self.first
+
+    @property
+    def source_end(self) -> dict[str, Offsets]:
+        return {DELTA: {0: self.table.version + 1}}
+
+    def reaches(self, end: End) -> bool:
+        assert not isinstance(end, str)
+        left = range(self.end, end.get(DELTA, {}).get(0, 0))
+        return not any(self.table.change(version).changes_rows for version in left)
+
+    def consumed(self) -> None:
+        """Returns None: the commit holds the version."""
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {
+            "taken": {DELTA: {0: (self.first, self.end)}},
+            "inputs": {DELTA: {0: self.end}},
+            "topics": {DELTA: f"{self.table.id}@{self.time or ''}"},
+            "gaps": {} if self.gap is None else {DELTA: {0: self.gap}},
+        }
+
+    def describe(self, schema: StructType) -> list[str]:
+        if self.state is not None:
+            lines = [f"takes {self.table.path} as it is at version {self.state}"]
+        else:
+            lines = [f"takes versions {self.first} to {self.end - 1} of {self.table.path}"]
+        if self.gap is not None:
+            first, end = self.gap
+            gone = f"without versions {first} to {end - 1}" if end > first else "with another table"
+            lines.append(f"!continues {gone} (accept_gap)")
+        return lines
+
+    def explain(self, error: Exception) -> SourceError | None:
+        if not any(sign in str(error) for sign in _GONE):
+            return None
+        return RecordsGoneError(
+            f"files of versions {self.first} to {self.end - 1} of {self.table.path} are gone "
+            f"({one_line(error)[:200]}): VACUUM removed them before they were consumed; nothing was "
+            f"committed. {'' if self.mode == 'append' else _BY_STATE}Reprocess into a new asset with "
+            "start='current', or have their files restored and run again"
+        )
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        """Returns the records, in order of arrival.
+
+        Plan: appended rows: one scan of their files, no shuffle; changes: that of
+        ``core.source_records.changes``; a whole state: one shuffle.
+        """
+        if self.empty:
+            return self._records(_nothing(spark, node), node)
+        if self.state is not None:
+            return self._records(self._ordered(self.rows(spark, node), node), node)
+        self._require_columns(node, self.end - 1)
+        if self.mode == "append":
+            return self._records(self._appended(spark, node), node)
+        return self._records(self._changed(spark, node), node)
+
+    def rows(self, spark: SparkSession, node: Stream) -> DataFrame:
+        """Returns all rows of the version, with ``_time``, ``_source`` and ``_position``."""
+        assert self.state is not None
+        self._require_columns(node, self.state)
+        rows = spark.read.format("delta").option("versionAsOf", self.state).load(self.table.path)
+        return rows.select(
+            *_columns(rows, node),
+            F.lit(self.time).alias(_TIME),
+            F.lit(self.table.path).alias(SOURCE),
+            F.lit(self.state).cast("long").alias(POSITION),
+        )
+
+    def _ordered(self, rows: DataFrame, node: Stream) -> DataFrame:
+        kinds = dict(rows.dtypes)
+        row = F.xxhash64(*[F.col(f"`{c}`") for c in node.schema.names if "map<" not in kinds[c]])
+        buckets = F.lit(buckets_of(self.bytes))
+        return in_order_of_keys(rows, key=node.key, then=[row], place=F.lit(0), buckets=buckets)
+
+    def _appended(self, spark: SparkSession, node: Stream) -> DataFrame:
+        parted = set(self.table.parted_by(self.end - 1))
+        parts = [c for c in node.schema.names if c in parted]
+        files = [(c, f) for c in self.changes for f in sorted(c.added, key=lambda one: one.place)]
+        if not files:
+            return _nothing(spark, node)
+        told = [
+            (f.place, rank, c.version, c.time, *[f.parts.get(p) for p in parts])
+            for rank, (c, f) in enumerate(files)
+        ]
+        columns = f"{_PLACE} string, {_RANK} long, {VERSION} long, {_TIME} long"
+        about = spark.createDataFrame(
+            told, ", ".join([columns, *[f"{_PART}{n} string" for n in range(len(parts))]])
+        )
+        own = StructType([f for f in node.schema.fields if f.name not in parted])
+        decoded = F.url_decode(F.replace(F.col("_metadata.file_path"), F.lit("+"), F.lit("%2B")))
+        rows = spark.read.schema(own).parquet(*[delta.literal(f.path) for _, f in files])
+        located = rows.select(
+            *[F.col(f"`{c}`") for c in own.names],
+            F.regexp_replace(decoded, "^[A-Za-z0-9]+:/+", "/").alias(_PLACE),
+            F.col("_metadata.row_index").alias(_ROW),
+        )
+
+        def column(name: str) -> Column:
+            if name not in parts:
+                return F.col(f"`{name}`")
+            # Cast as Delta's readers do, not by ``value_reader``: a whole version is read by them. An
+            # empty text is null, except in STRING and BINARY.
+            text = F.col(f"{_PART}{parts.index(name)}")
+            return text.try_cast(node.schema[name].dataType).alias(name)
+
+        file = F.element_at(F.split(_PLACE, "/"), -1)
+        return located.join(F.broadcast(about), _PLACE).select(
+            *[column(c) for c in node.schema.names],
+            _TIME,
+            F.format_string("version %d: %s", VERSION, file).alias(SOURCE),
+            (F.col(_ROW) + 1).alias(POSITION),
+            (F.col(_RANK) * STRIDE + F.col(_ROW)).alias(ARRIVAL),
+        )
+
+    def _changed(self, spark: SparkSession, node: Stream) -> DataFrame:
+        feed = (
+            spark.read.format("delta")
+            .option("readChangeFeed", "true")
+            .option("startingVersion", self.first)
+            .option("endingVersion", self.end - 1)
+            .load(self.table.path)
+        )
+        about = [(c.version, c.time, buckets_of(c.bytes)) for c in self.changes]
+        versions = spark.createDataFrame(about, f"{VERSION} long, {_TIME} long, {BUCKETS} int")
+        told = feed.select(*_columns(feed, node), CHANGE, VERSION).join(F.broadcast(versions), VERSION)
+        values = [c for c in node.schema.names if c not in node.key]
+        done = changes(told, key=node.key, values=values, start=self.first)
+        own = [F.col(f"`{c}`") for c in node.schema.names]
+        table = F.lit(self.table.path).alias(SOURCE)
+        return done.select(*own, _TIME, table, F.col(VERSION).alias(POSITION), ARRIVAL, DELETED)
+
+    def _records(self, rows: DataFrame, node: Stream) -> DataFrame:
+        """Adds the columns that every source provides."""
+        moment = F.timestamp_micros(F.col(_TIME))
+        raw = F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names]))
+        timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
+        none = F.lit(None).cast("string")
+        gone = {} if DELETED in rows.columns else {DELETED: F.lit(False)}
+        return rows.withColumns(
+            {**timed, **gone, RECORD_TIME: moment, RAW: raw, REASON: none},
+        ).drop(_TIME)
+
+    def _require_columns(self, node: Stream, version: int) -> None:
+        """Checks that the table has the schema's columns; a version may lack columns added later.
+
+        Raises:
+            SourceError: the table lacks columns, or has them with other types.
+        """
+        there = {f.name: f.dataType for f in self.table.schema(version).fields}
+        newest = self.table.schema(self.table.version).names
+        missing = [c for c in node.schema.names if c not in there and c not in newest]
+        if missing:
+            raise SourceError(
+                f"{self.table.path}: expected columns {missing}, but version {version} has only "
+                f"{list(there)}; take them out of the schema, or correct their names"
+            )
+        wrong = [
+            said
+            for f in node.schema.fields
+            if f.name in there
+            for said in differences(there[f.name], f.dataType, f.name)
+        ]
+        if wrong:
+            raise SourceError(
+                f"{self.table.path}, version {version}: {'; '.join(wrong)}; correct the schema's types"
+            )
+
+
+@dataclass(frozen=True)
+class PinnedState(PinnedVersions):
+    """A version that is compared with the asset's table."""
+
+    @property
+    def what(self) -> str:
+        """The version, for messages."""
+        return f"version {self.state} of {self.table.path}"
+
+    def difference(
+        self,
+        spark: SparkSession,
+        node: Stream,
+        held: DataFrame,
+        hold: Callable[[DataFrame], DataFrame],
+    ) -> DataFrame:
+        assert self.state is not None
+        assert self.limits is not None
+        none = F.lit(None).cast("string")
+        rows = self.rows(spark, node).drop(_TIME).withColumns({REASON: none, UNREAD: none})
+        about = {"what": self.what, "time": self.time or 0, "size": self.bytes}
+        return records_of(rows, node, held, hold, self.limits, **about)
+
+
+def _columns(rows: DataFrame, node: Stream) -> list[Column]:
+    """Returns a node's columns, with nested fields by name; null for columns that the rows lack."""
+    kinds = {f.name: f.dataType for f in rows.schema.fields}
+    return [
+        by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).alias(f.name)
+        if f.name in kinds
+        else F.lit(None).cast(f.dataType).alias(f.name)
+        for f in node.schema.fields
+    ]
+
+
+def _nothing(spark: SparkSession, node: Stream) -> DataFrame:
+    none = spark.createDataFrame([], nullable(node.schema))
+    numbers = {name: F.lit(None).cast("long") for name in (_TIME, ARRIVAL, POSITION)}
+    return none.withColumns({**numbers, SOURCE: F.lit(None).cast("string")})
+
+
+# Delta source
+
 
 Mode = Literal["append", "changes", "snapshots"]
 _UPKEEP = 100
@@ -334,3 +833,28 @@ class DeltaSource:
             max_clock_skew=self.max_clock_skew,
             **state,
         )
+
+
+# Start snapshot
+
+
+def pin_start(source: SnapshotSource | DeltaSource) -> Whole | None:
+    """Pins the initial snapshot; returns None if there is none yet. Does not use Spark.
+
+    Raises:
+        SourceError: there are several, or the directory or table does not exist.
+    """
+    if isinstance(source, DeltaSource):
+        version = source.start if isinstance(source.start, int) else None
+        found = source.pin(None, version)
+        return found if isinstance(found, PinnedState) else None
+    pinned = source.pin(None)
+    if pinned.waiting:
+        there = [d.name for d in source.dumps()]
+        where = posixpath.join(str(source.path), source.pattern)
+        raise SourceError(
+            f"expected one dump to start with in {where}, found {len(there)}: "
+            f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}; nothing was committed. Name one "
+            "by the pattern of start, or move the others away"
+        )
+    return None if pinned.empty else pinned

@@ -1,24 +1,40 @@
-"""A growing directory of files as a source: each file is consumed once.
+"""Files as a source: rows, columns from paths, bad files.
+
+A growing directory of files as a source: each file is consumed once.
 
 Records arrive in order of file name, then of position in the file. A file that appears later with a
 smaller name is consumed by a later run. A name is the path below the directory.
+
+Partition columns in the path of a file, as in tables of Hive and Spark: ``dt=2026-11-25/a.csv``.
+
+Bad files: detects unreadable files and their faults before Spark reads them.
+
+The rows of files: each record with its columns, its file and its position in the file.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import posixpath
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from pyarrow.lib import ArrowException
+from pyarrow.parquet import ParquetFile
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructType
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, LongType, MapType, StringType, StructField, StructType
 
+from vt_dagster.columns import ARRIVAL
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text, set_aside
 from vt_dagster.sources.base import (
     End,
     News,
@@ -29,23 +45,494 @@ from vt_dagster.sources.base import (
     with_source_recorded_at,
 )
 from vt_dagster.sources.consumed_files import (
+    HEAD,
     FileInfo,
     Memory,
+    byte_order,
     chosen,
+    chunks_of,
+    ends_of,
+    fault_of_bytes,
     files_in,
+    is_compressed,
+    known,
     remembered,
     require_untouched,
     unconsumed,
     written_at,
 )
-from vt_dagster.sources.file_rows import FileFormat, parquet_rows, text_rows
-from vt_dagster.sources.nested_values import require_units
-from vt_dagster.sources.text_options import checked
-from vt_dagster.sources.value_reader import Reading, Timestamps
+from vt_dagster.sources.text_formats import (
+    FILE,
+    LINE_OPTIONS,
+    START,
+    UNDECODED,
+    UTF_8,
+    checked,
+    encoding_of,
+    file_name,
+    first_lines,
+    header_of,
+    nullable,
+    numbered_lines,
+    one_record,
+    parse,
+    read_object,
+    read_record,
+    running_start,
+)
+from vt_dagster.sources.value_reader import Reading, Timestamps, is_no_text, of_text, require_units
 from vt_dagster.spark.jars import one_line
+from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.delta import address, unseen
+from vt_dagster.storage.schema_evolution import widens
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import differences, earlier_names, was
+
+# Path columns
+
+
+NULL = "__HIVE_DEFAULT_PARTITION__"
+"""The directory value for null in Hive and Spark."""
+_TEXT = "_path_"
+_SAYS = "_path_says_"
+
+
+def parts_of(name: str) -> list[tuple[str, str]]:
+    """Returns the ``key=value`` directories of a name, outermost first, with percent escapes
+    decoded."""
+    found = [part.partition("=") for part in name.split("/")[:-1] if "=" in part]
+    return [(_decoded(key), _decoded(value)) for key, _, value in found if key]
+
+
+def said_by(name: str, schema: StructType) -> dict[str, str | None]:
+    """Returns the schema's columns in a file's path, as texts; None = null. Names match without case,
+    as in Spark."""
+    columns = {c.lower(): c for c in schema.names}
+    told = [(columns[k.lower()], v) for k, v in parts_of(name) if k.lower() in columns]
+    return {column: None if value == NULL else value for column, value in told}
+
+
+def fault_of_path(name: str, schema: StructType, there: Sequence[str]) -> str | None:
+    """Returns the fault of the columns in a file's path; None = no fault.
+
+    Args:
+        there: the columns in the file.
+    """
+    told = [k.lower() for k, _ in parts_of(name)]
+    for column in said_by(name, schema):
+        kind = schema[column].dataType
+        if told.count(column.lower()) > 1:
+            return f"expected {column}= once in its path, got it more than once; rename a directory"
+        if column.lower() in {c.lower() for c in there}:
+            return (
+                f"expected column {column!r} in its path or in the file, got it in both; remove it "
+                f"from the file, rename the directory, or set path_columns=False of the source to use "
+                "the file's column"
+            )
+        if isinstance(kind, StructType | ArrayType | MapType):
+            return (
+                f"expected a text or a number for {column!r} in its path, but its type is "
+                f"{kind.simpleString()}; rename the directory, or set path_columns=False of the source"
+            )
+    return None
+
+
+def with_path_columns(
+    rows: DataFrame,
+    spark: SparkSession,
+    files: Sequence[FileInfo],
+    schema: StructType,
+    found: Mapping[str, Column],
+    how: Reading,
+    own: Column | None = None,
+) -> tuple[DataFrame, dict[str, Column], Column]:
+    """Adds the columns in the files' paths to rows.
+
+    Plan: a broadcast join, if paths have columns.
+
+    Args:
+        rows: with ``_file``.
+        found: the columns in the files, by name.
+        how: the reading of values in paths.
+        own: the field names of a row, if they differ between rows (JSON).
+
+    Returns:
+        the rows; the columns from files and paths; whether a value in a path does not fit its column,
+        or the row also has that column (never null).
+    """
+    told = {f.name: said_by(f.name, schema) for f in files}
+    columns = [c for c in schema.names if any(c in some for some in told.values())]
+    values, misfit = dict(found), F.lit(False)
+    if not columns:
+        return rows, values, misfit
+    texts = [
+        (name, *[part for c in columns for part in (some.get(c), c in some)])
+        for name, some in told.items()
+    ]
+    kinds = [f"{_TEXT}{n} string, {_SAYS}{n} boolean" for n in range(len(columns))]
+    about = spark.createDataFrame(texts, ", ".join([f"{FILE} string", *kinds]))
+    for number, column in enumerate(columns):
+        text, said = F.col(f"{_TEXT}{number}"), F.col(f"{_SAYS}{number}")
+        value = of_text(text, schema[column].dataType, how, (column,))
+        values[column] = F.when(said, value).otherwise(found[column])
+        misfit = misfit | (text.isNotNull() & value.isNull())
+        if own is not None:
+            lowered = F.transform(own, lambda name: F.lower(name))
+            both = said & F.array_contains(lowered, column.lower())
+            misfit = misfit | F.coalesce(both, F.lit(False))
+    return rows.join(F.broadcast(about), FILE), values, misfit
+
+
+def _decoded(text: str) -> str:
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        return text
+
+
+# Bad files
+
+
+_LONGEST = 1 << 20
+"""Number of characters read of a first line of JSON."""
+
+
+def faults_of_text(
+    files: Sequence[FileInfo],
+    schema: StructType,
+    format: str,
+    options: Mapping[str, str],
+    optional: Sequence[str] = (),
+    path_columns: bool = True,
+) -> dict[str, str]:
+    """Returns the faults of JSON lines or CSV files, by name. Does not use Spark.
+
+    Compressed files are read to their end: only that shows that a file is complete.
+
+    Args:
+        format: ``jsonl`` or ``csv``.
+        options: see ``sources.text_formats``.
+        optional: columns that a file may lack.
+        path_columns: whether the path of a file fills columns.
+    """
+
+    def fault(file: FileInfo) -> str | None:
+        try:
+            broken = (
+                _fault_of_name(file)
+                or _fault_of_content(file, format)
+                or _fault_of_archive(file, format)
+                or _fault_of_encoding(file, encoding_of(options))
+            )
+            if broken:
+                return broken
+            wanted = _in_files(file, schema) if path_columns else schema
+            if format == "csv":
+                broken = _fault_of_header(file, wanted, options, optional)
+            if broken or not path_columns:
+                return broken
+            return fault_of_path(file.name, schema, columns_of(file, format, options))
+        except FileNotFoundError:  # the run fails with a clear error when it reads the file
+            return None
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = zip(files, pool.map(fault, files), strict=True)
+        return {file.name: said for file, said in found if said is not None}
+
+
+def faults_of_parquet(
+    spark: SparkSession,
+    files: Sequence[FileInfo],
+    schema: StructType,
+    optional: Sequence[str] = (),
+    path_columns: bool = True,
+) -> dict[str, str]:
+    """Returns the faults of Parquet files, by name. A file older than the schema may have narrower
+    types."""
+    found: dict[str, str] = {}
+    for file in files:
+        broken = _fault_of_name(file) or _fault_of_footer(file)
+        if broken:
+            found[file.name] = broken
+            continue
+        try:
+            there = spark.read.parquet(delta.literal(file.path)).schema.fields
+        except PySparkException as error:
+            found[file.name] = f"expected columns that Spark can read, got: {one_line(error)}"
+            continue
+        types = {c.name: c.dataType for c in there}
+        wanted = _in_files(file, schema) if path_columns else schema
+        missing = _missing(list(types), wanted, optional)
+        if path_columns:
+            missing = missing or fault_of_path(file.name, schema, list(types))
+        wrong = [
+            said
+            for c in schema.fields
+            if c.name in types
+            for said in differences(types[c.name], c.dataType, c.name, fits=widens)
+        ]
+        if missing:
+            found[file.name] = missing
+        elif wrong:
+            found[file.name] = f"{'; '.join(wrong)}; correct the schema's types or the file's"
+    return found
+
+
+def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[str]:
+    """Returns the columns of a file, for JSON lines those of the first line; none if it is unreadable.
+    Does not use Spark."""
+    try:
+        if format == "csv":
+            return list(header_of(file, options).columns)
+        if format == "parquet":
+            fs, local = delta.filesystem(file.path)
+            with fs.open(local, "rb") as content:
+                return ParquetFile(content).schema_arrow.names
+        first = json.loads(next(first_lines(file, options, _LONGEST), "null"))
+    except (ArrowException, OSError, EOFError, ValueError, csv.Error, zlib.error):
+        return []
+    return list(first) if isinstance(first, dict) else []
+
+
+def _fault_of_name(file: FileInfo) -> str | None:
+    return "expected a name without ':', which Hadoop cannot read" if ":" in file.name else None
+
+
+def _fault_of_header(
+    file: FileInfo, schema: StructType, options: Mapping[str, str], optional: Sequence[str]
+) -> str | None:
+    try:
+        header = header_of(file, options, schema).columns
+    except UnicodeDecodeError as error:
+        said = encoding_of(options).upper()
+        return (
+            f"expected a header line in {said}, got: {error.reason} at byte {error.start}; set the "
+            "file's encoding, for example options={'encoding': 'ISO-8859-1'}, or convert the file"
+        )
+    except csv.Error as error:
+        return f"expected a header line of CSV that ends with a line feed, got: {error}"
+    if not header:
+        return None
+    twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
+    if twice:
+        return f"expected each column once in the header, got {twice} more than once"
+    return _missing(header, schema, optional)
+
+
+def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) -> str | None:
+    names, before = {*there}, earlier_names(schema)
+    missing = [
+        f.name
+        for f in schema.fields
+        if not names & {f.name, *was(f)} and f.name not in (*optional, *before)
+    ]
+    if not missing:
+        return None
+    return (
+        f"expected columns {missing}, but the file has only {list(there)}; add them to the file, "
+        "remove them from the schema, or name them in the source's optional, if they may be null"
+    )
+
+
+def _fault_of_footer(file: FileInfo) -> str | None:
+    fs, local = delta.filesystem(file.path)
+    try:
+        other = known(*ends_of(file)) if file.size else None
+        if other is not None and other.name != "a Parquet file":
+            return (
+                f"expected a Parquet file, got {other.name}: decompress it, or correct the source's "
+                "format"
+            )
+        with fs.open(local, "rb") as content:
+            ParquetFile(content)
+    except FileNotFoundError:
+        return None
+    except (ArrowException, OSError) as error:
+        return f"expected a whole Parquet file, got: {one_line(error)}"
+    return None
+
+
+def _fault_of_content(file: FileInfo, format: str) -> str | None:
+    """Checks the first bytes of a file, as stored."""
+    if not file.size:
+        return None
+    head, tail = ends_of(file)
+    return fault_of_bytes(file.name, known(head, tail), format)
+
+
+def _fault_of_archive(file: FileInfo, format: str) -> str | None:
+    """Checks that a compressed file is complete, and its decompressed content."""
+    if not is_compressed(file.name):
+        return None
+    head = b""
+    try:
+        for chunk in chunks_of(file):
+            head = head or chunk[:HEAD]
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, zlib.error) as error:
+        return f"expected a whole compressed file, as its name says, got: {one_line(error)}"
+    inside = known(head)
+    return None if inside is None else fault_of_bytes("", inside._replace(suffix=None), format)
+
+
+def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
+    """Checks the byte order mark of a file."""
+    order = byte_order(next(chunks_of(file), b""))
+    said = {UTF_8: None, "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, order)
+    if encoding == "utf-16" and order not in ("UTF-16LE", "UTF-16BE") and file.size:
+        return (
+            "expected UTF-16 with a byte order mark, got none: set "
+            "options={'encoding': 'UTF-16LE'} or 'UTF-16BE'"
+        )
+    if order is None or order == said:
+        return None
+    return (
+        f"expected text in {encoding.upper()}, got a byte order mark of {order}: set "
+        f"options={{'encoding': '{order}'}}, or convert the file"
+    )
+
+
+def _in_files(file: FileInfo, schema: StructType) -> StructType:
+    """Returns the columns that a file must contain: those that its path does not fill."""
+    told = said_by(file.name, schema)
+    return StructType([f for f in schema.fields if f.name not in told])
+
+
+def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
+    """Returns one row for the quarantine per bad file.
+
+    Args:
+        bad: the fault of each file, by name.
+    """
+    more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
+    more += [(RAW, StringType()), (REASON, StringType())]
+    fields = [StructField(n, t) for n, t in more]
+    none = [None] * len(schema)
+    rows = [
+        (*none, number - len(bad), name, 0, said, Reason.UNREADABLE_FILE)
+        for number, (name, said) in enumerate(bad.items())
+    ]
+    return spark.createDataFrame(rows, StructType([*nullable(schema).fields, *fields]))
+
+
+# File rows
+
+
+FileFormat = Literal["jsonl", "csv", "parquet"]
+
+_LINE = "_line"
+
+
+def parquet_rows(
+    spark: SparkSession, files: Sequence[FileInfo], schema: StructType, path_columns: bool
+) -> DataFrame:
+    """Returns the rows of Parquet files, in the columns of ``FilesSource.read``.
+
+    Plan: two scans, one of them for the number of rows in each file, which is then broadcast.
+    """
+    rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
+    located = rows.select(
+        "*",
+        file_name(files).alias(FILE),
+        F.col("_metadata.row_index").alias(_LINE),
+    )
+    sizes = located.groupBy(FILE).agg(F.count(F.lit(1)).alias(START))
+    starts = running_start(sizes, [FILE])
+    broken = is_no_text(F.struct(*schema.names), schema)
+    placed = located.join(F.broadcast(starts), FILE)
+    found = {c: F.col(c) for c in schema.names}
+    if path_columns:
+        placed, found, misfit = with_path_columns(
+            placed, spark, files, schema, found, Reading(base64=False)
+        )
+        broken = broken | misfit
+    return placed.select(
+        *[F.when(~broken, found[c]).alias(c) for c in schema.names],
+        (F.col(START) + F.col(_LINE)).alias(ARRIVAL),
+        F.col(FILE).alias(SOURCE),
+        (F.col(_LINE) + 1).alias(POSITION),
+        F.to_json(F.struct(*schema.names)).alias(RAW),
+        F.when(broken, Reason.UNREADABLE).alias(REASON),
+    )
+
+
+def text_rows(
+    spark: SparkSession,
+    files: Sequence[FileInfo],
+    schema: StructType,
+    format: FileFormat,
+    how: Reading,
+    path_columns: bool,
+) -> DataFrame:
+    """Returns the rows of JSON lines and CSV files, in the columns of ``FilesSource.read``.
+
+    Plan: two scans, see ``text_formats.numbered_lines``; no shuffle of rows.
+    """
+    options = how.options
+    numbered = numbered_lines(spark, files, options)
+    given, own = numbered.where(F.trim(RAW) != ""), None
+    if format == "csv":
+        headers: dict[tuple[str, ...], list[str]] = {}
+        above: dict[int, list[str]] = {}
+        for f in files:
+            header = header_of(f, options, schema)
+            headers.setdefault(header.columns, []).append(f.name)
+            above.setdefault(header.line, []).append(f.name)
+        given = given.where(_is_below(above))
+        if "comment" in options:
+            given = given.where(~F.startswith(F.col(RAW), F.lit(options["comment"])))
+        parsed = given.withColumn("_texts", one_record(RAW, FILE, headers, schema, options))
+        columns = read_record(F.col("_texts"), F.col(RAW), schema, how, "_")
+        row = F.col("__row")
+    else:
+        kept = {k: v for k, v in options.items() if k not in LINE_OPTIONS}
+        columns, row = read_object(parse(F.col(RAW), schema, kept, "_"), schema, how, "_")
+        parsed = given
+        own = F.json_object_keys(RAW)
+    for name, column in columns.items():
+        parsed = parsed.withColumn(name, column)
+    broken = row.isNull() | ~F.is_valid_utf8(RAW) | F.col(UNDECODED)
+    found = {c: row[c] for c in schema.names}
+    if path_columns:
+        parsed, found, misfit = with_path_columns(
+            parsed, spark, files, schema, found, _of_paths(how), own
+        )
+        broken = broken | misfit
+    return parsed.select(
+        *[F.when(~broken, found[c]).alias(c) for c in schema.names],
+        ARRIVAL,
+        F.col(FILE).alias(SOURCE),
+        POSITION,
+        F.make_valid_utf8(RAW).alias(RAW),
+        F.when(broken, Reason.UNREADABLE).alias(REASON),
+    )
+
+
+def _of_paths(how: Reading) -> Reading:
+    """Returns the reading of values in paths: as Hive and Spark write them, without the files'
+    formats."""
+    options = {k: v for k, v in how.options.items() if k.lower() == "timezone"}
+    return replace(how, options=options, base64=False)
+
+
+def _is_below(headers: Mapping[int, Sequence[str]]) -> Column:
+    """Returns whether a line is below the header of its file.
+
+    Args:
+        headers: the files by line number of their header.
+    """
+    if len(headers) == 1:
+        return F.col(POSITION) > next(iter(headers))
+    line = F.lit(0)
+    for number, files in headers.items():
+        line = F.when(F.col(FILE).isin(list(files)), number).otherwise(line)
+    return F.col(POSITION) > line
+
+
+# Files source
+
 
 FILES = "files"
 """The name of a files source in a commit's ``inputs``; its offsets count records."""
@@ -288,7 +775,7 @@ class FilesSource:
     def read(self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType) -> DataFrame:
         """Returns the rows of files, in order of arrival.
 
-        Plan: see ``file_rows``.
+        Plan: see :func:`parquet_rows` and :func:`text_rows`.
 
         Returns:
             the schema's columns (all null if a row is unreadable), ``_arrival`` (0, 1, …), ``_source``

@@ -1,29 +1,338 @@
-"""DataFrames as sources: the result of a user's function, or an upstream asset.
+"""DataFrames as sources: functions and upstream assets.
+
+DataFrames as sources: the result of a user's function, or an upstream asset.
 
 A *delivery* is the result of one run of a function, one partition, or one materialization of an
 upstream asset. Each is consumed once; the consumed deliveries are stored beside the commit.
+
+DataFrames of pandas, Polars, Arrow and DuckDB, converted to Arrow with the types of a schema.
+
+Does not use Spark. A value that does not fit its column makes the row unreadable. A column of another
+kind of type is an error: only its author knows how to convert it.
+
+Conversion of a DataFrame of any library to the columns and types of a stream or table.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, cast
 
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import DataType, DecimalType, StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.arrival_order import CHUNK
-from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, time_of
-from vt_dagster.errors import SourceError
-from vt_dagster.sources.base import Uncounted, require_limits
-from vt_dagster.sources.frame_conversion import Frame, frame_of
-from vt_dagster.sources.local_frames import ROW
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, time_of
+from vt_dagster.errors import ContractError, SourceError
+from vt_dagster.sources.base import Uncounted, by_name, require_limits
+from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import differences
+
+# Local frames
+
+
+ROW = "_row"
+"""Column with the row number in the DataFrame, from 1 (BIGINT); null for Spark, which has no order."""
+_WIDEST = pa.decimal128(38, 0)
+_KINDS = (
+    ("boolean", pa.types.is_boolean),
+    ("decimal", pa.types.is_decimal),
+    ("float", pa.types.is_floating),
+    ("integer", pa.types.is_integer),
+    ("time", lambda t: pa.types.is_timestamp(t) or pa.types.is_date(t)),
+    ("text", lambda t: pa.types.is_string(t) or pa.types.is_large_string(t) or str(t) == "string_view"),
+    ("bytes", lambda t: "binary" in str(t)),
+    ("list", lambda t: "list" in str(t).partition("<")[0]),
+    ("struct", pa.types.is_struct),
+    ("map", pa.types.is_map),
+)
+_ALSO = {"float": {"integer"}, "decimal": {"integer"}, "integer": {"float", "decimal"}}
+"""Other kinds of types that a column accepts if each value converts exactly: pandas stores integers
+with a null as floats."""
+
+
+@dataclass(frozen=True)
+class LocalFrame:
+    """The rows of a DataFrame in memory.
+
+    Args:
+        rows: the schema's columns, ``_row``, ``_raw`` (a bad row as JSON; else null) and ``_reason``.
+        extra: columns that the schema lacks; they are dropped.
+    """
+
+    rows: pa.Table
+    extra: Sequence[str]
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self.rows.num_rows
+
+    def digest(self) -> str:
+        """Returns a digest of the rows, independent of their order."""
+        total = 0
+        for batch in self.rows.drop_columns([ROW]).to_batches(max_chunksize=10_000):
+            for row in batch.to_pylist():
+                told = hashlib.blake2b(repr(row).encode("utf-8"), digest_size=16).digest()
+                total += int.from_bytes(told, "big")
+        return f"{self.count}:{total % (1 << 128):032x}"
+
+    def frame(self, spark: SparkSession) -> DataFrame:
+        """Returns a Spark DataFrame of the rows."""
+        return spark.createDataFrame(self.rows.combine_chunks(), from_arrow_schema(self.rows.schema))
+
+    def release(self) -> None:
+        """Does nothing: Spark holds no data."""
+
+
+def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
+    """Converts a DataFrame of pandas, Polars (also lazy), Arrow or DuckDB; returns None for other
+    values.
+
+    Naive times are UTC. A pandas index is not a column: use ``reset_index`` to keep it.
+
+    Args:
+        name: the stream or table, for messages.
+
+    Raises:
+        ContractError: a column is missing, or of another kind of type.
+    """
+    table = _as_arrow(name, value)
+    if table is None:
+        return None
+    extra = require_columns(name, table.column_names, schema)
+    wanted, columns, bad = to_arrow_schema(schema), dict[str, pa.ChunkedArray](), set[int]()
+    for target in wanted:
+        column = _plain(table.column(target.name))
+        if column.null_count == len(column):
+            # A column of nulls has no reliable type: pandas stores it as floats.
+            columns[target.name] = pa.chunked_array([pa.nulls(len(column), target.type)])
+            continue
+        _require_kind(name, target.name, column.type, target.type)
+        columns[target.name], misfits = _fitting(column, target.type)
+        bad.update(misfits)
+    count = table.num_rows
+    raw, reason = [None] * count, [None] * count
+    places = pa.array(sorted(bad), pa.int64())
+    for place, row in zip(places.to_pylist(), table.take(places).to_pylist(), strict=True):
+        raw[place], reason[place] = json.dumps(row, default=str), Reason.UNREADABLE
+    columns[ROW] = pa.array(range(1, count + 1), pa.int64())
+    columns[RAW], columns[REASON] = pa.array(raw, pa.string()), pa.array(reason, pa.string())
+    return LocalFrame(pa.table(columns), extra)
+
+
+def require_columns(name: str, there: Sequence[str], schema: StructType) -> list[str]:
+    """Returns the columns of a DataFrame that the schema lacks.
+
+    Raises:
+        ContractError: the DataFrame lacks columns of the schema.
+    """
+    missing = [c for c in schema.names if c not in there]
+    if missing:
+        raise ContractError(
+            f"{name}: expected a DataFrame with the columns {schema.names}, got {list(there)}, without "
+            f"{missing}; return them, or remove them from the schema. Nothing was committed"
+        )
+    return [c for c in there if c not in schema.names]
+
+
+def wrong_type(name: str, column: str, got: object, wanted: object) -> ContractError:
+    """Returns the error for a column that cannot be converted exactly."""
+    return ContractError(
+        f"{name}: column {column!r} is {got}, expected {wanted}; convert it before it is returned, or "
+        "change the schema. Nothing was committed"
+    )
+
+
+def _as_arrow(name: str, value: Any) -> pa.Table | None:
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, pa.Table):
+        return value
+    if isinstance(value, pa.RecordBatch):
+        return pa.Table.from_batches([value])
+    if isinstance(value, pa.RecordBatchReader):
+        return value.read_all()
+    if library == "polars":
+        value = value.collect() if hasattr(value, "collect") else value
+        return value.to_arrow() if hasattr(value, "get_columns") else None
+    if library == "pandas" and hasattr(value, "columns"):
+        try:
+            return pa.Table.from_pandas(value, preserve_index=False)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ContractError(
+                f"{name}: expected pandas columns of values of one type each, got: {error}; convert "
+                "that column before it is returned. Nothing was committed"
+            ) from None
+    if library in ("duckdb", "_duckdb"):
+        return value.to_arrow_table() if hasattr(value, "to_arrow_table") else None
+    return None
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns a column without dictionary encoding (pandas categories)."""
+    kind = column.type
+    return column.cast(kind.value_type) if pa.types.is_dictionary(kind) else column
+
+
+def _kind(kind: pa.DataType) -> str:
+    return next((name for name, is_one in _KINDS if is_one(kind)), str(kind))
+
+
+def _require_kind(name: str, column: str, got: pa.DataType, wanted: pa.DataType) -> None:
+    if pa.types.is_null(got) or _kind(got) in {_kind(wanted), *_ALSO.get(_kind(wanted), ())}:
+        try:
+            pa.array([], got).cast(wanted)
+            return
+        except pa.ArrowException:
+            pass
+    raise wrong_type(name, column, got, wanted)
+
+
+def _fitting(column: pa.ChunkedArray, wanted: pa.DataType) -> tuple[pa.ChunkedArray, list[int]]:
+    """Returns the column in another type, with null for values that do not fit, and their positions.
+
+    Arrow's cast fails as a whole, so bisection finds the misfits.
+    """
+    try:
+        return _cast(column, wanted), []
+    except pa.ArrowException:
+        if len(column) == 1:
+            return pa.chunked_array([pa.nulls(1, wanted)]), [0]
+    half = len(column) // 2
+    (first, bad), (second, more) = (
+        _fitting(part, wanted) for part in (column.slice(0, half), column.slice(half))
+    )
+    return pa.chunked_array([*first.chunks, *second.chunks], wanted), [*bad, *(half + p for p in more)]
+
+
+def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
+    """Casts a column; raises if a value would change."""
+    if pa.types.is_integer(column.type) and pa.types.is_decimal(wanted):
+        column = column.cast(_WIDEST)  # else Arrow checks the digits of the type, not of the value
+    done = column.cast(wanted)
+    if pa.types.is_date(wanted) and not done.cast(column.type).equals(column):
+        raise pa.ArrowInvalid("a time of day is no part of a date")
+    return done
+
+
+# Frame conversion
+
+
+_WHOLE = ("tinyint", "smallint", "int", "bigint")
+_WIDER = {
+    ("float", "double"),
+    *((kind, "double") for kind in _WHOLE[:3]),
+    *((kind, wider) for place, kind in enumerate(_WHOLE) for wider in _WHOLE[place + 1 :]),
+    ("date", "timestamp"),
+    ("timestamp_ntz", "timestamp"),
+}
+_DIGITS = {"tinyint": 3, "smallint": 5, "int": 10, "bigint": 19}
+
+
+class Frame(Protocol):
+    """A DataFrame with the columns of a schema; see ``LocalFrame``."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def extra(self) -> Sequence[str]: ...
+    def digest(self) -> str: ...
+    def frame(self, spark: SparkSession) -> DataFrame: ...
+    def release(self) -> None: ...
+
+
+class SparkFrame:
+    """The rows of a Spark DataFrame, persisted so that they are computed once."""
+
+    def __init__(self, rows: DataFrame, extra: Sequence[str]) -> None:
+        self._rows, self.extra = rows.persist(), extra
+        self.count = self._rows.count()
+
+    def digest(self) -> str:
+        """Returns a digest of the rows, independent of their order."""
+        row = F.to_json(F.struct(*self._rows.columns), {"ignoreNullFields": "false"})
+        hashed = F.xxhash64(row)
+        told = self._rows.agg(
+            F.coalesce(F.bit_xor(hashed), F.lit(0)),
+            F.coalesce(F.sum(hashed.cast("decimal(38,0)")), F.lit(0)),
+        ).collect()[0]
+        return f"{self.count}:{told[0]}:{int(told[1])}"
+
+    def frame(self, spark: SparkSession) -> DataFrame:
+        """Returns the rows with ``_row``, ``_raw`` and ``_reason``."""
+        rows = self._rows
+        broken = is_no_text(F.struct(*rows.columns), rows.schema)
+        return rows.select(
+            *[F.when(~broken, F.col(c)).alias(c) for c in rows.columns],
+            F.lit(None).cast("bigint").alias(ROW),
+            F.lit(None).cast("string").alias(RAW),
+            F.when(broken, Reason.UNREADABLE).alias(REASON),
+        )
+
+    def release(self) -> None:
+        """Unpersists the rows."""
+        self._rows.unpersist()
+
+
+def frame_of(node: Stream, value: Any) -> Frame | None:
+    """Returns a value as a DataFrame with the columns and types of a node; None = no rows, or None.
+
+    Raises:
+        ContractError: the value is not a DataFrame, lacks a column, or has a column of another type.
+    """
+    if value is None:
+        return None
+    name, schema = node.name, cast(StructType, node.schema)
+    found: Frame | None = local_frame(name, value, schema)
+    if found is None:
+        if not (hasattr(value, "schema") and hasattr(value, "sparkSession")):
+            raise ContractError(
+                f"{name}: expected a DataFrame of Spark, pandas, Polars, Arrow or DuckDB, or None, got "
+                f"{type(value).__module__}.{type(value).__qualname__}; return one of these"
+            )
+        there = cast(DataFrame, value)
+        extra = require_columns(name, there.columns, schema)
+        kinds = {f.name: f.dataType for f in there.schema.fields}
+        for f in schema.fields:
+            if differences(kinds[f.name], f.dataType, f.name, fits=_fits):
+                got, wanted = kinds[f.name].simpleString(), f.dataType.simpleString()
+                raise wrong_type(name, f.name, got, wanted)
+        columns = [
+            by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).cast(f.dataType).alias(f.name)
+            for f in schema.fields
+        ]
+        found = SparkFrame(there.select(*columns), extra)
+    if found.count:
+        return found
+    found.release()
+    return None
+
+
+def _fits(got: DataType, wanted: DataType) -> bool:
+    """Returns whether every value of ``got`` is a value of ``wanted``."""
+    one, other = got.simpleString(), wanted.simpleString()
+    if one in (other, "void") or (one, other) in _WIDER:
+        return True
+    if not isinstance(wanted, DecimalType):
+        return False
+    room = wanted.precision - wanted.scale
+    if isinstance(got, DecimalType):
+        return got.scale <= wanted.scale and got.precision - got.scale <= room
+    return _DIGITS.get(one, room + 1) <= room
+
+
+# Frame sources
+
 
 _DELIVERIES = "deliveries"
 """Key of the deliveries in the consumed state of a source."""

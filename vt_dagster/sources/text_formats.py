@@ -1,0 +1,907 @@
+"""JSON and CSV: options, lines, encodings, rows.
+
+Spark's options of JSON and CSV: each has its effect, or is refused when definitions load.
+
+Files are read line by line, values by ``sources.value_reader``, and bad records go to quarantine. A
+Spark option that contradicts this would have no effect, so it is an error that names the alternative.
+
+Files as numbered lines of text, by encoding and line separator.
+
+Reads a text that is exactly one JSON object, with each value as the text in which it is written.
+
+Spark's JSON reader changes numbers: 1.10 becomes 1.1 in a STRING, 1e400 Infinity, 200 becomes -56 in a
+BYTE. Each number is therefore quoted before Spark parses the object, behind a mark that distinguishes
+it from a string.
+
+Lines of CSV files as records: the header of a file, and the checks that a line is one record.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DecimalType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from vt_dagster.columns import ARRIVAL
+from vt_dagster.core.source_records import POSITION, RAW
+from vt_dagster.errors import SourceError
+from vt_dagster.sources.consumed_files import FileInfo, byte_order, chunks_of
+from vt_dagster.sources.value_reader import (
+    FLOATS,
+    INTEGERS,
+    NAMED_UNITS,
+    TIMES,
+    Reading,
+    any_of,
+    of_number,
+    of_text,
+    of_unscaled,
+    rarely,
+    read_row,
+    texts_of,
+)
+from vt_dagster.storage import delta
+from vt_dagster.topology.schema import earlier_names
+
+# Text options
+
+
+Kind = Literal["jsonl", "csv", "parquet", "message"]
+"""JSON lines, CSV files, Parquet files, or a JSON message of Kafka."""
+
+UTF_8 = "utf-8"
+WIDE = {"utf-16-le": "utf-16-le", "utf-16-be": "utf-16-be", "utf-16": "utf-16"}
+"""Encodings whose line feed has two bytes."""
+
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "b": "\b", "f": "\f", "\\": "\\", '"': '"', "'": "'"}
+_SYNONYMS = {"delimiter": "sep", "charset": "encoding", "codec": "compression"}
+_LONGEST_SEPARATOR = 2
+"""Maximum length of a line separator in characters, as in Spark's CSV reader."""
+
+
+def _flag(name: str, text: str) -> str:
+    if text.lower() not in ("true", "false"):
+        raise SourceError(f"expected {name} to be 'true' or 'false', got {text!r}")
+    return text.lower()
+
+
+def _count(name: str, text: str) -> str:
+    if re.fullmatch(r"[1-9][0-9]{0,8}", text) is None:
+        raise SourceError(f"expected {name} to be a whole number from 1 on, got {text!r}")
+    return text
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def unescaped(text: str) -> str:
+    r"""Returns a separator or quote with Spark's escapes resolved: ``\t`` in two characters is a
+    tab."""
+
+    def one(found: re.Match[str]) -> str:
+        if found[1].startswith("u"):
+            return chr(int(found[1][1:], 16))
+        return _ESCAPES.get(found[1], found[0])
+
+    return re.sub(r"\\(u[0-9a-fA-F]{4}|.)", one, text) if len(text) > 1 else text
+
+
+def _separator(name: str, text: str) -> str:
+    found = unescaped(text)
+    if not found or "\n" in found or "\r" in found:
+        raise SourceError(f"expected {name} to be one character or more within a line, got {text!r}")
+    return found
+
+
+def _character(name: str, text: str) -> str:
+    found = unescaped(text)
+    if len(found) != 1 or found in "\r\n":
+        raise SourceError(f"expected {name} to be one character, got {text!r}")
+    return found
+
+
+def _character_or_none(name: str, text: str) -> str:
+    return _character(name, text) if text else text
+
+
+def _line_end(name: str, text: str) -> str:
+    found = unescaped(text)
+    if not 1 <= len(found) <= _LONGEST_SEPARATOR:
+        raise SourceError(f"expected {name} to be one or two characters, got {text!r}")
+    return found
+
+
+def _one_of(*values: str) -> Callable[[str, str], str]:
+    def check(name: str, text: str) -> str:
+        found = next((v for v in values if v.lower() == text.lower()), None)
+        if found is None:
+            raise SourceError(f"expected {name} to be one of {', '.join(values)}, got {text!r}")
+        return found
+
+    return check
+
+
+def _encoding(name: str, text: str) -> str:
+    """Returns Python's name of an encoding. Its line feed must be the single byte of ASCII, or the two
+    bytes of UTF-16."""
+    try:
+        # Java prefixes some names of Windows and IBM encodings that Python knows without the prefix.
+        found = codecs.lookup(
+            re.sub(r"^x-|^windows-(?=31j$)", "", text.strip(), flags=re.IGNORECASE)
+        ).name
+        ends = "\n".encode(found)
+    except (LookupError, UnicodeError, ValueError):
+        raise SourceError(
+            f"expected {name} to be an encoding that Python knows, for example 'UTF-8', 'ISO-8859-1', "
+            f"'windows-1252' or 'UTF-16LE', got {text!r}"
+        ) from None
+    if found == "utf-8-sig":
+        return UTF_8
+    if ends != b"\n" and found not in WIDE:
+        raise SourceError(
+            f"{name} {text!r} has no line feed of one byte, which separates lines: expected UTF-8, "
+            "UTF-16 or an encoding that contains ASCII; convert the files"
+        )
+    return found
+
+
+_FORMATS = {
+    "timeZone": _text,
+    "dateFormat": _text,
+    "timestampFormat": _text,
+    "timestampNTZFormat": _text,
+}
+_LINES = {"encoding": _encoding, "lineSep": _line_end}
+_JSON = {
+    "allowComments": _flag,
+    "allowUnquotedFieldNames": _flag,
+    "allowSingleQuotes": _flag,
+    "allowNumericLeadingZeros": _flag,
+    "allowNonNumericNumbers": _flag,
+    "allowBackslashEscapingAnyCharacter": _flag,
+    "allowUnquotedControlChars": _flag,
+}
+_CSV = {
+    "sep": _separator,
+    "quote": _character_or_none,
+    "escape": _character,
+    "charToEscapeQuoteEscaping": _character,
+    "comment": _character,
+    "header": _flag,
+    "ignoreLeadingWhiteSpace": _flag,
+    "ignoreTrailingWhiteSpace": _flag,
+    "nullValue": _text,
+    "emptyValue": _text,
+    "nanValue": _text,
+    "positiveInf": _text,
+    "negativeInf": _text,
+    "maxColumns": _count,
+    "unescapedQuoteHandling": _one_of(
+        "STOP_AT_CLOSING_QUOTE",
+        "BACK_TO_DELIMITER",
+        "STOP_AT_DELIMITER",
+        "SKIP_VALUE",
+    ),
+}
+FOLLOWED: dict[Kind, dict[str, Callable[[str, str], str]]] = {
+    "jsonl": {**_FORMATS, **_LINES, **_JSON},
+    "csv": {**_FORMATS, **_LINES, **_CSV},
+    "parquet": {},
+    "message": {**_FORMATS, **_JSON},
+}
+"""The supported options, with the check of their values."""
+
+_TYPES = "the schema defines the types of columns: remove it"
+_WRITES = "it is an option for writing, and a source only reads: remove it"
+_COUNTS = (
+    "bad records go to quarantine, and max_bad_share is the share that a run accepts: remove it, and "
+    "set max_bad_share"
+)
+_LISTS = "the source's own settings select the files: remove it, and set pattern or path"
+REFUSED = {
+    "mode": _COUNTS,
+    "columnNameOfCorruptRecord": _COUNTS,
+    "multiLine": "a record is one line, which defines its position: deliver JSON lines, CSV without "
+    "line breaks in fields, or Parquet",
+    "locale": "numbers and dates are read without a locale, with a point before the fraction: declare "
+    "the column as STRING and convert it in map_values, for example try_to_number(replace(price, ',', "
+    "'.'), '999999.99')",
+    "enableDateTimeParsingFallback": "a time in another format is unreadable: remove it, and set "
+    "dateFormat or timestampFormat",
+    "maxCharsPerColumn": "a longer value would fail the run: remove it, values of any length are read",
+    "compression": "the first bytes and the name of a file define its compression: remove it",
+    "inferSchema": _TYPES,
+    "samplingRatio": _TYPES,
+    "preferDate": _TYPES,
+    "prefersDecimal": _TYPES,
+    "primitivesAsString": _TYPES,
+    "inferTimestamp": _TYPES,
+    "dropFieldIfAllNull": _TYPES,
+    "singleVariantColumn": _TYPES,
+    "mergeSchema": _TYPES,
+    "enforceSchema": "columns match by the names in the header: remove it",
+    "columnPruning": "every line is checked as a whole: remove it",
+    "inputBufferSize": "lines are parsed one by one: remove it",
+    "useUnsafeRow": "it is internal to Spark: remove it",
+    "extension": _WRITES,
+    "escapeQuotes": _WRITES,
+    "quoteAll": _WRITES,
+    "pretty": _WRITES,
+    "ignoreNullFields": _WRITES,
+    "writeNonAsciiCharacterAsCodePoint": _WRITES,
+    "pathGlobFilter": _LISTS,
+    "recursiveFileLookup": "sub-directories are read; set recursive=False of the source to skip them",
+    "modifiedBefore": _LISTS,
+    "modifiedAfter": _LISTS,
+    "ignoreCorruptFiles": "set on_bad_file='quarantine' of the source instead",
+    "ignoreMissingFiles": "a file that is removed while a run reads it fails the run: remove it",
+}
+"""The options that are refused, with the reason and the way out."""
+_AS_IT_IS = {
+    "mode": "permissive",
+    "multiline": "false",
+    "inferschema": "false",
+    "locale": "en-us",
+    "recursivefilelookup": "true",
+    "maxcharspercolumn": "-1",
+}
+"""Values of refused options that are accepted, since they match the behaviour."""
+
+
+def checked(what: str, kind: Kind, options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a user's options in Spark's spelling, with strings as values.
+
+    Args:
+        what: the owner of the options, for messages.
+
+    Raises:
+        SourceError: an option is unknown, has no effect, is given twice, or has a wrong value.
+    """
+    followed = FOLLOWED[kind]
+    of_other_kinds = {name for some in FOLLOWED.values() for name in some} - {*followed}
+    spelled = {n.lower(): n for n in (*followed, *REFUSED, *of_other_kinds)}
+    found: dict[str, str] = {}
+    for given, value in options.items():
+        name = spelled.get(str(given).lower())
+        name = name or _SYNONYMS.get(str(given).lower())
+        if name is None:
+            raise SourceError(
+                f"{what}: expected an option of Spark, got {given!r}{_near(str(given), followed)}"
+            )
+        text = value if isinstance(value, str) else _as_text(what, name, value)
+        if name not in followed:
+            if _AS_IT_IS.get(name.lower()) == text.lower() and name in REFUSED:
+                continue
+            why = REFUSED.get(name) or f"it is an option of other sources, not of {_NAMES[kind]}"
+            raise SourceError(f"{what}: the option {given!r} has no effect, expected none: {why}")
+        if name in found:
+            raise SourceError(f"{what}: the option {name!r} is given twice; remove one of them")
+        try:
+            found[name] = followed[name](f"the option {given!r}", text)
+        except SourceError as error:
+            raise SourceError(f"{what}: {error}; correct it") from None
+    return found
+
+
+_NAMES = {"jsonl": "JSON lines", "csv": "CSV", "parquet": "Parquet", "message": "JSON messages"}
+
+
+def _as_text(what: str, name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    raise SourceError(f"{what}: expected a text for the option {name!r}, got {value!r}; correct it")
+
+
+def _near(given: str, followed: Mapping[str, Any]) -> str:
+    known = {n.lower(): n for n in (*followed, *_SYNONYMS, *REFUSED)}
+    near = difflib.get_close_matches(given.lower(), known, 1)
+    meant = f"; did you mean {known[near[0]]!r}?" if near else ""
+    some = f"some of {', '.join(sorted(followed))}" if followed else "none"
+    return f"{meant or ';'} expected {some}"
+
+
+def encoding_of(options: Mapping[str, str]) -> str:
+    """Returns the declared encoding of files; UTF-8 by default."""
+    return options.get("encoding", UTF_8)
+
+
+# Text lines
+
+
+FILE, UNDECODED = "_file", "_undecoded"
+"""Columns with a line's file, and whether the line is not text in the declared encoding."""
+_BLOCK, _ID, START = "_block", "_id", "_start"
+LINE_OPTIONS = ("encoding", "lineSep")
+_TEXT, _ALL = "_text", 2**31 - 1
+_MARK = "\ufeff"
+
+
+def own_encoding(file: FileInfo, encoding: str) -> str:
+    """Returns the encoding of one file; for UTF-16 the byte order mark decides the byte order."""
+    if encoding != "utf-16":
+        return encoding
+    order = byte_order(next(chunks_of(file), b""))
+    return "utf-16-be" if order == "UTF-16BE" else "utf-16-le"
+
+
+def first_lines(file: FileInfo, options: Mapping[str, str], longest: int) -> Iterator[str]:
+    """Yields the lines of a file, as in :func:`numbered_lines`. Does not use Spark.
+
+    Args:
+        longest: the maximum length in characters; a longer line is truncated to ``longest + 1``, and is
+            the last.
+
+    Raises:
+        UnicodeDecodeError: a line is not text in the encoding.
+        OSError, EOFError, zlib.error: the file cannot be read.
+    """
+    encoding, said = own_encoding(file, encoding_of(options)), options.get("lineSep")
+    end, rest, number = (said or "\n").encode(encoding), b"", 0
+    width = 4 * longest
+    for chunk in chunks_of(file):
+        rest += chunk
+        while (place := _find(rest, end, encoding)) >= 0:
+            number += 1
+            yield _line(rest[:place], encoding, said, number, longest)
+            rest = rest[place + len(end) :]
+        if len(rest) > width:
+            yield _line(rest[:width], encoding, said, number + 1, longest, whole=False)
+            return
+    if rest:
+        yield _line(rest, encoding, said, number + 1, longest)
+
+
+def _find(text: bytes, end: bytes, encoding: str) -> int:
+    """Returns the position of a line end; in UTF-16 at even bytes only."""
+    place = text.find(end)
+    while encoding in WIDE and place % 2 == 1:
+        place = text.find(end, place + 1)
+    return place
+
+
+def _line(
+    some: bytes, encoding: str, said: str | None, number: int, longest: int, whole: bool = True
+) -> str:
+    if number == 1 and encoding not in WIDE:
+        some = some.removeprefix(codecs.BOM_UTF8)  # as Hadoop does, in any encoding
+    text = codecs.getincrementaldecoder(encoding)("strict").decode(some, final=whole)
+    text = text.removeprefix(_MARK) if number == 1 else text
+    text = text.removesuffix("\r") if said is None else text
+    return text[: longest + 1]
+
+
+def numbered_lines(
+    spark: SparkSession, files: Sequence[FileInfo], options: Mapping[str, str]
+) -> DataFrame:
+    """Returns the lines of files, in order of arrival.
+
+    Plan: two scans, one of them for the number of lines per block, which is then broadcast; no shuffle
+    of lines. In an encoding other than UTF-8, lines go through Python in Arrow batches.
+
+    Returns:
+        ``_raw`` (the line; its bytes if it is not text in the encoding), ``_file``, ``_arrival``
+        (0, 1, …), ``_position`` (from 1 in each file), ``_undecoded``.
+    """
+    encoding = encoding_of(options)
+    groups: dict[str, list[FileInfo]] = {}
+    for file in files:
+        groups.setdefault(own_encoding(file, encoding), []).append(file)
+    lines = None
+    for one, some in groups.items():
+        more = _lines_of(spark, some, one, options.get("lineSep"))
+        lines = more if lines is None else lines.unionByName(more)
+    assert lines is not None
+    blocks = lines.groupBy(FILE, _BLOCK).agg(F.count(F.lit(1)).alias(START), F.min(_ID).alias("_first"))
+    starts = running_start(blocks, [FILE, _BLOCK])
+    within_file = W.partitionBy(FILE)
+    starts = starts.withColumn("_file_start", F.min(START).over(within_file))
+    arrival = F.col(START) + F.col(_ID) - F.col("_first")
+    numbered = (
+        lines.join(F.broadcast(starts), [FILE, _BLOCK])
+        .withColumn(ARRIVAL, arrival)
+        .withColumn(POSITION, F.col(ARRIVAL) - F.col("_file_start") + 1)
+    )
+    if encoding == UTF_8:
+        return numbered.withColumn(UNDECODED, F.lit(False))
+    decoded = numbered.withColumn(_TEXT, _decoded(groups))
+    text = F.col(_TEXT)
+    first = (F.col(POSITION) == 1) & F.startswith(text, F.lit(_MARK))
+    text = F.when(first, F.substring(text, 2, _ALL)).otherwise(text)
+    if encoding in WIDE and "lineSep" not in options:
+        text = F.regexp_replace(text, r"\r\z", "")
+    return decoded.withColumns({RAW: F.coalesce(text, RAW), UNDECODED: F.col(_TEXT).isNull()})
+
+
+def _lines_of(
+    spark: SparkSession, files: Sequence[FileInfo], encoding: str, end: str | None
+) -> DataFrame:
+    reader = spark.read
+    if encoding in WIDE:
+        name = "UTF-16BE" if encoding == "utf-16-be" else "UTF-16LE"
+        reader = reader.option("encoding", name).option("lineSep", end or "\n")
+    elif end is not None:
+        reader = reader.option("lineSep", end)
+    return reader.text([delta.literal(f.path) for f in files]).select(
+        F.col("value").alias(RAW),
+        file_name(files).alias(FILE),
+        F.col("_metadata.file_block_start").alias(_BLOCK),
+        F.monotonically_increasing_id().alias(_ID),
+    )
+
+
+def _decoded(groups: Mapping[str, Sequence[FileInfo]]) -> Column:
+    """Returns lines as text; null if they are not text in their file's encoding."""
+    found = F.lit(None).cast("string")
+    for encoding, files in groups.items():
+        text = _decoder(encoding)(F.col(RAW).cast("binary"))
+        found = F.when(F.col(FILE).isin([f.name for f in files]), text).otherwise(found)
+    return found
+
+
+def _decoder(encoding: str) -> Any:
+    """Returns a UDF from bytes to text in an encoding; null if they are not text."""
+    import pandas as pd
+
+    def read(batches: Any) -> Any:
+        # Self-contained: workers need not have this package.
+        import pandas as pd
+
+        def text(raw: bytes | None) -> str | None:
+            try:
+                return None if raw is None else bytes(raw).decode(encoding)
+            except UnicodeDecodeError:
+                return None
+
+        for batch in batches:
+            yield pd.Series([text(raw) for raw in batch], dtype="object")
+
+    series = Iterator[pd.Series]
+    # Spark derives the kind of UDF from the annotations.
+    read.__annotations__ = {"batches": series, "return": series}
+    return F.pandas_udf(read, StringType())  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def file_name(files: Sequence[FileInfo]) -> Column:
+    """Returns the name of a row's file, with sub-directories; Spark has only its URL-encoded path."""
+    _, place = delta.filesystem(files[0].path)
+    root = "/" + place.removesuffix(files[0].name).lstrip("/")
+    path = F.url_decode(F.replace(F.col("_metadata.file_path"), F.lit("+"), F.lit("%2B")))
+    path = F.regexp_replace(path, "^[A-Za-z0-9]+:/+", "/")
+    return F.substring(path, len(root) + 1, _ALL)
+
+
+def running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:
+    """Replaces the count of each group by the number of rows in the groups before."""
+    before = W.orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    return counts.withColumn(START, F.coalesce(F.sum(START).over(before), F.lit(0)))
+
+
+# Json text
+
+
+_CORRUPT = "_corrupt"
+_JSON_ALL, _END = f"_all_{uuid4().hex}", f"_end_{uuid4().hex}"
+NUMBER = f"#{uuid4().hex[:12]}"
+"""Random names that no text contains."""
+PAYLOAD, SCHEMA = "payload", "schema"
+SCHEMA_OF = "_schema"
+_BARE = (*INTEGERS, *FLOATS, BooleanType)
+"""Types that accept a number with or without quotes."""
+DECIMAL = "org.apache.kafka.connect.data.Decimal"
+
+
+class Parsed(NamedTuple):
+    """A parsed text.
+
+    Args:
+        columns: intermediate columns to add first, in this order, by name. Each refers to those before
+            it, so that a text is parsed once, however many columns refer to it.
+        texts: a struct with the columns as texts, and Connect's ``schema``; null if the text is not one
+            whole object with the expected names.
+    """
+
+    columns: dict[str, Column]
+    texts: Column
+
+
+def parse(
+    text: Column,
+    wanted: StructType,
+    options: Mapping[str, str],
+    into: str,
+    alone: bool = False,
+    bare_payload: bool = False,
+) -> Parsed:
+    """Parses a text as one JSON object of texts, and unwraps Connect's envelope.
+
+    Spark reads only the first value of a text and ignores the rest. The text is therefore wrapped as
+    the first element of an array with an end marker as the second. An object that has a field twice,
+    none of the columns, or a name that differs only in case is invalid.
+
+    Args:
+        wanted: the fields.
+        options: Spark's JSON options.
+        into: prefix of the names of the columns.
+        alone: whether a text may be the bare value of a single column instead of an object.
+        bare_payload: whether an envelope may lack its schema.
+    """
+    by_itself = None
+    if alone and len(wanted.fields) == 1:
+        by_itself = ~F.rlike(text, F.lit(r"\A\s*\{"))
+        only = F.concat(F.lit(f'{{"{wanted.names[0]}":'), text, F.lit("}"))
+        text = F.when(by_itself, only).otherwise(text)
+    one = StructType([*_asked(wanted).fields, StructField(_END, BooleanType())])
+    schema = StructType([StructField(_JSON_ALL, ArrayType(one)), StructField(_CORRUPT, StringType())])
+    whole = F.concat(
+        F.lit(f'{{"{_JSON_ALL}":['), _marked(text, options), F.lit(f',{{"{_END}":true}}]}}')
+    )
+    options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+    keys, found = f"{into}_keys", f"{into}_texts"
+    columns = {into: F.from_json(whole, schema, options), keys: F.json_object_keys(text)}
+    columns[found] = _texts(F.col(into), F.col(keys), wanted, bare_payload, by_itself)
+    return Parsed(columns, F.col(found))
+
+
+def _texts(
+    parsed: Column, keys: Column, wanted: StructType, bare_payload: bool, by_itself: Column | None
+) -> Column:
+    found = parsed[_JSON_ALL]
+    row, last = F.get(found, 0), F.get(found, 1)[_END]
+    whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
+    # ``json_object_keys`` returns null for JSON that only options allow, such as comments: then the
+    # columns decide.
+    unnamed = keys.isNull()
+    # The fast path: most messages have exactly the columns, in order.
+    same = F.coalesce(keys == F.array(*map(F.lit, wanted.names)), F.lit(False))
+    whole = whole & (same | unnamed | (F.size(keys) == F.size(F.array_distinct(keys))))
+    if by_itself is not None:
+        whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
+    known = F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
+    lowered = F.array(*[F.lit(n) for n in dict.fromkeys(n.lower() for n in wanted.names)])
+    alike = F.size(F.array_intersect(F.transform(keys, F.lower), lowered))
+    plain = F.struct(*[row[n].alias(n) for n in wanted.names], _no_schema().alias(SCHEMA_OF))
+    some = any_of([row[n].isNotNull() for n in wanted.names])
+    ours = F.when(unnamed, some).otherwise((known > 0) & (alike <= known))
+    plain = F.when(whole & (same | ours), plain)
+    if not _enveloped(wanted):
+        return plain
+    around = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
+    both = F.array_contains(keys, PAYLOAD) if bare_payload else (around == 2)
+    payload = _payload(row, wanted)
+    some = any_of([payload[n].isNotNull() for n in wanted.names])
+    inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
+    inside = ~same & both & (F.size(keys) == around)
+    return F.when(inside, F.when(whole & some, inner)).otherwise(plain)
+
+
+def read_object(
+    parsed: Parsed,
+    wanted: StructType,
+    how: Reading,
+    into: str,
+    texts: Column | None = None,
+    schema: Column | None = None,
+) -> tuple[dict[str, Column], Column]:
+    """Returns a parsed text as a row.
+
+    Args:
+        texts, schema: the row as texts, and Connect's schema of it; None = those of ``parsed``.
+
+    Returns:
+        the columns to add first, and the row: null if the text is invalid, or a value does not fit its
+        column.
+    """
+    texts = parsed.texts if texts is None else texts
+    schema = parsed.texts[SCHEMA_OF] if schema is None else schema
+    columns, named = dict(parsed.columns), f"{into}_named"
+    told = [f.name for f in wanted.fields if isinstance(f.dataType, (*TIMES, DecimalType))]
+    if told and _enveloped(wanted):
+        columns[named] = F.when(
+            schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in told])
+        )
+
+    bare = {
+        f.name: F.replace(texts[f.name], F.lit(NUMBER), F.lit(""))
+        for f in wanted.fields
+        if isinstance(f.dataType, _BARE)
+    }
+    plain = f"{into}_plain"
+    fields = [bare.get(name, texts[name]).alias(name) for name in wanted.names]
+    columns[plain] = F.when(texts.isNotNull(), F.struct(*fields))
+
+    def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
+        if len(path) == 1 and path[0] in bare:
+            return of_text(text, kind, how)
+        known = len(path) == 1 and path[0] in told and named in columns
+        return value_of(text, kind, how, path, F.col(named)[path[0]] if known else None)
+
+    return columns | read_row(F.col(plain), wanted, leaf, into), F.col(f"{into}_row")
+
+
+def _named(schema: Column, name: str) -> Column:
+    """Returns a field's logical type in Connect's schema, and the scale of a decimal."""
+    field = F.get(F.filter(schema["fields"], lambda one: one["field"] == name), F.lit(0))
+    return F.struct(field["name"].alias("name"), field["parameters"]["scale"].alias("scale"))
+
+
+def value_of(
+    text: Column, kind: DataType, how: Reading, path: tuple[str, ...] = (), field: Column | None = None
+) -> Column:
+    """Returns a marked text as a value of a type; null if it does not fit.
+
+    Args:
+        field: the field in Connect's schema, with the logical type of a number.
+    """
+    if isinstance(kind, StringType):
+        marked = F.contains(text, F.lit(NUMBER))
+        bare = F.regexp_replace(text, f'"?{NUMBER}([^"]*)"?', "$1")
+        return F.when(marked, bare).otherwise(text)
+    number = F.replace(text, F.lit(NUMBER), F.lit(""))
+    if isinstance(kind, DecimalType):
+        plain = of_text(number, kind, how)
+        told = None if field is None else field["name"] == DECIMAL
+        unscaled = of_unscaled(text, kind.scale, kind) if how.unscaled else None
+        if unscaled is not None:
+            plain = F.when(text.startswith(NUMBER), plain).otherwise(unscaled)
+        if field is None or told is None:
+            return plain
+        by_name = rarely(text, lambda odd: of_unscaled(odd, field["scale"], kind))
+        return F.when(told, by_name).otherwise(plain)
+    if not isinstance(kind, (*TIMES, BinaryType)):
+        return of_text(number, kind, how)
+    counted = rarely(number, lambda odd: _counted(odd, kind, how.unit(path), field))
+    return F.when(text.startswith(NUMBER), counted).otherwise(of_text(text, kind, how, path))
+
+
+def _counted(number: Column, kind: DataType, unit: str | None, field: Column | None) -> Column:
+    """Returns a number as a value of a time or BINARY column."""
+    counted = of_number(number, kind, unit)
+    if field is None or not isinstance(kind, TIMES):
+        return counted
+    names = F.create_map(*[F.lit(part) for pair in NAMED_UNITS.items() for part in pair])
+    named = F.try_element_at(names, field["name"])
+    return F.when(named.isNotNull(), of_number(number, kind, named)).otherwise(counted)
+
+
+def _enveloped(wanted: StructType) -> bool:
+    return not {PAYLOAD, SCHEMA} & {*wanted.names}
+
+
+def _asked(wanted: StructType) -> StructType:
+    own = texts_of(wanted)
+    assert isinstance(own, StructType)
+    if not _enveloped(wanted):
+        return own
+    inner = own if len(own.fields) > 1 else StringType()
+    return StructType([*own.fields, StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(2))])
+
+
+def _no_schema() -> Column:
+    return F.lit(None).cast(_connect(2))
+
+
+def _connect(depth: int) -> StructType:
+    """Returns the type of the schema in Connect's envelope, with ``depth`` levels of fields."""
+    scale = StructType([StructField("scale", StringType())])
+    fields = [StructField(n, StringType()) for n in ("field", "name")]
+    fields.append(StructField("parameters", scale))
+    if depth:
+        fields.append(StructField("fields", ArrayType(_connect(depth - 1))))
+    return StructType(fields)
+
+
+def _payload(row: Column, wanted: StructType) -> Column:
+    """Returns the content of Connect's envelope; for a single column it may be the value itself."""
+    payload = row[PAYLOAD]
+    if len(wanted.fields) > 1:
+        return payload
+    own, name = texts_of(wanted), wanted.names[0]
+    inner = F.when(payload.startswith("{"), F.from_json(payload, own))
+    if isinstance(wanted.fields[0].dataType, ArrayType | StructType):
+        return inner
+    value = F.when(payload.startswith("{"), inner[name]).otherwise(payload)
+    return F.struct(value.alias(name))
+
+
+def _marked(text: Column, options: Mapping[str, str]) -> Column:
+    """Returns a JSON text with its numbers in quotes, behind a mark; invalid JSON remains invalid."""
+    told = {k.lower(): v.lower() == "true" for k, v in options.items()}
+    skipped = [r"[\s{}\[\]:,]++", r'"(?:[^"\\]++|\\.)*+"', r"(?:true|false|null)(?![\w$])"]
+    number = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+    if told.get("allowsinglequotes", True):
+        skipped.append(r"'(?:[^'\\]++|\\.)*+'")
+    if told.get("allownumericleadingzeros"):
+        number = r"-?[0-9]++(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+    if told.get("allownonnumericnumbers", True):
+        number = rf"(?:{number}|NaN|[+-]?INF|[+-]?Infinity)"
+    if told.get("allowcomments"):
+        skipped += [r"/\*.*?\*/", r"//[^\n]*+"]
+    if told.get("allowunquotedfieldnames"):
+        skipped.append(r"[\w$]++(?=\s*+:)")
+    pattern = rf"(?s)\G((?:{'|'.join(skipped)})*+)({number})(?=[\s,/\]}}]|\z)"
+    return F.regexp_replace(text, pattern, f'$1"{NUMBER}$2"')
+
+
+# Csv text
+
+
+_LONGEST = 1 << 20
+_OF_LINES = {"header", "comment", *LINE_OPTIONS}
+"""Options already applied when a file is split into lines."""
+_MOST_COLUMNS = 20480
+"""Spark's own limit."""
+_UNIT = "\x1f"
+"""Replaces a separator of several characters, which Python's CSV reader does not support."""
+
+
+class Header(NamedTuple):
+    """The header of a CSV file.
+
+    Args:
+        columns: the names; empty if the file is empty.
+        line: the line of the header, from 1; 0 = no header: the columns are the schema's.
+    """
+
+    columns: tuple[str, ...]
+    line: int
+
+
+def header_of(file: FileInfo, options: Mapping[str, str], schema: StructType | None = None) -> Header:
+    """Returns the header of a file: the first line that is not blank or a comment. Does not use Spark.
+
+    Args:
+        schema: the columns, in order, of a file without a header; None = none.
+
+    Raises:
+        UnicodeDecodeError: the line is not text in the file's encoding.
+        csv.Error: the line is not CSV.
+        OSError, EOFError, zlib.error: the file cannot be read.
+    """
+    if options.get("header") == "false":
+        gone = set[str]() if schema is None else earlier_names(schema)
+        return Header(tuple(n for n in (schema.names if schema else ()) if n not in gone), 0)
+    comment = options.get("comment")
+    for number, line in enumerate(first_lines(file, options, _LONGEST), 1):
+        if len(line) > _LONGEST:
+            raise csv.Error(f"more than {_LONGEST} characters")
+        if "\r" in line and "lineSep" not in options:
+            raise csv.Error("a carriage return that no line feed follows")
+        if line.strip(" ") and not (comment and line.startswith(comment)):
+            return Header(_fields(line, options), number)
+    return Header((), 1)
+
+
+def _fields(first: str, options: Mapping[str, str]) -> tuple[str, ...]:
+    separator, quote = options.get("sep", ","), options.get("quote", '"')
+    read = csv.reader(
+        [first.replace(separator, _UNIT)],
+        delimiter=_UNIT,
+        quoting=csv.QUOTE_MINIMAL if len(quote) == 1 else csv.QUOTE_NONE,
+        quotechar=quote if len(quote) == 1 else '"',
+    )
+    names = [column.replace(_UNIT, separator) for column in next(read, [])]
+    if options.get("ignoreLeadingWhiteSpace") == "true":
+        names = [name.lstrip() for name in names]
+    if options.get("ignoreTrailingWhiteSpace") == "true":
+        names = [name.rstrip() for name in names]
+    return tuple(names)
+
+
+def one_record(
+    line: str,
+    file: str,
+    headers: Mapping[tuple[str, ...], Sequence[str]],
+    schema: StructType,
+    options: Mapping[str, str],
+) -> Column:
+    """Returns a line as a struct of texts, one per column of the schema, and Spark's corrupt record;
+    see :func:`read_record`.
+
+    Args:
+        line, file: the names of the columns with the line and with its file's name.
+        headers: the files of each header.
+    """
+    kept = {name: text for name, text in options.items() if name not in _OF_LINES}
+    options = {**kept, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+    text = _of_few_columns(F.col(line), options)
+    # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
+    options = {"escape": options.get("quote", '"'), **options}
+    parsed = F.lit(None)
+    for header, names in headers.items():
+        if not header:  # an empty file has no lines
+            continue
+        # Columns that the schema lacks are read under other names and dropped below.
+        fields = [
+            StructField(c if c in schema.names else f"_extra{i}", StringType())
+            for i, c in enumerate(header)
+        ]
+        lenient = StructType(
+            [*nullable(StructType(fields)).fields, StructField(_CORRUPT, StringType())]
+        )
+        kinds = ", ".join(f"`{f.name}` string" for f in lenient.fields)
+        row = F.from_csv(text, kinds, options)
+        there = {*header, _CORRUPT}
+        chosen = F.struct(
+            *[
+                (row[c] if c in there else F.lit(None).cast("string")).alias(c)
+                for c in [*schema.names, _CORRUPT]
+            ]
+        )
+        found = F.when(text.isNotNull(), chosen)
+        parsed = F.when(F.col(file).isin(list(names)), found).otherwise(parsed)
+    return parsed
+
+
+def read_record(
+    row: Column, line: Column, schema: StructType, how: Reading, into: str
+) -> dict[str, Column]:
+    """Returns columns to add, in this order, to the result of :func:`one_record`.
+
+    The last one, ``<into>_row``, is a struct of the schema's columns; null if the line is not one
+    record, or a text does not fit its column.
+    """
+    whole = row.isNotNull() & row[_CORRUPT].isNull() & ~_is_cut_off(line, how.options)
+
+    def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
+        return of_text(text, kind, how, path)
+
+    return read_row(row, schema, leaf, into, whole)
+
+
+def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
+    """Returns a line; null if it exceeds the parser's ``maxColumns``, which would fail the run."""
+    most = int(options.get("maxColumns", _MOST_COLUMNS))
+    separator, quote = options.get("sep", ","), options.get("quote", '"')
+
+    def has_few(text: Column) -> Column:
+        bare = F.replace(text, F.lit(separator), F.lit(""))
+        return F.length(text) - F.length(bare) < most * len(separator)
+
+    found = F.when(has_few(line), line)
+    if not quote:
+        return found
+    # Separators inside quotes do not count. Quotes are removed only if the cheap count is too high.
+    mark = re.escape(quote)
+    outside = F.regexp_replace(line, f"{mark}[^{mark}]*+{mark}", "")
+    return found.when(has_few(outside), line)
+
+
+def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
+    """Returns whether a line begins or ends inside quotes: half a record, with a line break in a field.
+
+    Spark would read the rest of the line as the complete value of the last field.
+    """
+    quote = options.get("quote", '"')
+    escape = options.get("escape", quote)
+    if quote in ("", "\0"):
+        return F.lit(False)
+    if escape != quote:
+        twice = options.get("charToEscapeQuoteEscaping", escape) + escape
+        line = F.replace(F.replace(line, F.lit(twice), F.lit("")), F.lit(escape + quote), F.lit(""))
+    return (F.length(line) - F.length(F.replace(line, F.lit(quote), F.lit("")))) % 2 == 1
+
+
+def nullable(schema: StructType) -> StructType:
+    """Returns the schema with every column nullable."""
+    return StructType([StructField(f.name, f.dataType) for f in schema.fields])
