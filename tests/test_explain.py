@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from vt_dagster import FilesSource, Materialized, Stream, VersionedTable, explain, read
 from vt_dagster.cli.app import app
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.explanation import Explanation
+from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver

@@ -34,7 +34,7 @@ from tests.explained import (
 )
 from vt_dagster import FilesSource, VersionedTable, explain, read
 from vt_dagster.provenance.explain import Explainer
-from vt_dagster.provenance.explanation import Explanation
+from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of

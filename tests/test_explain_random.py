@@ -22,7 +22,7 @@ from tests.random_explained import Explained, drawn, explained
 from vt_dagster import read
 from vt_dagster.conformance.scenario_topology import millis
 from vt_dagster.provenance.explain import Explainer
-from vt_dagster.provenance.explanation import Explanation
+from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.storage.commit_log import Commit, commits
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 

@@ -35,10 +35,9 @@ from vt_dagster.explore import (
 )
 from vt_dagster.explore.app import application
 from vt_dagster.explore.lateness_unsupported import came_late
-from vt_dagster.provenance import arrival_batches
+from vt_dagster.provenance import lateness
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.explanation import Explanation, Record
-from vt_dagster.provenance.log_reader import Log, as_time
+from vt_dagster.provenance.explain_request import Explanation, Log, Record, as_time
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.topology.model import with_settings
 
@@ -173,7 +172,7 @@ def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
 def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
     """Of random records, whatever part of them is shown, and however they are read in parts."""
     chance = random.Random(seed)
-    monkeypatch.setattr(arrival_batches, "CHUNK", chance.choice([3, 7, 1000]))
+    monkeypatch.setattr(lateness, "CHUNK", chance.choice([3, 7, 1000]))
     monkeypatch.setitem(record_search.newest.__kwdefaults__, "most", 6)
     retention = timedelta(minutes=chance.choice([20, 10_000]))
     prices = Written(tmp_path, retention=retention)

@@ -32,9 +32,7 @@ from vt_dagster import (
 )
 from vt_dagster.cli.app import app
 from vt_dagster.errors import StorageError, TopologyError
-from vt_dagster.provenance.bulk_lookup import Match, Versions
-from vt_dagster.provenance.join_lateness import LateJoin, Records
-from vt_dagster.provenance.lateness_results import Choice, Lateness
+from vt_dagster.provenance.lateness import Choice, LateJoin, Lateness, Match, Records, Versions
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing.memory_store import MemoryStore

@@ -87,7 +87,7 @@ BY_NAME = {
     "vt_dagster.explore.warehouse_overview",
     "vt_dagster.orchestration.lateness_check",
     "vt_dagster.provenance.explain",
-    "vt_dagster.provenance.explain_row_by_row",
+    "vt_dagster.provenance.explain_row_operators",
     "vt_dagster.provenance.lateness",
 }
 """Modules that still tell operators by the names of their classes: the list only gets shorter."""

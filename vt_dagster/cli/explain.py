@@ -12,7 +12,7 @@ import typer
 from vt_dagster.cli.lookup import Known, Warehouse
 from vt_dagster.provenance.explain import MOST
 from vt_dagster.provenance.explain import explain as explained
-from vt_dagster.provenance.explanation import Candidate, Explanation, Origin, Record
+from vt_dagster.provenance.explain_request import Candidate, Explanation, Origin, Record
 from vt_dagster.rules import RULES
 
 _VALUES = 12

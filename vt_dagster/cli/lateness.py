@@ -13,10 +13,9 @@ from rich.table import Table as TextTable
 from rich.text import Text
 
 from vt_dagster.cli.lookup import Warehouse
+from vt_dagster.provenance.lateness import Choice, Lateness, share
 from vt_dagster.provenance.lateness import lateness as told
-from vt_dagster.provenance.lateness_picture import picture as drawn
-from vt_dagster.provenance.lateness_picture import share
-from vt_dagster.provenance.lateness_results import Choice, Lateness
+from vt_dagster.provenance.lateness import picture as drawn
 from vt_dagster.topology.durations import spoken
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))

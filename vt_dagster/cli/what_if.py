@@ -13,8 +13,7 @@ import typer
 from vt_dagster.cli.lookup import Warehouse
 from vt_dagster.cli.tables import node_of
 from vt_dagster.errors import DefinitionsError
-from vt_dagster.provenance.lateness import parse_share
-from vt_dagster.provenance.lateness_picture import share
+from vt_dagster.provenance.lateness import parse_share, share
 from vt_dagster.runs import what_if as trial
 from vt_dagster.spark.session import build_session
 from vt_dagster.topology.model import with_settings

@@ -20,10 +20,16 @@ from vt_dagster.columns import (
 )
 from vt_dagster.explore.record_search import RecordSearch, newest
 from vt_dagster.explore.warehouse_overview import Files
-from vt_dagster.provenance.explanation import Record, Rejected
-from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
-from vt_dagster.provenance.source_origins import rejected
-from vt_dagster.provenance.version_history import horizons_of
+from vt_dagster.provenance.explain_request import (
+    Condition,
+    Log,
+    Record,
+    Rejected,
+    as_micros,
+    between,
+    both,
+)
+from vt_dagster.provenance.explain_sources import horizons_of, rejected
 from vt_dagster.storage.arrow_reader import asset_names, fold, head_of, micros, of_key
 from vt_dagster.storage.commit_log import Commit
 

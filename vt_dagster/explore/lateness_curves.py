@@ -9,10 +9,8 @@ from functools import lru_cache
 
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.warehouse_overview import GRACED
-from vt_dagster.provenance.lateness import lateness
-from vt_dagster.provenance.lateness_picture import share
-from vt_dagster.provenance.lateness_results import Lateness
-from vt_dagster.provenance.log_reader import Log
+from vt_dagster.provenance.explain_request import Log
+from vt_dagster.provenance.lateness import Lateness, lateness, share
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.topology.durations import parse_length
 

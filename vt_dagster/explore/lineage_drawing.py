@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vt_dagster.provenance.explanation import Explanation
+from vt_dagster.provenance.explain_request import Explanation
 
 DEEP, WIDE = 3, 6
 """Maximum number of upstream steps, and of inputs for each record."""

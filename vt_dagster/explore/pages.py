@@ -23,9 +23,8 @@ from vt_dagster.explore.lateness_unsupported import came_late
 from vt_dagster.explore.record_search import LOOKED_AT, newest
 from vt_dagster.explore.warehouse_overview import facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.explanation import Record
-from vt_dagster.provenance.lateness_picture import share
-from vt_dagster.provenance.log_reader import Condition, Log, as_micros, both
+from vt_dagster.provenance.explain_request import Condition, Log, Record, as_micros, both
+from vt_dagster.provenance.lateness import share
 from vt_dagster.storage.arrow_reader import asset_names, of_key
 from vt_dagster.topology.durations import in_utc, parse_time
 

@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.provenance.arrival_batches import split_ranges
-from vt_dagster.provenance.explanation import Record
-from vt_dagster.provenance.log_reader import Condition, Log
+from vt_dagster.provenance.explain_request import Condition, Log, Record
+from vt_dagster.provenance.lateness import split_ranges
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 
 MOST = 200

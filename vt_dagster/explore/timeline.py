@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vt_dagster.explore.key_history import KeyHistory, Lookups
-from vt_dagster.provenance.explanation import Candidate, Record
-from vt_dagster.provenance.log_reader import as_micros, as_time
+from vt_dagster.provenance.explain_request import Candidate, Record, as_micros, as_time
 
 _SHAPES = {
     "dot": "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z",

@@ -10,9 +10,7 @@ import dagster as dg
 from vt_dagster.drawing import image
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
-from vt_dagster.provenance.lateness import lateness, parse_share
-from vt_dagster.provenance.lateness_picture import picture, share
-from vt_dagster.provenance.lateness_results import Choice, Lateness
+from vt_dagster.provenance.lateness import Choice, Lateness, lateness, parse_share, picture, share
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.windows import HoppingWindow, TumblingWindow

@@ -13,21 +13,31 @@ from typing import Any
 
 from vt_dagster import rules
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance import explain_stream_table_join
-from vt_dagster.provenance.explain_aggregates import stream_aggregate, table_aggregate
-from vt_dagster.provenance.explain_corrected_join import corrected
-from vt_dagster.provenance.explain_request import Derivation, ExplainRequest
-from vt_dagster.provenance.explain_row_by_row import PASSING, row_by_row
-from vt_dagster.provenance.explain_stream_joins import corrected_streams, stream_stream
-from vt_dagster.provenance.explain_suppress import held, suppress
+from vt_dagster.provenance import explain_stream_joins
+from vt_dagster.provenance.explain_aggregates import (
+    held,
+    stream_aggregate,
+    suppress,
+    table_aggregate,
+    too_late,
+    windowed_aggregate,
+)
+from vt_dagster.provenance.explain_request import (
+    Derivation,
+    ExplainRequest,
+    Explanation,
+    Log,
+    Reasoning,
+    Record,
+    as_micros,
+    as_time,
+    written,
+)
+from vt_dagster.provenance.explain_row_operators import PASSING, row_by_row
+from vt_dagster.provenance.explain_sources import origin, place_of, rejected
+from vt_dagster.provenance.explain_stream_joins import corrected, corrected_streams, stream_stream
 from vt_dagster.provenance.explain_table_joins import foreign_key, of_histories, table_table
-from vt_dagster.provenance.explain_windows import too_late, windowed_aggregate
-from vt_dagster.provenance.explanation import Explanation, Reasoning, Record
-from vt_dagster.provenance.expression_parser import split
-from vt_dagster.provenance.log_reader import Log, as_micros, as_time, written
-from vt_dagster.provenance.record_selection import asked_for, in_micros
-from vt_dagster.provenance.source_origins import origin, rejected
-from vt_dagster.provenance.version_history import place_of
+from vt_dagster.provenance.expression_parser import asked_for, in_micros, split
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 
@@ -38,7 +48,7 @@ MOST, _MOST_IN_ALL = 20, 200
 
 KINDS: Mapping[str, Callable[[ExplainRequest], Derivation]] = {
     **dict.fromkeys(PASSING, row_by_row),
-    "StreamTableJoin": explain_stream_table_join.stream_table,
+    "StreamTableJoin": explain_stream_joins.stream_table,
     "CorrectedJoin": corrected,
     "TableTableJoin": table_table,
     "ForeignKeyJoin": foreign_key,
@@ -268,7 +278,7 @@ def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
         reasoning.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and as_micros(record.timestamp) > released:
         now = log.commit.stream_time[record.partition]
-        grace = explain_stream_table_join.grace_of(log.commit, record.partition)
+        grace = explain_stream_joins.grace_of(log.commit, record.partition)
         reasoning.decide(
             rules.WAITING,
             f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time, which "

@@ -1,8 +1,19 @@
-"""Explains aggregates without windows: the rows or records of a group."""
+"""Explains rows of aggregates, of windows, and of suppress.
+
+Explains aggregates without windows: the rows or records of a group.
+
+Explains windowed aggregates: the records of a window, and those that came too late for it.
+
+A closed window never opens again: its records in order of arrival are first accepted, then all late.
+The results of a run show how many records it accepted.
+
+Explains suppress: the emitted update, since when the key was held, and the replaced updates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -16,17 +27,30 @@ from vt_dagster.columns import (
     PARTITION,
     RECORDED_AT,
     TIMESTAMP,
+    WINDOW_END,
+    WINDOW_START,
 )
 from vt_dagster.provenance.explain_request import (
     Arrivals,
+    Candidate,
     Derivation,
     ExplainRequest,
+    Log,
+    Place,
+    Reasoning,
+    Record,
+    as_micros,
+    as_time,
+    between,
+    both,
     triggering_update,
 )
-from vt_dagster.provenance.explanation import Record
-from vt_dagster.provenance.expression_parser import Group, named, replaced_rows
-from vt_dagster.provenance.log_reader import Log, Place, as_micros
-from vt_dagster.storage.arrow_reader import values_by_partition
+from vt_dagster.provenance.expression_parser import Group, named, replaced_rows, split
+from vt_dagster.storage.arrow_reader import as_key, values_by_partition
+from vt_dagster.storage.commit_log import Commit
+
+# Explain aggregates
+
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
@@ -194,3 +218,377 @@ def _rows_in(
     return members(
         request, source, list(inside.values()), {place for place in also if place is not None}
     )
+
+
+# Explain windows
+
+
+_MILLISECOND = 1000
+Bounds = tuple[int, int]
+"""Start and end of a window, epoch microseconds."""
+Merge = tuple[Sequence[Bounds], Bounds, Record]
+"""The sessions that a record replaced, the new session, and the result of the new session."""
+
+
+def windowed_aggregate(request: ExplainRequest) -> Derivation:
+    """Returns the stream records of a window, see ``core.windowed_aggregate``."""
+    name = request.meaning["source"]
+    source = request.inputs[name]
+    kind = request.meaning["window"].partition("(")[0]
+    start, end = bounds_of(request.record)
+    merges = _merges(request, start, end) if kind == "SessionWindow" else []
+    if merges and request.record.is_tombstone:
+        merges = _merges(
+            request, *next((m for _, m, r in merges if r.offset > request.record.offset), (start, end))
+        )
+    starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
+    found = _of_key(request, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
+    if found is None:
+        return cannot_be_told(request, source)
+    if kind == "SessionWindow":
+        return _session(request, source, found, merges)
+    return _fixed(request, source, found, sliding=kind == "SlidingWindow")
+
+
+def _of_key(request: ExplainRequest, source: Log, start: int, end: int) -> list[Record] | None:
+    """Returns the records of the window's key between two times (inclusive, epoch microseconds) that
+    any run has consumed, in order of arrival, without values; None = computing the key needs Spark."""
+    name = request.meaning["source"]
+    rekeyed = request.meaning.get("group_key", "()") != "()"
+    taken = request.log.head.inputs.get(name, {})
+    if not rekeyed:  # without a new key, each partition has its own windows
+        taken = {p: o for p, o in taken.items() if p == request.record.partition}
+    group = Group(source, keys_of(request, source), request.record.values)
+    only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
+    near = both(group.condition(), between(start, end))
+    rows = source.rows(near, end=taken, only=only)
+    inside = group.has(rows)
+    if inside is None:
+        return None
+    found = narrow(source, rows.filter(pa.array(inside)))
+    return [one for _, one in Arrivals(request, [name], rekeyed).sorted([(0, one) for one in found])]
+
+
+def bounds_of(record: Record) -> Bounds:
+    """Returns start and end of a result's window, epoch microseconds."""
+    return _bounds(record.values)
+
+
+def _bounds(values: Mapping[str, object]) -> Bounds:
+    ends = (as_key(c, values[c], pa.timestamp("us")) for c in (WINDOW_START, WINDOW_END))
+    start, end = (one.cast(pa.int64()).as_py() for one in ends)
+    return start, end
+
+
+# ------------------------------------------------------------------------- tumbling, hopping, sliding
+
+
+def _fixed(request: ExplainRequest, source: Log, found: Sequence[Record], sliding: bool) -> Derivation:
+    start, end = bounds_of(request.record)
+    near = [one for one in found if not sliding or not one.is_tombstone]
+    near = [one for one in near if start <= _at(one, sliding) < end + sliding]
+    taken = _let_in(request, near, sliding)
+    inside = near[:taken]
+    if inside:
+        request.reasoning.decide(
+            rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window"
+        )
+    late = near[_let_in_until_now(request, near, sliding) :]
+    left = _just_left(request, found, inside, start, end) if sliding else []
+    made = members(request, source, [one.place for one in inside], left)
+    return _with_late(request, made, source, late)
+
+
+def _just_left(
+    request: ExplainRequest, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
+) -> list[Place]:
+    """Returns the record one millisecond before a sliding window; empty if a record is at its end."""
+    if any(_at(one, True) == end for one in inside):
+        return []
+    before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
+    for one in before[:1]:
+        request.reasoning.notes.append(
+            f"its window starts a millisecond after {one}, which is not in it"
+        )
+    return [one.place for one in before[:1]]
+
+
+def _at(record: Record, sliding: bool) -> int:
+    moment = as_micros(record.timestamp)
+    return moment // _MILLISECOND * _MILLISECOND if sliding else moment
+
+
+def _let_in(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
+    """Returns how many records the window contains at the explained result."""
+    counted = _counted(request)
+    if counted is not None:
+        return counted
+    name = request.meaning["source"]
+    earlier = sum(request.turn(name, one) == 0 for one in near)
+    new = [one for one in near if request.is_new(name, one)]
+    results = request.results()
+    place = [one.offset for one in results].index(request.record.offset)
+    if sliding or (len(results) <= 1 < len(new) and not request.tells_each_update):
+        request.reasoning.notes.append(
+            "which records of its run came too late for the window is not known: its aggregates have "
+            "no count(*)"
+        )
+        return earlier + len(new)
+    return earlier + place + 1
+
+
+def _counted(request: ExplainRequest) -> int | None:
+    """Returns the result's own count of records; None = it has no ``count(*)``."""
+    return next(
+        (
+            int(request.record.values[column])
+            for column, sql in _aggregates(request)
+            if sql.replace(" ", "").lower() in ("count(*)", "count(1)")
+            and request.record.values.get(column) is not None
+        ),
+        None,
+    )
+
+
+def _aggregates(request: ExplainRequest) -> list[tuple[str, str]]:
+    """Returns the (column, aggregate) pairs of a text like ``((n, count(*)), (s, sum(x)))``."""
+    pairs = [split(part) for part in split(request.meaning["aggregates"])]
+    return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+
+
+def _let_in_until_now(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
+    """Returns how many records the window contains as of the last commit; all if that is not known."""
+    place = request.record.partition
+    same = request.log.same_key(request.record.values)
+    every = request.log.records(same, end={place: request.log.commit.next_offset.get(place, 0)})
+    counted = _counted(replace(request, record=every[-1]))
+    if counted is not None:
+        return counted
+    return len(every) if request.tells_each_update and not sliding else len(near)
+
+
+def _with_late(
+    request: ExplainRequest, made: Derivation, source: Log, late: Sequence[Record]
+) -> Derivation:
+    """Adds the newest records that came too late."""
+    if not late:
+        return made
+    request.reasoning.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
+    return Derivation(made.parts, made.count, left_out(source, late[-request.most :]), len(late))
+
+
+# ------------------------------------------------------------------------------------------- sessions
+
+
+def _session(
+    request: ExplainRequest, source: Log, found: Sequence[Record], merges: Sequence[Merge]
+) -> Derivation:
+    """Returns the records of a session, from the results of its key: each accepted record emits
+    tombstones for the sessions that it replaces, then the new session. For a tombstone: the records
+    of the session, and the record that replaced it."""
+    start, end = bounds_of(request.record)
+    starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
+    near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
+    live: dict[Bounds, list[Place]] = {}
+    inside: list[Place] = []
+    late: list[Record] = []
+    gone = request.record.is_tombstone
+    made_by = next((r.place for _, _, r in merges if r.offset >= request.record.offset), None)
+    rest = iter(merges)
+    ahead = next(rest, None)
+    for one in near:
+        moment = as_micros(one.timestamp)
+        if ahead is None or not _makes(moment, ahead[0], ahead[1]):
+            late.append(one)
+            continue
+        replaced, merged, result = ahead
+        before = live.get((start, end), [])
+        parts = [place for old in {*replaced, merged} for place in live.pop(old, [])]
+        live[merged] = [*parts, one.place]
+        if result.place == made_by:
+            inside = [*before, one.place] if gone else live[merged]
+            request.reasoning.decide(rules.TRIGGERED, f"{one}, {_did(gone, len(inside), merged)}")
+        ahead = next(rest, None)
+    if not inside:
+        request.reasoning.notes.append(
+            "its run did not keep each update: which of its records came too late is not known"
+        )
+        inside = [
+            one.place
+            for one in found
+            if start <= as_micros(one.timestamp) <= end
+            and request.turn(request.meaning["source"], one) < 2
+        ]
+        return members(request, source, inside)
+    order = {one.place: i for i, one in enumerate(near)}
+    inside.sort(key=order.__getitem__)
+    late = [one for one in late if start <= as_micros(one.timestamp) <= end]
+    return _with_late(request, members(request, source, inside), source, late)
+
+
+def _did(gone: bool, number: int, merged: Bounds) -> str:
+    """Describes the effect of a record on a session."""
+    if not gone:
+        return f"the record number {number} of its session"
+    start, end = map(as_time, merged)
+    return f"which made it a part of the session from {start} to {end}"
+
+
+def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
+    """Whether a record at a time makes a session of those that it replaces."""
+    starts, ends = ([moment, *(one[i] for one in replaced)] for i in (0, 1))
+    return (min(starts), max(ends)) == merged
+
+
+def _merges(request: ExplainRequest, start: int, end: int) -> list[Merge]:
+    """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
+    and result."""
+    log, place = request.log, request.record.partition
+    keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
+    of_key = Group(log, keys, request.record.values).condition()
+    near = both(of_key, between(start, end, WINDOW_START, WINDOW_END))
+    results = log.records(near, end={place: log.commit.next_offset.get(place, 0)})
+    found: list[Merge] = []
+    replaced: list[Bounds] = []
+    for one in results:
+        bounds = bounds_of(one)
+        if one.is_tombstone:
+            replaced.append(bounds)
+        else:
+            found.append((replaced, bounds, one))
+            replaced = []
+    return found
+
+
+def left_out(
+    source: Log, found: Sequence[Record], rule: rules.Rule = rules.WINDOW_CLOSED
+) -> list[Candidate]:
+    """Returns records that are not in a result as candidates with the rule."""
+    records = source.at([one.place for one in found])
+    return [Candidate(one, None, None, None, True, False, False, rule.name) for one in records]
+
+
+def too_late(
+    log: Log, source: Log, key: Sequence[object], most: int, reasoning: Reasoning
+) -> list[Candidate]:
+    """Returns the newest records that came too late for a window without a row.
+
+    Args:
+        key: the result's key; the last two values are the window's start and end.
+        most: maximum number of records.
+    """
+    values = dict(zip(log.key, key, strict=True))
+    keys = named(log.meaning.get("group_key", "()")) or [(c, c) for c in source.key]
+    group = Group(source, keys, values)
+    start, end = _bounds(values)
+    of_window = both(group.condition(), between(start, end - 1))
+    rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
+    inside = group.has(rows)
+    near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
+    if not near:
+        reasoning.notes.append(f"{source.name} has no record in this window")
+        return []
+    reasoning.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of {source.name} in it")
+    return left_out(source, near[-most:])
+
+
+# Explain suppress
+
+
+def suppress(request: ExplainRequest) -> Derivation:
+    """Returns the update that suppress emitted as a result, see ``core.suppress``."""
+    name, log, told = request.meaning["source"], request.log, request.reasoning
+    source = request.inputs[name]
+    same = source.same_key(request.record.values)
+    place = request.record.partition
+    updates = source.records(same, end={place: request.end(name).get(place, 0)})
+    mine = [one for one in updates if _is(one, request.record)]
+    if not mine:
+        told.notes.append(f"its update of {name} is gone")
+        return Derivation()
+    before = [one for one in request.results(every=True) if one.offset < request.record.offset]
+    since = _held_since(updates, before, mine)
+    out = next((one for one in mine if one.offset >= since.offset), mine[-1])
+    out = _last_alike(updates, out)
+    now = request.commit.stream_time.get(place)
+    moment = "not known" if now is None else str(as_time(now))
+    told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place")
+    if now is not None and closes(log) and bounds_of(request.record)[1] <= now:
+        told.decide(
+            rules.WINDOW_CLOSED,
+            f"its window ended at {_end(request.record)}; at the end of run {request.commit.batch} "
+            "stream "
+            f"time was {moment}",
+        )
+    else:
+        told.decide(
+            rules.RELEASED,
+            f"at the end of run {request.commit.batch} stream time was {moment}: past the time of its "
+            "place and the time limit, or the buffer was full",
+        )
+    replaced = [one for one in updates if since.offset <= one.offset < out.offset]
+    shown = left_out(source, replaced[-request.most :], rules.REPLACED)
+    return Derivation([(source, out)], None, shown, len(replaced))
+
+
+def _is(update: Record, result: Record) -> bool:
+    if update.timestamp != result.timestamp or update.is_tombstone != result.is_tombstone:
+        return False
+    shared = [c for c in result.values if c in update.values]
+    return result.is_tombstone or all(update.values[c] == result.values[c] for c in shared)
+
+
+def _held_since(updates: Sequence[Record], before: Sequence[Record], mine: Sequence[Record]) -> Record:
+    """Returns the first update of the key after its previous result was emitted."""
+    last = -1
+    for result in before:
+        alike = [one.offset for one in updates if one.offset > last and _is(one, result)]
+        last = alike[0] if alike else last
+    return next((one for one in updates if last < one.offset <= mine[-1].offset), mine[-1])
+
+
+def _last_alike(updates: Sequence[Record], out: Record) -> Record:
+    """Returns the last of consecutive equal updates: it replaced the others."""
+    for one in updates:
+        if one.offset > out.offset:
+            if not _is(one, out):
+                break
+            out = one
+    return out
+
+
+def closes(log: Log) -> bool:
+    """Returns whether a suppress waits until windows close."""
+    return WINDOW_END in log.key
+
+
+def _end(record: Record) -> str:
+    return str(as_time(bounds_of(record)[1]))
+
+
+def held(
+    log: Log, source: Log, name: str, updates: Sequence[Record], reasoning: Reasoning
+) -> list[Record]:
+    """Returns the update that suppress holds for a key without a result; empty = no update consumed.
+
+    Args:
+        updates: the key's updates, in order.
+    """
+    taken = [one for one in updates if one.offset < log.head.inputs.get(name, {}).get(one.partition, 0)]
+    if not taken:
+        reasoning.notes.append(f"no run of {log.name} has consumed a record of this key yet")
+        return []
+    first, last = taken[0], taken[-1]
+    commit = log.taken_by(name, first.partition, first.offset)
+    moment = log.head.stream_time.get(first.partition)
+    now = "not known" if moment is None else str(as_time(moment))
+    reasoning.decide(
+        rules.SUPPRESSED,
+        f"{len(taken)} updates since run {_batch(commit)}: the first is of {first.timestamp}, the "
+        f"last, {last}, of {last.timestamp}; stream time is {now}",
+    )
+    return [last]
+
+
+def _batch(commit: Commit | None) -> str:
+    return "not known" if commit is None else str(commit.batch)

@@ -1,26 +1,528 @@
-"""Explains stream-stream joins: the two records that match, or why a record has no match."""
+"""Explains rows of joins of a stream, with a table or with another stream.
+
+Explains stream-stream joins: the two records that match, or why a record has no match.
+
+Explains stream-table joins, corrected or not: the version that matched, and when the record left
+the buffer.
+
+Explains corrected joins: the version that matches, and the records that corrected a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+
+import pyarrow as pa
 
 from vt_dagster import rules
 from vt_dagster.columns import (
     CAUSE,
+    IS_TOMBSTONE,
     LEFT_OFFSET,
     LEFT_PARTITION,
     OFFSET,
     PARTITION,
+    REVISION,
     RIGHT_OFFSET,
     RIGHT_PARTITION,
 )
-from vt_dagster.provenance.explain_request import Arrivals, Derivation, ExplainRequest
-from vt_dagster.provenance.explanation import Candidate, Record
+from vt_dagster.provenance.explain_request import (
+    Arrivals,
+    Candidate,
+    Condition,
+    Derivation,
+    ExplainRequest,
+    Log,
+    Place,
+    Reasoning,
+    Record,
+    as_micros,
+    as_time,
+    at_time,
+    between,
+    both,
+)
+from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.expression_parser import length, plain, split
-from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
+from vt_dagster.storage import delta
+from vt_dagster.storage.commit_log import Commit, last_that
 from vt_dagster.topology.durations import spoken
+
+# Explain stream table join
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a lookup.
+
+    Args:
+        version: the version at the record's time, even if it is a tombstone, too old or expired; None =
+            there is none.
+        rule: the rule by which the version matches, or does not.
+    """
+
+    version: Version | None
+    rule: rules.Rule
+
+    @property
+    def found(self) -> Version | None:
+        """The version that is joined; None = no match."""
+        return self.version if self.rule in (rules.AS_OF, rules.LATEST) else None
+
+
+# ------------------------------------------------------------------------------- the stream's record
+
+
+def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Commit) -> list[Record]:
+    """Returns the stream record of a result; all candidates if it is ambiguous.
+
+    A result has its record's key, time and partition. Records of one key and time leave a run in order
+    of arrival and match the same version: so the n-th result belongs to the n-th record.
+
+    Args:
+        log: the join's log.
+        stream: the stream's log.
+        name: the stream's name in commits.
+        record: the result.
+        commit: the commit that wrote the result.
+    """
+    before = log.before(commit)
+    place = record.partition
+    end = {place: commit.inputs.get(name, {}).get(place, 0)}
+    start: dict[int, int] = {}
+    keyless = any(record.values.get(c) is None for c in log.key)
+    if before is not None and (
+        keyless or as_micros(record.timestamp) <= before.emitted_up_to.get(place, as_micros(_NEVER))
+    ):
+        # Earlier runs have already emitted all older records of that time.
+        start = {place: before.inputs.get(name, {}).get(place, 0)}
+    same = both(stream.same_key(record.values, log.key), at_time(record.timestamp))
+    taken = [one for one in stream.records(same, start, end) if not one.is_tombstone]
+    first = {place: 0 if before is None else before.next_offset.get(place, 0)}
+    mine = both(log.same_key(record.values), at_time(record.timestamp))
+    gone_out = log.records(mine, first, {place: commit.next_offset.get(place, 0)})
+    if len(taken) != len(gone_out):
+        return taken
+    return [taken[[one.offset for one in gone_out].index(record.offset)]]
+
+
+_NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
+
+
+def tell_waiting(
+    log: Log, name: str, result: Record, record: Record, commit: Commit, reasoning: Reasoning
+) -> None:
+    """Adds whether a record waited in the buffer, or was late, in a join with a grace period.
+
+    Args:
+        log: the join's log.
+        name: the stream's name in commits.
+        result: the join's result.
+        record: the stream's record.
+        commit: the commit that wrote the result.
+    """
+    place = record.partition
+    grace = grace_of(commit, place)
+    if result.is_late:
+        reasoning.decide(
+            rules.LATE,
+            f"it came when stream time was past {record.timestamp} by more than the grace period of "
+            f"{spoken(grace)}: joined at once",
+        )
+        return
+    if not grace:
+        reasoning.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")
+        return
+    taken = log.taken_by(name, place, record.offset)
+    if taken is None or taken.batch == commit.batch:
+        when = "within the run that took it"
+    else:
+        when = f"it came with run {taken.batch}, recorded at {as_time(taken.recorded_at)}"
+    reasoning.decide(
+        rules.RELEASED,
+        f"{when}, and went out when stream time was {_moment(commit.stream_time.get(place))}, its own "
+        f"+ {spoken(grace)} or later",
+    )
+
+
+def grace_of(commit: Commit, place: int) -> timedelta:
+    """Returns the grace period of a join from a commit: stream time - the time emitted up to."""
+    released, now = commit.emitted_up_to.get(place), commit.stream_time.get(place)
+    if released is None or now is None:
+        return timedelta(0)
+    return timedelta(microseconds=now - released)
+
+
+def _moment(micros: int | None) -> str:
+    return "not known" if micros is None else str(as_time(micros))
+
+
+# ---------------------------------------------------------------------------------- the table's row
+
+
+def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning) -> Commit | None:
+    """Returns the last commit of a table that a run read; None = the run read none.
+
+    Args:
+        log: the join's log.
+        table: the table's log.
+        name: the table's name in the join's commits.
+        commit: the run's commit.
+    """
+    asked, batch = commit.reads, None
+    try:
+        if f"{name}/log" in asked:
+            batch = _batch_at(table.path, asked[f"{name}/log"])
+        elif f"{name}/view" in asked:
+            batch = _batch_at(posixpath.join(table.root, "view"), asked[f"{name}/view"])
+        else:
+            return None
+    except FileNotFoundError:
+        batch = None
+    if batch is not None:
+        found = last_that(table.root, lambda one: one["batch"] <= batch)
+        if found is not None:
+            if table.head.truncation is not None and found.batch < table.head.truncation.batch:
+                reasoning.notes.append(
+                    f"the lookup in {name} is repeated on the rest of its log{table.limit}"
+                )
+            return found
+    reasoning.notes.append(
+        f"the Delta versions of {name} that the run read are gone: its state then is taken from "
+        "recorded_at"
+    )
+    return last_that(table.root, lambda one: one["recorded_at"] <= commit.recorded_at)
+
+
+def _batch_at(path: str, version: int) -> int | None:
+    """Returns the batch of a Delta version of a log or view; None = not known."""
+    while version >= 0:
+        found = delta.our_commit(path, version)
+        if found is not None:
+            return int(found.document["batch"])
+        version -= 1  # a compaction: it has no commit of ours, and the rows of the version before
+    return None
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a join selects a version, see ``StreamTableJoin``.
+
+    Args:
+        before: whether a version must begin strictly before the record's time.
+        max_age: the maximum age of a version; None = unlimited.
+        as_known: which versions count by system time; None = all.
+    """
+
+    before: bool
+    max_age: timedelta | None
+    as_known: str | None
+
+    @classmethod
+    def of(cls, meaning: Mapping[str, str], partition: int) -> Match:
+        """Returns the match of a join from its commit."""
+        age = meaning.get("max_age")
+        return cls(
+            meaning.get("at") == "before",
+            None if age is None else length(age, partition),
+            meaning.get("as_known"),
+        )
+
+    def known_at(self, record: Record) -> int | None:
+        """Returns the system time up to which versions count (inclusive), epoch microseconds; None =
+        all versions count."""
+        if self.as_known is None:
+            return None
+        if self.as_known == "when_recorded":
+            return as_micros(record.recorded_at or record.timestamp)
+        return as_micros(record.timestamp + length(self.as_known, record.partition))
+
+
+def answer(
+    table: Log,
+    found: Sequence[Version],
+    moment: datetime,
+    commit: Commit,
+    match: Match,
+    forgetful: bool = True,
+) -> Answer:
+    """Looks up a time in a table, as ``core.as_of_join`` does.
+
+    Args:
+        found: the versions of the key, oldest first; for a plain table the row.
+        forgetful: whether expired versions do not match.
+    """
+    if not table.versioned:
+        return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
+    valid = next(
+        (v for v in reversed(found) if v.begin < moment or (v.begin == moment and not match.before)),
+        None,
+    )
+    if valid is None:
+        return Answer(None, rules.NO_MATCH)
+    if match.max_age is not None and moment - valid.begin > match.max_age:
+        return Answer(valid, rules.TOO_OLD)
+    if valid.end is not None and (valid.end < moment or (valid.end == moment and not match.before)):
+        return Answer(valid, rules.ENDED)
+    horizon = horizons_of(table, commit).get(valid.partition)
+    if forgetful and valid.end is not None and horizon is not None and moment < as_time(horizon):
+        return Answer(valid, rules.HORIZON)
+    if valid.is_tombstone:
+        return Answer(valid, rules.DELETED)
+    return Answer(valid, rules.AS_OF)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A lookup in a table.
+
+    Args:
+        history: the key's history.
+        then: the result as of the run.
+        now: the result by current knowledge.
+        shown: the candidates around the record's time.
+        count: the number of all versions of the key.
+    """
+
+    history: History
+    then: Answer
+    now: Answer
+    shown: tuple[Candidate, ...]
+    count: int
+
+
+def look_up(
+    table: Log,
+    values: Sequence[object],
+    moment: datetime,
+    seen: Commit | None,
+    match: Match,
+) -> Looked:
+    """Looks up a key at a time, as of a commit and by current knowledge.
+
+    Args:
+        values: the values of the key.
+        moment: the record's time.
+        seen: the last commit of the table that the run read; None = the run read none.
+    """
+    key = None if any(one is None for one in values) else table.of_key(values)
+    history = History(table, key)
+    now, last_places, last_repeats = history.versions(table.commit, moment, forgotten=False)
+    then, first_places, first_repeats = (
+        ([], set(), set()) if seen is None else history.versions(seen, moment)
+    )
+    first = answer(table, then, moment, seen or table.commit, match)
+    last = answer(table, now, moment, table.commit, match, forgetful=False)
+    then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
+    if first.version is None and last.found is not None and _knows(seen, last.found):
+        first = Answer(None, rules.EXPIRED)
+    every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.offset))
+    chosen = {one.found.place for one in (first, last) if one.found is not None}
+    near = [i for i, v in enumerate(every) if v.begin <= moment]
+    middle = near[-1] if near else 0
+    around = range(max(0, middle - AROUND), middle + AROUND + 1)
+
+    def candidate(version: Version) -> Candidate:
+        place = version.place
+        known = _knows(seen, version)
+        if first.version is not None and first.version.place == place:
+            rule = first.rule
+        elif place in (first_repeats if place in now_by else last_repeats):
+            rule = rules.REPEATED
+        elif place in now_by and place not in then_by:
+            rule = rules.EXPIRED if known else rules.RECORDED_SINCE
+        else:
+            rule = rules.OTHER_TIME if place in now_by else rules.REPLACED
+        return Candidate(
+            history.record(place),
+            version.begin if table.versioned else None,
+            then_by[place].end if place in then_by else None,
+            now_by[place].end if place in now_by else None,
+            known,
+            first.found is not None and first.found.place == place,
+            last.found is not None and last.found.place == place,
+            rule.name,
+        )
+
+    shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
+    history.fetch([v.place for v in shown])
+    count = len(last_places | first_places)
+    return Looked(history, first, last, tuple(map(candidate, shown)), count)
+
+
+def _knows(commit: Commit | None, version: Version) -> bool:
+    """Returns whether the log contains a version's record as of a commit."""
+    return commit is not None and version.offset < commit.next_offset.get(version.partition, 0)
+
+
+# ------------------------------------------------------------------------------------------- the result
+
+
+def stream_table(request: ExplainRequest) -> Derivation:
+    """Returns the inputs of a result of a stream-table join, see ``core.stream_table_join``."""
+    left, right = request.meaning["left"], request.meaning["right"]
+    stream, told = request.inputs[left], request.reasoning
+    lefts = streams_record(request.log, stream, left, request.record, request.commit)
+    if not lefts:
+        told.notes.append(f"its record of {left} is gone{stream.limit}")
+    elif len(lefts) > 1:
+        told.notes.append(f"its input is one of {len(lefts)} records of its key and time")
+    for one in lefts[:1]:
+        tell_waiting(request.log, left, request.record, one, request.commit, told)
+    values = [request.record.values[c] for c in request.log.key]
+    looked = looked_up(request, right, lefts[0] if lefts else request.record, values)
+    parts = [(stream, one) for one in lefts[: request.most]]
+    return answered(request, right, looked, parts)
+
+
+def looked_up(request: ExplainRequest, right: str, record: Record, values: Sequence[object]) -> Looked:
+    """Repeats the lookup of a stream record in the table.
+
+    Args:
+        right: the table's name.
+        values: the values of the key.
+    """
+    table, told = request.inputs[right], request.reasoning
+    match = Match.of(request.meaning, record.partition)
+    seen = pinned(request.log, table, right, request.commit, told)
+    cut = match.known_at(record)
+    if cut is not None and seen is not None and seen.recorded_at > cut:
+        seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
+        told.notes.append(f"versions of {right} that were recorded after {as_time(cut)} do not count")
+    looked = look_up(table, values, record.timestamp, seen, match)
+    _tell_looked(looked, table, right, record.timestamp, told, cut is None)
+    return looked
+
+
+def answered(
+    request: ExplainRequest, right: str, looked: Looked, parts: Sequence[tuple[Log, Record]]
+) -> Derivation:
+    """Returns the stream's records and the joined version as inputs."""
+    found = looked.then.found
+    version = [] if found is None else [(request.inputs[right], looked.history.record(found.place))]
+    return Derivation([*parts, *version], None, looked.shown, looked.count)
+
+
+def _tell_looked(
+    looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, follows: bool
+) -> None:
+    """Adds the result of the lookup, and the result by current knowledge if it differs.
+
+    Args:
+        follows: whether the join counts all versions: it has no ``as_known``.
+    """
+    then, now = looked.then, looked.now
+    if then.version is None:
+        reasoning.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
+    else:
+        end = "now" if then.version.end is None else str(then.version.end)
+        valid = f", true from {then.version.begin} to {end}" if table.versioned else ""
+        reasoning.decide(then.rule, f"{name} {_at(then.version)}{valid}")
+    if then.found is not None and now.found is not None and then.found.place == now.found.place:
+        return
+    if then.found is None and now.found is None:
+        return
+    says = "nothing" if now.found is None else f"{name} {_at(now.found)}"
+    if now.found is not None:
+        says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
+    if not table.versioned:
+        reasoning.notes.append(
+            f"{name} is a plain table, which has changed since: now it would be {says}"
+        )
+    elif not follows:
+        reasoning.notes.append(f"if all that is known now counted it would be {says}")
+    elif then.rule in (rules.HORIZON, rules.EXPIRED):
+        reasoning.notes.append(f"with a longer history retention of {name} it would be {says}")
+    else:
+        reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")
+
+
+def _at(version: Version) -> str:
+    return f"{version.partition}:{version.offset}"
+
+
+# Explain corrected join
+
+
+def corrected(request: ExplainRequest) -> Derivation:
+    """Returns the inputs of a row of a corrected join, see ``core.stream_table_join``."""
+    left, right = request.meaning["left"], request.meaning["right"]
+    stream, told = request.inputs[left], request.reasoning
+    rows = _revisions(request)
+    place = _place(request, rows)
+    record = None if place is None else stream.one(*place)
+    if record is None:
+        told.notes.append(f"its record of {left} is gone{stream.limit}")
+        return Derivation()
+    _tell_revisions(request, rows)
+    looked = looked_up(request, right, record, [record.values[c] for c in stream.key])
+    made = answered(request, right, looked, [(stream, record)])
+    there = {(log.name, one.place) for log, one in made.parts}
+    gone = [
+        (request.inputs[right], one)
+        for one in _causes(request, rows)
+        if request.record.is_tombstone and (request.inputs[right].name, one.place) not in there
+    ]
+    return Derivation([*made.parts, *gone], None, made.candidates, made.candidates_in_all)
+
+
+def _revisions(request: ExplainRequest) -> pa.Table:
+    """Returns all rows of the key in the log, in order; each is a revision."""
+    place = request.record.partition
+    end = {place: request.log.commit.next_offset.get(place, 0)}
+    only = [REVISION, CAUSE, IS_TOMBSTONE, LEFT_OFFSET, LEFT_PARTITION]
+    return request.log.rows(request.log.same_key(request.record.values), end=end, only=only)
+
+
+def _place(request: ExplainRequest, rows: pa.Table) -> Place | None:
+    """Returns the place of the row's record in the stream's log; None = the row has none."""
+    mine = _of_record(request, rows)
+    partition = mine.get(LEFT_PARTITION, request.record.partition)
+    return None if mine.get(LEFT_OFFSET) is None else (partition, mine[LEFT_OFFSET])
+
+
+def _of_record(request: ExplainRequest, rows: pa.Table) -> dict[str, Any]:
+    return next(one for one in rows.to_pylist() if one["offset"] == request.record.offset)
+
+
+def _tell_revisions(request: ExplainRequest, rows: pa.Table) -> None:
+    """Adds the row's revision with its cause, and the key's other revisions."""
+    every = rows.to_pylist()
+    mine = _of_record(request, rows)
+    if mine[CAUSE] is not None:
+        request.reasoning.decide(
+            rules.CORRECTED, f"revision {mine[REVISION]}, by {_spoken(mine[CAUSE])}"
+        )
+    else:
+        request.reasoning.decide(
+            rules.APPLIED, f"revision {mine[REVISION]}: it came with its stream record"
+        )
+    others = [one for one in every if one["offset"] != mine["offset"]][-request.most :]
+    for one in others:
+        by = "with its stream record" if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
+        gone = ", a tombstone" * one[IS_TOMBSTONE]
+        place = f"{request.record.partition}:{one['offset']}"
+        request.reasoning.notes.append(f"revision {one[REVISION]} at {place}{gone}: {by}")
+
+
+def _spoken(cause: dict[str, Any]) -> str:
+    return f"{cause['table']} {cause['partition']}:{cause['offset']}"
+
+
+def _causes(request: ExplainRequest, rows: pa.Table) -> list[Record]:
+    cause = _of_record(request, rows)[CAUSE]
+    if cause is None:
+        return []
+    table = request.inputs[request.meaning["right"]]
+    return table.at([(cause["partition"], cause["offset"])])
+
+
+# Explain stream joins
+
 
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _AROUND = 2

@@ -11,14 +11,16 @@ from vt_dagster import rules
 from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.provenance.explain_request import (
     Arrivals,
+    Condition,
     Derivation,
     ExplainRequest,
+    Log,
+    Record,
     Update,
+    as_micros,
     triggering_update,
 )
-from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.expression_parser import evaluate, split, used
-from vt_dagster.provenance.log_reader import Condition, Log, as_micros
 from vt_dagster.storage.arrow_reader import texts
 
 Key = tuple[Any, ...]

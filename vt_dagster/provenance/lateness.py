@@ -1,24 +1,1121 @@
-"""``lateness``: the cost of other grace periods or history retentions. No Spark.
+"""The cost of other grace periods and history retentions, by kind of asset.
+
+``lateness``: the cost of other grace periods or history retentions. No Spark.
 
 Reads the logs in order of arrival, and the commits: each commit records the offsets that its run
 consumed and the versions of tables that it read. So no definitions are needed.
+
+Encodes keys as numbers, for fast comparison across batches. No Spark.
+
+Looks up many records at once in a versioned table, as of any of its commits. No Spark.
+
+The rules are those of ``core.versioned_table`` and ``core.as_of_join``; a test compares both. All
+records of the table's log are in memory, sorted by key and time: about 60 bytes each.
+
+The result of ``lateness``: the cost of each choice of a length.
+
+Reads a log in batches in order of arrival, and computes stream time per record. No Spark.
+
+Estimates the cost of other grace periods of a stream-table join from its commits. No Spark.
+
+A run of the join consumes a range of the stream's log and reads the table as of one commit; the run's
+own commit records both. So for any grace period, the run that would have emitted a record and the
+version that the table would have returned then are known. The rules are those of
+``core.stream_table_join``; a test compares both.
+
+Estimates the cost of other graces of tumbling and hopping windows. No Spark.
+
+Which records a window accepts depends only on the order of arrival. The rules are those of
+``core.windowed_aggregate``; a test compares both.
+
+Counts the records that other history retentions would have refused. No Spark.
+
+A versioned table refuses a record whose timestamp is before stream time - retention. Such a record
+does not advance stream time: so stream time is equal for every retention (KIP-889,
+``core.versioned_table.put``).
+
+Draws a ``Lateness``: wrong results and waiting records for each length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import posixpath
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from vt_dagster import rules
+from vt_dagster.columns import (
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    PROPAGATED_FROM,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+)
+from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, svg, text
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.explain_stream_table_join import grace_of
-from vt_dagster.provenance.join_lateness import LateJoin
-from vt_dagster.provenance.lateness_results import Choice, Lateness
-from vt_dagster.provenance.log_reader import Log
-from vt_dagster.provenance.retention_lateness import LateRecords
-from vt_dagster.provenance.window_lateness import LateWindows
-from vt_dagster.topology.durations import parse_length, spoken
+from vt_dagster.provenance.explain_request import Log, both
+from vt_dagster.provenance.explain_sources import quarantine
+from vt_dagster.provenance.explain_stream_joins import grace_of
+from vt_dagster.rules import LATE
+from vt_dagster.storage import delta
+from vt_dagster.storage.arrow_reader import arrival_order, micros
+from vt_dagster.storage.commit_log import EVER, Commit, Offsets, commits, horizons
+from vt_dagster.topology.durations import parse_length, printed, spoken
+
+# Key codes
+
+
+pc: Any = pyarrow.compute
+NONE = -1
+"""Code of a key that contains a null, or that has no code."""
+_WIDE = 1 << 31
+
+
+class KeyCodes:
+    """Assigns each key a number that is equal across batches. 0.0 equals -0.0, and NaN equals NaN.
+
+    Args:
+        columns: the number of columns of a key.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._values: list[pa.Array | None] = [None] * columns
+        self._pairs: list[dict[int, int]] = [{} for _ in range(columns)]
+
+    def of(self, columns: Sequence[pa.ChunkedArray], new: bool = True) -> Any:
+        """Returns the number of each row's key; ``NONE`` for a key that contains a null.
+
+        Args:
+            columns: the key's columns, in order.
+            new: whether a key without a number gets one; else it is ``NONE``.
+        """
+        found: Any = None
+        for place, column in enumerate(columns):
+            codes = self._of_column(place, plain(column), new)
+            found = codes if found is None else self._of_pairs(place, found, codes, new)
+        return found
+
+    def _of_column(self, place: int, values: Any, new: bool) -> Any:
+        known = self._values[place]
+        if new:
+            fresh = pc.unique(values.drop_null())
+            if known is not None:
+                fresh = fresh.cast(known.type)
+                fresh = fresh.filter(pc.is_null(pc.index_in(fresh, value_set=known)))
+                fresh = pa.concat_arrays([known, fresh])
+            self._values[place] = known = fresh
+        if known is None:
+            return np.full(len(values), NONE, np.int64)
+        codes = pc.index_in(values.cast(known.type), value_set=known)
+        return codes.cast(pa.int64()).fill_null(NONE).to_numpy(zero_copy_only=False)
+
+    def _of_pairs(self, place: int, first: Any, second: Any, new: bool) -> Any:
+        known, there = self._pairs[place], (first != NONE) & (second != NONE)
+        both, where = np.unique(first[there] * _WIDE + second[there], return_inverse=True)
+        if new:
+            told = [known.setdefault(one, len(known)) for one in both.tolist()]
+        else:
+            told = [known.get(one, NONE) for one in both.tolist()]
+        codes = np.full(len(first), NONE, np.int64)
+        codes[there] = np.array(told, np.int64)[where]
+        return codes
+
+
+def plain(column: pa.ChunkedArray) -> Any:
+    """Returns a column as one array that Arrow can compare: nested values as text, -0.0 as 0.0."""
+    kind = column.type
+    if pa.types.is_nested(kind):
+        return pa.array([None if v is None else repr(v) for v in column.to_pylist()], pa.string())
+    values = column.combine_chunks()
+    values = values.chunk(0) if isinstance(values, pa.ChunkedArray) else values
+    return pc.add(values, pa.scalar(0.0, kind)) if pa.types.is_floating(kind) else values
+
+
+# Bulk lookup
+
+
+NOTHING = -1
+"""Stands for no version."""
+_NEVER = np.iinfo(np.int64).max
+"""End of a version without a ``valid_until``."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a join matches records with versions, see ``StreamTableJoin``.
+
+    Args:
+        columns: the table's columns in a result; may contain ``valid_from``.
+        max_age: the maximum age of a version; None = unlimited.
+        before: whether the match needs ``valid_from < timestamp``; else ``<=``.
+        valid_until: the column with the end of a version; None = the table has no such column.
+    """
+
+    columns: Sequence[str]
+    max_age: timedelta | None = None
+    before: bool = False
+    valid_until: str | None = None
+
+
+class Versions:
+    """The records of a table's log, each with the first state that contains it.
+
+    Args:
+        log: the table's log.
+        states: the table's commits that runs read, ascending; None = the table did not exist yet. The
+            index after the last one stands for the current state.
+        match: how the join matches.
+    """
+
+    def __init__(self, log: Log, states: Sequence[Commit | None], match: Match) -> None:
+        names = [PARTITION, OFFSET, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE]
+        wanted = [c for c in match.columns if c != VALID_FROM]
+        names += [match.valid_until] if match.valid_until else []
+        rows = log.rows(both(), only=list(dict.fromkeys([*names, *log.key, *wanted])))
+        self.keys, self._match, self.now = KeyCodes(len(log.key)), match, len(states)
+        codes = self.keys.of([rows.column(k) for k in log.key])
+        begin, offset = micros(rows, TIMESTAMP), rows.column(OFFSET).to_numpy()
+        partition = rows.column(PARTITION).to_numpy()
+        rank = np.lexsort((*arrival_order(rows), begin, codes))
+        columns: list[Any] = [plain(rows.column(c)) for c in wanted]
+        if VALID_FROM in match.columns:
+            columns.append(pa.array(begin))
+        self._alike = _alike(columns, len(rank))[rank]
+        self._code, self._begin = codes[rank], begin[rank]
+        self._deleted = rows.column(IS_TOMBSTONE).to_numpy()[rank]
+        self._until = _until(rows, match.valid_until)[rank]
+        homes, self._home = np.unique(partition, return_inverse=True)
+        self._home = self._home[rank]
+        self._since = _since(states, homes, partition, offset)[rank]
+        self._horizon = _horizons(log, states, homes)
+        self._times = np.unique(begin)
+        self._order = self._code * (len(self._times) + 1) + self._rank(self._begin)
+        self._least, self._first = _pyramid(self._since)
+
+    def _rank(self, moments: Any) -> Any:
+        return np.searchsorted(self._times, moments, side="right")
+
+    def place(self, codes: Any, moments: Any) -> Any:
+        """Returns the place of each record's last version by current knowledge: the last that begins at
+        or before the record's time (strictly before with ``Match.before``). Includes replaced versions.
+
+        Args:
+            codes: key codes from ``keys``.
+            moments: the records' times, epoch microseconds.
+        """
+        looked = moments - 1 if self._match.before else moments
+        order = codes * (len(self._times) + 1) + self._rank(looked)
+        found = np.searchsorted(self._order, order, side="right") - 1
+        return self._of_key(np.where(codes == NONE, NOTHING, found), codes)
+
+    def answers(self, place: Any, codes: Any, moments: Any, states: Any) -> tuple[Any, Any]:
+        """Returns the place of the version that each record matches in a state, and whether the version
+        was missing because the retention had expired it.
+
+        Args:
+            place: see :meth:`place`.
+            states: the state of each record's lookup; ``now`` = the current state, without expiry.
+        """
+        looked = moments - 1 if self._match.before else moments
+        found = self._of_key(self._last_known(place, states), codes)
+        there = np.flatnonzero(found != NOTHING)
+        limit = self._horizon[states[there], self._home[found[there]]]
+        old = there[looked[there] < limit]
+        last = np.searchsorted(self._code, codes[old], side="right") - 1
+        own_end = self._until[found[old]] < _NEVER
+        ended = old[own_end | (self._last_known(last, states[old]) != found[old])]
+        forgotten = np.zeros(len(found), bool)
+        forgotten[ended] = True
+        found[ended] = NOTHING
+        found[self._empty(found, looked)] = NOTHING
+        return found, forgotten
+
+    def _empty(self, found: Any, looked: Any) -> Any:
+        """Returns where a lookup has no match: no version, a tombstone, an ended or too old version."""
+        if not len(self._begin):
+            return found == NOTHING
+        empty = (found == NOTHING) | self._deleted[found] | (looked >= self._until[found])
+        if self._match.max_age is not None:
+            longest = self._match.max_age // timedelta(microseconds=1)
+            moments = looked + 1 if self._match.before else looked
+            empty |= moments - longest > self._begin[found]
+        return empty
+
+    def known_since(self, place: Any) -> Any:
+        """Returns the first state that contains each version's record; 0 for no version."""
+        if not len(self._since):
+            return np.zeros(len(place), np.int64)
+        return np.where(place == NOTHING, 0, self._since[place])
+
+    def same(self, one: Any, other: Any) -> Any:
+        """Returns whether two matches give the same result."""
+        if not len(self._alike):
+            return np.ones(len(one), bool)
+        alike = self._alike[one] == self._alike[other]
+        return ((one == NOTHING) == (other == NOTHING)) & ((one == NOTHING) | alike)
+
+    def _of_key(self, place: Any, codes: Any) -> Any:
+        if not len(self._code):
+            return np.full(len(place), NOTHING, np.int64)
+        mine = (place != NOTHING) & (self._code[place] == codes)
+        return np.where(mine, place, NOTHING)
+
+    def _last_known(self, place: Any, states: Any) -> Any:
+        """Returns, for each place, the last place at or before it that its state contains; ``NOTHING``
+        = none.
+
+        Searches the pyramid of minima: up until a block contains such a place, then down to it.
+        """
+        found = place.copy()
+        if not len(self._since):
+            return found
+        rest = np.flatnonzero((place != NOTHING) & (self._since[place] > states))
+        node, level, state = place[rest] - 1, np.zeros(len(rest), np.int64), states[rest]
+        found[rest] = NOTHING
+        top = len(self._first) - 1
+        while True:
+            node, level, rest, state = (a[node >= 0] for a in (node, level, rest, state))
+            up = (node & 1 == 1) & (level < top) & (self._at(level, node) > state)
+            # A parent and its right child end at the same place, so the parent may replace the child.
+            off = self._at(level, node) > state
+            node, level = np.where(up, node >> 1, node), np.where(up, level + 1, level)
+            node = np.where(off & ~up, node - 1, node)
+            if not off.any():
+                break
+        while (level > 0).any():
+            down = level > 0
+            level = np.where(down, level - 1, level)
+            right = np.minimum(2 * node + 1, self._width(level) - 1)
+            right = np.where(self._at(level, right) <= state, right, 2 * node)
+            node = np.where(down, right, node)
+        found[rest] = node
+        return found
+
+    def _at(self, level: Any, node: Any) -> Any:
+        return self._least[self._first[level] + node]
+
+    def _width(self, level: Any) -> Any:
+        ends = np.append(self._first[1:], len(self._least))
+        return ends[level] - self._first[level]
+
+
+def _pyramid(least: Any) -> tuple[Any, Any]:
+    """Returns the minima of blocks of 1, 2, 4, … values, level by level, and each level's start."""
+    levels, first = [least], [0]
+    while len(levels[-1]) > 1:
+        first.append(first[-1] + len(levels[-1]))
+        below = levels[-1]
+        if len(below) % 2:
+            below = np.append(below, np.iinfo(np.int64).max)
+        levels.append(np.minimum(below[::2], below[1::2]))
+    return np.concatenate(levels), np.array(first, np.int64)
+
+
+def _until(rows: pa.Table, column: str | None) -> Any:
+    """Returns the end of each version by its ``valid_until`` column, epoch microseconds."""
+    if column is None:
+        return np.full(rows.num_rows, _NEVER)
+    return np.where(rows.column(column).is_valid().to_numpy(), micros(rows, column), _NEVER)
+
+
+def _since(states: Sequence[Commit | None], homes: Any, partition: Any, offset: Any) -> Any:
+    found = np.zeros(len(offset), np.int64)
+    for home in homes.tolist():
+        ends = np.array([0 if s is None else s.next_offset.get(home, 0) for s in states], np.int64)
+        mine = partition == home
+        found[mine] = np.searchsorted(ends, offset[mine], side="right")
+    return found
+
+
+def _horizons(log: Log, states: Sequence[Commit | None], homes: Any) -> Any:
+    """Returns the horizon by state and partition, epoch microseconds; the current state has none."""
+    found = np.full((len(states) + 1, max(len(homes), 1)), EVER, np.int64)
+    place = {home: i for i, home in enumerate(homes.tolist())}
+    for i, state in enumerate(states):
+        times = {} if state is None else state.stream_time
+        ends = horizons(log.head.shape.retention(), times)
+        for home, end in zip(times, ends, strict=True):
+            if home in place:
+                found[i, place[home]] = end
+    return found
+
+
+def _alike(columns: Sequence[Any], rows: int) -> Any:
+    """Returns a number for each row; rows with equal values get equal numbers."""
+    found = np.zeros(rows, np.int64)
+    for values in columns:
+        encoded = values.dictionary_encode(null_encoding="encode")
+        codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        found = np.unique(found * (codes.max(initial=0) + 1) + codes, return_inverse=True)[1]
+    return found
+
+
+# Lateness results
+
+
+_ONE = timedelta(microseconds=1)
+
+
+@dataclass(frozen=True)
+class Delay:
+    """The delay of results by the grace period.
+
+    Args:
+        p50, p99: percentiles of the delay.
+    """
+
+    p50: timedelta
+    p99: timedelta
+
+    @classmethod
+    def of(cls, found: Counter[int]) -> Delay | None:
+        """Returns the percentiles of a histogram of delays in microseconds; None = no results."""
+        total, seen = found.total(), 0
+        told: list[timedelta] = []
+        for delay, times in sorted(found.items()):
+            seen += times
+            for share in (50, 99)[len(told) :]:
+                if seen * 100 >= total * share:
+                    told.append(delay * _ONE)
+        return cls(*told) if told else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cost of one length.
+
+    Args:
+        length: the grace period or history retention.
+        of: the total that ``wrong`` refers to. Join: records with a value (inner join: and a key).
+            Windows: windows. Table: accepted and refused records.
+        wrong: Join: results that differ from the join by current knowledge. Windows: windows that
+            lack a record. Table: refused records.
+        late: late records. Join: joined at once. Windows: dropped from at least one window. Table:
+            refused.
+        dropped: windows only: dropped updates, one for each record and closed window.
+        expired: joins only: the part of ``wrong`` whose version had expired in the table.
+        waiting: joins only: records in the buffer after the last run.
+        waiting_average: their average over the runs.
+        waiting_most: their maximum over the runs.
+        later: joins only: the delay of results in system time.
+        later_in_stream_time: the delay of results in stream time.
+        declared: whether this is the declared length, or the length of the last run.
+    """
+
+    length: timedelta
+    of: int
+    wrong: int
+    late: int
+    dropped: int | None = None
+    expired: int | None = None
+    waiting: int | None = None
+    waiting_average: float | None = None
+    waiting_most: int | None = None
+    later: Delay | None = None
+    later_in_stream_time: Delay | None = None
+    declared: bool = False
+
+    @property
+    def share(self) -> float:
+        """The share of wrong results, 0 to 1."""
+        return self.wrong / self.of if self.of else 0.0
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """The cost of several lengths for one asset.
+
+    Args:
+        asset: the asset's name.
+        operator: the operator that makes the asset, or ``source``.
+        what: the option: ``grace_period``, ``grace`` (of windows) or ``history_retention``.
+        choices: one for each length, shortest first.
+        at_most: the requested maximum share of wrong results, 0 to 1.
+        suggested: the shortest length that meets ``at_most``; None = no share was requested, or no
+            length meets it.
+        notes: limits of these numbers.
+    """
+
+    asset: str
+    operator: str
+    what: str
+    choices: tuple[Choice, ...]
+    at_most: float | None = None
+    suggested: timedelta | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def declared(self) -> Choice | None:
+        """The choice of the declared length; None = that length is not known."""
+        return next((one for one in self.choices if one.declared), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the share of wrong results is at most ``at_most``: with the declared length if it is
+        known, else with any length."""
+        if self.at_most is None:
+            return True
+        if self.declared is None:
+            return self.suggested is not None
+        return self.declared.share <= self.at_most
+
+    def of(self, length: timedelta) -> Choice:
+        """Returns the choice of a length."""
+        return next(one for one in self.choices if one.length == length)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all fields as plain values; lengths in seconds."""
+        told = asdict(self)
+        for one, choice in zip(told["choices"], self.choices, strict=True):
+            one["share"] = choice.share
+        return _in_seconds(told)
+
+
+def _in_seconds(value: Any) -> Any:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return {k: _in_seconds(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list | tuple):
+        return [_in_seconds(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+# Arrival batches
+
+
+CHUNK = 2_000_000
+"""Maximum number of records in memory at once."""
+
+
+def running_time(home: Any, moment: Any, latest: dict[int, int]) -> Any:
+    """Returns the running maximum of the time of each record, per partition.
+
+    Args:
+        home, moment: partitions and times, sorted by partition, then by order of arrival.
+        latest: the maximum of earlier records by partition; updated in place.
+    """
+    found = np.empty(len(moment), np.int64)
+    starts = np.flatnonzero(np.diff(home, prepend=home[:1] - 1)) if len(home) else []
+    for start, end in zip(starts, [*starts[1:], len(home)], strict=True):
+        part = int(home[start])
+        so_far = np.maximum.accumulate(moment[start:end])
+        found[start:end] = np.maximum(so_far, latest.get(part, EVER))
+        latest[part] = int(found[end - 1])
+    return found
+
+
+def split_ranges(
+    ranges: Mapping[int, tuple[int, int]], most: int | None = None
+) -> Iterator[tuple[Offsets, Offsets]]:
+    """Yields parts of offset ranges: first (inclusive) and end (exclusive) offset by partition.
+
+    Args:
+        most: maximum number of records in a part; None = ``CHUNK``.
+    """
+    most = CHUNK if most is None else most
+    ranges = {p: (start, end) for p, (start, end) in ranges.items() if start < end}
+    if sum(end - start for start, end in ranges.values()) <= most:
+        if ranges:
+            yield {p: s for p, (s, _) in ranges.items()}, {p: e for p, (_, e) in ranges.items()}
+        return
+    for partition, (start, end) in ranges.items():
+        for first in range(start, end, most):
+            yield {partition: first}, {partition: min(first + most, end)}
+
+
+# Join lateness
+
+
+_RIGHT = re.compile(r"\bright\b(?:\s*\.\s*(?:`([^`]+)`|(\w+)|(\*)))?", re.IGNORECASE)
+
+
+@dataclass
+class Records:
+    """Stream records that one run of the join consumed, in order of arrival within a partition.
+
+    Args:
+        run: the run's index among the join's runs.
+        home: the index of each record's partition.
+        moment: each record's time, epoch microseconds.
+        now: the buffer's stream time as of each record, epoch microseconds.
+        keyed: whether each record has a key; a record without a key is joined at once, without a match.
+        codes, place: see ``Versions``.
+        truth: the place of the version that matches by current knowledge.
+    """
+
+    run: int
+    home: Any
+    moment: Any
+    now: Any
+    keyed: Any
+    codes: Any
+    place: Any
+    truth: Any
+
+
+@dataclass
+class JoinCost:
+    """Counts for one grace period."""
+
+    of: int = 0
+    wrong: int = 0
+    late: int = 0
+    expired: int = 0
+    later: Counter[int] = field(default_factory=Counter[int])
+    behind: Counter[int] = field(default_factory=Counter[int])
+
+
+class LateJoin:
+    """A stream-table join with its runs.
+
+    Args:
+        log: the join's log.
+        stream, table: the logs of its inputs.
+
+    Raises:
+        StorageError: the join has ``as_known``, or its table is not versioned or has
+            ``new_version_on``.
+    """
+
+    def __init__(self, log: Log, stream: Log, table: Log) -> None:
+        meaning = log.meaning
+        if "as_known" in meaning:
+            raise StorageError(
+                f"{log.name}: expected a join without as_known, got as_known={meaning['as_known']}: "
+                "the cost of another grace period cannot be computed; try another as_known with "
+                "vt-dagster what-if"
+            )
+        if table.head.shape.kind != "versioned":
+            raise StorageError(
+                f"{log.name}: expected a join with a versioned table, got one with {table.name}, a "
+                "plain table, with which a join has no grace period; declare it as a VersionedTable"
+            )
+        if table.head.shape.new_version_on is not None:
+            raise StorageError(
+                f"{log.name}: expected a join with a table without new_version_on, got {table.name} "
+                f"with new_version_on={table.head.shape.new_version_on}: the cost of another grace "
+                "period cannot be computed; run vt-dagster explain for a single row"
+            )
+        self.log, self.stream, self.table, self.name = log, stream, table, meaning["left"]
+        self.left = meaning["kind"] == "left"
+        self.runs = [c for c in commits(log.root) if c.batch <= log.commit.batch]
+        seen = states_of(log, self.runs, table, meaning["right"])
+        numbers = [0 if one is None else one.batch for one in seen]
+        batches = sorted(set(numbers))
+        by_batch = dict(zip(numbers, seen, strict=True))
+        self.state = np.array([batches.index(n) for n in numbers], np.int64)
+        age = meaning.get("max_age")
+        match = Match(
+            _columns(meaning["select"], table),
+            None if age is None else printed(age),
+            meaning.get("at") == "before",
+            table.head.shape.valid_until,
+        )
+        self.versions = Versions(table, [by_batch[n] for n in batches], match)
+        homes = sorted({p for run in self.runs for p in run.stream_time})
+        self._homes = np.array(homes, np.int64)
+        self._time = np.array(
+            [[run.stream_time.get(p, EVER // 2) for run in self.runs] for p in homes], np.int64
+        )
+        self._recorded = np.array([run.recorded_at for run in self.runs], np.int64)
+
+    # -- the records -------------------------------------------------------------------------------
+
+    def records(self) -> Iterator[Records]:
+        """Yields all records that runs have consumed, in order of arrival, in batches."""
+        for number, run in enumerate(self.runs):
+            ends = run.inputs.get(self.name, {})
+            before = self.runs[number - 1] if number else None
+            first = {} if before is None else before.inputs.get(self.name, {})
+            latest = {} if before is None else dict(before.stream_time)
+            for start, end in split_ranges({p: (first.get(p, 0), e) for p, e in ends.items()}):
+                yield self._taken(number, start, end, latest)
+
+    def _taken(
+        self, number: int, start: dict[int, int], end: dict[int, int], latest: dict[int, int]
+    ) -> Records:
+        """Returns the records of a run between two offsets.
+
+        Args:
+            latest: the buffer's stream time by partition; updated in place.
+        """
+        only = [PARTITION, OFFSET, TIMESTAMP, IS_TOMBSTONE, *self.stream.key]
+        rows = self.stream.rows(both(), start, end, list(dict.fromkeys(only)))
+        columns = [rows.column(k) for k in self.stream.key]
+        empty = np.logical_or.reduce([c.is_null().to_numpy() for c in columns])
+        deleted = rows.column(IS_TOMBSTONE).to_numpy()
+        taken = np.flatnonzero(~deleted & (self.left | ~empty))
+        home = rows.column(PARTITION).to_numpy()
+        moment = micros(rows, TIMESTAMP)
+        now = running_time(home, np.where(~deleted & ~empty, moment, EVER), latest)
+        codes = self.versions.keys.of(columns, new=False)[taken]
+        # A partition without keyed records has no stream time and no index here. Its index is not used:
+        # records without a key are joined at once. The modulo only keeps it in range.
+        places = np.searchsorted(self._homes, home[taken]) % max(len(self._homes), 1)
+        moment = moment[taken]
+        place = self.versions.place(codes, moment)
+        truth, _ = self._answers(place, codes, moment, np.full(len(place), self.versions.now))
+        return Records(number, places, moment, now[taken], ~empty[taken], codes, place, truth)
+
+    def _answers(self, place: Any, codes: Any, moment: Any, state: Any) -> tuple[Any, Any]:
+        return self.versions.answers(place, codes, moment, state)
+
+    # -- a grace period ----------------------------------------------------------------------------
+
+    def goes_out(self, records: Records, grace: int) -> tuple[Any, Any]:
+        """Returns the run that emits each record (the number of runs = the record waits after the last
+        one), and whether each record is late.
+
+        Args:
+            grace: the grace period, microseconds.
+
+        Source: KIP-923, FORMAT 4.5.1; kip923-dequeue-boundary, kip923-late-is-immediate.
+        """
+        out = np.full(len(records.moment), records.run, np.int64)
+        if not grace:
+            return out, np.zeros(len(out), bool)
+        late = records.keyed & (records.moment + grace < records.now)
+        for home in range(len(self._time)):
+            mine = (records.home == home) & records.keyed & ~late
+            due = np.searchsorted(self._time[home], records.moment[mine] + grace, side="left")
+            out[mine] = np.maximum(due, records.run)
+        return out, late
+
+    def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
+        """Returns the cost of each grace period."""
+        every = [length // _ONE for length in lengths]
+        costs = [JoinCost() for _ in every]
+        held = np.zeros((len(every), len(self.runs) + 1), np.int64)
+        for records in self.records():
+            for number, grace in enumerate(every):
+                self._count(records, grace, costs[number], held[number])
+        return [self._choice(*one) for one in zip(lengths, costs, np.cumsum(held, axis=1), strict=True)]
+
+    def _count(self, records: Records, grace: int, cost: JoinCost, held: Any) -> None:
+        """Adds records to the counts of a grace period.
+
+        Args:
+            held: the change in the number of waiting records at each run; updated in place.
+        """
+        out, late = self.goes_out(records, grace)
+        cost.of += len(out)
+        cost.late += int(late.sum())
+        held[records.run] += len(out)
+        np.subtract.at(held, out, 1)
+        gone = np.flatnonzero(out < len(self.runs))
+        wrong, forgotten = self._wrong(records, gone, out[gone])
+        cost.wrong += int(wrong.sum())
+        cost.expired += int((wrong & forgotten).sum())
+        _add(cost.later, self._recorded[out[gone]] - self._recorded[records.run])
+        time = self._time[records.home[gone]]
+        if len(time):
+            each = np.arange(len(gone))
+            _add(cost.behind, time[each, out[gone]] - time[each, records.run])
+
+    def _wrong(self, records: Records, some: Any, runs: Any) -> tuple[Any, Any]:
+        """Returns which records would match another version in the given runs than by current
+        knowledge, and where the reason is that the version had expired."""
+        about = (records.place[some], records.codes[some], records.moment[some])
+        found, forgotten = self._answers(*about, self.state[runs])
+        return ~self.versions.same(found, records.truth[some]), forgotten
+
+    def _choice(self, length: timedelta, cost: JoinCost, waiting: Any) -> Choice:
+        after = waiting[:-1]
+        return Choice(
+            length,
+            of=cost.of,
+            wrong=cost.wrong,
+            late=cost.late,
+            expired=cost.expired,
+            waiting=int(after[-1]) if len(after) else 0,
+            waiting_average=float(after.mean()) if len(after) else 0.0,
+            waiting_most=int(after.max(initial=0)),
+            later=Delay.of(cost.later),
+            later_in_stream_time=Delay.of(cost.behind),
+        )
+
+    # -- the shortest grace period for a share of wrong results ------------------------------------
+
+    def needed(self) -> tuple[Any, int]:
+        """Returns the grace periods (microseconds, ascending) from which on a record that its own run
+        joins wrongly is joined correctly, and the number of records.
+
+        A record has one entry for each change of its match to the correct one, including changes by
+        chance before the version is in the log.
+        """
+        found: list[Any] = []
+        total = 0
+        for records in self.records():
+            total += len(records.moment)
+            rest = np.flatnonzero(records.keyed)
+            known = self.versions.known_since(records.place[rest])
+            # From the first run that reads the version on, the match is correct; before, by chance.
+            right = np.searchsorted(self.state, known, side="left")
+            last, turns = np.maximum(right, records.run) - 1, np.ones(len(rest), bool)
+            while True:
+                rest, last, turns = (a[last >= records.run] for a in (rest, last, turns))
+                if not len(rest):
+                    break
+                wrong, _ = self._wrong(records, rest, last)
+                some = wrong & turns
+                time = self._time[records.home[rest[some]], last[some]]
+                found.append(time - records.moment[rest[some]] + 1)
+                # Runs that read the same commit of the table give the same match: skip to the commit
+                # before.
+                last, turns = np.searchsorted(self.state, self.state[last], side="left") - 1, ~wrong
+        return np.sort(np.concatenate(found) if found else np.zeros(0, np.int64)), total
+
+    def smallest(self, at_most: float) -> Choice | None:
+        """Returns the shortest grace period with at most a given share of wrong results; None = no
+        grace period is enough, because the table has expired too many versions.
+
+        Args:
+            at_most: the share, 0 to 1, inclusive.
+        """
+        needed, total = self.needed()
+        allowed, length = int(at_most * total + 1e-9), 0
+        while True:
+            (found,) = self.cost([length * _ONE])
+            if found.wrong <= allowed:
+                return found
+            # A longer grace period never has fewer expired versions: at least this many more records
+            # need their own grace period.
+            place = int(np.searchsorted(needed, length, side="right")) + found.wrong - allowed - 1
+            if place >= len(needed):
+                return None
+            length = int(needed[place])
+
+
+def _add(counts: Counter[int], values: Any) -> None:
+    there, times = np.unique(values, return_counts=True)
+    counts.update(dict(zip(there.tolist(), times.tolist(), strict=True)))
+
+
+def states_of(log: Log, runs: Sequence[Commit], table: Log, name: str) -> list[Commit | None]:
+    """Returns the table's commit that each run of a join read; None = the run read none.
+
+    If the Delta versions that a run read are deleted, uses the last commit recorded at or before the
+    run's.
+
+    Args:
+        name: the table's name in the join's commits.
+    """
+    every = list(commits(table.root))
+    by_batch = {one.batch: one for one in every}
+    logs, views = (_batches(posixpath.join(table.root, what)) for what in ("log", "view"))
+    times = [one.recorded_at for one in every]
+    found: list[Commit | None] = []
+    for run in runs:
+        batch = None
+        for what, batches in (("log", logs), ("view", views)):
+            version = run.reads.get(f"{name}/{what}")
+            if version is not None and batch is None:
+                place = bisect_right([v for v, _ in batches], version) - 1
+                batch = batches[place][1] if place >= 0 else None
+        if not any(f"{name}/{what}" in run.reads for what in ("log", "view")):
+            found.append(None)
+        elif batch in by_batch:
+            found.append(by_batch[batch])
+        else:
+            place = bisect_right(times, run.recorded_at) - 1
+            found.append(every[place] if place >= 0 else None)
+    return found
+
+
+def _batches(path: str) -> list[tuple[int, int]]:
+    """Returns the remaining Delta versions with a commit of this library, each with its batch,
+    ascending."""
+    there = ((v, delta.our_commit(path, v)) for v in delta.versions(path))
+    return [(v, int(one.document["batch"])) for v, one in there if one is not None]
+
+
+def _columns(select: str, table: Log) -> list[str]:
+    """Returns the table's columns that a join selects. Leaves out the end of the version, which the
+    table always learns later."""
+    declared = table.head.shape.columns or []
+    values = [c for c in declared if c.lower() != TIMESTAMP]
+    lowered = {c.lower(): c for c in [*values, VALID_FROM]}
+    lowered[TIMESTAMP] = VALID_FROM
+    found: list[str] = []
+    for quoted, name, star in _RIGHT.findall(select):
+        if star:
+            found += values
+        elif not (quoted or name):
+            found += [*values, VALID_FROM]
+        elif (quoted or name).lower() in lowered:
+            found.append(lowered[(quoted or name).lower()])
+    return list(dict.fromkeys(found))
+
+
+# Window lateness
+
+
+_FIELD = re.compile(r"(\w+)=((?:-?\d+ days?, )?\d+:\d\d:\d\d(?:\.\d+)?)")
+_HOMES = 1 << 20
+"""Upper bound for the number of partitions: combines a key code and a partition in one number."""
+_FIXED = ("TumblingWindow", "HoppingWindow")
+
+
+@dataclass
+class Updates:
+    """Stream records with their windows, in order of arrival.
+
+    Args:
+        now: stream time as of each record, epoch microseconds.
+        windows: one pair of arrays for each window that a record may be in: the window's number
+            (``NONE`` = not in that window) and its end (exclusive, epoch microseconds).
+    """
+
+    now: Any
+    windows: list[tuple[Any, Any]]
+
+
+@dataclass
+class WindowCost:
+    """Counts for one grace; ``lacking``: whether each window lacks a record."""
+
+    late: int = 0
+    dropped: int = 0
+    lacking: Any = field(default_factory=lambda: np.zeros(0, bool))
+
+
+class LateWindows:
+    """An aggregate by tumbling or hopping windows.
+
+    Args:
+        log: the aggregate's log.
+        stream: the log of its input.
+
+    Raises:
+        StorageError: the windows are of another kind, or computing the key or partition needs Spark.
+    """
+
+    def __init__(self, log: Log, stream: Log) -> None:
+        self.log, self.stream, self.name = log, stream, log.meaning["source"]
+        told = log.meaning["window"]
+        kind, lengths = told.partition("(")[0], dict(_FIELD.findall(told))
+        if kind not in _FIXED or "size" not in lengths:
+            raise StorageError(
+                f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}: the cost of "
+                "another grace cannot be computed from the logs; try one with vt-dagster what-if"
+            )
+        self.size = printed(lengths["size"]) // _ONE
+        self.advance = printed(lengths.get("advance", lengths["size"])) // _ONE
+        self.key = _key(log, stream)
+        self.merges = log.meaning.get("group_key", "()") != "()"
+        if self.merges and len(log.commit.next_offset) > 1:
+            raise StorageError(
+                f"{log.name}: expected windows by the stream's own key, or in one partition, got a new "
+                f"key in {len(log.commit.next_offset)} partitions: the partition of a record, and so "
+                "its stream time, needs Spark; try a grace with vt-dagster what-if"
+            )
+        self._keys, self._windows = KeyCodes(len(self.key)), KeyCodes(2)
+        self._many = 0
+
+    def updates(self) -> Iterator[Updates]:
+        """Yields all records that runs have consumed, in order of arrival."""
+        before: dict[int, int] = {}
+        latest: dict[int, int] = {}
+        for run in commits(self.log.root):
+            ends = run.inputs.get(self.name, {})
+            whole = None if not self.merges else sum(ends.values())
+            for start, end in split_ranges({p: (before.get(p, 0), e) for p, e in ends.items()}, whole):
+                yield self._taken(start, end, latest)
+            before = {**before, **ends}
+
+    def _taken(self, start: dict[int, int], end: dict[int, int], latest: dict[int, int]) -> Updates:
+        only = list(dict.fromkeys([PARTITION, OFFSET, TIMESTAMP, *self.key]))
+        rows = self.stream.rows(both(), start, end, only)
+        codes = self._keys.of([rows.column(k) for k in self.key])
+        home, moment = rows.column(PARTITION).to_numpy(), micros(rows, TIMESTAMP)
+        if self.merges:
+            # A Kafka Streams task merges its partitions by time in this order, see Processor.in_order.
+            order = np.lexsort((rows.column(OFFSET).to_numpy(), home, running_time(home, moment, {})))
+            codes, moment, home = codes[order], moment[order], np.zeros(len(order), home.dtype)
+        now = running_time(home, np.where(codes == NONE, EVER, moment), latest)
+        there = codes != NONE
+        codes, home, moment, now = codes[there], home[there], moment[there], now[there]
+        group = codes * _HOMES + home
+        return Updates(now, [self._window(group, moment, back) for back in self._backs()])
+
+    def _backs(self) -> range:
+        return range(-(-self.size // self.advance))
+
+    def _window(self, group: Any, moment: Any, back: int) -> tuple[Any, Any]:
+        """Returns the window that starts ``back`` advances before the last window of each record."""
+        start = moment - moment % self.advance - back * self.advance
+        there = (start + self.size > moment) & ((start >= 0) | (moment < 0))
+        found = np.full(len(moment), NONE, np.int64)
+        places = [pa.chunked_array([pa.array(one[there])]) for one in (group, start)]
+        found[there] = self._windows.of(places)
+        self._many = max(self._many, int(found.max(initial=NONE)) + 1)
+        return found, start + self.size
+
+    # -- a grace -------------------------------------------------------------------------------------
+
+    def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
+        """Returns the cost of each grace."""
+        costs = [WindowCost() for _ in lengths]
+        for updates in self.updates():
+            for length, cost in zip(lengths, costs, strict=True):
+                self._count(updates, length // _ONE, cost)
+        return [
+            Choice(n, of=self._many, wrong=int(c.lacking.sum()), late=c.late, dropped=c.dropped)
+            for n, c in zip(lengths, costs, strict=True)
+        ]
+
+    def _count(self, updates: Updates, grace: int, cost: WindowCost) -> None:
+        cost.lacking = np.append(cost.lacking, np.zeros(self._many - len(cost.lacking), bool))
+        late = np.zeros(len(updates.now), bool)
+        for window, end in updates.windows:
+            closed = (window != NONE) & (end + grace <= updates.now)
+            late |= closed
+            cost.dropped += int(closed.sum())
+            cost.lacking[window[closed]] = True
+        cost.late += int(late.sum())
+
+    def smallest(self, at_most: float) -> Choice:
+        """Returns the shortest grace with which at most a given share of windows lacks a record."""
+        needed = np.zeros(0, np.int64)
+        for updates in self.updates():
+            needed = np.append(needed, np.zeros(self._many - len(needed), np.int64))
+            for window, end in updates.windows:
+                there = window != NONE
+                np.maximum.at(needed, window[there], (updates.now - end + 1)[there])
+        needed.sort()
+        place = len(needed) - int(at_most * len(needed) + 1e-9) - 1
+        length = max(int(needed[place]), 0) if place >= 0 else 0
+        return self.cost([length * _ONE])[0]
+
+
+def _key(log: Log, stream: Log) -> tuple[str, ...]:
+    """Returns the grouping columns."""
+    told = [one.strip(" `") for one in log.meaning.get("group_key", "()").strip("()").split(",")]
+    chosen = tuple(one for one in told if one)
+    if not chosen:
+        return stream.key
+    columns = stream.head.shape.columns or []
+    if any(one not in columns for one in chosen):
+        raise StorageError(
+            f"{log.name}: expected windows by columns of {stream.name}, {columns}, got "
+            f"{log.meaning['group_key']}, which needs Spark; try a grace with vt-dagster what-if"
+        )
+    return chosen
+
+
+# Retention lateness
+
+
+_ALL = np.iinfo(np.int64).max
+
+
+class LateRecords:
+    """The accepted and refused records of a versioned table.
+
+    For a refused record only a range is known: it came between the stream times before and after its
+    run.
+
+    Args:
+        log: the table's log.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.refused_least, self.refused_most = self._refused()
+
+    @property
+    def total(self) -> int:
+        """The number of records that the table received."""
+        carried = self.log.commit.totals.get(rules.CARRIED.name, 0)
+        return self.log.commit.total - carried + len(self.refused_most)
+
+    def _refused(self) -> tuple[Any, Any]:
+        """Returns lower and upper bounds of the refused records' lateness: how far each was behind
+        stream time, microseconds."""
+        count = self.log.commit.totals.get(LATE.name, 0)
+        rows = None if self.log.meaning else quarantine(self.log, pc.field("reason") == LATE.name)
+        if rows is None or rows.num_rows != count:
+            return np.zeros(count, np.int64), np.full(count, _ALL)
+        moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
+        home = rows.column(PARTITION).to_numpy()
+        before: dict[int, int] = {}
+        least, most = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for run in commits(self.log.root):
+            for i in np.flatnonzero(batch == run.batch).tolist():
+                time = run.stream_time[int(home[i])]
+                least[i] = before.get(int(home[i]), moment[i]) - moment[i]
+                most[i] = time - moment[i]
+            before = run.stream_time
+        return least, most
+
+    def behind(self) -> Iterator[Any]:
+        """Yields how far the accepted records were behind stream time, microseconds."""
+        latest: dict[int, int] = {}
+        # Not from the source: versions that a late partial update changed and that were written again.
+        parts = self.log.head.shape.has_partial_updates and self.log.commit.totals.get(
+            rules.CARRIED.name, 0
+        )
+        carried = [PROPAGATED_FROM] if parts else []
+        for start, end in split_ranges({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
+            rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
+            if carried:
+                rows = rows.filter(
+                    pc.field(PROPAGATED_FROM).is_null() | (pc.field(PROPAGATED_FROM) == 0)
+                )
+            moment = micros(rows, TIMESTAMP)
+            home, place = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
+            behind = running_time(home, moment, latest) - moment
+            yield np.where(self._of_start(home, place), 0, behind)
+
+    def _of_start(self, partitions: Any, offsets: Any) -> Any:
+        """Returns which records are from the initial snapshot; these are never late."""
+        start, found = self.log.commit.start, np.zeros(len(offsets), bool)
+        for partition, (first, end) in ({} if start is None else start.offsets).items():
+            found |= (partitions == partition) & (offsets >= first) & (offsets < end)
+        return found
+
+    def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
+        """Returns how many records each retention would have refused; an upper bound where the lateness
+        of refused records is only known as a range."""
+        every = [length // _ONE for length in lengths]
+        counts = [int((self.refused_most > one).sum()) for one in every]
+        for behind in self.behind():
+            counts = [n + int((behind > one).sum()) for n, one in zip(counts, every, strict=True)]
+        return [
+            Choice(length, of=self.total, wrong=n, late=n)
+            for length, n in zip(lengths, counts, strict=True)
+        ]
+
+    def doubtful(self, lengths: Sequence[timedelta]) -> list[timedelta]:
+        """Returns the lengths for which the count of :meth:`cost` is only an upper bound."""
+        every = [(one, one // _ONE) for one in lengths]
+        least, most = self.refused_least, self.refused_most
+        return [one for one, n in every if (least > n).sum() != (most > n).sum()]
+
+    def smallest(self, at_most: float) -> Choice | None:
+        """Returns the shortest retention that would have refused at most a given share; None = not
+        known, because a larger share was refused and the lateness of those records is not known."""
+        found = [self.refused_most, *(b[b > 0] for b in self.behind())]
+        needed = np.sort(np.concatenate(found))
+        place = len(needed) - int(at_most * self.total + 1e-9) - 1
+        length = int(needed[place]) if place >= 0 else 0
+        return None if length == _ALL else self.cost([length * _ONE])[0]
+
+
+# Lateness
+
 
 GRACES = ("0s", "1m", "10m", "1h", "6h", "1d")
 RETENTIONS = ("0s", "1h", "6h", "1d", "7d", "30d")
@@ -171,3 +1268,52 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
             )
         return notes
     return []
+
+
+# Lateness picture
+
+
+_ROW, _TOP, _LEFT, _BAR = 26, 34, 130, 330
+
+
+def picture(found: Lateness) -> str:
+    """Returns an SVG with a row for each length: a red bar for the share of wrong results, a blue bar
+    for the maximum number of waiting records. A dotted line marks the requested share."""
+    most = max([one.share for one in found.choices] + [found.at_most or 0.0, 1e-9])
+    held = max([one.waiting_most or 0 for one in found.choices] + [1])
+    what = found.what.replace("_", " ")
+    drawn = [
+        text(4, 14, f"{found.asset}: results that are wrong, by {what}", colour=RED),
+        text(WIDTH - 4, 14, "records that waited at most", "end", BLUE),
+    ]
+    for number, one in enumerate(found.choices):
+        y = _TOP + number * _ROW
+        drawn.append(text(4, y + 11, f"{_mark(found, one)}{spoken(one.length)}"))
+        size = round(_BAR * one.share / most, 1)
+        drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{size}" height="12" fill="{RED}"/>')
+        drawn.append(text(_LEFT + size + 6, y + 10, f"{share(one.share)} ({one.wrong:,})"))
+        if one.waiting_most is not None:
+            size = round(_BAR * one.waiting_most / held, 1)
+            drawn.append(
+                f'<rect x="{_LEFT}" y="{y + 14}" width="{size}" height="4" fill="{BLUE}"/>'
+                + text(WIDTH - 4, y + 16, f"{one.waiting_most:,}", "end", BLUE)
+            )
+    bottom = _TOP + len(found.choices) * _ROW
+    if found.at_most is not None:
+        x = round(_LEFT + _BAR * found.at_most / most, 1)
+        drawn.append(
+            f'<path d="M{x} {_TOP - 8}V{bottom}" stroke="{GREY}" stroke-dasharray="2 3"/>'
+            + text(x, _TOP - 10, f"at most {share(found.at_most)}", "middle")
+        )
+    drawn.append(text(4, bottom + 12, "* declared; > suggested"))
+    return svg(bottom + 22, drawn)
+
+
+def share(value: float) -> str:
+    """Returns a share (0 to 1) as a percentage."""
+    return f"{value * 100:.3g} %"
+
+
+def _mark(found: Lateness, one: Choice) -> str:
+    marks = ("*" if one.declared else "") + (">" if one.length == found.suggested else "")
+    return f"{marks} " if marks else ""

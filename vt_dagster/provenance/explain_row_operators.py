@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vt_dagster.provenance.explain_request import Derivation, ExplainRequest
-from vt_dagster.provenance.explanation import Reasoning, Record
-from vt_dagster.provenance.log_reader import Log, at_time, both
+from vt_dagster.provenance.explain_request import (
+    Derivation,
+    ExplainRequest,
+    Log,
+    Reasoning,
+    Record,
+    at_time,
+    both,
+)
 from vt_dagster.storage.commit_log import Commit
 
 
