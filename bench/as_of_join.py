@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
 from vt_dagster.core import stream_table_join
 from vt_dagster.core.as_of_join import JoinStrategy
-from vt_dagster.runs.join_strategy import tiles_of
+from vt_dagster.runs.run import tiles_of
 from vt_dagster.spark.session import build_session
 
 WARM = 3

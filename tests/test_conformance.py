@@ -21,9 +21,10 @@ from vt_dagster.core import arrival_order, processor, source_processor, stream_t
 from vt_dagster.core.as_of_join import JoinStrategy
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
-from vt_dagster.runs import arrival as arrivals
-from vt_dagster.runs import gate, temporal_lookup
-from vt_dagster.runs.join_strategy import tiles_of
+from vt_dagster.runs import gate
+from vt_dagster.runs import pin as arrivals
+from vt_dagster.runs import run as run_module
+from vt_dagster.runs.run import tiles_of
 from vt_dagster.topology.model import Table
 
 SCENARIOS = Path(__file__).parent / "conformance"
@@ -154,7 +155,7 @@ def test_the_other_ways_to_join_are_identical_too(
         asked.append(chosen)
         return chosen, "forced"
 
-    monkeypatch.setattr(temporal_lookup, "join_strategy", way_of)
+    monkeypatch.setattr(run_module, "join_strategy", way_of)
     lines: list[str] = []
     report = run(
         [SCENARIOS / "worked"],

@@ -23,7 +23,7 @@ from vt_dagster.core.source_processor import SourceProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.audit import Finding, _count, _OnRows, _rules
-from vt_dagster.runs.invariants import CHECKS
+from vt_dagster.runs.gate import CHECKS
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.operators import UntilWindowCloses

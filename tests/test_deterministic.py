@@ -23,7 +23,7 @@ from pyspark.sql.types import (
 
 from vt_dagster import FilesSource, SnapshotSource, Stream, Table, TumblingWindow, VersionedTable
 from vt_dagster.errors import TopologyError
-from vt_dagster.runs.udf_determinism import require_deterministic_functions
+from vt_dagster.runs.run import require_deterministic_functions
 from vt_dagster.topology.expressions import require_deterministic, unknown_functions
 from vt_dagster.topology.operators import Aggregator
 

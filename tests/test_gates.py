@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 
 from tests.market import Market, messages, record
 from vt_dagster import FilesSource, Table, VersionedTable, build_asset, ops
-from vt_dagster.runs.pandera_checks import contract_of
+from vt_dagster.runs.gate import contract_of
 from vt_dagster.storage.asset_store import AssetStore
 
 

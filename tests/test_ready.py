@@ -23,7 +23,7 @@ from vt_dagster import (
     build_asset,
 )
 from vt_dagster.errors import RefusedRecordsError, StorageError
-from vt_dagster.runs.readiness import _partitioned_alike
+from vt_dagster.runs.pin import _partitioned_alike
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set_run import TrainingRun
 from vt_dagster.storage.asset_store import stores_of

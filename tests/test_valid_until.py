@@ -28,8 +28,7 @@ from vt_dagster.core.as_of_join import as_of_join
 from vt_dagster.core.versioned_table import clip_at_valid_until
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.join_strategy import tiles_of
-from vt_dagster.runs.run import run_once
+from vt_dagster.runs.run import run_once, tiles_of
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver

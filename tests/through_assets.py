@@ -34,7 +34,7 @@ from vt_dagster.conformance.steps import Layout, layout, nodes_of
 from vt_dagster.conformance.store_scenarios import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.errors import BufferFullError, ContractError
-from vt_dagster.runs import run_inputs as of_runs
+from vt_dagster.runs import run as of_runs
 from vt_dagster.spark.settings import small_run
 from vt_dagster.storage import view as of_views
 from vt_dagster.storage.asset_store import AssetStore

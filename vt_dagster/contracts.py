@@ -21,11 +21,15 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
 from vt_dagster.core.log_columns import log_schema, value_columns, view_schema
-from vt_dagster.runs.invariants import (
+from vt_dagster.runs.gate import (
     CHECKS,
+    check_name,
+    dtype_of,
     invariants_of_log,
     invariants_of_view,
     nothing_older_than_retention,
+    on_column,
+    on_frame,
     one_current_version_per_key,
     one_result_per_window,
     one_row_per_key,
@@ -35,7 +39,6 @@ from vt_dagster.runs.invariants import (
     versions_are_contiguous,
     versions_do_not_overlap,
 )
-from vt_dagster.runs.pandera_checks import check_name, dtype_of, on_column, on_frame
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 __all__ = [

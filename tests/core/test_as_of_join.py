@@ -12,8 +12,8 @@ from pyspark.sql import functions as F
 
 from vt_dagster.core import as_of_join
 from vt_dagster.core.as_of_join import JoinStrategy, Tiles
-from vt_dagster.runs import join_strategy
-from vt_dagster.runs.join_strategy import tiles_of
+from vt_dagster.runs import run
+from vt_dagster.runs.run import tiles_of
 
 START = datetime(1969, 12, 31, 23, 59, 59, 999_900, tzinfo=timezone.utc)
 """Times are on both sides of 1970, where epoch microseconds change their sign."""
@@ -138,7 +138,7 @@ def levels(tiles: Tiles) -> list[int]:
 def test_tasks_have_a_bounded_number_of_versions(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, rows: int, tasks: int
 ) -> None:
-    monkeypatch.setattr(join_strategy, "VERSIONS_OF_A_TASK", 100)
+    monkeypatch.setattr(run, "VERSIONS_OF_A_TASK", 100)
     versions = spark.range(rows).select(
         F.col("id").alias("key"),
         F.timestamp_micros(F.lit(0)).alias("valid_from"),

@@ -30,8 +30,8 @@ from vt_dagster.conformance.scenario_topology import millis, record_of
 from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
+from vt_dagster.runs import pin as arrivals
 from vt_dagster.testing import TopologyTestDriver
 
 CASES = 16

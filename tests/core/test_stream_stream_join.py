@@ -26,8 +26,8 @@ from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core import arrival_order, stream_time
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
-from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
+from vt_dagster.runs import pin as arrivals
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.testing import TopologyTestDriver
 

@@ -25,8 +25,7 @@ from tests.kafka.topics import SCHEMA, Topics, record, records
 from vt_dagster import Stream, VersionedTable
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError
 from vt_dagster.kafka import KafkaSource
-from vt_dagster.runs.results import Receipt
-from vt_dagster.runs.run import Run
+from vt_dagster.runs.run import Receipt, Run
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]

@@ -16,8 +16,7 @@ from pyspark.sql import SparkSession
 from tests.conftest import ConnectServer
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.erase import erase
-from vt_dagster.runs.erase_certificate import FOLDER
+from vt_dagster.runs.erase import FOLDER, erase
 
 pytestmark = pytest.mark.slow
 

@@ -26,9 +26,7 @@ from vt_dagster.cli.app import app
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.erase import erase
-from vt_dagster.runs.erase_certificate import FOLDER, Certificate
-from vt_dagster.runs.erase_residuals import in_statistics
+from vt_dagster.runs.erase import FOLDER, Certificate, erase, in_statistics
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import Run, run_once

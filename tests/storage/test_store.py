@@ -19,10 +19,9 @@ from pyspark.sql import functions as F
 
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
-from vt_dagster.runs import arrival as arrivals
-from vt_dagster.runs import join_strategy
-from vt_dagster.runs.results import Results
-from vt_dagster.runs.run import Run
+from vt_dagster.runs import pin as arrivals
+from vt_dagster.runs import run as run_module
+from vt_dagster.runs.run import Results, Run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
@@ -120,13 +119,13 @@ def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
     assert len(expected) > 3
     monkeypatch.setattr(arrivals, "CHUNK", -1)
     assert joined() == ("broadcast: the table has at most 7 versions, and 2 per key", expected)
-    monkeypatch.setattr(join_strategy, "_FEW_OF_A_KEY", 1)
+    monkeypatch.setattr(run_module, "_FEW_OF_A_KEY", 1)
     said, rows = joined()
     assert re.fullmatch(r"tiled: at most \d versions of a key in a tile of time", said)
     assert rows == expected
-    monkeypatch.setattr(join_strategy, "_FEW_VERSIONS", 6)
+    monkeypatch.setattr(run_module, "_FEW_VERSIONS", 6)
     assert joined() == (said, expected)
-    monkeypatch.setattr(join_strategy, "_FEW_IN_A_TILE", 1)
+    monkeypatch.setattr(run_module, "_FEW_IN_A_TILE", 1)
     said, rows = joined()
     assert re.fullmatch(r"sorted: \d versions of a key may be in one tile of time, more than 1", said)
     assert rows == expected

@@ -24,7 +24,7 @@ from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs import record_times
-from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.pin import Arrival
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import commit_log, delta

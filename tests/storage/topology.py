@@ -12,8 +12,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.columns import RECORDED_AT
-from vt_dagster.runs.results import Receipt
-from vt_dagster.runs.run import run_once
+from vt_dagster.runs.run import Receipt, run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable

@@ -23,10 +23,8 @@ from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for, tabl
 from vt_dagster.orchestration.run_config import config_of
 from vt_dagster.orchestration.run_pictures import pictures
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.pin import source_of
-from vt_dagster.runs.results import Receipt
-from vt_dagster.runs.run import Run
+from vt_dagster.runs.pin import Arrival, source_of
+from vt_dagster.runs.run import Receipt, Run
 from vt_dagster.sources.base import delivered
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.sources.kafka_source import PinnedTopics

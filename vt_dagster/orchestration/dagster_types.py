@@ -15,9 +15,9 @@ from vt_dagster.columns import (
     TIMESTAMP,
 )
 from vt_dagster.core.log_columns import log_columns
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.pandera_checks import misfits
-from vt_dagster.runs.results import Results
+from vt_dagster.runs.gate import misfits
+from vt_dagster.runs.pin import Arrival
+from vt_dagster.runs.run import Results
 from vt_dagster.topology.model import Stream
 
 

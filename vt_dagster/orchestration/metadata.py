@@ -38,7 +38,7 @@ from vt_dagster.core.table_store import tie_break_of
 from vt_dagster.orchestration.op_names import steps_of
 from vt_dagster.orchestration.text_timeline import counts_text
 from vt_dagster.rules import METRICS
-from vt_dagster.runs.results import Receipt
+from vt_dagster.runs.run import Receipt
 from vt_dagster.sources.kafka_source import PinnedTopics
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit

@@ -20,8 +20,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.dagster_types import ArrivalType, considered_type, log_type, results_type
 from vt_dagster.orchestration.op_names import KINDS, steps_of
 from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for
-from vt_dagster.runs.results import Results
-from vt_dagster.runs.run import Run
+from vt_dagster.runs.run import Results, Run
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import Operator
 

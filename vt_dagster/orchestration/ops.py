@@ -45,10 +45,8 @@ from vt_dagster.orchestration.resources import (
 )
 from vt_dagster.orchestration.run_config import SourceConfig, config_of
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.pin import source_of
-from vt_dagster.runs.results import Results
-from vt_dagster.runs.run import Run
+from vt_dagster.runs.pin import Arrival, source_of
+from vt_dagster.runs.run import Results, Run
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all

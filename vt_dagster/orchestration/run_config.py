@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from vt_dagster.runs.readiness import waits
+from vt_dagster.runs.pin import waits
 from vt_dagster.sources.delta_source import DeltaSource
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_cluster import as_ranges

@@ -44,8 +44,8 @@ from vt_dagster.orchestration.text_timeline import (
     moment_of,
     sketch,
 )
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.results import Receipt
+from vt_dagster.runs.pin import Arrival
+from vt_dagster.runs.run import Receipt
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore

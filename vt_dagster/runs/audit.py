@@ -27,15 +27,17 @@ from vt_dagster.core.arrival_order import Outcome, by_partition, has_key
 from vt_dagster.core.log_columns import log_schema, partial_columns
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import Reason
-from vt_dagster.runs.invariants import (
+from vt_dagster.runs.gate import (
     CHECKS,
     PROMISES,
+    Rule,
     invariants_of_log,
     invariants_of_view,
+    rule_of,
     shown_as,
+    with_columns_of,
 )
-from vt_dagster.runs.invariants import expired as expired_versions
-from vt_dagster.runs.pandera_checks import Rule, rule_of, with_columns_of
+from vt_dagster.runs.gate import expired as expired_versions
 from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore

@@ -15,10 +15,8 @@ from vt_dagster.core.processor import Processor
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
 from vt_dagster.errors import ContractError
-from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.gate import Passed
-from vt_dagster.runs.readiness import after_run
-from vt_dagster.runs.store_protocol import Store
+from vt_dagster.runs.pin import Arrival, Store, after_run
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started

@@ -1,4 +1,6 @@
-"""Erases a key from an asset, from assets derived from it under that key, and from exports.
+"""Erases a key: plan, dry run, rewritten files, residuals and certificate.
+
+Erases a key from an asset, from assets derived from it under that key, and from exports.
 
 **Rows of the key.** Its log rows are removed, and the commit counts the missing rows (``erased``).
 Offsets of all other rows, stream times and system times do not change: positions of consumers remain
@@ -9,50 +11,798 @@ row becomes a tombstone, because the versions of that other key must not change.
 **Order of writes.** Inputs first, each table in one commit that is a batch of its own: a run that
 started earlier is refused. Each step is idempotent, and the certificate counts the work of each, so
 that the same call completes a killed erase.
+
+Plans an erase: resolves the key, and finds its columns in derived assets and exports.
+
+The certificate of an erase: tables searched and copies left elsewhere, without values of the key.
+
+Validity intervals of the versions that an erase removes, so that stale reads can be reported.
+
+Only times are kept, of all keys together; no key is kept.
+
+Lists places where copies of an erased key may remain that no erase reaches, and what to do there.
+
+The texts go into the certificate, so they contain no value of the key.
+
+Dry run of an erase: reports what an erase would remove now, and writes nothing.
+
+The dry run searches the same tables in the same way as an erase, so both report the same rows unless
+something runs in between. An erase first brings a view up to its log. For a view behind its log, the
+dry run therefore counts the rows that readers see, without expired rows that its files may still have;
+the number of files is unknown. Rejected records of a killed run are found only after another run has
+moved them into the quarantine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
+import json
 import posixpath
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
 from uuid import uuid4
 
-from pyspark.sql import DataFrame, SparkSession
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, PrivateAttr
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructField, StructType
 
-from vt_dagster.columns import OFFSET, TIMESTAMP
+from vt_dagster.columns import IS_TOMBSTONE, LOG_COLUMNS, OFFSET, OLD, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.core.source_records import RAW, SOURCE
+from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
+from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.commit_document import next_system_time
-from vt_dagster.runs.erase_certificate import Certificate, Searched, begun, elsewhere, unwritten
-from vt_dagster.runs.erase_dry_run import Tell, erase_dry_run
-from vt_dagster.runs.erase_plan import (
-    KEPT,
-    KEPT_EXPORT,
-    Places,
-    derived,
-    exported,
-    key_of,
-    require_free,
-)
-from vt_dagster.runs.erase_residuals import erase_residuals, in_statistics
-from vt_dagster.runs.erased_validity import erasures
-from vt_dagster.storage import delta, erase_files
+from vt_dagster.sources.base import read_by_all_names
+from vt_dagster.sources.consumed_files import FileInfo, Memory
+from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.spark.jars import one_line
+from vt_dagster.storage import delta, erase_files, parquet
+from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Checkpoint, Commit
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Erasure
 from vt_dagster.storage.delta import address
-from vt_dagster.storage.erase_files import Found, Marked
+from vt_dagster.storage.erase_files import Found, Key, Marked, Way
 from vt_dagster.storage.log_truncation import bases_of
 from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import forget_replaced
 from vt_dagster.storage.view import stored_as
-from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+
+# Erase plan
+
+
+KEPT = (
+    "derived without the key's columns: its counts, and groups named after a value of the key, remain "
+    "until it is made anew (vt-dagster replay and swap, or restate)"
+)
+KEPT_EXPORT = "it does not have the key's columns: remove it, and its next run writes it anew"
+
+
+@dataclass(frozen=True)
+class Places:
+    """The columns of one asset that hold the key.
+
+    Args:
+        columns: by key column of the erased asset, the column that has its value; empty = none.
+    """
+
+    node: Stream
+    columns: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The asset's folder in the warehouse."""
+        return posixpath.join(*self.node.path)
+
+    @property
+    def _under_it(self) -> bool:
+        return {*self.columns.values()} <= {*self.node.key}
+
+    @property
+    def way_of_log(self) -> Way:
+        """A table's row under another key becomes a tombstone: that key's versions must not change."""
+        return "empty" if isinstance(self.node, Table) and not self._under_it else "remove"
+
+    @property
+    def way_of_view(self) -> Way:
+        """Like :attr:`way_of_log`, but only the view of a versioned table keeps tombstones."""
+        return self.way_of_log if isinstance(self.node, VersionedTable) else "remove"
+
+    @property
+    def values(self) -> list[str]:
+        """The value columns, which are null in a tombstone."""
+        return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
+
+    def marked(self, key: Key) -> Marked:
+        """See ``erase_files.find``."""
+
+        def marked(rows: DataFrame) -> DataFrame:
+            return key.within(rows, self.columns)
+
+        return marked
+
+    def in_export(self, path: str) -> bool:
+        """Whether an export has the key's columns."""
+        names = {*delta.require_table(path).schema().to_arrow().names}
+        return bool(self.columns) and {*self.columns.values()} <= names
+
+
+def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None) -> Key:
+    """Returns the given key, with values in the types of the asset's key columns.
+
+    Raises:
+        StorageError: the values do not fit the asset's key, or ``where`` is no condition over its
+            key columns.
+    """
+    node, name = store.node, posixpath.join(*store.node.path)
+    types = dict(zip(node.key, node.key_types, strict=True))
+    if values is None and where is None:
+        raise StorageError(f"{name}: expected a key or a condition to erase by, got none; give --key")
+    if values is not None and len(values) != len(types):
+        raise StorageError(
+            f"{name}: expected one --key for each of the key columns {list(types)}, got {len(values)} "
+            "value(s); give one for each column"
+        )
+    if where is not None:
+        columns = StructType([StructField(k, kind) for k, kind in types.items()])
+        empty = store.spark.createDataFrame([], columns)
+        try:
+            _ = empty.where(f"({where})").schema
+        except PySparkException as error:
+            raise StorageError(
+                f"{name}: expected --where to be a condition over the key columns {list(types)}, got "
+                f"{one_line(error)}; correct it"
+            ) from error
+    if values is None:
+        return Key(types, None, where)
+    stored = pa.schema(delta.require_table(store.log_path).schema().to_arrow())
+    given = zip(types, values, strict=True)
+    names = {k: {k, *node.earlier.get(k, ())} for k in types}
+    kinds = {k: next(f.type for f in stored if f.name in known) for k, known in names.items()}
+    typed = tuple(as_key(k, v, kinds[k]).as_py() for k, v in given)
+    return Key(types, typed, where)
+
+
+def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Places]:
+    """Returns an asset and all assets derived from it, inputs first.
+
+    Raises:
+        StorageError: a derived asset is not among the definitions.
+    """
+    found = [Places(node, {k: k for k in node.key})]
+    known = {node.name: found[0].columns}
+    for one in topological(nodes):
+        if one.name in known or not any(up.name in known for up in one.inputs):
+            continue
+        columns = _columns(one, known)
+        known[one.name] = columns
+        found.append(Places(one, columns))
+    names = {one.name for one in found}
+    for name in asset_names(warehouse):
+        commit = head_of(warehouse, name)[1]
+        if published(commit):
+            continue  # a publication has no rows of its own
+        reads = {posixpath.dirname(read).rpartition("/")[2] for read in commit.reads}
+        used = sorted((names & ({*commit.inputs} | reads)) - {commit.asset})
+        if used and name not in {one.name for one in found}:
+            raise StorageError(
+                f"{node.name}: expected the definitions of all its consumers, got none of {name}, "
+                f"which is derived from {used[0]}; add its definition (--module)"
+            )
+    return [one for one in found if delta.exists(posixpath.join(warehouse, one.name, "log"))]
+
+
+def published(commit: Commit) -> list[str]:
+    """Returns the topics of a publication's commit; empty for any other asset."""
+    return [up.removeprefix("topic ") for up in commit.inputs if up.startswith("topic ")]
+
+
+def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Returns an asset's columns that hold the key, derived from those of its inputs."""
+    operator: Any = node.operator
+    lineage = operator.lineage()
+    for up in node.inputs:
+        theirs = known.get(up.name)
+        if not theirs:
+            continue
+        found: dict[str, str] = {}
+        for key, column in theirs.items():
+            # Prefer the column of the same name; if the result has the key twice, either will do.
+            made = [c for c in node.schema.names if (up.name, column) in lineage.get(c, [])]
+            made.sort(key=lambda c: (len(lineage[c]), c not in node.key, c != column))
+            other = _joined(node, up, column)
+            if made or other:
+                found[key] = other or made[0]
+        if len(found) == len(theirs):
+            return found
+    return {}
+
+
+def _joined(node: Stream, up: Any, column: str) -> str | None:
+    """Returns the column of a join's result that equals a key column of the right side."""
+    operator: Any = node.operator
+    if getattr(operator, "right", None) is not up or column not in up.key:
+        return None
+    place = up.key.index(column)
+    foreign: tuple[str, ...] = getattr(operator, "foreign_key", ())
+    if not foreign and node.key == operator.left.key:
+        return str(node.key[place])
+    # Rows of a corrected join have another key than their records: use the lineage.
+    left = (operator.left.name, (foreign or operator.left.key)[place].strip("`"))
+    return next((c for c, of in operator.lineage().items() if of == [left]), None)
+
+
+def exported(plan: Sequence[Places], path: str) -> Places:
+    """Returns the asset that an export is made from.
+
+    Raises:
+        StorageError: none of the erased assets is exported there.
+    """
+    found = delta.last_commit(path)
+    whose = [] if found is None else [*Commit.model_validate(found.document).logs]
+    for one in plan:
+        if one.node.name in whose:
+            return one
+    raise StorageError(
+        f"expected an export of one of {[one.name for one in plan]} in {path}, got "
+        f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or erase there too"
+    )
+
+
+def require_free(warehouse: str, node: Stream) -> None:
+    """Refuses an erase while an interrupted restatement has new tables of the asset.
+
+    Raises:
+        StorageError: a restatement was interrupted.
+    """
+    place = posixpath.join(warehouse, f"{'.'.join(node.path)}.restate")
+    fs, local = delta.filesystem(place)
+    if fs.exists(local):
+        raise StorageError(
+            f"{node.name}: expected no restatement in progress, got {place}; complete it first: run "
+            "vt-dagster restate again with the same arguments"
+        )
+
+
+# Erase certificate
+
+
+FOLDER = "erased.certificates"
+"""Folder in a warehouse; no asset can have this name."""
+
+
+class Searched(BaseModel):
+    """The result for one table, summed over all attempts of an interrupted erase.
+
+    Args:
+        rows: number of rows searched; ``erased``: rows removed or turned into tombstones; ``old``: rows
+            whose ``old`` was erased.
+        version: the table's version after the erase, if it was rewritten.
+        files: number of rewritten files that had the key; None = unknown in a dry run.
+    """
+
+    rows: int = 0
+    erased: int = 0
+    old: int = 0
+    version: int | None = None
+    files: int | None = 0
+
+    def __init__(
+        self,
+        rows: int = 0,
+        erased: int = 0,
+        old: int = 0,
+        version: int | None = None,
+        files: int | None = 0,
+    ) -> None:
+        super().__init__(rows=rows, erased=erased, old=old, version=version, files=files)
+
+    def __str__(self) -> str:
+        files = "unknown number of files" if self.files is None else f"{self.files} files"
+        return f"{self.erased} of {self.rows} rows, {self.old} old rows, {files}"
+
+
+class Certificate(BaseModel):
+    """The document of one erase."""
+
+    id: str
+    asset: str
+    reason: str
+    salt: str
+    key_sha256: str
+    """SHA-256 of the salt and the JSON of ``[asset, key, where]``."""
+    started: str
+    finished: str | None = None
+    """None = the erase was interrupted (run it again), or it was a dry run."""
+    searched: dict[str, Searched] = Field(default_factory=dict)
+    """By table of the warehouse (``prices/log``), or export."""
+    files_removed: int = 0
+    kept: dict[str, str] = Field(default_factory=dict)
+    """Derived assets that were not searched, with the reason."""
+    elsewhere: list[str] = Field(default_factory=list)
+    """Other assets of the warehouse that still have the key's value."""
+    unreachable: list[str] = Field(default_factory=list)
+    """Places of possible copies that no erase reaches, and how to remove these: landing files, topics,
+    Dagster's event storage, Delta's statistics."""
+    statistics: dict[str, int] = Field(default_factory=dict)
+    """By table: how many files in its ``_delta_log`` still have the key as minimum or maximum in their
+    statistics after the erase."""
+    waiting: dict[str, int] = Field(default_factory=dict)
+    """During the erase: by join, how many buffered records the erase removes."""
+    _path: str = PrivateAttr("")
+
+    @property
+    def path(self) -> str:
+        """The file of the certificate; empty for a dry run."""
+        return self._path
+
+    def add(self, table: str, found: Searched) -> None:
+        """Adds the result for a table to that of earlier attempts."""
+        before = self.searched.get(table, Searched())
+        sums: dict[str, int] = {"erased": before.erased + found.erased, "old": before.old + found.old}
+        if found.files is not None:
+            sums["files"] = (before.files or 0) + found.files
+        self.searched[table] = found.model_copy(update=sums)
+        self.save()
+
+    def finish(self) -> None:
+        """Marks the erase as finished."""
+        self.finished = _now()
+        self.save()
+
+    def save(self) -> None:
+        """Writes the document atomically; a dry run writes nothing."""
+        if not self._path:
+            return
+        fs, local = delta.filesystem(self._path)
+        with parquet.writing(self._path):
+            fs.makedirs(posixpath.dirname(local), exist_ok=True)
+            fs.pipe_file(f"{local}.part", self.model_dump_json(indent=2).encode())
+            fs.mv(f"{local}.part", local)
+
+
+def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Certificate:
+    """Returns the certificate of an interrupted attempt at the same erase, or a new one."""
+    folder = posixpath.join(warehouse, FOLDER)
+    fs, local = delta.filesystem(folder)
+    names = fs.ls(local, detail=False) if fs.exists(local) else []
+    for name in sorted(map(posixpath.basename, names)):
+        if not name.endswith(".json"):
+            continue
+        found = Certificate.model_validate_json(fs.cat_file(posixpath.join(local, name)))
+        if found.finished is None and found.key_sha256 == _hash(found.salt, asked):
+            found._path = posixpath.join(folder, name)
+            return found
+    made = unwritten(asset, asked, reason)
+    made._path = posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{made.id}.json")
+    made.save()
+    return made
+
+
+def unwritten(asset: str, asked: Sequence[Any], reason: str) -> Certificate:
+    """Returns a new certificate that is not written to a file, for a dry run."""
+    salt = uuid4().hex
+    return Certificate(
+        id=uuid4().hex,
+        asset=asset,
+        reason=reason,
+        salt=salt,
+        key_sha256=_hash(salt, asked),
+        started=_now(),
+    )
+
+
+def _hash(salt: str, asked: Sequence[Any]) -> str:
+    return hashlib.sha256((salt + json.dumps(asked, default=str)).encode()).hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def elsewhere(
+    warehouse: str, key: Key, spark: SparkSession, left: Mapping[str, DataFrame] = {}
+) -> list[str]:
+    """Returns the logs of a warehouse that still have the key in columns with the key's names; a key of
+    one text column is searched in all text columns.
+
+    Args:
+        left: for a dry run, by asset: the log rows that the erase would leave.
+
+    Plan: one pass over these columns of each log.
+    """
+    found: list[str] = []
+    for name in asset_names(warehouse):
+        path = posixpath.join(warehouse, name, "log")
+        rows = left.get(name)
+        columns = _suspects(parquet.schema(path) if rows is None else rows.schema, key)
+        if not columns:
+            continue
+        rows = parquet.read(spark, path) if rows is None else rows
+        counted = [F.count_if(hit).alias(told) for told, hit in columns.items()]
+        counts = rows.agg(*counted).collect()[0]
+        found += [
+            f"{name}: {counts[told]} rows have the key in {told}, which is not derived from the erased "
+            f"asset: erase it there too (vt-dagster erase … {name}), or replay and swap {name}"
+            for told in columns
+            if counts[told]
+        ]
+    return found
+
+
+def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
+    """Returns, by column, the condition that a row has the key there."""
+    types = {f.name: f.dataType for f in columns.fields}
+    if key.values is not None and [*map(type, key.values)] == [str]:
+        inside = types.get(OLD)
+        texts = [f"`{name}`" for name, kind in types.items() if isinstance(kind, StringType)]
+        if isinstance(inside, StructType):
+            texts += [f"{OLD}.`{f.name}`" for f in inside if isinstance(f.dataType, StringType)]
+        return {c.replace("`", ""): F.col(c).eqNullSafe(F.lit(key.values[0])) for c in texts}
+    if not {*key.types} <= {*types}:
+        return {}
+    return {", ".join(key.types): key.condition()}
+
+
+# Erased validity
+
+
+SPANS, ERASURES = 16, 64
+"""Limits on intervals per erase and erases per log; beyond these, intervals and erases are merged."""
+_EVER = 2**63 - 1
+
+
+def erasures(store: AssetStore, head: Head, marked: Marked, found: Found) -> list[Erasure]:
+    """Returns the earlier erases of a log and the new one, with the validity of its erased rows.
+
+    Args:
+        head: the log before the erase.
+        found: the erased rows of the log.
+
+    Plan: one pass over the view, and a window over the erased rows.
+    """
+    commit = head.commit
+    if not isinstance(store.node, VersionedTable):
+        return []
+    spans = _spans(store, head, marked)
+    if not spans and found.first is None:
+        return commit.erasures
+    own = Erasure(batch=commit.batch + 1, spans=spans, first=found.first, last=found.last)
+    return _bounded([*commit.erasures, own], commit)
+
+
+def _spans(store: AssetStore, head: Head, marked: Marked) -> list[tuple[int, int]]:
+    """Returns when an erased key had a value: [from, to), epoch microseconds; adjacent ones merged."""
+    at = store.snapshot()
+    rows = marked(store.view_at(at)).where(F.col("_hit") & ~F.col(IS_TOMBSTONE))
+    low = F.unix_micros(VALID_FROM)
+    high = F.coalesce(F.unix_micros(VALID_TO), F.lit(_EVER))
+    spans = rows.select(low.alias("low"), high.alias("high"))
+    before = Window.orderBy("low", "high").rowsBetween(Window.unboundedPreceding, -1)
+    begins = (F.col("low") > F.max("high").over(before)).cast("int")
+    upto = Window.orderBy("low", "high").rowsBetween(Window.unboundedPreceding, 0)
+    counted = spans.withColumn("begins", F.coalesce(begins, F.lit(1)))
+    merged = counted.withColumn("span", F.sum("begins").over(upto)).groupBy("span")
+    told = merged.agg(F.min("low").alias("low"), F.max("high").alias("high")).orderBy("low")
+    # The last interval covers all that follow it, to bound their number.
+    last = F.least(F.col("span"), F.lit(SPANS))
+    few = told.groupBy(last.alias("place")).agg(F.min("low").alias("low"), F.max("high").alias("high"))
+    return [(row["low"], row["high"]) for row in few.orderBy("low").collect()]
+
+
+def _bounded(some: list[Erasure], commit: Commit) -> list[Erasure]:
+    while len(some) > ERASURES:
+        one, other, *rest = some
+        ends = [end for found in (one, other) for span in found.spans for end in span]
+        first = [found.first for found in (one, other) if found.first is not None]
+        last = {p: max(one.last.get(p, -1), other.last.get(p, -1)) for p in commit.next_offset}
+        both = Erasure(
+            batch=other.batch,
+            spans=[(min(ends), max(ends))] if ends else [],
+            first=min(first, default=None),
+            last={p: offset for p, offset in last.items() if offset >= 0},
+        )
+        some = [both, *rest]
+    return some
+
+
+# Erase residuals
+
+
+_NAMED = 20
+_LONGEST = 32
+"""Delta's statistics keep this many characters of a text."""
+
+
+def erase_residuals(
+    warehouse: str,
+    plan: Sequence[Places],
+    key: Key,
+    spark: SparkSession,
+    runs: Sequence[str] | None = None,
+) -> list[str]:
+    """Returns a line per place of possible copies that no erase reaches, with the remedy.
+
+    Args:
+        plan: the erased asset and the assets derived from it.
+        runs: the Dagster runs whose events have the key; None = not searched.
+
+    Plan: for a directory of files, one pass over the consumed files.
+    """
+    found = [*_source(AssetStore(warehouse, plan[0].node, spark), key)]
+    found += _topics(warehouse, plan)
+    found.append(_events(plan, runs))
+    found.append("backups, and copies that others have made: they are not known here")
+    return found
+
+
+def _source(store: AssetStore, key: Key) -> Iterator[str]:
+    """Yields the residuals in the asset's source."""
+    head, node = store.head(), store.node
+    if head is None:
+        return
+    again = "a replay would bring it back"
+    if head.commit.topics:
+        names = ", ".join(sorted(head.commit.topics))
+        yield (
+            f"what {node.name} was read from, {names}: delete it there, {again}. In a compacted topic "
+            "publish a tombstone, a record of its key without a value; else wait for its retention"
+        )
+    if head.commit.start is not None:
+        dump = _named([head.commit.start.what], key)
+        yield f"the snapshot that {node.name} started with, {dump}: delete it there, {again}"
+    if head.commit.files:
+        taken = store.consumed_files(head)
+        mend = (
+            f"delete it there, {again}. A file changed in place is read as a new one: write the "
+            "cleaned file elsewhere"
+        )
+        yield from _files(store, taken, key, mend)
+
+
+def _files(store: AssetStore, taken: Mapping[str, Any], key: Key, mend: str) -> Iterator[str]:
+    node, source = store.node, store.node.source
+    if not isinstance(source, FilesSource):
+        yield f"what {node.name} was read from, {_named([*taken], key)}: {mend}"
+        return
+    try:
+        there = source.files()
+        counts = _rows_by_file(store, source, there, key) if there else {}
+    except SourceError as error:
+        yield f"what {node.name} was read from, {_named([*taken], key)}: {mend}. Not searched: {error}"
+        return
+    fs, root = delta.filesystem(str(source.path))
+    home = fs.unstrip_protocol(root).rstrip("/") + "/"
+    gone = [
+        path.removeprefix(home) if path.startswith(home) else posixpath.basename(path)
+        for path in Memory(taken, there).gone()
+    ]
+    if gone:
+        yield (
+            f"landing files: {len(gone):,} that {node.name} was read from are no longer in "
+            f"{source.path}, {_named(gone, key)}: if they were moved, delete the key there"
+        )
+    if counts:
+        yield (
+            f"landing files: {len(counts):,} of {len(there):,} in {source.path} have the key, "
+            f"{_named([*counts], key, counts)}: {mend}"
+        )
+
+
+def _rows_by_file(
+    store: AssetStore, source: FilesSource, files: Sequence[FileInfo], key: Key
+) -> dict[str, int]:
+    """Returns how many records of each file have the key, in key columns or as a word of the text."""
+    read = read_by_all_names(store.node, lambda _, columns: source.read(store.spark, files, columns))
+    rows = read.select(SOURCE, RAW, *[F.col(f"`{k}`") for k in key.types])
+    hits = rows.where(key.condition() | key.among_words([F.col(RAW)]))
+    return {row[SOURCE]: row["count"] for row in hits.groupBy(SOURCE).count().collect()}
+
+
+def _topics(warehouse: str, plan: Sequence[Places]) -> Iterator[str]:
+    """Yields the topics that the assets are published to."""
+    nodes = {one.node.name: one for one in plan}
+    for name in asset_names(warehouse):
+        commit = head_of(warehouse, name)[1]
+        for topic in published(commit):
+            for one in (nodes[up] for up in commit.inputs if up in nodes):
+                key = "{" + ", ".join(f'"{k}": …' for k in one.node.key) + "}"
+                own = {*one.columns.values()} <= {*one.node.key}
+                whose = "its key" if own else "each key that had it"
+                yield (
+                    f"the topic {topic}, to which {name} has published {one.name} up to its offsets "
+                    f"{commit.inputs[one.node.name]}: if it is compacted, publish a tombstone of "
+                    f"{whose}, {key} without a value; else wait for its retention, or delete its "
+                    "records up to there (kafka-delete-records)"
+                )
+
+
+def _events(plan: Sequence[Places], runs: Sequence[str] | None) -> str:
+    """Returns the residuals in Dagster's events: samples of checks, and pictures in metadata."""
+    assets = "; ".join(
+        f"{one.name} with its checks {', '.join(check.name for check in checks_of(one.node))}"
+        for one in plan
+    )
+    names = " ".join(one.name for one in plan)
+    if runs is None:
+        which = "all earlier runs (with DAGSTER_HOME set, an erase by --key finds those with the key)"
+    elif runs:
+        which = f"the {len(runs):,} run(s) whose events have the key: {', '.join(runs)}"
+    else:
+        return f"Dagster's event storage: no event of a run of these assets has the key ({names})"
+    return (
+        "Dagster's event storage, where samples of failed checks and pictures in metadata may have the "
+        f"key, of {assets}. Delete {which} (dagster run delete), with their events and logs; and the "
+        f"results of checks, with all history of the assets (dagster asset wipe {names}). The database "
+        "keeps the bytes of deleted rows until it is vacuumed"
+    )
+
+
+def _named(names: Sequence[str], key: Key, rows: Mapping[str, int] | None = None) -> str:
+    """Returns some names of files, with values of the key masked."""
+    told = list[str]()
+    for name in sorted(names)[:_NAMED]:
+        clean = name
+        for value in key.values or ():
+            clean = clean.replace(value, "…") if isinstance(value, str) and value else clean
+        told.append(clean if rows is None else f"{clean} ({rows[name]:,} rows)")
+    left = len(names) - len(told)
+    return ", ".join(told) + (f" and {left:,} more" if left else "")
+
+
+# ------------------------------------------------------------------------------ Delta's statistics
+
+
+def in_statistics(spark: SparkSession, path: str, key: Key, columns: Mapping[str, str]) -> int:
+    """Counts the file statistics in a table's ``_delta_log``, also of earlier versions, that have the
+    key as minimum or maximum.
+
+    Args:
+        columns: by key column, the table's column; empty = search the key's values in all texts.
+    """
+    if not columns:
+        texts = [json.dumps(told, ensure_ascii=False) for told in _statistics(path)]
+        words = [str(value) for value in key.values or ()]
+        return sum(bool(words) and all(word in text for word in words) for text in texts)
+    kinds = StructType([StructField(k, StringType()) for k in key.types])
+    rows = [row for told in _statistics(path) for row in _candidates(told, key, columns)]
+    if not rows:
+        return 0
+    typed = [F.col(f"`{k}`").cast(kind).alias(k) for k, kind in key.types.items()]
+    told = spark.createDataFrame(rows, kinds).select(*typed)
+    return told.where(key.condition()).count()
+
+
+def _candidates(told: Mapping[str, Any], key: Key, columns: Mapping[str, str]) -> set[tuple[str, ...]]:
+    """Returns the keys that a file's statistics may stand for."""
+    values = dict(zip(key.types, key.values or (), strict=False))
+    sides = list[set[str]]()
+    for k in key.types:
+        both = [told.get(side) or {} for side in ("minValues", "maxValues")]
+        both += [one.get(OLD) or {} for one in both]
+        ends = [one.get(columns[k]) for one in both]
+        sides.append({_whole(str(one), values.get(k)) for one in ends if one is not None})
+    return {*itertools.product(*sides)}
+
+
+def _whole(text: str, value: Any) -> str:
+    """Returns the key's value if the statistics have its truncated prefix; else the text."""
+    cut = isinstance(value, str) and len(text) >= _LONGEST and value.startswith(text[:_LONGEST])
+    return value if cut else text
+
+
+def _statistics(path: str) -> Iterator[dict[str, Any]]:
+    fs, root = delta.filesystem(path)
+    for name in delta.log_files(path):
+        place = posixpath.join(root, "_delta_log", name)
+        told = list[Any]()
+        if delta.COMMIT_FILE.fullmatch(name):
+            actions = [json.loads(line) for line in fs.cat_file(place).decode().splitlines() if line]
+            told = [(one.get("add") or one.get("remove") or {}).get("stats") for one in actions]
+        elif name.endswith(".checkpoint.parquet"):
+            with fs.open(place) as file:
+                rows = pq.read_table(file).to_pylist()
+            told = [(row.get("add") or {}).get("stats") for row in rows]
+        yield from (json.loads(one) for one in told if one)
+
+
+# Erase dry run
+
+
+Tell = Callable[[str], None]
+
+
+def erase_dry_run(
+    warehouse: str,
+    spark: SparkSession,
+    key: Key,
+    plan: Sequence[Places],
+    exports: Mapping[str, Places],
+    done: Certificate,
+    say: Tell,
+) -> dict[str, DataFrame]:
+    """Adds to ``done`` what an erase would find.
+
+    Args:
+        plan: the erased asset and the assets derived from it.
+        exports: by path, the exported asset.
+        done: the certificate that collects the results.
+
+    Returns:
+        by asset, the log rows that the erase would leave.
+    """
+    left: dict[str, DataFrame] = {}
+
+    def note(table: str, told: Searched) -> None:
+        done.add(table, told)
+        say(f"{table}: {told}")
+
+    for one in plan:
+        store = AssetStore(warehouse, one.node, spark, None)
+        head = store.head()
+        if not one.columns:
+            done.kept[one.name] = KEPT
+        elif head is not None:
+            for table, told in _asset(store, head, one, key, of_source=one is plan[0]):
+                note(f"{one.name}/{table}", told)
+            rows = parquet.read(spark, store.log_path, head.version, like=log_schema(one.node))
+            left[one.name] = erase_files.without(rows, one.marked(key), one.way_of_log, one.values)
+    for path, one in exports.items():
+        if not one.in_export(path):
+            done.kept[path] = KEPT_EXPORT
+            continue
+        there = delta.last_commit(path)
+        assert there is not None
+        note(path, _told(erase_files.find(spark, path, there.version, one.marked(key))))
+    for name, why in done.kept.items():
+        say(f"! {name}: {why}")
+    return left
+
+
+def _asset(
+    store: AssetStore, head: Head, one: Places, key: Key, of_source: bool
+) -> Iterator[tuple[str, Searched]]:
+    """Yields the results of one asset, by table."""
+    spark, marked = store.spark, one.marked(key)
+    log = erase_files.find(spark, store.log_path, head.version, marked, log_schema(one.node))
+    yield "log", _told(log)
+    if isinstance(one.node, Table):
+        like = stored_as(one.node, store.log_path)
+        at = store.snapshot()
+        is_there = at.base is not None and at.base.is_view and not at.tail
+        if not is_there:
+            counts = [F.count(F.lit(1)), F.count_if("_hit"), F.count_if(F.col("_old_hit"))]
+            rows, hits, old = marked(store.view_at(at)).agg(*counts).collect()[0]
+            yield "view", Searched(rows, hits, old, files=None)
+        for path in (*([store.view_path] if is_there else []), *bases_of(store.root)):
+            there = delta.last_commit(path)
+            assert there is not None
+            found = erase_files.find(spark, path, there.version, marked, like)
+            yield "view" if path == store.view_path else "base", _told(found)
+    rejected = delta.last_commit(store.quarantine_path) if of_source else None
+    if rejected is not None and one.node.operator is None and key.values:
+        found = erase_files.find(spark, store.quarantine_path, rejected.version, key.in_text)
+        yield "quarantine", _told(found)
+
+
+def _told(found: Found) -> Searched:
+    return Searched(found.searched, found.rows, found.old, files=len(found.places))
+
+
+# Erase
+
 
 _ROWS = "rows_erased"
 """Name of the count of erased rows in the commit of an erase."""
@@ -87,7 +837,7 @@ def erase(
         exports: the directories of exports of any of these (``build_export``).
         tell: is called with one line per result.
         runs: ids of the Dagster runs whose events have the key (``runs_with``); None = not searched.
-        dry_run: changes nothing and reports what an erase would remove: see ``runs.erase_dry_run``.
+        dry_run: changes nothing and reports what an erase would remove: see ``runs.erase``.
 
     Returns:
         the certificate, which is also in the warehouse, in ``erased.certificates/``. The certificate of

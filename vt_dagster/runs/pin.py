@@ -1,28 +1,399 @@
-"""Pins the records, logs and tables of a run when it starts."""
+"""The input of a run: what it needs of tables, when inputs are ready, and what it pins.
+
+Pins the records, logs and tables of a run when it starts.
+
+The interface of a run to an asset's tables: on Delta (``storage.asset_store``) or in memory
+(``testing``).
+
+The records, tables and positions of one run, pinned when the run starts.
+
+Decides whether tables are ready to be looked up, see ``VersionedTable.ready``.
+
+The commits of a source table record its offsets when it became ready; a derived table is ready once it
+has consumed its inputs up to these. Readiness depends on offsets only, not on how records are divided
+into runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from datetime import timedelta
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any, Protocol, TypeAlias
 
-from vt_dagster.columns import FINAL
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FINAL, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival_order import CHUNK, Outcome
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.stream_table_join import moves_stream_time
+from vt_dagster.core.stream_time import Bounds
 from vt_dagster.core.table_store import start_of
-from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.readiness import upstream
-from vt_dagster.runs.store_protocol import Store, Stores
+from vt_dagster.errors import ConcurrentRunError, RefusedRecordsError, SourceError, StorageError
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.spark.settings import is_small
+from vt_dagster.storage.asset_store import shape_of
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges, horizons
 from vt_dagster.storage.delta import unreadable, unseen
 from vt_dagster.storage.log_truncation import require_not_truncated, require_same_log
 from vt_dagster.storage.spark_reader import Head, Snapshot
+from vt_dagster.storage.view import Progress
 from vt_dagster.topology.durations import in_utc, spoken
-from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+
+# Store protocol
+
+
+class Store(Protocol):
+    """The tables of one stream or table. Each method is described in ``AssetStore``."""
+
+    node: Stream
+    progress: Progress
+
+    @property
+    def spark(self) -> SparkSession: ...
+
+    def catch_up(
+        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+    ) -> Snapshot: ...
+    def snapshot(self) -> Snapshot: ...
+    def commits(self) -> Iterable[Commit]: ...
+    def attempt_of(self, batch: int) -> str | None: ...
+
+    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame: ...
+    def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame: ...
+    def current_at(self, at: Snapshot) -> DataFrame: ...
+    def current(self) -> DataFrame | None: ...
+    def quarantine(self) -> DataFrame | None: ...
+    def state(self, head: Head | None) -> DataFrame | None: ...
+    def state_bytes(self, head: Head | None) -> int: ...
+    def consumed_files(self, head: Head | None) -> dict[str, Any]: ...
+
+    def planner_settings(self, small: bool) -> AbstractContextManager[None]: ...
+    def persist(self, rows: DataFrame) -> DataFrame: ...
+    def unpersist(self, rows: DataFrame) -> None: ...
+
+    def new_attempt(self) -> str: ...
+    def stage_rejected(self, attempt: str, rows: DataFrame) -> None: ...
+    def stage_state(self, attempt: str, rows: DataFrame) -> None: ...
+    def stage_files(self, attempt: str, files: dict[str, Any]) -> None: ...
+    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head: ...
+    def forget(self, previous: Head | None) -> None: ...
+
+
+Stores = Callable[[Stream], Store]
+"""Returns the store of a stream or table."""
+
+
+# Arrival
+
+
+_FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
+"""Limits on the size of files: these are about ten thousand lines."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The records, tables and positions of one run, pinned when the run starts.
+
+    Args:
+        node: the asset.
+        previous: the asset's last commit; None = there is none.
+        attempt: the name under which this run stages files.
+        source: the records pinned at a source.
+        start: the initial snapshot of the source, if this run reads it.
+        inputs: per consumed log, the commit up to which the run reads.
+        tables: per looked-up table, the snapshot that the run reads.
+        taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
+        stream_time: per partition, at the end of the run, if the operator keeps its own stream time.
+        emitted_up_to: per partition, the time up to which buffered records are emitted.
+        watermarks: other times that an operator keeps, see ``Processor.watermarks``.
+        bounds: stream-time bounds per chunk; None = stream time is computed per record.
+        none_late: whether pinning has shown that no record is late.
+        gauges: metrics of the records, computed while pinning.
+        view_rows: how many current rows the asset's own table has.
+        erased: how many of the consumed log records have been erased, so that their rows are missing.
+        rows_read: how many rows of tables the run reads, as estimated before the run.
+        state_bytes: size of the operator's state.
+        persisted: DataFrames that stay persisted until the commit.
+        ready: per input, the offsets of its log when it became ready, see ``upstream``.
+        not_ready: the tables that a join looks up and that are not ready; the run then takes nothing,
+            unless ``accept_not_ready`` is set.
+        waiting: how many records the run does not take because a table is not ready.
+        buffered: if the grace period is an op of its own, how many records the buffer emitted, by
+            outcome.
+    """
+
+    node: Stream
+    previous: Head | None
+    attempt: str
+    source: Pinned | None = None
+    start: Whole | None = None
+    inputs: dict[str, Head] = field(default_factory=dict[str, Head])
+    tables: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
+    taken: Ranges = field(default_factory=Ranges)
+    stream_time: dict[int, int] = field(default_factory=dict[int, int])
+    emitted_up_to: dict[int, int] = field(default_factory=dict[int, int])
+    watermarks: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
+    bounds: Bounds | None = None
+    none_late: bool = False
+    gauges: dict[str, float] = field(default_factory=dict[str, float])
+    view_rows: int = 0
+    erased: int = 0
+    rows_read: int = 0
+    state_bytes: int = 0
+    persisted: list[DataFrame] = field(default_factory=list[DataFrame])
+    ready: dict[str, Offsets | None] = field(default_factory=dict[str, "Offsets | None"])
+    not_ready: list[str] = field(default_factory=list[str])
+    waiting: int = 0
+    buffered: dict[str, int] = field(default_factory=dict[str, int])
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        for name, head in self.inputs.items():
+            known = self.before.logs.get(name, head.commit.log)
+            if known != head.commit.log:
+                raise StorageError(
+                    f"{self.node.name}: expected the log of {name} that batch {self.before.batch} "
+                    "consumed, got another log: its offsets mean other records. Replay "
+                    f"{self.node.name} under another name, compare the two, and swap them"
+                )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no new records: such a run commits nothing."""
+        return not self.taken if self.source is None else self.source.empty and self.start is None
+
+    @property
+    def before(self) -> Commit:
+        """The commit that the run starts from."""
+        if self.previous is not None:
+            return self.previous.commit
+        return Commit(asset=self.node.name, batch=0, attempt="", shape=shape_of(self.node))
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """The Delta versions of all logs and views that the run reads."""
+        logs = {f"{name}/log": head.version for name, head in self.inputs.items()}
+        for name, at in self.tables.items():
+            whole = at.base is not None and not at.base.is_view
+            if at.base is not None and at.base.is_view:
+                logs[f"{name}/view"] = at.base.version
+            if (at.tail or whole) and at.head is not None:
+                logs[f"{name}/log"] = at.head.version
+        return logs
+
+    @property
+    def new_records(self) -> int:
+        """How many new records of logs or topics the run takes."""
+        return sum(end - start for ranges in self.taken.values() for start, end in ranges.values())
+
+    @property
+    def records(self) -> int:
+        """How many records the run processes: new records and buffered ones."""
+        return self.new_records + self.before.counts.get(Outcome.WAITING, 0)
+
+    @property
+    def _bytes(self) -> int | None:
+        size = None if self.source is None else self.source.bytes
+        return size if self.start is None else (size or 0) + self.start.bytes
+
+    @property
+    def few_records(self) -> bool:
+        """Whether the run takes few records."""
+        return self.records <= CHUNK and (self._bytes or 0) <= _FEW_BYTES
+
+    @property
+    def single_task(self) -> bool:
+        """Whether a partition has so few records in this run that one task can sort them."""
+        if self._bytes is not None:
+            return self.few_records
+        of_each = Counter[int]()
+        for ranges in self.taken.values():
+            of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
+        waiting = self.before.counts.get(Outcome.WAITING, 0)
+        return max(of_each.values(), default=0) + waiting <= CHUNK
+
+    def few_records_of(self, name: str) -> bool:
+        """Whether the run takes few records of an input."""
+        return sum(end - start for start, end in self.taken.get(name, {}).values()) <= CHUNK
+
+    @property
+    def small(self) -> bool:
+        """Whether records and tables are so small that planning takes most of the run's time."""
+        size = self.state_bytes + (self._bytes or 0)
+        return size <= _SMALL_BYTES and is_small(self.records, self.rows_read)
+
+
+# Readiness
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+Heads: TypeAlias = Callable[[Stream], Commit | None]
+"""The last commit of a log; None before the first."""
+
+
+def waits(node: Stream) -> bool:
+    """Returns whether the asset, or any of its inputs, declares ``ready``."""
+    return any(isinstance(up, VersionedTable) and up.ready is not None for up in topological([node]))
+
+
+def upstream(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | None]:
+    """Returns, per input of an operator, its log's offsets when it became ready; None = not ready.
+
+    Args:
+        before: the operator's last commit; if all inputs were ready by then, the result is empty.
+    """
+    if before.ready_at is not None or not waits(node):
+        return {}
+    return {up.name: _ready_at(up, heads(up), heads) for up in node.inputs}
+
+
+def not_ready(nodes: Iterable[Stream], heads: Heads) -> list[str]:
+    """Returns the names of the nodes that are not ready yet."""
+    return [node.name for node in nodes if _ready_at(node, heads(node), heads) is None]
+
+
+def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | None:
+    if not waits(node):
+        return {}
+    if commit is None or commit.ready_at is not None:
+        return None if commit is None else commit.ready_at
+    if node.operator is None:
+        # A table with runs before ``ready`` was declared has no recorded end: it counts as loaded.
+        ready = _begun(node, commit) or _timely(node, commit.stream_time)
+        return commit.next_offset if ready else None
+    ready = _taken(node, commit.inputs, upstream(node, commit, heads))
+    return commit.next_offset if ready else None
+
+
+def after_run(
+    node: Stream,
+    before: Commit,
+    source: Pinned | None,
+    inputs: Mapping[str, Offsets],
+    ready: Mapping[str, Offsets | None],
+    offsets: Offsets,
+    times: Mapping[int, int],
+    started: bool,
+) -> dict[str, Any]:
+    """Returns the fields ``initial_load`` and ``ready_at`` of a commit.
+
+    Args:
+        source: the pinned source of the run.
+        inputs: next offsets of each input after the run.
+        ready: see :func:`upstream`.
+        offsets, times: the log's next offsets and stream time after the run.
+        started: whether the table has read its initial snapshot.
+    """
+    starts = source is not None and start_of(node) is not None
+    if before.ready_at is not None or not waits(node):
+        end = source.source_end if source is not None and starts and not started else None
+        return {"initial_load": before.initial_load or end, "ready_at": before.ready_at}
+    if source is None:
+        return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
+    if _begun(node, before):
+        return {"ready_at": before.next_offset}
+    if isinstance(node, VersionedTable) and node.ready == "initial_load":
+        end = source.source_end if before.initial_load is None else before.initial_load
+        whole = source.reaches(end) and (started or not starts)
+        return {"initial_load": end, "ready_at": dict(offsets) if whole else None}
+    return {"ready_at": dict(offsets) if _timely(node, times) else None}
+
+
+def _begun(node: Stream, commit: Commit) -> bool:
+    """Returns whether the table had runs before ``ready="initial_load"`` was declared."""
+    wanted = isinstance(node, VersionedTable) and node.ready == "initial_load"
+    return wanted and commit.batch > 0 and commit.initial_load is None
+
+
+def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:
+    if not isinstance(node, VersionedTable) or not isinstance(node.ready, datetime):
+        return False
+    moment = (node.ready - _EPOCH).total_seconds() * 1_000_000
+    return bool(stream_time) and min(stream_time.values()) >= moment
+
+
+def _taken(node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offsets | None]) -> bool:
+    """Returns whether all inputs are ready, and consumed ones were read up to their ready offsets."""
+    consumed = {up.name for up in processor_of(node).consumed}
+    for name, ends in ready.items():
+        if ends is None:
+            return False
+        taken = inputs.get(name, {})
+        if name in consumed and any(taken.get(p, 0) < end for p, end in ends.items()):
+            return False
+    return True
+
+
+def require_covered(arrival: Arrival, stores: Stores) -> None:
+    """Refuses a join's first run with ready tables, if a table's history no longer covers the times of
+    records that have waited for it.
+
+    Raises:
+        RefusedRecordsError: names the earliest record, and the start of the table's history.
+    """
+    node = arrival.node
+    streams = [up for up in node.inputs if up.name in arrival.taken and not up.is_table]
+    if node.operator is None or not arrival.ready or not streams:
+        return
+    stream, commit = streams[0], arrival.inputs[streams[0].name]
+    start = arrival.before.inputs.get(stream.name, {})
+    rows = stores(stream).log(start, commit).where(moves_stream_time(stream.key))
+    earliest = rows.groupBy(PARTITION).agg(F.unix_micros(F.min(TIMESTAMP)).alias("first"))
+    found: dict[int, int] | None = None
+    for table in node.operator.waits_for:
+        if waits(table) and table.retention is not None:
+            if found is None:
+                found = {r[PARTITION]: r["first"] for r in earliest.collect()}
+            now = arrival.tables[table.name].stream_time
+            alike = _partitioned_alike(stream, commit.commit.stream_time, table, now)
+            _require_remembered(node, table, now, found, alike)
+
+
+def _partitioned_alike(
+    stream: Stream, own: Mapping[int, int], table: Stream, theirs: Mapping[int, int]
+) -> bool:
+    """Returns whether both put a key into the same partition, as far as that is known."""
+    inside = all(partition < stream.partitions for partition in (*own, *theirs))
+    return stream.partitioning == table.partitioning and (inside or own.keys() == theirs.keys())
+
+
+def _require_remembered(
+    node: Stream, table: Stream, now: Mapping[int, int], earliest: Mapping[int, int], alike: bool
+) -> None:
+    """Refuses a run with records from before the table's history.
+
+    Args:
+        now: the table's stream time; ``earliest``: the records' smallest timestamp; per partition.
+        alike: see :func:`_partitioned_alike`; if false, any partition may have a record's key.
+    """
+    retention = table.retention
+    assert retention is not None
+    known = {p: horizons(retention, {p: moment})[0] for p, moment in now.items()}
+    if known and not alike:
+        known = dict.fromkeys(earliest, max(known.values()))
+    forgotten = {p: first for p, first in earliest.items() if first < known.get(p, first)}
+    if not forgotten:
+        return
+    partition, first = min(forgotten.items(), key=lambda one: one[1])
+    raise RefusedRecordsError(
+        f"{node.name}: expected the history of {table.name} to cover all records that have waited for "
+        f"it to be ready, but the first of them is of {in_utc(first)} (partition {partition}), and the "
+        f"history is {spoken(retention)}, from {in_utc(known[partition])} on; nothing was committed. "
+        f"Set a longer history_retention of {table.name}, or run once with accept_not_ready: true to "
+        "join them with the remaining versions",
+        sorted(forgotten),
+    )
+
+
+# Pin
 
 
 def source_of(node: Stream) -> Source:

@@ -1,4 +1,9 @@
-"""Reads and prepares the records of a source for a run."""
+"""Reads a source's rows as records, and the rows that a full dump is compared with.
+
+Reads and prepares the records of a source for a run.
+
+Reads a source of full snapshots as changes against the table's current rows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ from pyspark.sql.types import (
 from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
-from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.log_columns import value_columns, view_schema
 from vt_dagster.core.processor import RunContext
 from vt_dagster.core.source_order import LAST, follows_source
 from vt_dagster.core.source_records import (
@@ -44,14 +49,39 @@ from vt_dagster.core.source_records import (
 from vt_dagster.core.table_store import meets_versions
 from vt_dagster.core.versioned_table import FIRST
 from vt_dagster.errors import TopologyError
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.snapshot_read import difference
-from vt_dagster.runs.store_protocol import Store
+from vt_dagster.runs.pin import Arrival, Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frame_sources import PinnedFrames
 from vt_dagster.storage.commit_log import horizons
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import same
+
+# Snapshot read
+
+
+def difference(
+    source: Comparing, node: Stream, store: Store, held: list[DataFrame], of_nothing: bool = False
+) -> DataFrame:
+    """Returns the records of a run: the differences between a snapshot and the table's current rows.
+
+    Args:
+        held: collects the persisted rows, which the run unpersists at its end.
+        of_nothing: compare with an empty table, so that all rows of the source are changes.
+    """
+    assert isinstance(node, Table)
+    current = None if of_nothing else store.current()
+    if current is None:
+        current = store.spark.createDataFrame([], view_schema(node))
+
+    def hold(rows: DataFrame) -> DataFrame:
+        held.append(store.persist(rows))
+        return held[-1]
+
+    return source.difference(store.spark, node, of_table.rows_of(node, current), hold)
+
+
+# Read source
+
 
 _HOLD = set[tuple[str, str, str]]()
 """Cache of valid expressions with their columns: analysis is slow for tests with one run per record."""

@@ -1,28 +1,37 @@
-"""Assigns system times that a source provides, instead of the time of the run's commit.
+"""The times of records in a run: system times from their source, and stream time.
+
+Assigns system times that a source provides, instead of the time of the run's commit.
 
 A log is append-only, so system time never decreases in it. A record with an earlier time than a row
 already in the log, or than one before it in arrival order, gets the time of that row: later than the
 source's time, never earlier, so that no read returns a row before it was known. A system time is never
 in the future of its run either. If rows provide their own times, these rules hold per partition.
+
+Advances stream time and watermarks of operators that keep their own stream time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OUTCOME, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core.arrival_order import Outcome, arrival_chunk
+from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition
+from vt_dagster.core.processor import Input, Processor, RunContext
 from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
-from vt_dagster.core.stream_time import running_max
-from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.store_protocol import Store
+from vt_dagster.core.stream_time import Bounds, mean_and_most, running_max
+from vt_dagster.runs.pin import Arrival, Store
 from vt_dagster.sources.base import Recorded
 from vt_dagster.storage.commit_log import Commit, Step
+
+# Record times
+
 
 _MOST = 1_000
 """Maximum number of distinct system times per run: its commit lists all of them."""
@@ -118,3 +127,81 @@ def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:
         at = row[RECORDED_AT]
         steps[at] = Step(recorded_at=at, next_offset={**offsets}, stream_time={**times})
     return [step for at, step in steps.items() if at < end]
+
+
+# Advance stream time
+
+
+def advance_stream_time(
+    arrival: Arrival,
+    processor: Processor[Any],
+    inputs: Sequence[Input],
+    context: RunContext,
+    spark: SparkSession,
+) -> Arrival:
+    """Returns the arrival with the operator's stream time and watermarks at the end of the run, the
+    time up to which buffered records are emitted, and the lateness of the run's records.
+
+    Args:
+        inputs: the rows that the run has read.
+        context: the operator's state before the run.
+    """
+    before = arrival.before
+    times, bounds = dict(before.stream_time), None
+    watermarks: dict[str, dict[int, int]] = {}
+    in_time = False
+    if not processor.bounded:
+        chunks = processor.lateness_bounds(inputs)
+        found = None
+        if chunks is not None:
+            found = processor.advance_if_none_late(
+                chunks.collect(), before.stream_time, before.watermarks
+            )
+        in_time = found is not None
+        if found is None:
+            found = processor.stream_time_advance(inputs, context).collect()
+        moved = {r[PARTITION]: r["time"] for r in found if r["time"] is not None}
+        times |= {p: max(times.get(p, moment), moment) for p, moment in moved.items()}
+        late = mean_and_most(found) if processor.reports_lateness else None
+        watermarks = processor.watermarks(found, before.watermarks)
+    else:
+        bounds = bounds_of(processor, inputs, before.stream_time, spark)
+        times |= bounds.stream_time
+        late = bounds.lateness if processor.reports_lateness else None
+    gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
+    emitted_up_to = processor.emitted_up_to(times, before.emitted_up_to)
+    told: dict[str, Any] = {
+        "bounds": bounds,
+        "gauges": gauges,
+        "emitted_up_to": emitted_up_to,
+        "watermarks": watermarks,
+    }
+    return replace(arrival, stream_time=times, none_late=in_time, **told)
+
+
+def watermark_columns(watermarks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
+    """Returns the operator's watermarks as columns, each by the row's partition."""
+    return {name: by_partition(values, "long") for name, values in watermarks.items()}
+
+
+def bounds_of(
+    processor: Processor[Any], inputs: Sequence[Input], before: Mapping[int, int], spark: SparkSession
+) -> Bounds:
+    """Returns the bounds of the operator's stream time per chunk of arrival order."""
+
+    def framed(bounds: Bounds) -> Bounds:
+        return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
+
+    bounds = framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
+    if not bounds.near:
+        return bounds
+    return framed(bounds.only(processor.undecided_chunks(inputs, bounds).collect()))
+
+
+def oldest(processor: Processor[Any], logs: Sequence[DataFrame], before: Commit) -> int | None:
+    """Returns the time after which the run needs the tables' versions, epoch microseconds.
+
+    None = the run needs current rows only, or none: in a first run every row is new.
+    """
+    since = processor.versions_since(logs) if before.inputs else None
+    return None if since is None else since.collect()[0][0]

@@ -1,4 +1,6 @@
-"""One run of an asset: pin, read, operate, commit, follow. No Dagster.
+"""One run: pin, read, operate, look up, gate, commit.
+
+One run of an asset: pin, read, operate, commit, follow. No Dagster.
 
 All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. The asset's
 ``Processor`` defines the operation; its ``Store`` holds the tables.
@@ -6,30 +8,59 @@ All callers run assets this way: ops, replay, the test driver, conformance, benc
 The order of writes is the protocol: first, under the attempt's name, rejected records, state and
 consumed files; then the log (**the commit**); then view and quarantine, which are derived from it. So a
 run can be killed at any point and started again.
+
+Intermediate results of a run: judged records, results before the commit, and the receipt.
+
+Chooses the strategy of an as-of join (``core/as_of_join.py``) from the sizes of the run.
+
+Looks up the records of a run in a table as of their timestamps.
+
+Checks that user-defined functions are deterministic, before a first run writes anything.
+
+Spark's own nondeterministic functions are refused when definitions load, see
+``vt_dagster.topology.expressions``. Only Spark knows how a registered function was declared.
+
+Inputs and context of a processor in a run: log rows, tables, and the state of earlier runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+import re
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from typing import Any
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any, cast
 
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructField, StructType, TimestampType
 
 from vt_dagster.columns import (
+    ARRIVAL,
+    HOME,
+    INPUT,
+    OFFSET,
+    OUTCOME,
     PARTITION,
     RECORDED_AT,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+    VALID_FROM,
+    VALID_TO,
 )
+from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition
-from vt_dagster.core.processor import Input, Processor, RunContext
+from vt_dagster.core.as_of_join import JoinStrategy, Tiles, crowd_of, level_for
+from vt_dagster.core.log_columns import log_schema, view_schema
+from vt_dagster.core.processor import Input, Lookup, Processor, RunContext
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.runs.advance_stream_time import advance_stream_time, bounds_of
-from vt_dagster.runs.arrival import Arrival
+from vt_dagster.core.table_store import PersistRows
+from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.runs.commit_document import (
     document,
     ends_of,
@@ -39,20 +70,393 @@ from vt_dagster.runs.commit_document import (
     system_time_by_clock,
 )
 from vt_dagster.runs.gate import Passed, gate
-from vt_dagster.runs.pin import explained, from_logs, from_source
-from vt_dagster.runs.read_source import reads_twice, records_of, with_table_history
-from vt_dagster.runs.readiness import require_covered
-from vt_dagster.runs.record_times import assign_system_times, steps_of
-from vt_dagster.runs.results import Judged, Receipt, Results, judge, nothing_of, require_same
-from vt_dagster.runs.run_inputs import inputs_of, logs_of, run_context_of
-from vt_dagster.runs.store_protocol import Store, Stores
-from vt_dagster.runs.temporal_lookup import temporal_lookup
-from vt_dagster.runs.udf_determinism import require_deterministic_functions
+from vt_dagster.runs.pin import (
+    Arrival,
+    Store,
+    Stores,
+    explained,
+    from_logs,
+    from_source,
+    require_covered,
+)
+from vt_dagster.runs.read_source import (
+    first_changes_of,
+    reads_twice,
+    records_of,
+    with_table_history,
+    without_spark_logs,
+)
+from vt_dagster.runs.record_times import (
+    advance_stream_time,
+    assign_system_times,
+    bounds_of,
+    oldest,
+    steps_of,
+    watermark_columns,
+)
+from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.view import in_words
-from vt_dagster.topology.model import Stream
+from vt_dagster.storage.view import MANY_ROWS, in_words
+from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+# Results
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Counts of a run's records with their outcome, before the lookup in a table.
+
+    Args:
+        counts: number of records by outcome.
+        by_partition: these counts per partition.
+        span: smallest and largest timestamp of the records to look up; None = none, epoch microseconds.
+        rows_read: approximate number of table rows that the run reads.
+        strategy: the strategy of the lookup, with the reason.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    by_partition: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    span: tuple[int, int] | None = None
+    rows_read: int = 0
+    strategy: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of an operator before the commit: rows with their outcome, lazy."""
+
+    rows: DataFrame
+    context: RunContext
+    judged: Judged = field(default_factory=Judged)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The outcome of a run: its commit, or None if there were no new records.
+
+    Args:
+        outcomes: number of records per outcome, by partition.
+    """
+
+    commit: Commit | None
+    log_version: int | None
+    view_version: int | None = None
+    outcomes: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
+
+
+def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
+    """Returns the empty results of a run without records."""
+    places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
+    empty = spark.createDataFrame([], log_schema(node))
+    return empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)})
+
+
+def judge(records: DataFrame) -> Judged:
+    """Counts records by outcome and partition, and finds the time span of those to look up."""
+    found = (
+        records.groupBy(PARTITION, OUTCOME)
+        .agg(
+            F.count(F.lit(1)).alias("records"),
+            F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
+            F.max(F.unix_micros(TIMESTAMP)).alias("newest"),
+        )
+        .collect()
+    )
+    counts, homes = dict[str, int](), dict[int, dict[str, int]]()
+    for row in found:
+        counts[row[OUTCOME]] = counts.get(row[OUTCOME], 0) + row["records"]
+        homes.setdefault(row[PARTITION], {})[row[OUTCOME]] = row["records"]
+    sought = [row for row in found if row[OUTCOME] in (Outcome.APPLIED, Outcome.LATE)]
+    span = None
+    if sought:
+        span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)
+    return Judged(counts, homes, span)
+
+
+def require_same(node: Stream, given: Mapping[str, int], got: Mapping[str, int]) -> None:
+    """Refuses records of a grace buffer if an op in between added, dropped or changed any.
+
+    Args:
+        given, got: number of records by outcome, from the buffer and at the join.
+
+    Raises:
+        ContractError: the counts differ.
+    """
+    if given != got:
+        raise ContractError(
+            f"{node.name}: expected the records of its grace buffer ({in_words(given)}), got "
+            f"({in_words(got)}); give the join both outputs of the buffer as they are, and filter the "
+            "stream before the buffer or the result after the join"
+        )
+
+
+# Join strategy
+
+
+VERSIONS_OF_A_TASK = 200_000
+"""Versions that a task of the tiled strategy holds in memory: more would not fit a CPU cache."""
+
+_FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
+_FEW_IN_A_TILE = 128
+
+
+def join_strategy(
+    table: Table, view: DataFrame, few_records: bool, versions: int, span: tuple[int, int] | None
+) -> tuple[JoinStrategy, str]:
+    """Returns the strategy for one run, and the reason as text.
+
+    Args:
+        few_records: whether the run has few records.
+        versions: upper bound of the number of versions in the view.
+        span: smallest and largest timestamp of the records to join; None = no records.
+    """
+    if not isinstance(table, VersionedTable):
+        return "sorted", ""
+    if few_records or span is None:
+        return "sorted", "sorted: the run has few records"
+    if versions <= _FEW_VERSIONS:
+        counts = view.groupBy(*table.key).count()
+        most = counts.agg(F.max("count")).collect()[0][0] or 0
+        if most <= _FEW_OF_A_KEY:
+            said = f"broadcast: the table has at most {versions:,} versions, and {most} per key"
+            return "broadcast", said
+    tiles, most = tiles_of(view, key=table.key, first=span[0], last=span[1])
+    if most > _FEW_IN_A_TILE:
+        return "sorted", (
+            f"sorted: {most:,} versions of a key may be in one tile of time, more than {_FEW_IN_A_TILE}"
+        )
+    return tiles, f"tiled: at most {most} versions of a key in a tile of time"
+
+
+def tiles_of(
+    versions: DataFrame, *, key: Sequence[str], first: int, last: int, crowd: int = _FEW_IN_A_TILE // 2
+) -> tuple[Tiles, int]:
+    """Returns tiles of time for rows from ``first`` to ``last``, and the maximum number of versions of
+    a key in one tile.
+
+    Plan: two jobs, an aggregate of the versions and one by key and tile. If a tile has more than
+    ``crowd`` versions of a key, four jobs: each bucket of keys then gets a tile length by the average
+    lifetime of its versions. After that, a tile is crowded only if a key changes much more often at
+    some times than at others, or than the other keys of its bucket.
+    """
+    span = {"first": first, "last": last}
+    level, count = level_for(versions, key=(), **span).collect()[0]
+    spark = cast(Any, versions.sparkSession)
+    tasks = int(spark.conf.get("spark.sql.shuffle.partitions"))
+    tasks = max(tasks, math.ceil(1.5 * count / VERSIONS_OF_A_TASK))
+
+    def tiles(level: int | DataFrame) -> tuple[Tiles, int]:
+        places = max(1, count // 8)
+        found = crowd_of(versions, key=key, level=level, **span, places=places).collect()
+        return Tiles(level, first, last, tasks), 1 + (found[0]["most"] or 0)
+
+    alike = tiles(level or 0)
+    # Spark's hash ignores collation: keys that are equal under a collation may be in two buckets.
+    collated = any("collate" in versions.schema[k].dataType.simpleString() for k in key)
+    if alike[1] <= crowd or collated:
+        return alike
+    # At most one row per bucket, without user data: collected, so that Spark does not compute it twice.
+    levels = level_for(versions, key=key, **span).drop("versions")
+    return tiles(spark.createDataFrame(levels.toArrow()))
+
+
+# Temporal lookup
+
+
+def temporal_lookup(
+    arrival: Arrival,
+    processor: Processor[Any],
+    stores: Stores,
+    records: DataFrame,
+    judged: Judged,
+    persist_rows: PersistRows,
+    context: RunContext,
+) -> tuple[DataFrame, Judged]:
+    """Joins judged records with the table's versions that are valid at their times.
+
+    Args:
+        persist_rows: computes rows at once and persists them until the commit.
+
+    Returns:
+        the results, and the judged records with rows read and strategy.
+    """
+    table = processor.looked_up
+    assert table is not None
+    store, at = stores(table), arrival.tables.get(table.name)
+    if at is None or at.head is None or judged.span is None:
+        empty = recorded_if(
+            processor.uses_system_time, store.spark.createDataFrame([], view_schema(table))
+        )
+        return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
+    since = judged.span[0] - processor.lookup_margin // timedelta(microseconds=1)
+    rows = of_table.as_read(table, recorded_if(processor.uses_system_time, store.view_at(at, since)))
+    way, strategy = join_strategy(table, rows, arrival.few_records, at.total, (since, judged.span[1]))
+    past = None
+    if processor.uses_system_time and isinstance(table, VersionedTable):
+        past = TableSystemTimeHistory(table, store, at.head, persist_rows)
+    found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
+    told = strategy if past is None else f"{strategy}; {past.description}"
+    return found, replace(judged, rows_read=at.reach(since), strategy=told)
+
+
+# Udf determinism
+
+
+_REFUSED = "AGGREGATE_FUNCTION_WITH_NONDETERMINISTIC_EXPRESSION"
+_ALIAS = re.compile(r"\s+as\s+(?:\w+|`[^`]+`)\s*", re.IGNORECASE)
+_CALL = re.compile(r"\s*(?:count|sum|min|max|avg|mean)\s*\((.*)\)\s*", re.IGNORECASE | re.DOTALL)
+
+
+def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
+    """Refuses an asset's first run if an expression calls functions nondeterministic for Spark.
+    Analyses only expressions with functions that are not Spark's own; runs no job.
+
+    Raises:
+        TopologyError: names the expression and the functions.
+    """
+    node = arrival.node
+    if arrival.previous is not None:
+        return
+    for one in expressions_of(node):
+        called = unknown_functions(one.text)
+        if called and not _deterministic(_columns(node, store.spark, one), one):
+            raise TopologyError(
+                f"{node.name}: expected {one.setting} to give the same value whenever a row is "
+                f"computed, got {one.text!r}, where Spark takes {sorted(called)} for not "
+                "deterministic: a run that is repeated, a replay or a restatement would give other "
+                "rows; nothing was written. Register the function without asNondeterministic() if it "
+                "gives the same value for the same arguments"
+            )
+
+
+def _columns(node: Stream, spark: SparkSession, one: Expression) -> DataFrame:
+    """Returns an empty DataFrame with the columns that an expression may name."""
+    operator: Any = node.operator
+    if not one.of_inputs:
+        return _empty(node, spark)
+    if hasattr(operator, "left") and one.setting == "select":
+        left, right = _empty(operator.left, spark), _empty(operator.right, spark)
+        return left.alias("left").crossJoin(right.alias("right"))
+    return _empty(node.inputs[0], spark)
+
+
+def _empty(node: Stream, spark: SparkSession) -> DataFrame:
+    there = {name.lower() for name in node.schema.names}
+    times = [n for n in (TIMESTAMP, VALID_FROM, VALID_TO) if n not in there]
+    fields = [*node.schema.fields, *(StructField(n, TimestampType()) for n in times)]
+    return spark.createDataFrame([], StructType(fields))
+
+
+def _deterministic(rows: DataFrame, one: Expression) -> bool:
+    """Returns whether Spark accepts the expression inside an aggregate, which must be deterministic.
+    Any other error of the expression is left to the run that computes it."""
+    text = one.text
+    aggregate = _CALL.fullmatch(text) if one.setting == "aggregates" else None
+    alias = next((m for m in _ALIAS.finditer(text) if m.end() == len(text)), None)
+    expression = aggregate[1] if aggregate else text[: alias.start()] if alias else text
+    try:
+        with without_spark_logs():
+            _ = rows.agg(F.count(F.expr(expression))).schema
+    except AnalysisException as error:
+        return error.getCondition() != _REFUSED
+    return True
+
+
+# Run inputs
+
+
+def logs_of(arrival: Arrival, processor: Processor[Any], stores: Stores) -> list[DataFrame]:
+    """Returns the log rows of each consumed input, from where the processor re-reads them."""
+    return [_log_of(node, arrival, processor, stores(node)) for node in processor.consumed]
+
+
+def _log_of(node: Stream, arrival: Arrival, processor: Processor[Any], store: Store) -> DataFrame:
+    head = arrival.inputs.get(node.name)
+    if head is None:
+        return store.spark.createDataFrame([], log_schema(node))
+    start, after = arrival.before.inputs.get(node.name, {}), _rescan_from(node, arrival, processor)
+    if node.name not in arrival.taken and (after is None or not start):
+        return recorded_if(processor.uses_system_time, store.log({}, head).limit(0))
+    return recorded_if(processor.uses_system_time, store.log(start, head, after))
+
+
+def _rescan_from(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int | None:
+    """Returns the earliest time needed; a log may be more than one of the inputs (a self-join)."""
+    before = arrival.before
+    places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
+    state = before.stream_time, before.emitted_up_to, before.watermarks
+    found = [processor.rescan_from(i, *state) for i in places]
+    found += [processor.rescan_from_batch(i, arrival.watermarks) for i in places]
+    return min((after for after in found if after is not None), default=None)
+
+
+def inputs_of(
+    arrival: Arrival, processor: Processor[Any], stores: Stores, logs: Sequence[DataFrame]
+) -> list[Input]:
+    """Returns the rows that were read, with the tables that the processor looks up."""
+    if arrival.source is not None:
+        return [Input(rows) for rows in logs]
+    before, since = arrival.before, oldest(processor, logs, arrival.before)
+    found: list[Input] = []
+    for node, rows in zip(processor.consumed, logs, strict=True):
+        start = before.inputs.get(node.name, {})
+        table = earlier = None
+        times = dict[int, int]()
+        # In a first run, the changes contain every row of the table: no table is needed.
+        if start and processor.reads_tables and node.name in arrival.tables:
+            store, at = stores(node), arrival.tables[node.name]
+            table = store.current_at(at) if since is None else store.view_at(at, since)
+            table, times = table.drop(RECORDED_AT), at.stream_time
+        if start and _rescan_from(node, arrival, processor) is not None:
+            consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
+            earlier, rows = rows.where(consumed), rows.where(~consumed)
+        found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
+    return found
+
+
+def run_context_of(
+    arrival: Arrival, processor: Processor[Any], store: Store, persist_rows: PersistRows | None = None
+) -> RunContext:
+    """Returns the context of a run.
+
+    Args:
+        store: the asset's own tables.
+        persist_rows: computes rows at once and persists them until the commit; None = read no table,
+            for calls before the operator.
+    """
+    before, with_tables = arrival.before, persist_rows is not None
+    view = state = None
+    if with_tables and arrival.previous is not None:
+        state = store.state(arrival.previous)
+        own = isinstance(arrival.node, Table) and processor.reads_own_table(arrival.watermarks)
+        view = store.current() if own else None
+        view = None if view is None else view.drop(RECORDED_AT)
+    since = processor.rescan_from_batch(0, arrival.watermarks)
+    asked = with_tables and since is not None and processor.quarantined_outcomes
+    many = arrival.few_records and arrival.view_rows > MANY_ROWS
+    return RunContext(
+        persist_rows=persist_rows if many or processor.persists_rows else None,
+        state=state,
+        view=view,
+        stream_time=by_partition(before.stream_time),
+        stream_time_after=by_partition(arrival.stream_time),
+        emitted_up_to=by_partition(before.emitted_up_to),
+        emitted_up_to_after=by_partition(arrival.emitted_up_to),
+        bounds=arrival.bounds,
+        none_late=arrival.none_late,
+        watermarks=watermark_columns(before.watermarks),
+        watermarks_after=watermark_columns(arrival.watermarks),
+        since=since,
+        refused=store.quarantine() if asked else None,
+        first_changes=first_changes_of(arrival, store) if with_tables else None,
+    )
+
+
+# Run
+
 
 _LAST = datetime.max.replace(tzinfo=timezone.utc)
 

@@ -13,7 +13,7 @@ from vt_dagster.columns import PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import with_columns
 from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
-from vt_dagster.runs.store_protocol import Store
+from vt_dagster.runs.pin import Store
 from vt_dagster.storage.commit_log import horizons
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import VersionedTable

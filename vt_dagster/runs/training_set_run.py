@@ -23,7 +23,7 @@ from vt_dagster.core.feature_join import Feature, with_features
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside
-from vt_dagster.runs.readiness import not_ready
+from vt_dagster.runs.pin import not_ready
 from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet

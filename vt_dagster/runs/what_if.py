@@ -19,8 +19,14 @@ from pyspark.sql.types import NumericType
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
-from vt_dagster.runs.replay import as_json, comparable, differing_rows, make_anew
-from vt_dagster.runs.retention_guard import require_history, require_logs
+from vt_dagster.runs.replay import (
+    as_json,
+    comparable,
+    differing_rows,
+    make_anew,
+    require_history,
+    require_logs,
+)
 from vt_dagster.storage import delta
 from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.topology.model import Stream, topological

@@ -20,8 +20,7 @@ from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.stream_table_join import with_finality
 from vt_dagster.errors import ContractError
-from vt_dagster.runs.results import Receipt
-from vt_dagster.runs.run import run_once
+from vt_dagster.runs.run import Receipt, run_once
 from vt_dagster.spark.session import FEW_QUERIES, build_session
 from vt_dagster.spark.settings import SETTINGS
 from vt_dagster.testing.memory_store import MemoryStore, Records

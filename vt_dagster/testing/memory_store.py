@@ -29,7 +29,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
 from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
 from vt_dagster.errors import ConcurrentRunError, ContractError
-from vt_dagster.runs.store_protocol import Store
+from vt_dagster.runs.pin import Store
 from vt_dagster.sources.base import Uncounted
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.spark_reader import Head, Snapshot

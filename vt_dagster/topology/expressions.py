@@ -8,7 +8,7 @@ without Spark, so this module tokenizes the text as Spark's lexer does: a name i
 or of a column is no call.
 
 User-defined functions are unknown here; ``unknown_functions`` lists them, and a first run checks them
-with Spark (``vt_dagster.runs.udf_determinism``).
+with Spark (``vt_dagster.runs.run``).
 
 The selected columns of an operator's result, checked when the operator is made.
 
