@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from tests.market import Market, checks, messages, record, run
 from vt_dagster import TopologyError, build_asset, build_freshness_check
-from vt_dagster.orchestration import freshness_check
+from vt_dagster.orchestration import checks as checks_module
 from vt_dagster.runs import audit
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.spark_reader import Snapshot
@@ -260,7 +260,7 @@ def test_fresh_is_what_stream_time_is_by_the_clock(
         return run([build_asset(market.prices), check], warehouse, selection=chosen)
 
     def said(age: float) -> Any:
-        monkeypatch.setattr(freshness_check, "time", SimpleNamespace(time=lambda: newest + age))
+        monkeypatch.setattr(checks_module, "time", SimpleNamespace(time=lambda: newest + age))
         (found,) = checked(market.warehouse).get_asset_check_evaluations()
         return found
 

@@ -9,7 +9,7 @@ import pytest
 from dagster_shared.serdes import serialize_value
 
 from tests.market import QUIET
-from vt_dagster.orchestration.event_search import runs_with
+from vt_dagster.orchestration.sensors import runs_with
 
 ERIN = "erin-6b1f2a"
 KEY = dg.AssetKey("customers")

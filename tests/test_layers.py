@@ -85,7 +85,7 @@ BY_NAME = {
     "vt_dagster.explore.key_history",
     "vt_dagster.explore.lateness_unsupported",
     "vt_dagster.explore.warehouse_overview",
-    "vt_dagster.orchestration.lateness_check",
+    "vt_dagster.orchestration.checks",
     "vt_dagster.provenance.explain",
     "vt_dagster.provenance.explain_row_operators",
     "vt_dagster.provenance.lateness",

@@ -41,8 +41,8 @@ from vt_dagster.core import versioned_table
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.key_history import key_history
-from vt_dagster.orchestration.partition_sensor import _require_reader
-from vt_dagster.orchestration.run_pictures import Lane, _add_versions
+from vt_dagster.orchestration.metadata import Lane, _add_versions
+from vt_dagster.orchestration.sensors import _require_reader
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once

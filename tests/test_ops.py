@@ -25,7 +25,7 @@ from vt_dagster import (
 )
 from vt_dagster.columns import OUTCOME, RECORDED_AT
 from vt_dagster.core.processor_registry import PROCESSORS
-from vt_dagster.orchestration.op_names import KINDS, steps_of
+from vt_dagster.orchestration.metadata import KINDS, steps_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.model import Stream

@@ -14,15 +14,16 @@ import pytest
 
 from tests.market import Market, materialized, record, unchanged
 from vt_dagster.drawing import BLUE, RED
-from vt_dagster.orchestration import run_pictures
-from vt_dagster.orchestration.run_pictures import histogram, timeline
-from vt_dagster.orchestration.text_timeline import (
+from vt_dagster.orchestration import metadata
+from vt_dagster.orchestration.metadata import (
     LABELS,
     SHOWN_AT_ONCE,
     Lane,
     counts_text,
+    histogram,
     lateness_text,
     sketch,
+    timeline,
 )
 from vt_dagster.storage import parquet
 
@@ -147,7 +148,7 @@ def test_of_many_files_and_records(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = market.copy(tmp_path / "copy")
-    monkeypatch.setattr(run_pictures, "SAMPLE", 100)
+    monkeypatch.setattr(metadata, "SAMPLE", 100)
     monkeypatch.setattr(parquet, "ROWS_OF_A_FILE", 50)
     hours = [record("a", f"h{n}", f"{3 + n // 24} {n % 24:02d}:00") for n in range(240)]
     copy.land("prices", "3.jsonl", *hours)
@@ -167,7 +168,7 @@ def test_of_many_files_and_records(
 
 def test_a_crowd_is_drawn_evenly() -> None:
     crowd = [(n, n in (7, 8)) for n in range(240)]
-    shown = run_pictures._spread(crowd)
+    shown = metadata._spread(crowd)
     assert len(shown) == 60
     assert {(7, True), (8, True)} <= set(shown)
     assert max(b[0] - a[0] for a, b in pairwise(shown)) <= 6
@@ -180,7 +181,7 @@ def test_they_never_fail_a_run(market: Market, tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("no ink")
 
     copy = market.copy(tmp_path / "copy")
-    monkeypatch.setattr(run_pictures, "_draw", broken)
+    monkeypatch.setattr(metadata, "_draw", broken)
     copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"))
     result = copy.run([copy.prices])
     assert result.success

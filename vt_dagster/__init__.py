@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vt_dagster.contracts import contract
     from vt_dagster.errors import TopologyError, VtDagsterError
+    from vt_dagster.orchestration.checks import build_freshness_check, build_lateness_check
     from vt_dagster.orchestration.decorators import stream, table, versioned_table
     from vt_dagster.orchestration.export_asset import build_export
     from vt_dagster.orchestration.factory import (
@@ -40,12 +41,9 @@ if TYPE_CHECKING:
         build_maintenance,
         build_resources,
     )
-    from vt_dagster.orchestration.freshness_check import build_freshness_check
     from vt_dagster.orchestration.io_manager import tables_io_manager
-    from vt_dagster.orchestration.lateness_check import build_lateness_check
-    from vt_dagster.orchestration.partition_sensor import build_partition_sensor
     from vt_dagster.orchestration.resources import SparkResource, WarehouseResource
-    from vt_dagster.orchestration.sensors import build_sensor
+    from vt_dagster.orchestration.sensors import build_partition_sensor, build_sensor
     from vt_dagster.orchestration.training_set_asset import build_training_set
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.provenance.explain import explain
@@ -102,10 +100,10 @@ _HOMES = {
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
     "build_export": "vt_dagster.orchestration.export_asset",
-    "build_freshness_check": "vt_dagster.orchestration.freshness_check",
-    "build_lateness_check": "vt_dagster.orchestration.lateness_check",
+    "build_freshness_check": "vt_dagster.orchestration.checks",
+    "build_lateness_check": "vt_dagster.orchestration.checks",
     "build_maintenance": "vt_dagster.orchestration.factory",
-    "build_partition_sensor": "vt_dagster.orchestration.partition_sensor",
+    "build_partition_sensor": "vt_dagster.orchestration.sensors",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
     "build_training_set": "vt_dagster.orchestration.training_set_asset",

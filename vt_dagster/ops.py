@@ -1,9 +1,12 @@
 """The ops that make up assets, for graphs of your own; see ``vt_dagster.orchestration.ops`` and
-``vt_dagster.orchestration.operator_ops``."""
+``vt_dagster.orchestration.ops``."""
 
-from vt_dagster.orchestration.operator_ops import (
+from vt_dagster.orchestration.asset import FilesConfig, TopicsConfig
+from vt_dagster.orchestration.ops import (
     OP_MEMORY,
+    TABLES,
     OperatorOp,
+    Results,
     aggregate_op,
     corrected_join_op,
     corrected_stream_join_op,
@@ -12,9 +15,15 @@ from vt_dagster.orchestration.operator_ops import (
     flat_map_values_op,
     foreign_key_join_op,
     grace_buffer_op,
+    graph_arguments,
     history_join_op,
+    maintenance_op,
     map_values_op,
     merge_op,
+    publish_op,
+    put_op,
+    read_logs_op,
+    read_op,
     select_key_op,
     stream_join_op,
     stream_table_join_op,
@@ -23,19 +32,8 @@ from vt_dagster.orchestration.operator_ops import (
     to_stream_op,
     to_table_op,
     windowed_aggregate_op,
-)
-from vt_dagster.orchestration.ops import (
-    TABLES,
-    Results,
-    graph_arguments,
-    maintenance_op,
-    publish_op,
-    put_op,
-    read_logs_op,
-    read_op,
     write_op,
 )
-from vt_dagster.orchestration.run_config import FilesConfig, TopicsConfig
 
 __all__ = [
     "OP_MEMORY",

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import typer
 
-from vt_dagster.orchestration.op_names import KINDS
+from vt_dagster.orchestration.metadata import KINDS
 from vt_dagster.rules import METRICS, RULES
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import typer
 
 from vt_dagster.cli.lookup import Warehouse
 from vt_dagster.errors import TopologyError, VtDagsterError
-from vt_dagster.orchestration.event_search import runs_with
+from vt_dagster.orchestration.sensors import runs_with
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs import replay as replays
 from vt_dagster.runs import restate as restatement

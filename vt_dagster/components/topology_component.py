@@ -17,9 +17,8 @@ from vt_dagster.components.yaml_models import Choice, Part, is_template, optiona
 from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
-from vt_dagster.orchestration.partition_sensor import build_partition_sensor
 from vt_dagster.orchestration.resources import SparkResource
-from vt_dagster.orchestration.sensors import build_sensor, has_sensor
+from vt_dagster.orchestration.sensors import build_partition_sensor, build_sensor, has_sensor
 from vt_dagster.topology.model import Stream
 
 _SCAFFOLD = """\

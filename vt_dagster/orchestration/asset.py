@@ -1,36 +1,223 @@
-"""The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
+"""The asset of a stream or table, its run configuration and the types of its ops.
+
+The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
 
 Without new records, the op ends before it needs Spark and logs an observation instead of a
 materialization: downstream assets get no run request, and those in the same run check for new input
 themselves.
+
+Dagster types of values between ops: Spark DataFrames with their required columns.
+
+The run config of an asset: which input of its source a run takes.
 """
 
 import time
 from collections.abc import Mapping
+from functools import cache
 from inspect import Parameter
 from typing import Any, cast
 
 import dagster as dg
 from typing_extensions import Unpack
 
+from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OUTCOME, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
-from vt_dagster.orchestration.dagster_types import RESULTS, misfit
-from vt_dagster.orchestration.dataframe_inputs import Inputs, delivered_frames, partitions_of
-from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
+from vt_dagster.orchestration.decorators import Inputs, delivered_frames, partitions_of
+from vt_dagster.orchestration.metadata import lag_metadata, pictures, positions_of, run_metadata
 from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for, tables_key
-from vt_dagster.orchestration.run_config import config_of
-from vt_dagster.orchestration.run_pictures import pictures
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
-from vt_dagster.runs.pin import Arrival, source_of
-from vt_dagster.runs.run import Receipt, Run
+from vt_dagster.runs.gate import misfits
+from vt_dagster.runs.pin import Arrival, source_of, waits
+from vt_dagster.runs.run import Receipt, Results, Run
 from vt_dagster.sources.base import delivered
+from vt_dagster.sources.delta_source import DeltaSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.frame_sources import FrameSource
-from vt_dagster.sources.kafka_source import PinnedTopics
+from vt_dagster.sources.kafka_cluster import as_ranges
+from vt_dagster.sources.kafka_source import KafkaSource, PinnedTopics
+from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream
+
+# Dagster types
+
+
+def _is_frame(value: Any) -> bool:
+    """A Spark DataFrame, classic or of Spark Connect."""
+    return hasattr(value, "schema") and hasattr(value, "sparkSession")
+
+
+RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, OUTCOME)
+"""Columns that rows before the commit have in addition to their schema."""
+
+
+def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | None:
+    """Returns the problems of a DataFrame before the commit of a stream or table; None = no problem."""
+    if not _is_frame(value):
+        return (
+            f"expected a Spark DataFrame with {what} of {node.name!r}, got "
+            f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "
+            "itself from the op before"
+        )
+    problems = misfits(value, node.schema, more)
+    if not problems:
+        return None
+    return (
+        f"expected {what} of {node.name!r}: {'; '.join(problems)}; correct the op before, or the "
+        "asset's schema"
+    )
+
+
+def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) -> dg.DagsterType:
+    def check(_: Any, value: Any) -> dg.TypeCheck:
+        wrong = misfit(node, what, more, value)
+        return dg.TypeCheck(success=wrong is None, description=wrong)
+
+    columns = [
+        dg.TableColumn(f.name, f.dataType.simpleString(), description=None) for f in node.schema.fields
+    ]
+    return dg.DagsterType(
+        check,
+        name=f"{node.name}_{what}",
+        description=f"{meaning} Columns: those of {node.name!r}, {', '.join(more)}.",
+        metadata={"dagster/column_schema": dg.TableSchema(columns=columns)},
+    )
+
+
+@cache
+def records_type(node: Stream) -> dg.DagsterType:
+    """Records of a source as read: the node's columns, timestamp, order of arrival."""
+    return _frame_type(node, "records", RESULTS, "Records as read, without an outcome.")
+
+
+@cache
+def considered_type(node: Stream) -> dg.DagsterType:
+    """A source's records with their outcomes: applied, late, quarantined."""
+    return _frame_type(node, "considered", RESULTS, "Records with their outcomes in this run.")
+
+
+@cache
+def log_type(node: Stream) -> dg.DagsterType:
+    """Log rows of a stream or table that are the input of a run."""
+    return _frame_type(node, "log", tuple(log_columns(node)), "Log rows that a run takes.")
+
+
+@cache
+def results_type(node: Stream) -> dg.DagsterType:
+    """The results of an operator's run with their outcomes, before the commit."""
+    frame = _frame_type(
+        node,
+        "results",
+        RESULTS,
+        "An operator's results, and its state for the next run.",
+    )
+
+    def check(context: Any, value: Any) -> dg.TypeCheck:
+        if not isinstance(value, Results):
+            return dg.TypeCheck(
+                success=False,
+                description=f"expected the Results of {node.name!r}, got "
+                f"{type(value).__module__}.{type(value).__qualname__}; return "
+                "vt_dagster.runs.run.Results(rows, known) from the op before",
+            )
+        return cast(dg.TypeCheck, frame.type_check(context, value.rows))
+
+    return dg.DagsterType(
+        check, name=f"{node.name}_results", description=frame.description, metadata=frame.metadata
+    )
+
+
+ArrivalType = dg.DagsterType(
+    lambda _, value: isinstance(value, Arrival),
+    name="Arrival",
+    description="The input of one run: files or offset ranges, pinned when it starts.",
+    typing_type=Arrival,
+)
+
+
+# Run config
+
+
+class SourceConfig(dg.Config):
+    """The config of an asset with a source: arguments of the source's ``pin``."""
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the arguments of ``Source.pin``."""
+        return self.model_dump()
+
+
+class FilesConfig(SourceConfig):
+    """Which files a run takes."""
+
+    files: list[str] | None = None
+    """Names in the source's directory; files already consumed are skipped. None = all new files."""
+
+    def asked(self) -> dict[str, Any]:
+        return {"only": self.files}
+
+
+class TopicsConfig(SourceConfig):
+    """Which records a run takes from its topics."""
+
+    ranges: dict[str, Any] | None = None
+    """``{topic: {"partition": [start, end]}}``; records already consumed are skipped. None = all."""
+    accept_gap: bool = False
+    """Continue after a gap of lost records that were not consumed; the commit records the gap."""
+
+    def asked(self) -> dict[str, Any]:
+        return {"wanted": as_ranges(self.ranges), "accept_gap": self.accept_gap}
+
+
+class VersionsConfig(SourceConfig):
+    """Which versions of a Delta table a run takes."""
+
+    version: int | None = None
+    """The last version (inclusive); versions already consumed are skipped. None = the newest."""
+    accept_gap: bool = False
+    """Continue after a gap of lost versions that were not consumed; the commit records the gap."""
+    accept_shrink: bool = False
+    """Accept a full snapshot that is empty, or deletes more than ``max_shrink``."""
+
+
+class DumpConfig(SourceConfig):
+    """Which dump a run takes."""
+
+    dump: str | None = None
+    """Name of the last dump; unconsumed dumps before it come first. None = the next."""
+    accept_shrink: bool = False
+    """Accept a dump that is empty, or deletes more than ``max_shrink``."""
+
+
+class JoinConfig(SourceConfig):
+    """Whether a run waits for tables to be ready."""
+
+    accept_not_ready: bool = False
+    """Join with tables that are not ready, or whose history retention no longer covers waiting records;
+    the commit records which."""
+
+
+_CONFIGS: dict[type[Any], type[SourceConfig]] = {
+    DeltaSource: VersionsConfig,
+    FilesSource: FilesConfig,
+    KafkaSource: TopicsConfig,
+    SnapshotSource: DumpConfig,
+}
+
+
+def config_of(node: Stream) -> type[SourceConfig] | None:
+    """Returns the config class of an asset; None if it has no config."""
+    if node.operator is not None:
+        return JoinConfig if node.operator.waits_for and waits(node) else None
+    source: object = node.source
+    return next((_CONFIGS[kind] for kind in type(source).__mro__ if kind in _CONFIGS), None)
+
+
+# Asset
+
 
 DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that holds its data version."""

@@ -1,20 +1,279 @@
-"""Decorators that declare a stream or table of the DataFrames that a function returns."""
+"""``@stream``, ``@table`` and ``@versioned_table``, and the inputs of functions and assets.
+
+Decorators that declare a stream or table of the DataFrames that a function returns.
+
+The DataFrame inputs of a run: from the asset's own function, or from an upstream asset.
+
+Dagster identifies the delivery: the run, its partition, or the upstream asset's materialization. The
+asset's own commits record which deliveries were consumed.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import dagster as dg
 from typing_extensions import Required, TypedDict, Unpack
 
-from vt_dagster.orchestration.dataframe_inputs import function_parameters
-from vt_dagster.sources.frame_sources import FunctionSource
+from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.sources.frame_sources import AssetSource, Delivery, FrameSource, FunctionSource, Given
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Ready, Stream, Table, VersionedTable
 from vt_dagster.topology.node import Freshness
+
+# Dataframe inputs
+
+
+TAKE_AGAIN = "vt_dagster/take_again"
+"""Run tag that consumes a partition again with other rows than before."""
+_UPSTREAM = "upstream"
+_RESOURCE = getattr(dg.ResourceParam[Any], "__metadata__", ())
+_RESOURCES = ("ConfigurableResourceFactory", "ResourceDefinition", "TreatAsResourceParam")
+"""Dagster's classes of resources, of which the first and last have no public names."""
+_STARTED = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_RESTARTED}
+
+
+def partitions_of(node: Stream) -> dg.PartitionsDefinition[Any] | None:
+    """Returns the partitions of a node's asset; None = it has none."""
+    return getattr(node.source, "partitions_def", None)
+
+
+def function_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of a user's function without its context, with resolved annotations.
+
+    Raises:
+        TopologyError: the function cannot return records.
+    """
+    named = getattr(function, "__qualname__", repr(function))
+    plain = callable(function) and not inspect.isclass(function)
+    if not plain or inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TopologyError(
+            f"{named}: expected a function that returns a DataFrame or None, got {function!r}; return "
+            "all records of a run at once"
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    for one in parameters:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
+            raise TopologyError(
+                f"{named}: expected named parameters, which are its inputs, got {one.name!r}; "
+                "name each input asset"
+            )
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TopologyError(
+            f"{named}: expected annotations that can be resolved in its module, got: {error}; import "
+            "that type outside of TYPE_CHECKING and of functions"
+        ) from None
+    start = 1 if wants_context(function) else 0
+    return [one.replace(annotation=hints.get(one.name, one.empty)) for one in parameters[start:]]
+
+
+def wants_context(function: Callable[..., Any]) -> bool:
+    """Whether its first parameter is Dagster's context."""
+    first = next(iter(inspect.signature(function).parameters), "")
+    return first.strip("_") == "context" or first == "_"
+
+
+def _is_resource(kind: Any) -> bool:
+    """Whether Dagster passes a resource for an annotation. Dagster itself takes resources from
+    parameters only if no required_resource_keys are set."""
+    if getattr(kind, "__metadata__", None) == _RESOURCE:
+        return True
+    return any(base.__name__ in _RESOURCES for base in getattr(kind, "__mro__", ()))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of an asset with a source of DataFrames.
+
+    Args:
+        ins: as ``dagster.asset`` takes them.
+        signature: of the function that Dagster calls.
+        required_resource_keys: besides those of any asset.
+        deps: other upstream assets, not loaded.
+    """
+
+    ins: Mapping[str, dg.AssetIn]
+    signature: inspect.Signature
+    required_resource_keys: frozenset[str] = frozenset()
+    deps: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, node: Stream, source: FrameSource) -> Inputs:
+        """Returns the inputs of a stream or table.
+
+        Raises:
+            TopologyError: its source is itself.
+        """
+        if isinstance(source, FunctionSource):
+            parameters = function_parameters(source.function)
+            named = [one.name for one in parameters if _is_resource(one.annotation)]
+            inputs = [one for one in parameters if one.name not in named]
+            required = source.required_resource_keys.union(named)
+            return cls(source.ins, _signature(inputs), required, tuple(source.deps))
+        assert isinstance(source, AssetSource)
+        if source.path == node.path:
+            raise TopologyError(
+                f"{node.name}: expected the key of another asset in AssetSource, got its own, "
+                f"{'/'.join(node.path)!r}; name the asset that its records come from"
+            )
+        only: dict[str, Any] = {"allow_missing_partitions": True, **source.metadata}
+        about: dict[str, Any] = {"metadata": only, "partition_mapping": source.partition_mapping}
+        if source.input_manager_key is not None:
+            about["input_manager_key"] = source.input_manager_key
+        kind = inspect.Parameter.empty if source.as_type is None else source.as_type
+        upstream = inspect.Parameter(
+            _UPSTREAM, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind
+        )
+        return cls({_UPSTREAM: dg.AssetIn(dg.AssetKey(source.path), **about)}, _signature([upstream]))
+
+
+def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD  # Dagster takes no others for inputs
+    context = inspect.Parameter("context", kind, annotation=dg.AssetExecutionContext)
+    named = [one.replace(kind=kind) for one in parameters]
+    return inspect.Signature([context, *sorted(named, key=lambda one: one.default is not one.empty)])
+
+
+@contextmanager
+def delivered_frames(
+    context: dg.AssetExecutionContext, node: Stream, source: FrameSource, values: Mapping[str, Any]
+) -> Iterator[Given]:
+    """Yields the source of one run.
+
+    Args:
+        values: the inputs that Dagster loaded.
+    """
+    if isinstance(source, FunctionSource):
+        deliveries = [_of_function(context, node, source, values)]
+    else:
+        assert isinstance(source, AssetSource)
+        deliveries = _of_asset(context, node, source, values[_UPSTREAM])
+    again = context.run.tags.get(TAKE_AGAIN, "").lower() == "true"
+    made = Given(node, source, deliveries, again)
+    try:
+        yield made
+    finally:
+        made.release()
+
+
+def _of_function(
+    context: dg.AssetExecutionContext, node: Stream, source: FunctionSource, values: Mapping[str, Any]
+) -> Delivery:
+    function = source.function
+    first = (context,) if wants_context(function) else ()
+    for one in function_parameters(function):
+        if _is_resource(one.annotation):
+            values = {**values, one.name: getattr(context.resources, one.name)}
+    if source.partitions_def is None:
+        return Delivery(_origin(context), "", lambda: function(*first, **values))
+    return Delivery(one_partition(context, node), None, lambda: function(*first, **values))
+
+
+def one_partition(context: Any, node: Stream) -> str:
+    """Returns the partition of a run.
+
+    Raises:
+        SourceError: the run has none, or several.
+    """
+    found = list(context.partition_keys) if context.has_partition_key_range else []
+    if context.has_partition_key:
+        found = [context.partition_key]
+    if len(found) != 1:
+        raise SourceError(
+            f"{node.name}: expected a run of one partition, got {len(found)}; run each partition "
+            "by itself, without BackfillPolicy.single_run"
+        )
+    return found[0]
+
+
+def _origin(context: dg.AssetExecutionContext) -> str:
+    """Returns the first run of a chain of retries. A re-execution of a successful run is a new run,
+    not a retry."""
+    run = context.run
+    while run.parent_run_id is not None:
+        parent = context.instance.get_run_by_id(run.parent_run_id)
+        if parent is None or parent.status == dg.DagsterRunStatus.SUCCESS:
+            break
+        run = parent
+    return run.run_id
+
+
+def _of_asset(
+    context: dg.AssetExecutionContext, node: Stream, source: AssetSource, value: Any
+) -> list[Delivery]:
+    last = _materialization(context, node, source, None)
+    if last.partition_key is None:
+        return [Delivery("", _version(context, node, source, last), lambda: value)]
+    partitions = list(context.asset_partition_keys_for_input(_UPSTREAM))
+    if len(partitions) != 1 and not isinstance(value, dict):
+        raise SourceError(
+            f"{node.name}: expected the IO manager of {'/'.join(source.path)} to return a dict of its "
+            f"{len(partitions)} partitions, got {type(value).__qualname__}; set the partitions_def "
+            "of that asset on AssetSource, so that each run takes one partition"
+        )
+    frames: dict[str, Any] = value if isinstance(value, dict) else {partitions[0]: value}
+    found: list[Delivery] = []
+    for one in partitions:
+        if one in frames:
+            version = _version(context, node, source, _materialization(context, node, source, one))
+            found.append(Delivery(one, version, lambda frame=frames[one]: frame))
+    return found
+
+
+def _materialization(
+    context: dg.AssetExecutionContext, node: Stream, source: AssetSource, partition: str | None
+) -> dg.EventLogRecord:
+    """Returns the last materialization of the upstream asset, or of one of its partitions.
+
+    Raises:
+        SourceError: this Dagster instance has none.
+    """
+    only = None if partition is None else [partition]
+    wanted = dg.AssetRecordsFilter(dg.AssetKey(source.path), asset_partitions=only)
+    records = context.instance.fetch_materializations(wanted, limit=1).records
+    if not records:
+        named = "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
+        raise SourceError(
+            f"{node.name}: expected a materialization of {named} in this Dagster instance, which "
+            "identifies the delivery, got none; materialize it, or report a materialization with "
+            "report_runless_asset_event"
+        )
+    return records[0]
+
+
+def _version(
+    context: dg.AssetExecutionContext, node: Stream, source: AssetSource, last: dg.EventLogRecord
+) -> str:
+    """Returns the version of the loaded materialization.
+
+    Raises:
+        SourceError: the asset was materialized during the load, so the loaded version is unknown.
+    """
+    if last.timestamp > _started(context, node):
+        raise SourceError(
+            f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "
+            "got one; nothing was committed. Run again, or put both assets into one pool"
+        )
+    return f"{last.run_id}@{last.timestamp:.6f}"
+
+
+def _started(context: dg.AssetExecutionContext, node: Stream) -> float:
+    """Returns when this step started, before its inputs were loaded; epoch seconds."""
+    step = dg.AssetKey(node.path).to_python_identifier()
+    events = context.instance.get_records_for_run(context.run.run_id, of_type=_STARTED).records
+    own = [one.timestamp for one in events if one.event_log_entry.step_key == step]
+    return max(own, default=float("inf"))
+
+
+# Decorators
+
 
 N = TypeVar("N", bound=Stream)
 _OF_SOURCE = (

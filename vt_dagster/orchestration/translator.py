@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from vt_dagster.core.table_store import start_of, tie_break_of
 from vt_dagster.errors import TopologyError
-from vt_dagster.orchestration.dataframe_inputs import partitions_of
+from vt_dagster.orchestration.decorators import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, describe
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
