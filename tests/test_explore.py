@@ -25,16 +25,9 @@ from tests.market import Market
 from tests.written import MICROS, Written, document, moment
 from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
 from vt_dagster.errors import StorageError
-from vt_dagster.explore import (
-    key_history,
-    lateness_curves,
-    lineage_drawing,
-    record_search,
-    table_diff,
-    timeline,
-)
+from vt_dagster.explore import key_history, lateness_curves, lineage_drawing, table_diff
 from vt_dagster.explore.app import application
-from vt_dagster.explore.lateness_unsupported import came_late
+from vt_dagster.explore.warehouse_overview import came_late
 from vt_dagster.provenance import lateness
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explain_request import Explanation, Log, Record, as_time
@@ -173,7 +166,7 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
     """Of random records, whatever part of them is shown, and however they are read in parts."""
     chance = random.Random(seed)
     monkeypatch.setattr(lateness, "CHUNK", chance.choice([3, 7, 1000]))
-    monkeypatch.setitem(record_search.newest.__kwdefaults__, "most", 6)
+    monkeypatch.setitem(key_history.newest.__kwdefaults__, "most", 6)
     retention = timedelta(minutes=chance.choice([20, 10_000]))
     prices = Written(tmp_path, retention=retention)
     for run in range(1, 4):
@@ -223,7 +216,7 @@ def test_it_says_what_it_left_out(tmp_path: Path) -> None:
     assert listed.count("<tr") == 50 + 1
     assert "50 of 500 that are there" in pages.get("/table/prices?find=k%3Dapple").text
     log = Log.open(str(tmp_path), "prices")
-    some = record_search.newest(log, log.of_key(["apple"]), looked_at=100)
+    some = key_history.newest(log, log.of_key(["apple"]), looked_at=100)
     assert (some.count, some.looked_at, some.of, some.whole) == (60, 100, 540, False)
 
 
@@ -388,12 +381,12 @@ def test_a_joins_lookups_and_candidates(market: Market) -> None:
     history = key_history.key_history(
         str(market.warehouse), "prices", [record.values["k"]], None, None, None
     )
-    drawn = timeline.of_key(history, None)
+    drawn = key_history.timeline_of_key(history, None)
     assert drawn is not None
     assert [lane.label for lane in drawn.lanes] == ["prices", "priced"]
     assert drawn.lanes[1].marks
     why = explain("priced", offset=record.place, warehouse=str(market.warehouse))
-    bars = timeline.of_candidates(record, why.candidates)
+    bars = key_history.of_candidates(record, why.candidates)
     assert bars is not None
     assert [b.look for lane in bars.lanes for b in lane.bars].count("answer") == 1
 

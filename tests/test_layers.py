@@ -83,7 +83,7 @@ KERNELS = {"partial_updates.py", "suppress.py", "windowed_aggregate.py"}
 BY_NAME = {
     "vt_dagster.components.yaml_assets",
     "vt_dagster.explore.key_history",
-    "vt_dagster.explore.lateness_unsupported",
+    "vt_dagster.explore.warehouse_overview",
     "vt_dagster.explore.warehouse_overview",
     "vt_dagster.orchestration.checks",
     "vt_dagster.provenance.explain",

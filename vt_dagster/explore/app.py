@@ -1,22 +1,278 @@
-"""The web application: routes, security headers, and the check of the Host header."""
+"""The web application: routes, pages, security headers, the check of the Host header.
+
+The web application: routes, security headers, and the check of the Host header.
+
+The pages: each reads the warehouse by its query parameters and renders a template.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import time
+from collections.abc import Mapping
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
+import jinja2
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from vt_dagster.errors import VtDagsterError
-from vt_dagster.explore.pages import Pages
-from vt_dagster.storage.arrow_reader import asset_names
+from vt_dagster.errors import StorageError, VtDagsterError
+from vt_dagster.explore import key_history as key_history_module
+from vt_dagster.explore import lateness_curves, lineage_drawing, table_diff
+from vt_dagster.explore.key_history import LOOKED_AT, key_history, newest
+from vt_dagster.explore.warehouse_overview import came_late, facts, overview, require_asset, runs
+from vt_dagster.provenance.explain import explain
+from vt_dagster.provenance.explain_request import Condition, Log, Record, as_micros, both
+from vt_dagster.provenance.lateness import share
+from vt_dagster.storage.arrow_reader import asset_names, of_key
+from vt_dagster.topology.durations import in_utc, parse_time
+
+# Pages
+
+
+NEWEST, MADE_OF = 50, 8
+"""Maximum number of listed records, and of named inputs of a record."""
+_LENGTH = re.compile(r"[0-9a-z. ]{1,40}")
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+class Pages:
+    """The pages for a warehouse.
+
+    Args:
+        warehouse: the directory or URL of the tables.
+    """
+
+    def __init__(self, warehouse: str) -> None:
+        self._warehouse = warehouse
+        folder = Path(__file__).with_name("templates")
+        self._templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(folder), autoescape=True, undefined=jinja2.StrictUndefined
+        )
+        self._templates.filters |= _FILTERS
+        self._templates.globals |= {"link": link, "row_link": row_link, "key_link": key_link}
+
+    def page(self, template: str, status: int = 200, **shown: Any) -> Response:
+        """Renders a template; values are escaped."""
+        about = {"warehouse": self._warehouse, **shown}
+        return HTMLResponse(self._templates.get_template(template).render(about), status)
+
+    def start(self, request: Request) -> Response:
+        """Shows all assets; reads only Delta's logs."""
+        return self.page("start.html", assets=overview(self._warehouse), now=time.time() * 1e6)
+
+    def table(self, request: Request) -> Response:
+        """Shows an asset with its newest records, or the records that match a search."""
+        name, asked = self._name(request), request.query_params
+        log = Log.open(self._warehouse, name)
+        words = asked.get("find", "").strip()
+        condition = _conditions(log, words) if words else both()
+        around = _moment(asked.get("around"))
+        # Without a search, the newest by time are among the last by arrival: reading a few is enough.
+        enough = LOOKED_AT if words or around is not None else 20 * NEWEST
+        found = newest(log, condition, around=around, most=NEWEST, looked_at=enough)
+        return self.page(
+            "table.html",
+            facts=facts(self._warehouse, name),
+            found=found,
+            find=words,
+            key=log.key,
+            columns=[c for c in (log.head.shape.columns or ()) if c.lower() != "timestamp"],
+            now=time.time() * 1e6,
+            around=asked.get("around", ""),
+        )
+
+    def key(self, request: Request) -> Response:
+        """Shows the history of a key, as of an event time and as known at a system time."""
+        name, asked = self._name(request), request.query_params
+        key = asked.getlist("key")
+        as_of, known, around = (_moment(asked.get(n)) for n in ("as_of", "known", "around"))
+        found = key_history(self._warehouse, name, key, as_of, known, around)
+        drawn = key_history_module.timeline_of_key(found, as_of)
+        return self.page(
+            "key.html",
+            name=name,
+            key=key,
+            history=found,
+            drawn=drawn,
+            runs=runs(self._warehouse, name),
+            as_of=asked.get("as_of", ""),
+            known=known,
+            known_text=asked.get("known", ""),
+        )
+
+    def row(self, request: Request) -> Response:
+        """Explains a row."""
+        name, asked = self._name(request), request.query_params
+        key = asked.getlist("key")
+        found = explain(
+            name,
+            key=key or None,
+            offset=asked.get("offset"),
+            at=asked.get("at"),
+            as_known_at=asked.get("known") or None,
+            warehouse=self._warehouse,
+            most=MADE_OF,
+        )
+        record = found.record
+        bars = None if record is None else key_history_module.of_candidates(record, found.candidates)
+        log = Log.open(self._warehouse, name)
+        return self.page(
+            "row.html",
+            name=name,
+            found=found,
+            upstream=lineage_drawing.drawing(found),
+            drawn=bars,
+            key=log.key,
+            known=asked.get("known", ""),
+            status=200 if record is not None else 404,
+        )
+
+    def lateness(self, request: Request) -> Response:
+        """Shows the cost of other grace periods or history retentions, or why it is not known."""
+        name, asked = self._name(request), request.query_params
+        known = facts(self._warehouse, name)
+        if known.no_cost is not None:
+            late = came_late(known.totals)
+            return self.page("no_cost.html", facts=known, no_cost=known.no_cost, late=late)
+        more = [one.strip() for one in asked.get("grace", "").split(",") if one.strip()][:20]
+        for one in more:
+            if not _LENGTH.fullmatch(one):
+                raise StorageError(f"expected lengths like 90m,2h, got {one[:40]!r}; correct them")
+        at_most = asked.get("at_most") or None
+        return self.page(
+            "lateness.html",
+            name=name,
+            costs=lateness_curves.lateness_curves(self._warehouse, name, more, at_most),
+            grace=asked.get("grace", ""),
+            at_most=at_most or "",
+            width=lateness_curves.WIDTH,
+            height=lateness_curves.HEIGHT,
+        )
+
+    def compare(self, request: Request) -> Response:
+        """Compares two tables."""
+        asked, found = request.query_params, None
+        one, other = asked.get("one", ""), asked.get("other", "")
+        sides = [
+            table_diff.Side(name, asked.get(known) or None)
+            for name, known in ((one, "known_one"), (other, "known_other"))
+        ]
+        if one and other:
+            require_asset(self._warehouse, one)
+            require_asset(self._warehouse, other)
+            found = table_diff.table_diff(self._warehouse, *sides)
+        return self.page(
+            "compare.html",
+            names=asset_names(self._warehouse),
+            one=sides[0],
+            other=sides[1],
+            found=found,
+        )
+
+    def _name(self, request: Request) -> str:
+        name = str(request.path_params["name"])
+        require_asset(self._warehouse, name)
+        return name
+
+
+def _moment(text: str | None) -> int | None:
+    return None if text is None or not text.strip() else parse_time(text)
+
+
+def _conditions(log: Log, words: str) -> Condition:
+    """Returns the condition of a search like ``carrier=B6 flight=917``.
+
+    Raises:
+        StorageError: a word is not ``column=value``, or the log has no such column.
+    """
+    try:
+        pairs = [one.partition("=") for one in shlex.split(words)]
+    except ValueError:
+        pairs = [(words, "", "")]
+    for column, equals, _ in pairs:
+        if not equals or column not in log.columns.names:
+            raise StorageError(
+                f"{log.name}: expected column=value of {log.columns.names}, got {words!r}; write each "
+                "with its column, like carrier=B6"
+            )
+    return lambda columns: reduce(
+        and_, [of_key(log.path, columns, [column], [value]) for column, _, value in pairs]
+    )
+
+
+# ------------------------------------------------------------------------------------------ addresses
+
+
+def link(page: str, name: str = "", asked: Mapping[str, Any] | None = None) -> str:
+    """Returns the address of a page; empty parameters are left out."""
+    given = [(k, v) for k, v in (asked or {}).items() if v not in (None, "", [])]
+    query = urlencode(given, doseq=True)
+    path = f"/{page}/{quote(name)}" if name else f"/{page}"
+    return f"{path}?{query}" if query else path
+
+
+def row_link(asset: str, place: str, known: str = "") -> str:
+    """Returns the address of a row's explanation."""
+    return link("row", asset, {"offset": place, "known": known})
+
+
+def key_link(record: Record, key: Any, **asked: Any) -> str:
+    """Returns the address of the history of a record's key."""
+    values = [_plain(record.values.get(column)) for column in key]
+    return link("key", record.asset, {"key": values, **asked})
+
+
+def _plain(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+# -------------------------------------------------------------------------------------------- filters
+
+
+def _bytes(size: int) -> str:
+    amount, unit = float(size), 0
+    while amount >= 1000 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:,.0f} {_UNITS[unit]}" if unit == 0 else f"{amount:,.1f} {_UNITS[unit]}"
+
+
+def _seconds(amount: float) -> str:
+    """Returns a length of time in its two largest units."""
+    rest, told = round(amount), list[str]()
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        many, rest = divmod(rest, size)
+        if many and len(told) < 2:
+            told.append(f"{many:,} {unit}")
+    return " ".join(told) or "0 s"
+
+
+_FILTERS: dict[str, Any] = {
+    "bytes": _bytes,
+    "count": lambda n: f"{n:,}",
+    "seconds": _seconds,
+    "time": lambda micros: "" if micros is None else in_utc(micros).replace("T", " ").split(".")[0],
+    "utc": in_utc,
+    "stamp": lambda moment: in_utc(as_micros(moment)),
+    "share": share,
+    "said": key_history_module.said,
+    "when": lambda moment: "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}",
+    "value": lambda value: "null" if value is None else str(value)[:2000],
+}
+
+
+# App
+
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
