@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from tests.core.random_scenarios import ALL, scenarios
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
+from vt_dagster.conformance.runner import split_into_runs
 from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
-from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, supported
 from vt_dagster.core import arrival_order, processor, source_processor, stream_time
 from vt_dagster.core.as_of_join import JoinStrategy

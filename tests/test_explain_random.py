@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 from tests.core.reference_model import complete
 from tests.random_explained import Explained, drawn, explained
 from vt_dagster import read
-from vt_dagster.conformance.scenario_topology import millis
+from vt_dagster.conformance.scenario import millis
 from vt_dagster.provenance.explain import Explainer
 from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.storage.commit_log import Commit, commits

@@ -84,7 +84,6 @@ BY_NAME = {
     "vt_dagster.components.yaml_assets",
     "vt_dagster.explore.key_history",
     "vt_dagster.explore.warehouse_overview",
-    "vt_dagster.explore.warehouse_overview",
     "vt_dagster.orchestration.checks",
     "vt_dagster.provenance.explain",
     "vt_dagster.provenance.explain_row_operators",

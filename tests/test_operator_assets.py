@@ -19,7 +19,7 @@ from tests.market import lines, messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
 from vt_dagster.conformance import steps
 from vt_dagster.conformance.scenario import read_scenarios
-from vt_dagster.conformance.scenario_topology import source as bare_source
+from vt_dagster.conformance.scenario import source as bare_source
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.topology.model import topological
 

@@ -80,8 +80,8 @@ LATER = {
     "storage/spark_reader.py: at_or_after",
     "storage/spark_reader.py: before",
     "storage/view.py: segment_of",
-    "testing/versioned_store.py: _stream_time",
-    "testing/versioned_store.py: get_each",
+    "testing/memory_store.py: _stream_time",
+    "testing/memory_store.py: get_each",
 }
 """Functions that build expressions and are called with what has been read: a new one is listed here by
 who has looked at that."""

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.market import Market
 from vt_dagster import HoppingWindow, Stream
 from vt_dagster.cli import app
-from vt_dagster.cli import what_if as of_commands
+from vt_dagster.cli import tables as of_commands
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.what_if import Changes, this_host, what_if

@@ -20,16 +20,8 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 from tests.core.reference_model import complete
 from tests.market import messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
-from vt_dagster.conformance.scenario import Entry, Scenario
-from vt_dagster.conformance.scenario_topology import by_scenario, ms, record_of
-from vt_dagster.conformance.side_by_side import (
-    CameOut,
-    differences,
-    dropped,
-    entry,
-    sources,
-    split_into_runs,
-)
+from vt_dagster.conformance.runner import CameOut, differences, dropped, entry, sources, split_into_runs
+from vt_dagster.conformance.scenario import Entry, Scenario, by_scenario, ms, record_of
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
 from vt_dagster.conformance.store_scenarios import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival_order import Outcome

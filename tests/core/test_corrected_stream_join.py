@@ -26,8 +26,8 @@ from tests.core.test_stream_stream_join import (
     scenario_of,
 )
 from vt_dagster import Stream
-from vt_dagster.conformance.scenario_topology import millis, record_of
-from vt_dagster.conformance.side_by_side import split_into_runs
+from vt_dagster.conformance.runner import split_into_runs
+from vt_dagster.conformance.scenario import millis, record_of
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.runs import gate

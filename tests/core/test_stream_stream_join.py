@@ -20,9 +20,8 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from tests.core.reference.stream_join import StreamJoin, as_here, as_kafka
 from vt_dagster import Stream
-from vt_dagster.conformance.scenario import Scenario
-from vt_dagster.conformance.scenario_topology import millis, record_of
-from vt_dagster.conformance.side_by_side import split_into_runs
+from vt_dagster.conformance.runner import split_into_runs
+from vt_dagster.conformance.scenario import Scenario, millis, record_of
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core import arrival_order, stream_time
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor

@@ -28,7 +28,7 @@ COMMANDS = {
     "erase": "vt_dagster.cli.tables",
     "restate": "vt_dagster.cli.tables",
     "spark": "vt_dagster.cli.spark",
-    "what-if": "vt_dagster.cli.what_if",
+    "what-if": "vt_dagster.cli.tables",
 }
 """The module of each command: it has a function, or a group of commands, of the command's name. It is
 imported when the command is used, because most import Spark or Dagster, which takes seconds."""

@@ -12,8 +12,16 @@ from typing import Any
 import dagster as dg
 from pydantic import BaseModel, Field, ValidationError
 
-from vt_dagster.components.yaml_assets import CONCEPTS, AssetPart, make_asset
-from vt_dagster.components.yaml_models import Choice, Part, is_template, optional, part
+from vt_dagster.components.yaml_assets import (
+    CONCEPTS,
+    AssetPart,
+    Choice,
+    Part,
+    is_template,
+    make_asset,
+    optional,
+    part,
+)
 from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources

@@ -1,32 +1,328 @@
-"""Reads scenarios, runs those of each operator, and prints the comparison."""
+"""Runs scenarios side by side, compares them, and prints the result.
+
+Reads scenarios, runs those of each operator, and prints the comparison.
+
+Runs and compares scenarios of all operators except the store, those of one shape side by side.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from vt_dagster.conformance.scenario import (
     OPERATORS,
+    Entry,
     Granularity,
     Job,
     Report,
     Scenario,
     ScenarioOutcome,
+    by_scenario,
     compare,
+    compare_state,
+    final_store,
+    millis,
     read_scenarios,
+    record_of,
     settle,
+    text,
 )
-from vt_dagster.conformance.side_by_side import side_by_side
-from vt_dagster.conformance.steps import layout, nodes_of, supported
+from vt_dagster.conformance.steps import Config, Layout, Shape, inputs_of, layout, nodes_of, supported
 from vt_dagster.conformance.store_scenarios import store_of, versioned_stores
-from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.errors import RefusedRecordsError, SourceError, TopologyError, VtDagsterError
 from vt_dagster.spark.session import build_session
+from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.model import Stream, VersionedTable
+
+# Side by side
+
+
+def side_by_side(
+    scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, ScenarioOutcome]
+) -> list[Job]:
+    """Scenarios as partitions of as few topologies as pays.
+
+    ``record``: a run is one record; but where only the records of a stream trigger results, those of
+    tables before it come along. That is as good as one record a run: the tables take theirs first.
+
+    ``run``: a run is as many records of one input as follow each other, and then as many of the stream
+    that is joined with it; of a join of two source tables as many as a task would take in the recorded
+    order, were there only those that the tables accept. That keeps the order of arrival. Where nothing
+    is held back the log must be the same, order included. A run that releases what was held back does
+    so after its last record, with the same tables as after each of its records: what it emits must be
+    the same set as what its records trigger one by one. Scenarios that count after each record
+    (``Layout.one_by_one``) go record by record.
+    """
+
+    def job(group: Sequence[Layout]) -> Job:
+        def run(spark: SparkSession) -> None:
+            try:
+                _Group(group, granularity, spark).run(results)
+            except (PySparkException, VtDagsterError) as error:
+                first = str(error).strip().split("\n", 1)[0]
+                for each in group:
+                    message = f"  run: expected none / got the error {type(error).__name__}: {first}"
+                    settle(results[each.scenario], [message])
+
+        return Job(_cost(group), run)
+
+    return [job(g) for g in _grouped([layout(s) for s in scenarios], granularity)]
+
+
+def _cost(group: Sequence[Layout]) -> int:
+    return max(len(each.scenario.records) for each in group) * len(
+        {s for e in group for s in e.shapes.values()}
+    )
+
+
+def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[Layout]]:
+    """Layouts that run together: those of the same shape, and those that share enough of it.
+
+    A group costs as many node runs as its longest scenario has records, times its nodes.
+    """
+    alike: dict[tuple[Any, ...], list[Layout]] = defaultdict(list)
+    for each in layouts:
+        slow = granularity == "run" and each.one_by_one
+        alike[(slow, *each.shapes.values())].append(each)
+    found: list[tuple[bool, int, set[Shape], list[Layout]]] = []
+    for (slow, *shapes), some in sorted(
+        alike.items(), key=lambda item: -max(len(e.scenario.records) for e in item[1])
+    ):
+        own = max(len(e.scenario.records) for e in some)
+        costs = [
+            (longest * len(set(shapes) - theirs), i)
+            for i, (other, longest, theirs, _) in enumerate(found)
+            if other == slow and set(shapes) & theirs
+        ]
+        if costs and min(costs)[0] <= own * len(shapes):
+            _, _, theirs, group = found[min(costs)[1]]
+            theirs |= set(shapes)
+            group += some
+        else:
+            found.append((slow, own, set(shapes), list(some)))
+    return [group for *_, group in found]
+
+
+def split_into_runs(each: Layout, granularity: Granularity) -> list[range]:
+    """Returns the runs of a scenario, as ranges of its records."""
+    records = each.scenario.records
+    streams = {s["input"] for s in each.steps.values() if s["op"] == "stream"}
+    joined = each.steps[each.output]["op"] == "stream_table_join"
+    many = granularity == "run" and not each.one_by_one
+    if many and (sides := _joined_sources(each)):
+        return _in_task_order(records, sides)
+
+    def together(one: Mapping[str, Any], next_one: Mapping[str, Any]) -> bool:
+        of_stream = one["input"] in streams
+        if next_one["input"] == one["input"]:
+            return many or (joined and not of_stream and not each.one_by_one)
+        return joined and not of_stream and next_one["input"] in streams
+
+    cuts = [i for i in range(1, len(records)) if not together(records[i - 1], records[i])]
+    return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
+
+
+def _joined_sources(each: Layout) -> list[Config]:
+    """Returns the two sources of a table-table or stream-stream join, left first, if the join is the
+    only node with two inputs."""
+    joins = [inputs for s in each.steps.values() if len(inputs := inputs_of(s)) == 2]
+    sides = [[each.steps[i] for i in inputs] for inputs in joins]
+    alike = ([["table", "table"]], [["stream", "stream"]])
+    return sides[0] if [[s["op"] for s in both] for both in sides] in alike else []
+
+
+def _in_task_order(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> list[range]:
+    """Runs in which a task, which takes the smaller head of its inputs, keeps the recorded order.
+
+    Only what gets into a source's log has a place in that order: a run never sees the others.
+    """
+    cuts: list[int] = []
+    newest: dict[int, int] = {}
+    last: tuple[int, int] = (-1, 0)
+    for i, side in _logged(records, sides):
+        at = records[i]["timestamp"]
+        time = max(newest.get(side, -1), at)
+        if (time, side) < last:
+            cuts.append(i)
+            newest, time = {}, at
+        newest[side], last = time, (time, side)
+    return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
+
+
+def _logged(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> Iterator[tuple[int, int]]:
+    """The records of streams, and those that tables accept, each with its side: those that have a key
+    and, where the table is versioned, are not older than its history retention (KIP-889)."""
+    accepted = [-1] * len(sides)
+    for i, record in enumerate(records):
+        for side, step in enumerate(sides):
+            if record["input"] != step["input"]:
+                continue
+            if step["op"] == "stream":
+                yield i, side
+                continue
+            if record["key"] is None:
+                continue
+            table, at = step["table"], record["timestamp"]
+            if not table["versioned"] or at >= accepted[side] - table["history_retention"]:
+                accepted[side] = max(accepted[side], at)
+                yield i, side
+
+
+@dataclass(frozen=True)
+class CameOut:
+    """What came out of a scenario.
+
+    Args:
+        entries: in order; ``trigger`` is the last record of the run in which they came.
+        store: the rows of the store that is compared.
+        dropped: how many records; None = nobody counted them.
+        failed_at: the record at which it stopped.
+    """
+
+    entries: Sequence[Entry]
+    store: Sequence[Entry]
+    dropped: int | None
+    failed_at: int | None = None
+
+
+def differences(
+    each: Layout, cuts: Sequence[range], granularity: Granularity, out: CameOut
+) -> list[str]:
+    """What came out otherwise than expected of a scenario that was cut into some runs."""
+    ends = {i: run[-1] for run in cuts for i in run}
+    expected: list[Entry] = list(each.scenario.expected)
+    got = out.entries
+    if granularity == "run":
+        expected = [{**e, "trigger": ends[e["trigger"]]} for e in expected]
+        if each.holds_back and not each.one_by_one:
+            expected, got = _as_set(expected), _as_set(got)
+    found = compare("entry", expected, got)
+    return found + compare_state(each.scenario, final_store(out.store), out.dropped, out.failed_at)
+
+
+def dropped(node: Stream, outcomes: Mapping[str, int]) -> int:
+    """Returns a node's share of Kafka's dropped-records-total, from its outcomes."""
+    # Late records of a join with a grace period are joined at once, not dropped.
+    late = outcomes.get(Outcome.LATE, 0) if processor_of(node).drops_late else 0
+    return late + outcomes.get(Outcome.QUARANTINED, 0) + outcomes.get(Outcome.DROPPED, 0)
+
+
+class _Group:
+    """Scenarios as partitions of one topology, and what came out of each."""
+
+    def __init__(self, group: Sequence[Layout], granularity: Granularity, spark: SparkSession) -> None:
+        self.layouts = group
+        self.granularity: Granularity = granularity
+        self.nodes = nodes_of(group)
+        self.driver = TopologyTestDriver(*self.nodes.values(), spark=spark)
+        self.cuts = [split_into_runs(each, granularity) for each in group]
+        self.entries: dict[int, list[Entry]] = defaultdict(list)
+        self.failed_at: dict[int, int] = {}
+
+    def run(self, results: Mapping[Scenario, ScenarioOutcome]) -> None:
+        outputs = {self._node(e, e.output): e for e in self.layouts}
+        for step in range(max(map(len, self.cuts))):
+            cuts = {n: runs[step] for n, runs in enumerate(self.cuts) if step < len(runs)}
+            self._step(cuts)
+            for name in outputs:
+                for number, rows in by_scenario(self.driver.read(name)).items():
+                    each = self.layouts[number]
+                    if self._node(each, each.output) == name:
+                        last = cuts[number][-1]
+                        self.entries[number] += [entry(r, each.value, last) for r in rows]
+        stores = self._stores()
+        for number, each in enumerate(self.layouts):
+            settle(results[each.scenario], self._differences(number, stores))
+
+    def _node(self, each: Layout, step: str) -> str:
+        return self.nodes[each.shapes[step]].name
+
+    def _step(self, cuts: dict[int, range]) -> None:
+        """Runs all scenarios that have not failed; repeats the run without those that fail now."""
+        while True:
+            inputs: dict[str, list[Entry]] = defaultdict(list)
+            for number, run in cuts.items():
+                each = self.layouts[number]
+                homes = sources(each)
+                for i in run if number not in self.failed_at else ():
+                    record = each.scenario.records[i]
+                    for shape in homes.get(record["input"], ()):
+                        inputs[self.nodes[shape].name].append(record_of(number, record))
+            try:
+                self.driver.run(inputs)
+            except RefusedRecordsError as error:
+                self.failed_at |= {n: cuts[n][-1] for n in error.partitions}
+            else:
+                return
+
+    def _stores(self) -> dict[str, dict[int, list[Entry]]]:
+        """What the stores hold that scenarios look into, by node and scenario."""
+        stores: dict[str, dict[int, list[Entry]]] = {}
+        for each in self.layouts:
+            node = None if each.stored is None else self.nodes[each.shapes[each.stored]]
+            if node is not None and node.name not in stores:
+                view = self.driver.versions if isinstance(node, VersionedTable) else self.driver.table
+                stores[node.name] = by_scenario(view(node.name))
+        return stores
+
+    def _differences(self, number: int, stores: Mapping[str, dict[int, list[Entry]]]) -> list[str]:
+        each = self.layouts[number]
+        nodes = [self.nodes[shape] for shape in set(each.shapes.values())]
+        out = CameOut(
+            self.entries[number],
+            [] if each.stored is None else stores[self._node(each, each.stored)].get(number, []),
+            sum(dropped(node, self.driver.metrics(node.name, number)) for node in nodes),
+            self.failed_at.get(number),
+        )
+        return differences(each, self.cuts[number], self.granularity, out)
+
+
+def sources(each: Layout) -> dict[str, set[Shape]]:
+    """The sources that take the records of an input."""
+    found: dict[str, set[Shape]] = defaultdict(set)
+    for name, step in each.steps.items():
+        if "input" in step:
+            found[step["input"]].add(each.shapes[name])
+    return found
+
+
+def entry(row: Entry, value: str, trigger: int) -> Entry:
+    """A row of a log as scenarios have it."""
+    found = {
+        "trigger": trigger,
+        "key": row["key"],
+        "value": None if row["is_tombstone"] else text(row[value]),
+        "timestamp": millis(row["timestamp"]),
+    }
+    ends = ("window_start", "window_end")
+    return found | {end: millis(row[end]) for end in ends if end in row}
+
+
+def _as_set(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries of each run in an order of their own, so that lists compare as sets."""
+
+    def order(one: Entry) -> tuple[Any, ...]:
+        ends = (one.get("window_start", 0), one.get("window_end", 0))
+        return (one["trigger"], one["timestamp"], one["key"] or "", one["value"] or "", *ends)
+
+    return sorted(entries, key=order)
+
+
+# Runner
+
 
 _THREADS = 2
 """Two, since a run mostly waits for Spark's planner."""

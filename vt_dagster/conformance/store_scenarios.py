@@ -13,16 +13,14 @@ from vt_dagster.conformance.scenario import (
     Job,
     Scenario,
     ScenarioOutcome,
+    by_scenario,
     compare,
     compare_state,
-    settle,
-)
-from vt_dagster.conformance.scenario_topology import (
-    by_scenario,
     final_store,
     millis,
     ms,
     record_of,
+    settle,
     source,
     with_index,
 )

@@ -2,8 +2,8 @@
 
 Ops for graphs of your own: read -> operate -> write, each a step of a ``Run``.
 
-Build a ``@dg.graph_asset`` from them, with your own ops in between; the ops of operators are in
-``operator_ops``. The asset of ``build_asset`` is one op that does the same. Ops pass DataFrames to each
+Build a ``@dg.graph_asset`` from them, with your own ops in between; the ops of operators
+stand here too. The asset of ``build_asset`` is one op that does the same. Ops pass DataFrames to each
 other in one process, so the job needs ``in_process_executor``; unlike that one op, they start Spark
 even without new records. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
 ``vt_dagster_warehouse`` (:class:`WarehouseResource`); ``resource_prefix`` sets another prefix.

@@ -23,8 +23,7 @@ from vt_dagster.errors import ContractError
 from vt_dagster.runs.run import Receipt, run_once
 from vt_dagster.spark.session import FEW_QUERIES, build_session
 from vt_dagster.spark.settings import SETTINGS
-from vt_dagster.testing.memory_store import MemoryStore, Records
-from vt_dagster.testing.versioned_store import REFUSED, Row, VersionedStore
+from vt_dagster.testing.memory_store import REFUSED, MemoryStore, Records, Row, VersionedStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 _REFUSED = (Outcome.LATE, Outcome.LOST_TIE)
