@@ -19,7 +19,7 @@ from pyspark.sql.types import LongType, MapType, StringType, StructField, Struct
 from tests.market import messages, run
 from tests.test_closed_doors import landing
 from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable, build_asset
-from vt_dagster.components.yaml_assets import CONCEPTS
+from vt_dagster.components.topology_component import CONCEPTS
 from vt_dagster.orchestration.decorators import VersionedTableAttributes
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit

@@ -17,7 +17,7 @@ from dagster.components.testing import create_defs_folder_sandbox
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
 from vt_dagster.components import TopologyComponent
-from vt_dagster.components.yaml_assets import CONCEPTS, as_duration
+from vt_dagster.components.topology_component import CONCEPTS, as_duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 # Dagster's components warn of each other.

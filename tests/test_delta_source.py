@@ -29,7 +29,7 @@ from vt_dagster import (
     build_asset,
     build_sensor,
 )
-from vt_dagster.components.yaml_assets import AssetPart, make_asset
+from vt_dagster.components.topology_component import AssetPart, make_asset
 from vt_dagster.errors import RecordsGoneError, SourceError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once

@@ -25,7 +25,7 @@ from tests.market import Market
 from tests.written import MICROS, Written, document, moment
 from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
 from vt_dagster.errors import StorageError
-from vt_dagster.explore import key_history, lateness_curves, lineage_drawing, table_diff
+from vt_dagster.explore import app, key_history, lateness_curves, table_diff
 from vt_dagster.explore.app import application
 from vt_dagster.explore.warehouse_overview import came_late
 from vt_dagster.provenance import lateness
@@ -341,11 +341,11 @@ def test_what_came_late_is_counted_where_no_cost_is_told() -> None:
 def test_a_large_explanation_is_drawn_in_part() -> None:
     part = explain_of("up", 1)
     many = explain_of("down", 0, [explain_of("up", n) for n in range(20)], 243)
-    drawn = lineage_drawing.drawing(many)
-    assert len(drawn.boxes) == 1 + lineage_drawing.WIDE
-    assert drawn.left_out == 243 - lineage_drawing.WIDE
+    drawn = app.drawing(many)
+    assert len(drawn.boxes) == 1 + app.WIDE
+    assert drawn.left_out == 243 - app.WIDE
     assert len({(box.x, box.y) for box in drawn.boxes}) == len(drawn.boxes)
-    twice = lineage_drawing.drawing(explain_of("down", 0, [part, explain_of("mid", 2, [part], 1)], 2))
+    twice = app.drawing(explain_of("down", 0, [part, explain_of("mid", 2, [part], 1)], 2))
     assert [box.asset for box in twice.boxes] == ["down", "up", "mid"]
     assert len(twice.lines) == 3
 

@@ -81,7 +81,7 @@ KERNELS = {"partial_updates.py", "suppress.py", "windowed_aggregate.py"}
 """Modules of ``core`` with a kernel on Arrow arrays."""
 
 BY_NAME = {
-    "vt_dagster.components.yaml_assets",
+    "vt_dagster.components.topology_component",
     "vt_dagster.explore.key_history",
     "vt_dagster.explore.warehouse_overview",
     "vt_dagster.orchestration.checks",

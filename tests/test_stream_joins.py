@@ -14,7 +14,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from tests.through_assets import ThroughAssets
 from vt_dagster import Stream, Table, TopologyError
-from vt_dagster.components.yaml_assets import CONCEPTS
+from vt_dagster.components.topology_component import CONCEPTS
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.run import run_once

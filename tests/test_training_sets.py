@@ -20,8 +20,8 @@ import vt_dagster
 from tests.core.test_plans import count, plan
 from tests.test_as_known_joins import EPOCH, KEYS, Log, Row, at, drawn
 from vt_dagster import FeatureView, FilesSource, Stream, VersionedTable, build_training_set
-from vt_dagster.core.feature_join import Feature, with_features
 from vt_dagster.core.log_columns import log_schema, view_schema
+from vt_dagster.core.stream_table_join import Feature, with_features
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set_run import TrainingRun, manifest_of, read_manifest

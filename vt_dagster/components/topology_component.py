@@ -1,33 +1,774 @@
-"""The component: turns the entries of a YAML file into Dagster definitions."""
+"""The component: turns the entries of a YAML file into streams, tables and Dagster definitions.
+
+The component: turns the entries of a YAML file into Dagster definitions.
+
+The kinds of entries in the YAML's ``assets``, with their models and columns.
+
+The kinds of entries in the YAML's ``assets``, and the streams or tables that they make.
+
+Pydantic models of the YAML, made from the parameters of Python classes and methods.
+
+A new parameter of such a class or method is thereby a new YAML setting. This module only converts YAML
+values to Python values and words its errors; the Python classes check the values.
+
+Columns in YAML: Spark types as texts, and pandera checks by name.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import json
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from functools import cache
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import dagster as dg
-from pydantic import BaseModel, Field, ValidationError
-
-from vt_dagster.components.yaml_assets import (
-    CONCEPTS,
-    AssetPart,
-    Choice,
-    Part,
-    is_template,
-    make_asset,
-    optional,
-    part,
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
 )
-from vt_dagster.errors import DefinitionsError, VtDagsterError
+
+from vt_dagster.errors import ContractError, DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
 from vt_dagster.orchestration.resources import SparkResource
 from vt_dagster.orchestration.sensors import build_partition_sensor, build_sensor, has_sensor
-from vt_dagster.topology.model import Stream
+from vt_dagster.sources.delta_source import DeltaSource
+from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.sources.frame_sources import AssetSource
+from vt_dagster.sources.kafka_cluster import KafkaCluster
+from vt_dagster.sources.kafka_source import KafkaSource
+from vt_dagster.sources.message_formats import (
+    Avro,
+    Debezium,
+    Format,
+    Json,
+    Protobuf,
+    Raw,
+    SchemaRegistry,
+)
+from vt_dagster.sources.snapshot_source import SnapshotSource
+from vt_dagster.sources.value_reader import Unit
+from vt_dagster.topology.durations import parse_length
+from vt_dagster.topology.model import (
+    GroupedStream,
+    GroupedTable,
+    Stream,
+    Table,
+    VersionedTable,
+    WindowedStream,
+)
+from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
+
+# Yaml assets
+
+
+# Yaml models
+
+
+def is_template(value: Any) -> bool:
+    """Returns whether a value is a template, for example ``{{ env.RETENTION }}``."""
+    return isinstance(value, str) and "{{" in value
+
+
+def as_duration(value: Any) -> Any:
+    """Converts ``7d``, ``1h30m``, ``250ms`` to a timedelta; returns a template unchanged."""
+    if isinstance(value, timedelta) or is_template(value):
+        return value
+    try:
+        return parse_length(str(value))
+    except ContractError as error:
+        raise ValueError(str(error)) from None
+
+
+def as_signed_duration(value: Any) -> Any:
+    """As ``as_duration``, but the duration may be negative: ``-5m``."""
+    text = str(value).strip()
+    return -as_duration(text[1:]) if text.startswith("-") else as_duration(value)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+DurationText = Annotated[timedelta | str, BeforeValidator(as_duration, json_schema_input_type=str)]
+SignedDurationText = Annotated[
+    timedelta | str, BeforeValidator(as_signed_duration, json_schema_input_type=str)
+]
+Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
+
+
+class _NotNull:
+    """Removes null from the JSON schema for editors and `dg check yaml`, since null is refused."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core_schema: Any, handler: Any) -> Any:
+        found = handler(core_schema)
+        kept = [one for one in found.pop("anyOf", []) if one != {"type": "null"}]
+        return found | (kept[0] if len(kept) == 1 else {"anyOf": kept} if kept else {})
+
+
+def optional(kind: Any) -> Any:
+    """Makes the type of a setting that may be omitted."""
+    return Annotated[kind | None, _NotNull]
+
+
+class Part(BaseModel):
+    """A YAML mapping. The error for an unknown name lists the known ones."""
+
+    model_config = ConfigDict(extra="forbid")
+    target: ClassVar[Callable[..., Any] | None] = None
+    """The class or function to call with the YAML's values."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_what_is_valid(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        if isinstance(value, cls):
+            return value
+        value = cls._spelled_out(value)
+        if not isinstance(value, dict):
+            raise ValueError(f"expected some of {', '.join(cls.model_fields)}, got {value!r}")
+        problems: list[Any] = [
+            _problem((name,), None, f"{name} is empty: set a value, {{}} for defaults, or remove it")
+            for name, given in value.items()
+            if given is None
+        ]
+        if not problems:
+            try:
+                return validate(value)
+            except ValidationError as error:
+                problems = [cls._worded(problem) for problem in error.errors()]
+        raise ValidationError.from_exception_data(cls.__name__, problems)
+
+    @classmethod
+    def _spelled_out(cls, value: Any) -> Any:
+        """Expands a short form."""
+        return value
+
+    @classmethod
+    def _worded(cls, problem: Any) -> Any:
+        where = problem["loc"]
+        if len(where) == 1 and problem["type"] == "missing":
+            return _problem(where, problem["input"], f"{where[0]!r} is missing")
+        if len(where) == 1 and problem["type"] == "extra_forbidden":
+            name = str(where[0])
+            near = difflib.get_close_matches(name, cls.model_fields, 1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            said = f"{name!r} is not known here; {meant}expected {', '.join(cls.model_fields)}"
+            return _problem(where, problem["input"], said)
+        return {k: problem[k] for k in ("type", "loc", "input", "ctx") if k in problem}
+
+    @property
+    def given(self) -> list[str]:
+        """The names set in the YAML, in documented order."""
+        return [name for name in type(self).model_fields if name in self.model_fields_set]
+
+    def values(self) -> dict[str, Any]:
+        """Returns the values set in the YAML as Python values, by name."""
+        return {name: _python(getattr(self, name)) for name in self.given}
+
+    def make(self) -> Any:
+        """Makes the Python value."""
+        assert self.target is not None
+        return type(self).target(**self.values())  # pyright: ignore[reportOptionalCall]
+
+
+class Choice(Part):
+    """A YAML mapping with exactly one of several names."""
+
+    choices: ClassVar[tuple[str, ...]] = ()
+    alone: ClassVar[tuple[str, ...]] = ()
+    """Choices without required settings, which may be written as the name only."""
+
+    @classmethod
+    def _spelled_out(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in cls.alone:
+            return {value: {}}
+        if not isinstance(value, dict):
+            raise ValueError(f"expected one of {', '.join(cls.choices)}, got {value!r}")
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+        own = handler(core_schema)
+        return {"anyOf": [own, {"enum": list(cls.alone)}]} if cls.alone else own
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Choice:
+        given = [name for name in self.choices if name in self.model_fields_set]
+        if len(given) != 1:
+            raise ValueError(
+                f"expected one of {', '.join(self.choices)}, got {' and '.join(given) or 'none'}"
+            )
+        return self
+
+    @property
+    def chosen(self) -> str:
+        """The chosen name."""
+        return next(name for name in self.choices if name in self.model_fields_set)
+
+    def make(self) -> Any:
+        return getattr(self, self.chosen).make()
+
+
+def _problem(where: tuple[Any, ...], given: Any, said: str) -> Any:
+    return {"type": "value_error", "loc": where, "input": given, "ctx": {"error": ValueError(said)}}
+
+
+def _python(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.make()
+    return tuple(_python(v) for v in value) if isinstance(value, list) else value
+
+
+def choice(name: str, doc: str, of: Mapping[str, type[Part]], /, **more: Any) -> type[Choice]:
+    """Makes a model with one of ``of``; ``more``: other fields, as for pydantic's create_model."""
+    fields: dict[str, Any] = {n: (optional(p), None) for n, p in of.items()}
+    with warnings.catch_warnings():  # pydantic's own BaseModel.json is deprecated, ours is a field
+        warnings.filterwarnings("ignore", 'Field name "json"')
+        made = create_model(name, __base__=Choice, __doc__=doc, **(more | fields))
+    made.choices = tuple(of)
+    made.alone = tuple(
+        n for n, p in of.items() if not any(f.is_required() for f in p.model_fields.values())
+    )
+    return made
+
+
+def part(
+    name: str,
+    targets: Sequence[Callable[..., Any]],
+    leave_out: Iterable[str] = (),
+    types: Mapping[Any, Any] = {},
+    **more: Any,
+) -> type[Part]:
+    """Makes a model with the parameters of classes or functions; the first definition of a name wins.
+
+    Args:
+        leave_out: parameters that the YAML does not have.
+        types: YAML types for Python types, also inside unions.
+        more: other fields, or other types, as for pydantic's create_model.
+    """
+    fields: dict[str, Any] = {}
+    kind: Any
+    for target in targets:
+        known = get_type_hints(target.__init__ if _is_plain(target) else target)
+        for parameter in inspect.signature(target).parameters.values():
+            told = parameter.name, parameter.kind
+            if told[0] in {"self", *leave_out, *more} or told[1] is parameter.VAR_KEYWORD:
+                continue
+            required = parameter.default is parameter.empty
+            kind = _yaml_type(known.get(parameter.name, parameter.annotation), types)
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                kind, required = Texts, True
+            about = Field(
+                default=... if required else None,
+                description=described(target, parameter.name),
+            )
+            fields.setdefault(parameter.name, (kind if required else optional(kind), about))
+    doc = inspect.getdoc(targets[0])
+    with warnings.catch_warnings():  # pydantic's own BaseModel.schema is deprecated, ours is a field
+        warnings.filterwarnings("ignore", 'Field name "schema"')
+        made = create_model(name, __base__=Part, __doc__=doc, **(more | fields))
+    made.target = targets[0]
+    return made
+
+
+def _is_plain(target: Any) -> bool:
+    """Returns whether a class is no dataclass, so that ``__init__`` has its annotations."""
+    return isinstance(target, type) and not hasattr(target, "__dataclass_fields__")
+
+
+def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
+    """Returns the YAML type of a parameter; for a union, the first member with a YAML type."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    known = {timedelta: DurationText, Sequence[str]: Texts, tuple[str, ...]: Texts, **types}
+    for member in members:
+        if member in known:
+            return known[member]
+    for member in members:
+        if member in (int, float, str, bool, dict[str, str], dict[str, Any]):
+            return member
+        if get_origin(member) is Literal:
+            return member
+        if get_origin(member) is Mapping and get_args(member)[0] is str:
+            return dict[str, str]
+    if members == (Any,) or all(m is NoneType for m in members):
+        return Any
+    raise TypeError(f"the YAML has no type for {hint}; add one to types or more")
+
+
+def described(target: Any, name: str) -> str | None:
+    """Returns the text of a parameter in the ``Args:`` of a docstring."""
+    kinds = target.__mro__ if isinstance(target, type) else (target,)
+    doc = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in kinds)
+    found = re.search(rf"^ {{4}}(?:\w+, )*{name}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", doc, re.MULTILINE)
+    return re.sub(r"\s+", " ", found.group(1)) if found else None
+
+
+# Yaml columns
+
+
+_TYPES: dict[str, type[T.DataType]] = {
+    "string": T.StringType,
+    "boolean": T.BooleanType,
+    "byte": T.ByteType,
+    "tinyint": T.ByteType,
+    "short": T.ShortType,
+    "smallint": T.ShortType,
+    "int": T.IntegerType,
+    "integer": T.IntegerType,
+    "long": T.LongType,
+    "bigint": T.LongType,
+    "float": T.FloatType,
+    "double": T.DoubleType,
+    "date": T.DateType,
+    "timestamp": T.TimestampType,
+    "binary": T.BinaryType,
+}
+_DECIMAL = re.compile(r"decimal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
+_ARRAY = re.compile(r"array<(.+)>")
+
+CHECKS = (
+    *("eq", "ne", "gt", "ge", "lt", "le", "in_range", "isin", "notin"),
+    *("str_contains", "str_startswith", "str_endswith"),
+)
+"""The pandera checks for PySpark, by their names in ``pandera.pyspark.Field``."""
+
+
+def _fields() -> dict[str, Any]:
+    kinds = {n: p.annotation for n, p in inspect.signature(pa.Field).parameters.items()}
+    lists = {"in_range", "isin", "notin"}
+    return {
+        "type": (
+            str,
+            Field(description="A Spark type: " + ", ".join(_TYPES) + ", decimal(p,s), array<…>"),
+        ),
+        "nullable": (bool, Field(default=False, description="Whether the column may be null.")),
+        "description": (optional(str), Field(default=None, description="Shown in Dagster.")),
+        **{c: (optional(list[Any]) if c in lists else Any, None) for c in CHECKS if c in kinds},
+    }
+
+
+def _typed(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+_Settings = create_model(
+    "Column",
+    __base__=Part,
+    __doc__="A column: its type as text, or its type and checks of its values.",
+    **_fields(),
+)
+Column = Annotated[_Settings, BeforeValidator(_typed, json_schema_input_type=str | _Settings)]
+
+
+def spark_type(name: str, column: str, text: str) -> T.DataType:
+    """Parses a Spark type without a Spark session.
+
+    Raises:
+        TopologyError: an unknown type.
+    """
+    plain = text.strip().lower()
+    if plain in _TYPES:
+        return _TYPES[plain]()
+    if found := _DECIMAL.fullmatch(plain):
+        return T.DecimalType(int(found[1]), int(found[2]))
+    if found := _ARRAY.fullmatch(plain):
+        return T.ArrayType(spark_type(name, column, found[1]))
+    raise TopologyError(
+        f"{name}: column {column!r} has the type {text!r}; expected {', '.join(_TYPES)}, decimal(p,s) "
+        "or array<type>; for structs and maps write a pandera model and set schema to its Python path"
+    )
+
+
+def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
+    """Makes a pandera model of columns, as a Python user would write it.
+
+    Args:
+        columns: a ``Column`` for each name.
+    """
+    annotations: dict[str, Any] = {}
+    members: dict[str, Any] = {"__annotations__": annotations, "__module__": __name__}
+    for number, (column, about) in enumerate(columns.items()):
+        given = about.values()
+        kind = spark_type(name, column, given.pop("type"))
+        given |= {check: list(given[check]) for check in ("isin", "notin") if check in given}
+        plain = type(kind) in _TYPES.values()
+        annotations[f"column_{number}"] = type(kind) if plain else kind
+        members[f"column_{number}"] = pa.Field(alias=column, **given)
+    return type(name, (pa.DataFrameModel,), members)
+
+
+# Yaml assets
+
+
+_SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness", "log_retention")
+
+
+def _as_freshness(value: Any) -> Any:
+    return value if value in ("every_run", "on_growth") else as_duration(value)
+
+
+_freshness = Annotated[timedelta | str, BeforeValidator(_as_freshness, json_schema_input_type=str)]
+
+
+def _part(
+    name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
+) -> type[Part]:
+    types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
+    types[Mapping[str, Unit]] = Unit | dict[str, Unit]
+    leave_out = (*_SHOWN, "other", "table", "others", "operator", "contract")
+    if name == "Sensor":
+        leave_out = ("node", "target", "resource_prefix")
+    return part(name, targets, leave_out, types, **more)
+
+
+_materialized = _part("Materialized", Materialized)
+_plain_formats = {
+    "json": _part("Json", Json),
+    "avro": _part("Avro", Avro, types={SchemaRegistry: _part("SchemaRegistry", SchemaRegistry)}),
+}
+_event = choice("Event", "How the bytes of a change event are read.", _plain_formats)
+_format = choice(
+    "Format",
+    "How the bytes of a message are read.",
+    {
+        **_plain_formats,
+        "raw": _part("Raw", Raw),
+        "protobuf": _part("Protobuf", Protobuf),
+        "debezium": _part("Debezium", Debezium, types={Json: _event}),
+    },
+)
+_kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
+_start = Field(default=None, description="current, earliest, or a version to start from.")
+_named = {
+    "as_type": "the class to load from its IO manager, for example polars.DataFrame",
+    "partitions_def": "a Dagster partitions definition for this asset",
+    "partition_mapping": "a Dagster partition mapping: which of its partitions a run reads",
+}
+"""Settings of a source whose values are Python objects, given in YAML by their paths."""
+_source = choice(
+    "Source",
+    "Where records come from.",
+    {
+        "files": _part("Files", FilesSource),
+        "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
+        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
+        "snapshots": _part("Snapshots", SnapshotSource),
+        "asset": _part(
+            "UpstreamAsset",
+            AssetSource,
+            types={Mapping[str, Any]: dict[str, Any]},
+            key=(str, Field(description="Key of the upstream asset, its parts joined by slashes.")),
+            **{
+                name: (optional(str), Field(default=None, description=f"Python path: {what}."))
+                for name, what in _named.items()
+            },
+        ),
+    },
+)
+_whole = choice(
+    "Snapshot",
+    "A snapshot with the initial rows.",
+    {
+        "snapshots": _part("Snapshots", SnapshotSource),
+        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
+    },
+)
+_sensor = _part("Sensor", build_sensor)
+_window = choice(
+    "Window",
+    "The windows of the aggregate.",
+    {
+        "tumbling": _part("Tumbling", TumblingWindow),
+        "hopping": _part("Hopping", HoppingWindow),
+        "session": _part("Session", SessionWindow),
+        "sliding": _part("Sliding", SlidingWindow),
+    },
+)
+_until = choice(
+    "Until",
+    "How long updates are buffered.",
+    {
+        "time_limit": _part("TimeLimit", UntilTimeLimit),
+        "window_closes": _part("WindowCloses", UntilWindowCloses),
+    },
+)
+
+
+def _as_ready(value: Any) -> Any:
+    if not isinstance(value, str) or value == "initial_load" or is_template(value):
+        return value
+    try:
+        return datetime.fromisoformat(value.replace("Z", "+00:00"))
+    except ValueError:
+        raise ValueError(
+            f"expected initial_load or a time like 2024-06-01T00:00:00Z, got {value!r}"
+        ) from None
+
+
+_READY: Any = (
+    optional(Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]),
+    Field(
+        default=None,
+        description="When joins may start to read it: initial_load, once all records that its first "
+        "run saw are loaded, or a time that its stream time must reach.",
+    ),
+)
+
+
+def _as_known(value: Any) -> Any:
+    return value if value in ("now", "when_recorded") else as_duration(value)
+
+
+_AS_KNOWN: Any = (
+    optional(Annotated[timedelta | str, BeforeValidator(_as_known, json_schema_input_type=str)]),
+    Field(
+        default=None,
+        description="Which versions of a versioned table can match: now, when_recorded, or a duration "
+        "like 1d: those recorded no later than that after the record's timestamp.",
+    ),
+)
+
+_STARTS: Any = (
+    optional(_whole),
+    Field(default=None, description="Snapshot with the initial rows, in addition to source's changes."),
+)
+
+_NODE: Any = (
+    str,
+    Field(description="An asset of this file, or the Python path of one: my.module.name."),
+)
+
+
+_OF_VERSIONS = {
+    "ready": _READY,
+    "start": _STARTS,
+    # A string is an SQL expression here, not a list of one column.
+    "only_columns": (
+        optional(list[str] | str),
+        Field(default=None, description=described(VersionedTable, "only_columns")),
+    ),
+    "ignore_null_updates": (
+        optional(bool | list[str]),
+        Field(default=None, description=described(VersionedTable, "ignore_null_updates")),
+    ),
+}
+
+
+def _declared(name: str, kind: type[Stream]) -> type[Part]:
+    """A stream or table with a source."""
+    return _part(
+        name,
+        kind,
+        schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
+        columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
+        source=(_source, Field(description="Where its records come from.")),
+        sensor=(optional(_sensor), Field(default=None, description="Settings of its sensor.")),
+        **(_OF_VERSIONS if kind is VersionedTable else {}),
+    )
+
+
+@dataclass(frozen=True)
+class Concept:
+    """A kind of entry: its YAML model, and the function that makes the stream or table."""
+
+    yaml: type[Part]
+    inputs: tuple[str, ...]
+    make: Callable[[str, dict[str, Any], dict[str, Stream], dict[str, Any]], Stream]
+    """``(name, values, inputs, shown) -> result``."""
+
+
+def _source_concept(title: str, kind: type[Stream]) -> Concept:
+    def make(name: str, values: dict[str, Any], _: Any, shown: dict[str, Any]) -> Stream:
+        values.pop("sensor", None)
+        columns, schema = values.pop("columns", None), values.pop("schema", None)
+        if (columns is None) == (schema is None):
+            raise TopologyError(
+                f"{name}: expected either columns or schema, got {'both' if columns else 'neither'}; "
+                "list the columns as name: type, or set schema to a pandera model: "
+                "my_project.schemas.Price"
+            )
+        return kind(name, schema=schema or contract(name, columns), **values, **shown)
+
+    return Concept(_declared(title, kind), (), make)
+
+
+def _bound(name: str) -> Any:
+    where = "-5m ends the window before it" if name == "after" else "-5m starts the window after it"
+    told = f"Join of two streams: how far {name} a left record its matches may lie; {where}."
+    return (optional(SignedDurationText), Field(default=None, description=told))
+
+
+def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
+    """Makes the kind of entry for a method: inputs ``left`` and ``right`` for joins, else ``input``."""
+    targets = [getattr(kind, method) for kind in kinds]
+    joins = {"other", "others"} & set(inspect.signature(targets[0]).parameters)
+    inputs = ("left", "right") if joins else ("input",)
+    more: dict[str, Any] = dict.fromkeys(inputs, _NODE)
+    if method == "suppress":
+        more["until"] = (_until, ...)
+    if "as_known" in inspect.signature(targets[0]).parameters:
+        more["as_known"] = _AS_KNOWN
+    if "within" in inspect.signature(targets[0]).parameters:
+        more |= {name: _bound(name) for name in ("before", "after")}
+
+    def make(
+        name: str, values: dict[str, Any], nodes: dict[str, Stream], shown: dict[str, Any]
+    ) -> Stream:
+        first, *others = (nodes[role] for role in inputs)
+        called = getattr(first, method, None)
+        if called is None:
+            raise TopologyError(
+                f"{name}: {method} needs a {' or a '.join(k.__name__ for k in kinds)}, got the "
+                f"{type(first).__name__} {first.name!r}; convert a stream with to_table"
+            )
+        _refuse_foreign(name, method, called, values, first)
+        takes = inspect.signature(called).parameters
+        spread = [n for n, p in takes.items() if p.kind is p.VAR_POSITIONAL]
+        others += [item for n in spread for item in values.pop(n, ())]
+        return called(*others, name=name, **values, **shown)
+
+    return Concept(_part(title, *targets, **more), inputs, make)
+
+
+def _aggregate(
+    name: str, values: dict[str, Any], nodes: dict[str, Stream], shown: dict[str, Any]
+) -> Stream:
+    node, window = nodes["input"], values.pop("window", None)
+    about = {n: values.pop(n) for n in ("partitions", "partition_by") if n in values}
+    grouped = node.group_by(*values.pop("group_by", ()), **about)
+    if isinstance(grouped, GroupedTable):
+        if window is not None:
+            raise TopologyError(
+                f"{name}: window needs a stream, but {node.name!r} is a table; remove window, or "
+                "convert the table with to_stream"
+            )
+        return grouped.aggregate(name=name, **values, **shown)
+    made = grouped if window is None else grouped.windowed_by(window)
+    _refuse_foreign(name, "aggregate", made.aggregate, values, node)
+    return made.aggregate(name=name, **values, **shown)
+
+
+def _refuse_foreign(
+    name: str, method: str, called: Callable[..., Any], values: dict[str, Any], node: Stream
+) -> None:
+    """Raises TopologyError for settings that only another kind of input has."""
+    foreign = [n for n in values if n not in inspect.signature(called).parameters]
+    if foreign:
+        raise TopologyError(
+            f"{name}: the {method} of a {type(node).__name__}, here {node.name!r}, has no "
+            f"{' and no '.join(foreign)}; remove it"
+        )
+
+
+_AGGREGATE = part(
+    "Aggregate",
+    [GroupedTable.aggregate, GroupedStream.aggregate, WindowedStream.aggregate],
+    (*_SHOWN, "select"),
+    {Materialized: _materialized},
+    input=_NODE,
+    group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
+    window=(optional(_window), Field(default=None, description="Windows, for a stream only.")),
+    aggregates=(
+        dict[str, str],
+        Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
+    ),
+    partitions=(optional(int), None),
+    partition_by=(optional(str), None),
+)
+
+CONCEPTS: dict[str, Concept] = {
+    "stream": _source_concept("Stream", Stream),
+    "table": _source_concept("Table", Table),
+    "versioned_table": _source_concept("VersionedTable", VersionedTable),
+    "join": _method_concept("Join", "join", Stream, Table),
+    "left_join": _method_concept("LeftJoin", "left_join", Stream, Table),
+    "outer_join": _method_concept("OuterJoin", "outer_join", Stream, Table),
+    "filter": _method_concept("Filter", "filter", Table),
+    "filter_not": _method_concept("FilterNot", "filter_not", Table),
+    "map_values": _method_concept("MapValues", "map_values", Table),
+    "flat_map_values": _method_concept("FlatMapValues", "flat_map_values", Stream),
+    "select_key": _method_concept("SelectKey", "select_key", Stream),
+    "merge": _method_concept("Merge", "merge", Stream),
+    "aggregate": Concept(_AGGREGATE, ("input",), _aggregate),
+    "suppress": _method_concept("Suppress", "suppress", Table),
+    "to_table": _method_concept("ToTable", "to_table", Stream),
+    "to_stream": _method_concept("ToStream", "to_stream", Table),
+}
+
+AssetPart: type[Choice] = choice(
+    "Asset",
+    "A stream or table: its name, how Dagster shows it, and exactly one source or operator.",
+    {name: concept.yaml for name, concept in CONCEPTS.items()},
+    name=(str, ...),
+    description=(optional(str), None),
+    group=(optional(str), None),
+    owners=(optional(Texts), None),
+    key_prefix=(optional(Texts), None),
+    freshness=(
+        optional(_freshness),
+        Field(
+            default=None,
+            description="How far a table's view may lag behind its log: on_growth, every_run, or 1h.",
+        ),
+    ),
+    log_retention=(
+        optional(DurationText),
+        Field(default=None, description="How long maintenance keeps batches of the log, like 90d."),
+    ),
+)
+
+
+def make_asset(
+    entry: Choice, inputs: Mapping[str, Stream], found: Callable[[str, str], Any]
+) -> tuple[Stream, dict[str, Any]]:
+    """Makes the stream or table of an entry, and the options of its sensor.
+
+    Args:
+        inputs: its inputs, by role.
+        found: imports the object that a setting names by a Python path.
+    """
+    given: Any = entry
+    concept, about = CONCEPTS[entry.chosen], getattr(entry, entry.chosen)
+    columns = getattr(about, "columns", None)
+    sensor = getattr(about, "sensor", None)
+    about = about.model_copy(update={"columns": None, "sensor": None})
+    values = {n: v for n, v in about.values().items() if n not in concept.inputs}
+    if columns is not None:
+        values["columns"] = columns
+    if values.get("schema") is not None:
+        values["schema"] = found("schema", values["schema"])
+    if isinstance(source := values.get("source"), AssetSource):
+        named = {n: path for n in _named if (path := getattr(source, n)) is not None}
+        values["source"] = replace(source, **{n: found(n, path) for n, path in named.items()})
+    shown = {n: v for n in _SHOWN[1:] if (v := getattr(given, n)) is not None}
+    node = concept.make(given.name, values, dict(inputs), shown)
+    if sensor is not None and not has_sensor(node):
+        raise TopologyError(
+            f"{node.name}: expected no sensor, since Dagster tracks the upstream asset itself, got "
+            "one; remove it, and set an automation_condition under post_processing"
+        )
+    return node, {} if sensor is None else sensor.values()
+
+
+# Topology component
+
 
 _SCAFFOLD = """\
 type: {type}

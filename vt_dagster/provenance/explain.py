@@ -13,7 +13,7 @@ from typing import Any
 
 from vt_dagster import rules
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance import explain_stream_joins
+from vt_dagster.provenance import explain_joins
 from vt_dagster.provenance.explain_aggregates import (
     held,
     stream_aggregate,
@@ -21,6 +21,14 @@ from vt_dagster.provenance.explain_aggregates import (
     table_aggregate,
     too_late,
     windowed_aggregate,
+)
+from vt_dagster.provenance.explain_joins import (
+    corrected,
+    corrected_streams,
+    foreign_key,
+    of_histories,
+    stream_stream,
+    table_table,
 )
 from vt_dagster.provenance.explain_request import (
     Derivation,
@@ -35,8 +43,6 @@ from vt_dagster.provenance.explain_request import (
 )
 from vt_dagster.provenance.explain_row_operators import PASSING, row_by_row
 from vt_dagster.provenance.explain_sources import origin, place_of, rejected
-from vt_dagster.provenance.explain_stream_joins import corrected, corrected_streams, stream_stream
-from vt_dagster.provenance.explain_table_joins import foreign_key, of_histories, table_table
 from vt_dagster.provenance.expression_parser import asked_for, in_micros, split
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
@@ -48,7 +54,7 @@ MOST, _MOST_IN_ALL = 20, 200
 
 KINDS: Mapping[str, Callable[[ExplainRequest], Derivation]] = {
     **dict.fromkeys(PASSING, row_by_row),
-    "StreamTableJoin": explain_stream_joins.stream_table,
+    "StreamTableJoin": explain_joins.stream_table,
     "CorrectedJoin": corrected,
     "TableTableJoin": table_table,
     "ForeignKeyJoin": foreign_key,
@@ -278,7 +284,7 @@ def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
         reasoning.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and as_micros(record.timestamp) > released:
         now = log.commit.stream_time[record.partition]
-        grace = explain_stream_joins.grace_of(log.commit, record.partition)
+        grace = explain_joins.grace_of(log.commit, record.partition)
         reasoning.decide(
             rules.WAITING,
             f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time, which "

@@ -64,9 +64,9 @@ from vt_dagster.columns import (
 )
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, svg, text
 from vt_dagster.errors import StorageError
+from vt_dagster.provenance.explain_joins import grace_of
 from vt_dagster.provenance.explain_request import Log, both
 from vt_dagster.provenance.explain_sources import quarantine
-from vt_dagster.provenance.explain_stream_joins import grace_of
 from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros

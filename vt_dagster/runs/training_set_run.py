@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
-from vt_dagster.core.feature_join import Feature, with_features
+from vt_dagster.core.stream_table_join import Feature, with_features
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside
