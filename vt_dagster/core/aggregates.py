@@ -14,7 +14,9 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.pandas.types import (
+    to_arrow_schema,  # pyright: ignore[reportUnknownVariableType]
+)
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN

@@ -497,7 +497,7 @@ def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list
 
 
 def _wrong(
-    warehouse: str, head: tuple[int, Commit], made: Mapping[str, _Made], cursor: "_Cursor"
+    warehouse: str, head: tuple[int, Commit], made: Mapping[str, _Made], cursor: "_PartitionCursor"
 ) -> dict[str, StaleRead]:
     """Returns the stale partitions with their reasons."""
     every = [(partition, one, read) for partition, one in made.items() for read in one.reads]
@@ -554,7 +554,7 @@ class _PartitionCursor:
     storage_id: int = 0
 
     @classmethod
-    def of(cls, text: str | None) -> "_Cursor":
+    def of(cls, text: str | None) -> "_PartitionCursor":
         try:
             told = json.loads(text or "")
             return cls(Position.model_validate(told["position"]), int(told["storage_id"]))
