@@ -36,7 +36,11 @@ JOIN_POINTS = [
     ("amended", "before:view"),
     *(
         pytest.param(asset, point, marks=pytest.mark.endurance)
-        for asset, point in (("paid", "before:log"), ("paid", "before:forget"), ("amended", "after:log"))
+        for asset, point in (
+            ("paid", "before:log"),
+            ("paid", "before:forget"),
+            ("amended", "after:log"),
+        )
     ),
 ]
 

@@ -1,23 +1,20 @@
-"""Looks up the version of a table as of a time: in valid time, and as known at a system time.
+"""Looks up the version of a table that is valid at each row's time, now or as known at a system time.
 
-As-of join: looks up the version of a table that is valid at each row's time.
+**As-of join.** Three strategies give the same result. *Sorted*: rows and versions are shuffled and
+sorted together by key and time. This suits any distribution of keys and times, and nothing has to fit
+into memory. *Broadcast*: all versions go to each executor, and a row is compared with every version of
+its key. This suits a table with few versions. *Tiled*: time is divided into tiles so that each holds
+few versions of a key; rows and versions are shuffled by key and tile, and a row is compared with the
+versions in its tile. Nothing is sorted, and the rows of one key spread over many tasks.
 
-Three strategies give the same result. *Sorted*: rows and versions are shuffled and sorted together by
-key and time. This suits any distribution of keys and times, and nothing has to fit into memory.
-*Broadcast*: all versions go to each executor, and a row is compared with every version of its key. This
-suits a table with few versions. *Tiled*: time is divided into tiles so that each holds few versions of
-a key; rows and versions are shuffled by key and tile, and a row is compared with the versions in its
-tile. Nothing is sorted, and the rows of one key spread over many tasks.
-
-System-time join: the version valid at each row's time, among those recorded up to the row's *cut*.
-
-The cut is a system time. The table's current versions answer most rows: the version found is the newest
-of all at the row's time; if it was recorded up to the cut, it is also the newest of those known then.
-The table's log answers the other rows. Of a key's log rows, in the order of recording, those known at a
-cut are the first n. Such a prefix is split into blocks of 2**l rows, one for each binary digit of n
-that is 1; in each block one sort finds the last row as of the time, and the last of these is the
-version. Each log row is in at most log2(rows of its key) blocks, no row is compared with all rows of a
-key, and any order of arrival is possible.
+**System-time join.** It finds the version among those recorded up to the row's *cut*. The cut is a
+system time. The table's current versions answer most rows: the version found is the newest of all at
+the row's time; if it was recorded up to the cut, it is also the newest of those known then. The table's
+log answers the other rows. Of a key's log rows, in the order of recording, those known at a cut are the
+first n. Such a prefix is split into blocks of 2**l rows, one for each binary digit of n that is 1; in
+each block one sort finds the last row as of the time, and the last of these is the version. Each log
+row is in at most log2(rows of its key) blocks, no row is compared with all rows of a key, and any order
+of arrival is possible.
 """
 
 from __future__ import annotations

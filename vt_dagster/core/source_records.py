@@ -1,10 +1,7 @@
-"""Turns the input of a source into records: rows, a change feed, or the difference of two snapshots.
+"""Turns the input of a source into records: timestamp, partition, tombstone or a reason for quarantine.
 
-Turns a source's rows into records: timestamp, partition, tombstone or a reason for quarantine.
-
-Snapshot diff: compares a full snapshot with the rows that a table holds.
-
-Delta's change data feed: turns its rows into puts and tombstones.
+The input is rows, a full snapshot that is compared with the rows that a table holds, or Delta's change
+data feed, whose rows become puts and tombstones.
 """
 
 from __future__ import annotations

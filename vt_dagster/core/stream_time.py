@@ -1,13 +1,9 @@
-"""Stream time, and the running maxima of other times in order of arrival.
-
-Stream time: the largest timestamp so far, per partition.
+"""Stream time (the largest timestamp so far, per partition), and running maxima of other times.
 
 Stream time as of a record is a running maximum in order of arrival. A long partition is split into
 chunks of arrivals, so that one task need not process all of it: each chunk's maximum is computed first,
 and a chunk starts with the maximum of those before it. To decide only whether stream time has reached a
 record's deadline, the bounds of a small chunk are enough for most records, without any ordering.
-
-Running maxima of several kinds of times, as of each record.
 """
 
 from __future__ import annotations

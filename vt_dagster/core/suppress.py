@@ -1,22 +1,18 @@
-"""suppress: time limits, window ends, full buffers, and ``emit_early``.
-
-suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
+"""suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
 
 Each key has one *place* in the buffer; an update replaces value and timestamp but keeps the place.
 Stream time T is the largest timestamp of an update that has reached suppress, per partition. A run
 is one arrival: due updates are emitted at its end, ordered as in Kafka Streams' buffer: by place, then
 key.
 
-suppress with a limit and ``emit_early``: emits after each update, as in Kafka Streams.
+With a limit and ``emit_early``, it emits after each update, as in Kafka Streams. A record may give
+several updates (a merged session and its tombstone, sliding windows). Which of them leave a full
+buffer, with which value and in which order, depends on each update and on all keys of a partition. A
+Python kernel therefore processes the updates of one partition in order. It holds in memory the updates
+that the limit allows to wait, and one batch.
 
-A record may give several updates (a merged session and its tombstone, sliding windows). Which of them
-leave a full buffer, with which value and in which order, depends on each update and on all keys of a
-partition. A Python kernel therefore processes the updates of one partition in order. It holds in memory
-the updates that the limit allows to wait, and one batch.
-
-The periods of suppress with a time limit: each starts depending on the end of the previous one.
-
-A Python kernel over sorted Arrow batches therefore computes them.
+The start of each period of a time limit depends on the end of the previous one; a Python kernel over
+sorted Arrow batches therefore computes them.
 """
 
 from __future__ import annotations

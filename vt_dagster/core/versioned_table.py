@@ -1,6 +1,4 @@
-"""The versioned table: put, fold, reads, retention, and which records define a version.
-
-The versioned table: put, fold and reads (KIP-889).
+"""The versioned table: put, fold, reads, retention, and which records define a version (KIP-889).
 
 A *version* is a row ``key, values, valid_from (inclusive), valid_to (exclusive, null = current),
 is_tombstone, partition, offset``. Versions depend on timestamps, never on arrival: a record that
@@ -9,12 +7,11 @@ arrives out of order splits the interval that contains its timestamp.
 Throughout, ``horizon`` is ``stream time - history retention`` of a row's partition, as a column over
 ``partition``: the table answers for times at or after it.
 
-Versions that only some columns define (``new_version_on``): handles records that repeat a version.
-
-A table's view keeps every record, because a late record may fall between two of one version. Each row
-has as ``old`` the previous version: a STRUCT of the values, ``timestamp`` and ``offset`` of that
-version's first record; null if there is none or it is a tombstone. A row therefore shows by itself
-whether it repeats a version and which one, even if only a part of the key's history is read or left.
+**``new_version_on``.** Only some columns define a version, so a record may repeat one. A table's view
+keeps every record, because a late record may fall between two of one version. Each row has as ``old``
+the previous version: a STRUCT of the values, ``timestamp`` and ``offset`` of that version's first
+record; null if there is none or it is a tombstone. A row therefore shows by itself whether it repeats a
+version and which one, even if only a part of the key's history is read or left.
 """
 
 from __future__ import annotations

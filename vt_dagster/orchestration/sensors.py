@@ -1,10 +1,7 @@
-"""Sensors: of new input, of new partitions, and of events of runs.
+"""Sensors: request a run when a source has something new, and name it in the run config.
 
-Sensors: request a run when a source has something new, and name it in the run config.
-
-Searches Dagster's event storage for runs whose events contain a value, for example in samples.
-
-A sensor that requests the partitions of a user's asset that late changes of a table made stale.
+Another sensor requests the partitions of a user's asset that late changes of a table made stale. The
+search of Dagster's event storage finds runs whose events contain a value, for example in samples.
 """
 
 import hashlib

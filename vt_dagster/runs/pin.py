@@ -1,14 +1,9 @@
-"""The input of a run: what it needs of tables, when inputs are ready, and what it pins.
+"""Pins the records, logs and tables of a run when it starts.
 
-Pins the records, logs and tables of a run when it starts.
+``Store`` is the interface of a run to an asset's tables: on Delta (``storage.asset_store``) or in
+memory (``testing``).
 
-The interface of a run to an asset's tables: on Delta (``storage.asset_store``) or in memory
-(``testing``).
-
-The records, tables and positions of one run, pinned when the run starts.
-
-Decides whether tables are ready to be looked up, see ``VersionedTable.ready``.
-
+**Readiness.** Pinning decides whether tables are ready to be looked up, see ``VersionedTable.ready``.
 The commits of a source table record its offsets when it became ready; a derived table is ready once it
 has consumed its inputs up to these. Readiness depends on offsets only, not on how records are divided
 into runs.

@@ -1,8 +1,6 @@
-"""Reads a source's rows as records, and the rows that a full dump is compared with.
+"""Reads and prepares the records of a source for a run.
 
-Reads and prepares the records of a source for a run.
-
-Reads a source of full snapshots as changes against the table's current rows.
+A source of full snapshots is read as changes against the table's current rows.
 """
 
 from __future__ import annotations

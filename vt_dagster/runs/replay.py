@@ -1,8 +1,6 @@
-"""Replays a log with today's declarations, and refuses where the retention has removed records.
+"""Replays an asset into tables beside the live ones, compares the two, and swaps them.
 
-Reprocess an asset into tables beside the live ones, compare the two, and swap them.
-
-Refuses to recompute results from truncated logs or from times before a table's history.
+A replay from truncated logs, or from times before a table's history, is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Restates tables after a correction of their declaration or source: the plan, and the new logs.
-
-Restates an asset and its consumers from a time on: recomputes their results from logs, in place.
+"""Restates an asset and its consumers from a time on: recomputes their results from logs, in place.
 
 **Kept batches.** A log is a chain of batches, and the division of records into runs does not change any
 result. So batches that consumed only records from before the time are kept, and runs continue after the
@@ -15,8 +13,6 @@ plain table has only current rows.
 they are exchanged, inputs first. The old logs of a versioned table are kept for a while, so that reads
 can be compared with them (``storage.stale_reads``). Each step is idempotent, so that a killed
 restatement continues where it stopped. Nothing else may run meanwhile.
-
-Plans a restatement: the kept batches of each log, and the reasons to refuse.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What a source is: how it is pinned and read, and columns matched by name.
-
-The protocols of sources: pinning the input of a run, and reading it.
-
-Conversion of nested values, with fields matched by name.
-"""
+"""The protocols of sources: pinning the input of a run, and reading it with fields matched by name."""
 
 from __future__ import annotations
 

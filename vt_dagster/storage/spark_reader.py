@@ -1,15 +1,7 @@
-"""Reads an asset's tables with Spark, and checks them against the declaration.
-
-Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
+"""Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
 
 Reading writes nothing. If a dead run has not updated the view and the quarantine table to its commit,
-they are read as if it had.
-
-A log's commit, and the snapshot of a stream or table as of a commit. No Spark.
-
-Spark conditions on offsets that stay short with many partitions.
-
-The description of a node in its commits, and checks of existing tables against the declaration.
+they are read as if it had. Existing tables are checked against the declaration.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""As-of reads that would return something else now, and replaced logs that they are compared with.
-
-Finds as-of reads of a versioned table that would return something else now. No Spark.
+"""Finds as-of reads of a versioned table that would return something else now. No Spark.
 
 A record at ``t`` changes its key from ``t`` until the key's next version. So an as-of read is stale
 only if a record that arrived after the read has changed an interval that contains the read's time.
 
-Valid times at which two logs of a versioned table give different rows. No Spark.
-
-Replaced tables of an asset, kept so that earlier reads can be compared with the new ones. No Spark.
-
-A restatement moves the old tables of a versioned table to ``prices.replaced/<log>/``, until maintenance
-or an erase removes them. A swap leaves them under the other asset's name.
+**Replaced tables** of an asset are kept, so that earlier reads can be compared with the new ones: at
+which valid times do two logs give different rows? A restatement moves the old tables of a versioned
+table to ``prices.replaced/<log>/``, until maintenance or an erase removes them. A swap leaves them
+under the other asset's name.
 """
 
 from __future__ import annotations
