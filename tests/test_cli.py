@@ -16,6 +16,7 @@ from pyspark.sql.types import StructType
 from typer.testing import CliRunner, Result
 
 from tests.market import Market, messages, run
+from tests.written import Written
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
@@ -111,6 +112,28 @@ def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> No
     assert done.exit_code == 0, done.exception
     assert "days: view at version" in done.output
     assert asked(copy, "history", "days", "9998-01-02", FAR).output == before.output
+
+
+@pytest.mark.parametrize(("command", "said"), [("get", "value for"), ("history", "version of")])
+def test_a_missing_row_names_the_command_that_explains_it(
+    tmp_path: Path, command: str, said: str
+) -> None:
+    Written(tmp_path).run([("apple", "1", 0)], 1)
+    missing = asked(tmp_path, command, "prices", "a pear")
+    assert missing.exit_code == 1
+    way_out = "vt-dagster explain prices --key 'a pear'"
+    assert missing.output == f"prices has no {said} a pear; {way_out} shows why\n"
+    explained = asked(tmp_path, "explain", "prices", "a pear")
+    assert isinstance(explained.exception, SystemExit)
+    assert "a pear" in explained.output
+
+
+def test_a_missing_asset_names_those_of_the_warehouse(tmp_path: Path) -> None:
+    Written(tmp_path).run([("apple", "1", 0)], 1)
+    missing = asked(tmp_path, "get", "price", "apple")
+    assert isinstance(missing.exception, StorageError)
+    assert "expected one of ['prices']" in str(missing.exception)
+    assert "or another warehouse with --warehouse" in str(missing.exception)
 
 
 def test_what_was_known_then(market: Market) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Annotated, Any
 
 import pyarrow as pa
@@ -54,7 +55,7 @@ def get(
     if not rows:
         when = f" as of {as_of}" if as_of else ""
         when += f" as known at {as_known_at}" if as_known_at else ""
-        typer.echo(f"{table} has no value for {'/'.join(key)}{when}", err=True)
+        typer.echo(f"{table} has no value for {'/'.join(key)}{when}; {_explain(table, key)}", err=True)
         raise typer.Exit(1)
     width = max(len(c) for c in rows[0])
     for name, value in rows[0].items():
@@ -72,7 +73,7 @@ def history(
     rows = _of_key(warehouse, table, key, "versions", as_known_at=as_known_at)
     newest = texts(rows.sort_by([(VALID_FROM, "ascending")]))[-limit:]
     if not newest:
-        typer.echo(f"{table} has no version of {'/'.join(key)}", err=True)
+        typer.echo(f"{table} has no version of {'/'.join(key)}; {_explain(table, key)}", err=True)
         raise typer.Exit(1)
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
     # Text, so that rich does not read brackets in a value as markup.
@@ -102,8 +103,16 @@ def _of_key(
 ) -> pa.Table:
     names = asset_names(warehouse)
     if table not in names:
-        raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")
+        raise StorageError(
+            f"expected one of {names} in {warehouse}, got {table!r}; choose one of them, or another "
+            "warehouse with --warehouse"
+        )
     return look_up(warehouse, table, what, key, as_of, partial, as_known_at)
+
+
+def _explain(table: str, key: list[str]) -> str:
+    keys = " ".join(f"--key {quote(value)}" for value in key)
+    return f"vt-dagster explain {table} {keys} shows why"
 
 
 def _text(value: Any) -> str:

@@ -222,7 +222,10 @@ def node_of(module: str, name: str) -> Stream:
     """
     found = _nodes(module)
     if name not in found:
-        raise TopologyError(f"expected one of {sorted(found)} in {module}, got {name!r}")
+        raise TopologyError(
+            f"expected one of {sorted(found)} in {module}, got {name!r}; choose one of them, or assign "
+            "the stream or table to a variable of the module"
+        )
     return found[name]
 
 

@@ -480,7 +480,7 @@ def maintenance_op(
             cut = truncate_logs(warehouse, spark(), nodes, **about)
         done = maintain_all(warehouse, spark(), keep)
         for name, rows in cut.items():
-            done[name]["records_cut_off"] = rows
+            done[name]["records_truncated"] = rows
         for name, numbers in done.items():
             context.log.info(f"{name}: {', '.join(f'{n} {what}' for what, n in numbers.items())}")
         return done

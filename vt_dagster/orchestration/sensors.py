@@ -164,13 +164,13 @@ def build_sensor(
         few = news.records is not None and news.records < minimum_records
         if few and waited < maximum_wait:
             return dg.SkipReason(
-                f"{news.says}: waits for {minimum_records} records or for {maximum_wait} "
+                f"{news.description}: waits for {minimum_records} records or for {maximum_wait} "
                 f"(waited {waited})"
             )
         tags = {_ASSET: node.name}
         unfinished = _unfinished(context, tags)
         if unfinished:
-            return dg.SkipReason(f"{news.says}: the run {unfinished} is still in progress")
+            return dg.SkipReason(f"{news.description}: the run {unfinished} is still in progress")
         tags["vt_dagster/batch"] = str(batch + 1)
         chosen = _without_partitions(context, selection)
         return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags, chosen)])

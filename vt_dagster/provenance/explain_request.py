@@ -100,9 +100,9 @@ class Decision:
     because: str
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """The rule as a sentence."""
-        return RULES[self.rule].says
+        return RULES[self.rule].description
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ class Rejected:
     batch: int
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """The reason as a sentence."""
-        return RULES[self.reason].says if self.reason in RULES else self.reason
+        return RULES[self.reason].description if self.reason in RULES else self.reason
 
 
 @dataclass(frozen=True)

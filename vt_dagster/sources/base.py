@@ -258,12 +258,12 @@ class News:
 
     Args:
         config: the run config of the asset's op; None = nothing new.
-        says: a description of the new input.
+        description: the new input, for the tick's message.
         records: the number of waiting records; None = unknown.
     """
 
     config: Mapping[str, Any] | None = None
-    says: str = ""
+    description: str = ""
     records: int | None = None
 
 

@@ -268,7 +268,7 @@ class Commit(BaseModel):
     def missing(self) -> dict[str, int]:
         """Number of removed log records by reason."""
         cut = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
-        told = {"rows_erased": sum(self.erased.values()), "rows_cut_off": cut}
+        told = {"rows_erased": sum(self.erased.values()), "rows_truncated": cut}
         return {why: count for why, count in told.items() if count}
 
     @property

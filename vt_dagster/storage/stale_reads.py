@@ -330,7 +330,7 @@ UNDECIDABLE = {
     "another_log": "the log that they have read was replaced (replay and swap, or restate), and was "
     "removed or is too large to compare",
     "erased_before": "rows were erased, and the times of these rows are not recorded",
-    "cut_off": "the log was truncated after the position that they have read",
+    "truncated": "the log was truncated after the position that they have read",
 }
 """Reasons why a read counts as stale although its result is unknown."""
 
@@ -394,7 +394,7 @@ def _not_told(read: Read, commit: Commit) -> _Why:
     if read.erased < erased and not later:
         return "erased_before", str(erased)
     if any(read.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset):
-        return "cut_off", str(read.batch)
+        return "truncated", str(read.batch)
     return None
 
 
