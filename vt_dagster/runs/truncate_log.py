@@ -108,7 +108,7 @@ def truncate_logs(
             gone = one.truncate(moment - node.log_retention // timedelta(microseconds=1))
         except (ConcurrentRunError, StorageError) as error:
             # A failure concerns this log only: go on with the others.
-            one.say(f"{node.name}: its log was not cut off, a later maintenance will: {error}")
+            one.say(f"{node.name}: its log was not truncated, a later maintenance will: {error}")
             continue
         if gone:
             done["/".join(node.path)] = gone
@@ -150,8 +150,8 @@ class _Log:
             return 0
         self._truncate(head, upto)
         self.say(
-            f"{self.node.name}: {gone:,} records were cut off from its log, which answers for what was "
-            f"known from {in_utc(upto.recorded_at)} on"
+            f"{self.node.name}: {gone:,} records were truncated from its log; it can be read as known "
+            f"at {in_utc(upto.recorded_at)} or later"
         )
         return gone
 
