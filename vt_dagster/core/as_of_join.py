@@ -190,6 +190,7 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
     there = table.select(
         *keys, F.col(_BEGIN).alias(at), F.lit(0).alias(_SIDE), F.struct(*version).alias(_VERSION)
     )
+    # By _SIDE: at equal times the version sorts before the row, because valid_from is inclusive.
     so_far = W.partitionBy(*keys).orderBy(at, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
     last = F.last(_VERSION, ignorenulls=True).over(so_far)
     found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
@@ -220,6 +221,7 @@ def _tiled(left: DataFrame, table: DataFrame, key: Sequence[str], tiles: Tiles) 
     rows = rows.select(*[F.col(f"`{c}`") for c in left.columns], mine)
     there = there.select(*table.columns, theirs)
     return rows.repartition(tiles.tasks, *[F.col(k) for k in key], mine).join(
+        # A hash join, since a sort-merge join would sort both sides; a tile has few versions of a key.
         there.repartition(tiles.tasks, *keys, theirs).hint("shuffle_hash"),
         _matches(key) & (F.col(mine) == F.col(theirs)),
         "left",
@@ -328,6 +330,8 @@ def system_time_join(
 
     Source: ``read(as_of, as_known_at)`` of each row.
     """
+    # Tombstones are looked up like rows: a deletion that was recorded by the cut is an answer, and the
+    # log need not be searched.
     seen = versions.withColumns({_DEAD: F.col(IS_TOMBSTONE), IS_TOMBSTONE: F.lit(False)})
     found = as_of_join(
         left,
@@ -341,6 +345,7 @@ def system_time_join(
     recorded = F.col(name)[RECORDED_AT]
     sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(KNOWN_AT)))
     if ends:
+        # A version that has ended by now may have been current at the cut.
         sure = sure & F.col(name)[VALID_TO].isNull()
     told = history.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
     own = [F.col(f"`{c}`") for c in left.columns]

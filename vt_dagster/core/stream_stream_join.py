@@ -115,6 +115,8 @@ def matches(
         (of the later one by arrival)``, _there, _from``, and the positions of both.
     """
     left, right = new
+    # New left records with all right ones, then new right ones with earlier left ones: each pair with a
+    # new record once.
     found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
     if earlier[0] is None:
         return found
@@ -215,6 +217,7 @@ def _narrow(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
 
 def _wide(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
     """Places each record in every tile that its window overlaps."""
+    # Only one side is copied to several tiles: two copies of a pair would be two results.
     return rows.withColumn(_TILE, F.explode(F.sequence(_tile(LOW, width), _tile(HIGH, width))))
 
 

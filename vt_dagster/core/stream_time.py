@@ -35,6 +35,8 @@ def late_from(wait: Duration) -> Column:
 
     A record may lie up to ``wait`` behind stream time.
     """
+    # + 1: late is timestamp < stream time - wait (KIP-889, KIP-923); a record exactly at the bound is
+    # not. try_add: a timestamp close to the largest BIGINT gives null, which is never late.
     return F.try_add(F.unix_micros(TIMESTAMP), micros(wait) + 1)
 
 
@@ -86,6 +88,8 @@ def running_max(
     if chunk is None:
         every = W.partitionBy(PARTITION).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
         return records.withColumn(name, F.max(value).over(every))
+    # A window over the whole partition is one task. With the maximum before each chunk, which is one
+    # row per chunk, chunks are processed in parallel.
     chunked = records.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (

@@ -154,6 +154,8 @@ class _Buffer:
             heappush(self.order, (at, key))
             self.held[key] = _Held(at, row, size)
         else:
+            # An update takes the place of the one that it replaces: the timer does not restart
+            # (KIP-328).
             self.held[key] = _Held(was.place, row, size)
         self.size += size - (was.size if was else 0)
 
@@ -200,6 +202,7 @@ def _let_out(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
                     out.append(buffer.leave(now))
                 while buffer.full(records, most):
                     out.append(buffer.leave(now))
+            # All others wait: they are the buffer of the next run.
             while last and buffer.order:
                 out.append(buffer.leave(0, False))
         result = rows.select(list(kept)).take(pa.array([o[0] for o in out], pa.int64()))

@@ -229,6 +229,7 @@ def put(
     if follows:
         judged = records.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
     else:
+        # A record with an outcome is quarantined, and must not advance stream time.
         late, moves = late_from(history_retention), F.col(OUTCOME).isNull()
         seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
         refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
@@ -356,6 +357,8 @@ def fold(
     everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, *over_all_partitions(everything))
     chained = everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
+    # Of two records of one key and timestamp the later offset wins (KIP-889), so the earlier one has an
+    # empty interval.
     replaced = F.coalesce(F.col(VALID_TO) <= F.col(VALID_FROM), F.lit(False))
     if new_version_on is not None:
         return drop_expired(with_version_before(chained, replaced, key, new_version_on), horizon)

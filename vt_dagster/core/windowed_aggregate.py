@@ -371,6 +371,7 @@ def _by_key(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     in_order = W.partitionBy(*group).orderBy(*order)
     return (
         gathered(rows, group)
+        # The kernel gets Arrow batches that may split a key: flags mark where a key begins and ends.
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
         .sortWithinPartitions(*group, *order)

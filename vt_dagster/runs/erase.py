@@ -901,12 +901,16 @@ class _Erase:
 
     def _asset(self, one: Places) -> None:
         store = AssetStore(self.warehouse, one.node, self.spark, None)
+        # First: the quarantine is written from staged data, which may have the key and is removed
+        # below.
         store.catch_up(now=True)
         head = store.head()
         if head is None:
             return
         marked = one.marked(self.key)
+        # Before the rows are erased: the commits of joins that buffer them subtract their number.
         self._note_waiting(store, head, marked)
+        # The log first: its commit is the next batch, so a concurrent run is refused from here on.
         after = self._log(store, head, one, marked)
         committed = time.time()
         bases = bases_of(store.root)

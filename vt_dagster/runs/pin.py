@@ -212,6 +212,7 @@ class Arrival:
         of_each = Counter[int]()
         for ranges in self.taken.values():
             of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
+        # Buffered records are counted over all partitions, and all of them may be in one.
         waiting = self.before.counts.get(Outcome.WAITING, 0)
         return max(of_each.values(), default=0) + waiting <= CHUNK
 
@@ -373,6 +374,7 @@ def _require_remembered(
     assert retention is not None
     known = {p: horizons(retention, {p: moment})[0] for p, moment in now.items()}
     if known and not alike:
+        # The key may be in any partition of the table, so the shortest history must cover the record.
         known = dict.fromkeys(earliest, max(known.values()))
     forgotten = {p: first for p, first in earliest.items() if first < known.get(p, first)}
     if not forgotten:
@@ -468,6 +470,8 @@ def from_logs(
     erased, names = 0, {up.name for up in processor.consumed}
     heads: dict[str, Commit] = {}
     for up in {up.name: up for up in node.inputs}.values():
+        # One snapshot per input, even if it is both consumed and looked up: its log and its view must
+        # be as of the same commit.
         found = stores(up).snapshot()
         if found.head is None:
             continue
@@ -492,6 +496,7 @@ def from_logs(
     not_ready = [up.name for up in node.operator.waits_for if ready.get(up.name, {}) is None]
     waiting = sum(e - s for ranges in taken.values() for s, e in ranges.values())
     if not_ready and not accept_not_ready:
+        # Without records the run commits nothing: a later run, with ready tables, consumes them all.
         taken = {}
     return replace(
         pinned,

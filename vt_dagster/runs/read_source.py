@@ -131,6 +131,7 @@ def _with_start(
         own = F.coalesce(F.col(f"`{node.timestamp}`"), F.col(RECORD_TIME))
         rows = rows.withColumn(node.timestamp, own)
     rows = prepare(rows, node, limit).withColumn(ARRIVAL, F.col(ARRIVAL) + _LAST)
+    # The snapshot comes after the changes, and system times of a log never go back.
     if SOURCE_RECORDED_AT in changes.columns:
         rows = rows.withColumn(SOURCE_RECORDED_AT, F.lit(_NOW).cast("timestamp"))
     kinds = dict(changes.dtypes)
@@ -257,6 +258,7 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
     ends = dict(zip(times, horizons(retention, times), strict=True))
     old = F.unix_micros(TIMESTAMP) < by_partition(ends, "long")
     late = records.where(F.col(OUTCOME).isNull() & old)
+    # The log is scanned only if there is a record that is older than what the view keeps.
     if late.isEmpty():
         return None
     key = [F.col(f"`{k}`") for k in arrival.node.key]

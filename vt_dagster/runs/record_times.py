@@ -148,6 +148,7 @@ def advance_stream_time(
     watermarks: dict[str, dict[int, int]] = {}
     in_time = False
     if not processor.bounded:
+        # First by bounds per chunk: if they show that no record is late, no log has to be sorted.
         chunks = processor.lateness_bounds(inputs)
         found = None
         if chunks is not None:
@@ -190,6 +191,8 @@ def bounds_of(
         return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
 
     bounds = framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
+    # A second job for the chunks with a deadline between their bounds; only those that it returns are
+    # sorted.
     if not bounds.near:
         return bounds
     return framed(bounds.only(processor.undecided_chunks(inputs, bounds).collect()))

@@ -150,6 +150,7 @@ class Planner:
                 ends = self._first_after(up)
                 known = limits.get(up.name)
                 limits[up.name] = ends if known is None else _least(ends, known)
+        # Newest first: the first match keeps the most results.
         for found in delta.commits(self._live(node).log_path):
             commit = Commit.model_validate(found.document)
             if commit.log != last.log or commit.state:
@@ -482,6 +483,8 @@ class _Restatement:
         if not self.fs.exists(old):
             self.fs.makedirs(posixpath.dirname(old), exist_ok=True)
             self.say(f"{path}: replaces the old tables by the new ones")
+            # After a kill between the two moves `old` exists and `live` does not: the next call makes
+            # the second move.
             self.fs.mv(live, old, recursive=True)
         elif self.fs.exists(live):
             raise StorageError(

@@ -139,6 +139,7 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
             begin.setdefault(first, []).append(partition)
     if len(begin) > MANY:
         exact = F.col(OFFSET) >= F.coalesce(by_partition(start, "long"), F.lit(0))
+        # The constant bound can be pushed down to the Parquet files, the look-up in a map cannot.
         return (F.col(OFFSET) >= min(begin)) & exact
     wanted = F.lit(False)
     for first, partitions in begin.items():
@@ -394,6 +395,7 @@ class AssetReader:
     def staged(self, attempt: str) -> dict[str, tuple[int, int]]:
         """Returns what a run has staged under an attempt, see ``Commit.staged``. Does not use Spark."""
         fs, root = delta.filesystem(self._attempt_path(attempt))
+        # Spark has written the files without fsspec, whose cached listing may lack them.
         fs.invalidate_cache()
         found = dict[str, tuple[int, int]]()
         for name, about in fs.find(root, detail=True).items():

@@ -309,6 +309,7 @@ class View:
         tail = commit.total - then.total
         if wanted == "every_run" or not tail:
             return tail > 0
+        # Each reader folds the tail, so it is bounded whatever `freshness` says.
         many = tail >= MANY or commit.batch - then.batch >= BATCHES
         if isinstance(wanted, timedelta):
             return many or time.time() - then.written / 1e6 >= wanted.total_seconds()
