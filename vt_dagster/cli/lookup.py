@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from shlex import quote
 from typing import Annotated, Any
 
@@ -38,6 +40,9 @@ Known = Annotated[
 ]
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each row.")]
+
+
 def get(
     table: str,
     key: Key,
@@ -48,6 +53,7 @@ def get(
         bool, typer.Option(help="For a time before the history: the row, if it still exists.")
     ] = False,
     as_known_at: Known = None,
+    as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
@@ -57,6 +63,9 @@ def get(
         when += f" as known at {as_known_at}" if as_known_at else ""
         typer.echo(f"{table} has no value for {'/'.join(key)}{when}; {_explain(table, key)}", err=True)
         raise typer.Exit(1)
+    if as_json:
+        _print_json(rows)
+        return
     width = max(len(c) for c in rows[0])
     for name, value in rows[0].items():
         typer.echo(f"{name:<{width}}  {_text(value)}")
@@ -67,6 +76,7 @@ def history(
     key: Key,
     limit: Annotated[int, typer.Option(help="Number of versions, the newest.")] = 50,
     as_known_at: Known = None,
+    as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the timeline of a key: its versions, oldest first."""
@@ -75,6 +85,9 @@ def history(
     if not newest:
         typer.echo(f"{table} has no version of {'/'.join(key)}; {_explain(table, key)}", err=True)
         raise typer.Exit(1)
+    if as_json:
+        _print_json(newest)
+        return
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
     # Text, so that rich does not read brackets in a value as markup.
     text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
@@ -90,6 +103,12 @@ def history(
         )
         text.add_row(*map(Text, cells))
     Console().print(text)
+
+
+def _print_json(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints a line of JSON for each row: times as text in UTC, decimals and bytes as text."""
+    for row in rows:
+        typer.echo(json.dumps(row, ensure_ascii=False, default=str))
 
 
 def _of_key(
