@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 from deltalake import CommitProperties, write_deltalake
 
+from vt_dagster.storage import delta
+
 EPOCH = datetime(2024, 1, 1, tzinfo=timezone.utc)
 MICROS = int(EPOCH.timestamp()) * 1_000_000
 _TIME = pa.timestamp("us", "UTC")
@@ -37,7 +39,7 @@ def document(
     shape = {"kind": kind, "key": ["k"], "columns": ["k", "v"], "meaning": meaning or {}}
     if kind == "versioned":
         shape["history_retention"] = retention // timedelta(microseconds=1)
-    return {
+    said = {
         "asset": name,
         "batch": batch,
         "attempt": f"{batch}-a",
@@ -50,6 +52,7 @@ def document(
         "next_offset": dict(next_offset),
         "stream_time": dict(stream_time),
     }
+    return delta.with_format(said)
 
 
 class Written:

@@ -639,7 +639,10 @@ def _kept(root: str) -> list[str]:
 
 def _documents(root: str, name: str) -> list[dict[str, Any]]:
     fs, folder = delta.filesystem(posixpath.join(root, "commits"))
-    return json.loads(gzip.decompress(fs.cat_file(posixpath.join(folder, name))))
+    found = json.loads(gzip.decompress(fs.cat_file(posixpath.join(folder, name))))
+    for document in found:
+        delta.require_format(posixpath.join(root, "log"), document, f"the archived commits {name}")
+    return found
 
 
 def commits(root: str) -> Iterator[Commit]:
