@@ -344,7 +344,8 @@ def _numbers(node: Stream) -> str:
     if processor.reports_lateness:
         closes = node.window is not None and all(up.window is None for up in node.inputs)
         told |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
-    return "\n".join(f"- `{name}`: {rule.says}" for name, rule in METRICS.items() if name in told)
+    known = ((name, rule) for name, rule in METRICS.items() if name in told)
+    return "\n".join(f"- `{name}`: {rule.description}" for name, rule in known)
 
 
 def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
