@@ -18,6 +18,8 @@ import pyarrow as pa
 from deltalake import CommitProperties, write_deltalake
 from measure import Outputs, Result, compare, take_turns
 
+from vt_dagster.storage.delta import MARK, with_format
+
 COMMAND = Path(sys.executable).parent / "vt-dagster"
 SMALL, KEYS, FILE = 1_000, 10_000, 250_000
 OPENS, SECONDS = "explore, from the command to its start page", 3.0
@@ -59,7 +61,8 @@ class Site:
                 "next_offset": {0: end},
                 "stream_time": {0: last * 1_000_000},
             }
-            about = CommitProperties(custom_metadata={"userMetadata": json.dumps({"vt_dagster": said})})
+            told = json.dumps({MARK: with_format(said)})
+            about = CommitProperties(custom_metadata={"userMetadata": told})
             write_deltalake(path, pa.table(columns), mode="append", commit_properties=about)
 
     def open(self) -> dict[str, float]:

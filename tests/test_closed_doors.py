@@ -613,8 +613,11 @@ def test_another_definition_under_the_same_name(market: Market, tmp_path: Path) 
     copy, hour = market.copy(tmp_path / "copy"), timedelta(hours=1)
     assert run(hourly(hour, "count(*)", copy), copy.warehouse).success
     for changed, said in (
-        (hourly(2 * hour, "count(*)", copy), "window was 'TumblingWindow(size=1:00:00)'"),
-        (hourly(hour, "count(v)", copy), "aggregates was '((n, count(*)))', is '((n, count(v)))'"),
+        (
+            hourly(2 * hour, "count(*)", copy),
+            "window was tumbling windows of 1 hour, is tumbling windows of 2 hours",
+        ),
+        (hourly(hour, "count(v)", copy), "aggregates was 'count(*) as n', is 'count(v) as n'"),
     ):
         result = run(changed, copy.warehouse)
         assert not result.success

@@ -33,6 +33,7 @@ from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explain_request import Explanation, Log, Record, as_time
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.topology.model import with_settings
+from vt_dagster.topology.specification import FilterSpec
 
 EVIL = "<script>alert('k')</script>\"&"
 
@@ -224,8 +225,8 @@ def test_assets_in_folders(tmp_path: Path) -> None:
     """Links between them have the folders that they are in."""
     prices = Written(tmp_path, "shop/eu/prices")
     prices.run([("apple", "1", 0)], recorded=1)
-    meaning = {"operator": "Filter", "source": "prices"}
-    cheap = Written(tmp_path, "shop/eu/cheap", meaning=meaning, logs={"prices": "log of prices"})
+    made_by = FilterSpec(source="prices", predicate="v < 2")
+    cheap = Written(tmp_path, "shop/eu/cheap", made_by=made_by, logs={"prices": "log of prices"})
     cheap.run([("apple", "1", 0)], recorded=2)
     pages = client(tmp_path)
     assert 'href="/table/shop/eu/prices"' in pages.get("/table/shop/eu/cheap").text
@@ -312,8 +313,7 @@ def _windowed(window: Any) -> Any:
 def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
     tmp_path: Path, node: Any, why: str, settings: list[str]
 ) -> None:
-    meaning = node.operator.meaning
-    made = Written(tmp_path, "made", kind="table", meaning=meaning)
+    made = Written(tmp_path, "made", kind="table", made_by=node.operator.specification)
     made.run([("apple", "1", 0)], recorded=100)
     pages = client(tmp_path)
     assert 'href="/lateness/made"' in pages.get("/table/made").text

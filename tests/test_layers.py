@@ -82,12 +82,6 @@ KERNELS = {"partial_updates.py", "suppress.py", "windowed_aggregate.py"}
 
 BY_NAME = {
     "vt_dagster.components.topology_component",
-    "vt_dagster.explore.key_history",
-    "vt_dagster.explore.warehouse_overview",
-    "vt_dagster.orchestration.checks",
-    "vt_dagster.provenance.explain",
-    "vt_dagster.provenance.explain_row_operators",
-    "vt_dagster.provenance.lateness",
 }
 """Modules that still tell operators by the names of their classes: the list only gets shorter."""
 

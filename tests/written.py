@@ -12,6 +12,9 @@ from typing import Any
 import pyarrow as pa
 from deltalake import CommitProperties, write_deltalake
 
+from vt_dagster.storage import delta
+from vt_dagster.topology.specification import Specification
+
 EPOCH = datetime(2024, 1, 1, tzinfo=timezone.utc)
 MICROS = int(EPOCH.timestamp()) * 1_000_000
 _TIME = pa.timestamp("us", "UTC")
@@ -30,14 +33,15 @@ def document(
     stream_time: Mapping[int, int],
     kind: str = "versioned",
     retention: timedelta = timedelta(days=3650),
-    meaning: Mapping[str, str] | None = None,
+    made_by: Specification | None = None,
     logs: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a commit says; times are epoch microseconds."""
-    shape = {"kind": kind, "key": ["k"], "columns": ["k", "v"], "meaning": meaning or {}}
+    shape: dict[str, Any] = {"kind": kind, "key": ["k"], "columns": ["k", "v"]}
+    shape["specification"] = None if made_by is None else made_by.model_dump(mode="json")
     if kind == "versioned":
         shape["history_retention"] = retention // timedelta(microseconds=1)
-    return {
+    said = {
         "asset": name,
         "batch": batch,
         "attempt": f"{batch}-a",
@@ -50,6 +54,7 @@ def document(
         "next_offset": dict(next_offset),
         "stream_time": dict(stream_time),
     }
+    return delta.with_format(said)
 
 
 class Written:

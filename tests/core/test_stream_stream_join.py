@@ -152,7 +152,7 @@ def declared_anew(driver: TopologyTestDriver, *nodes: Stream) -> None:
     driver.nodes = {node.name: node for node in nodes}
     assert set(driver.nodes) == set(stores)
     for node in nodes:
-        assert not node.changed_meaning(shape_of(stores[node.name].node).meaning)
+        assert not node.changed_definition(shape_of(stores[node.name].node).specification)
         stores[node.name].node = node
 
 

@@ -17,6 +17,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
+from tests.storage.test_commit_format import edit
 from tests.storage.topology import Topology
 from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError
 from vt_dagster.runs import commit_document as run_commit
@@ -273,6 +274,25 @@ def test_the_newest_commit_of_a_view_is_cut_off(topology: Topology, spark: Spark
         topology.run("rates", spark)
     topology.store("rates", spark).rebuild_view()
     assert rows(topology, "rates", spark, "versions") == wanted
+
+
+def test_a_commit_of_another_format(topology: Topology, spark: SparkSession) -> None:
+    """Nothing of it is read or appended to; an asset that is moved away begins anew."""
+    log = folder(topology, "orders", "log")
+    edit(log, 1, format=2, release="9.9.0")
+    before = sorted(path.name for path in (log / "_delta_log").iterdir())
+    topology.land("orders", "3.jsonl", [("a", 5, 8)])
+    for name in ("orders", "priced"):
+        with pytest.raises(StorageError) as refused:
+            topology.run(name, spark)
+        assert "got format 2 in version 1" in str(refused.value)
+        assert "written by vt_dagster 9.9.0" in str(refused.value)
+    assert sorted(path.name for path in (log / "_delta_log").iterdir()) == before
+    found = re.search(r"or move (\S+) away and materialize the asset again", str(refused.value))
+    assert found is not None
+    shutil.move(found[1], topology.root / "away")
+    topology.run("orders", spark)
+    assert len(rows(topology, "orders", spark)) == 5
 
 
 def test_an_older_commit_that_has_lost_its_files(topology: Topology, spark: SparkSession) -> None:

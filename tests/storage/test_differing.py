@@ -52,7 +52,7 @@ def write(warehouse: Path, name: str, records: list[dict[str, Any]], columns: li
         next_offset=offsets,
         stream_time=stream_time,
     )
-    about = {"userMetadata": json.dumps({delta.MARK: document.model_dump()})}
+    about = {"userMetadata": json.dumps({delta.MARK: delta.with_format(document.model_dump())})}
     table = pa.Table.from_pylist([{c: row[c] for c in kinds} for row in rows], pa.schema(kinds))
     properties = CommitProperties(custom_metadata=about)
     write_deltalake(str(warehouse / name / "log"), table, commit_properties=properties)

@@ -461,7 +461,7 @@ def test_a_topic_that_has_it(shop: Shop, spark: SparkSession) -> None:
         inputs={"customers": {0: 7}, "topic people": {0: 7}},
         topics={"people": "id"},
     )
-    about = {"userMetadata": json.dumps({delta.MARK: commit.model_dump()})}
+    about = {"userMetadata": json.dumps({delta.MARK: delta.with_format(commit.model_dump())})}
     to, properties = f"{shop.warehouse}/customers_to_kafka/log", CommitProperties(custom_metadata=about)
     write_deltalake(to, pa.table({"x": [1]}), commit_properties=properties)
     done = shop.erase(spark, shop.customers, runs=["run-1", "run-2"])

@@ -149,7 +149,7 @@ class Log:
         self._write("view", rows, then.model_dump(), "overwrite")
 
     def _write(self, table: str, rows: pa.Table, document: dict[str, Any], mode: Any) -> None:
-        told = {"userMetadata": json.dumps({delta.MARK: document})}
+        told = {"userMetadata": json.dumps({delta.MARK: delta.with_format(document)})}
         about = CommitProperties(custom_metadata=told)
         path = self.root / "t" / table
         write_deltalake(path, rows, mode=mode, commit_properties=about, configuration=QUIET)

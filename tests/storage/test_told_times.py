@@ -93,7 +93,7 @@ def a_commit_a_time(warehouse: str, name: str, copy: str) -> None:
             next_offset=offsets,
             stream_time=stream_time,
         )
-        about = {"userMetadata": json.dumps({delta.MARK: document.model_dump()})}
+        about = {"userMetadata": json.dumps({delta.MARK: delta.with_format(document.model_dump())})}
         properties = CommitProperties(custom_metadata=about)
         write_deltalake(f"{copy}/{name}/log", rows, mode="append", commit_properties=properties)
 

@@ -39,6 +39,7 @@ from vt_dagster.provenance.explain_sources import horizons_of, rejected
 from vt_dagster.provenance.lateness import split_ranges
 from vt_dagster.storage.arrow_reader import arrival_order, asset_names, fold, head_of, micros, of_key
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology.specification import CorrectedJoinSpec, LookupJoinSpec
 
 # Record search
 
@@ -141,7 +142,6 @@ def _newest(
 
 LOOKUPS = 60
 """Maximum number of lookups drawn for each join."""
-CORRECTED = "CorrectedJoin"
 QUARANTINE = 1_000_000
 """A quarantine with more rows is not searched."""
 
@@ -245,10 +245,10 @@ def key_history(
     if as_of is None and mine.later:  # the current version is not among the shown ones
         answering = _spans(then, newest(then, condition, most=1), condition)
     horizons = horizons_of(log, then.commit) if log.versioned else {}
-    refused, count = list[Rejected](), 0
-    if not log.meaning and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
+    refused, count, operator = list[Rejected](), 0, log.specification
+    if operator is None and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
         refused, count = rejected(log, key)
-    corrects = log.meaning.get("operator") == CORRECTED
+    corrects = isinstance(operator, CorrectedJoinSpec)
     return KeyHistory(
         log,
         found,
@@ -335,26 +335,26 @@ def _all_lookups(
     high = last if found.later else max(newest_time, last)
     for name in asset_names(log.warehouse):
         _, head = head_of(log.warehouse, name)
-        meaning = head.shape.meaning
-        if meaning.get("right") != base or head.logs.get(base, log.head.log) != log.head.log:
+        join = head.shape.specification
+        if not isinstance(join, LookupJoinSpec) or join.right != base:
             continue
-        if meaning.get("operator") in ("StreamTableJoin", CORRECTED):
+        if head.logs.get(base, log.head.log) == log.head.log:
             shown = between(low, high)
-            told.append(_lookups(Log.open(log.warehouse, name), key, meaning, shown, around))
+            told.append(_lookups(Log.open(log.warehouse, name), key, join, shown, around))
     return told
 
 
 def _lookups(
     join: Log,
     key: Sequence[str],
-    meaning: Mapping[str, str],
+    specification: LookupJoinSpec,
     shown: Condition,
     around: int | None,
 ) -> Lookups:
     names: Sequence[str] = join.key
-    corrects = meaning["operator"] == CORRECTED
+    corrects = isinstance(specification, CorrectedJoinSpec)
     if corrects:
-        stream = join.input(meaning["left"])
+        stream = join.input(specification.left)
         names = () if stream is None else stream.key
     if len(names) != len(key) or not {*names} <= {*join.columns.names}:
         return Lookups(join.name, note="its rows do not have the key of its stream")

@@ -8,7 +8,6 @@ from datetime import timedelta
 from functools import lru_cache
 
 from vt_dagster.errors import StorageError
-from vt_dagster.explore.warehouse_overview import GRACED
 from vt_dagster.provenance.explain_request import Log
 from vt_dagster.provenance.lateness import Lateness, lateness, share
 from vt_dagster.storage.arrow_reader import head_of
@@ -80,7 +79,7 @@ def lateness_curves(
     """
     log = Log.open(warehouse, name)
     read = {name: log.commit.total, **{one: _total(log, one) for one in log.commit.logs}}
-    if log.meaning.get("operator") not in GRACED:
+    if log.specification is None or log.specification.lateness_option is None:
         read = {name: log.commit.total}
     if sum(read.values()) > MOST:
         told = ", ".join(f"{count:,} of {one}" for one, count in read.items())
@@ -118,7 +117,8 @@ def _lateness(
 ) -> Lateness:
     """Returns the costs; cached by the log's Delta version, so that a new commit is read anew."""
     _, head = head_of(warehouse, name)
-    graced = head.shape.meaning.get("operator") in GRACED
+    operator = head.shape.specification
+    graced = operator is not None and operator.lateness_option is not None
     declared: timedelta | None = None
     if graced:
         known = lateness(name, warehouse=warehouse).declared

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vt_dagster.errors import StorageError, VtDagsterError
+from vt_dagster.provenance.explain_request import SOURCE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.commit_log import Checkpoint, Shape
+from vt_dagster.topology.specification import LatenessUnsupported
 
 # Lateness unsupported
 
@@ -27,54 +29,11 @@ _COUNTS = {
 }
 
 
-@dataclass(frozen=True)
-class LatenessUnsupported:
-    """Why the cost of other lengths cannot be computed from the logs alone.
-
-    Args:
-        why: the reason, in full sentences.
-        settings: the options that ``vt-dagster what-if`` can try.
-    """
-
-    why: str
-    settings: tuple[str, ...]
-
-
-_SESSIONS = LatenessUnsupported(
-    "The records of a session define its window: a record that comes in time may merge two sessions, "
-    "and a dropped record leaves two. So another grace changes the windows of other records, and its "
-    "cost cannot be counted record by record as for tumbling and hopping windows.",
-    ("window.grace",),
-)
-_SLIDING = LatenessUnsupported(
-    "A sliding window begins or ends at a record: the windows of a dropped record do not exist. So "
-    "another grace changes which windows exist, and its cost cannot be counted record by record as "
-    "for tumbling and hopping windows.",
-    ("window.grace",),
-)
-_CORRECTED = LatenessUnsupported(
-    "A later run corrects each row that was joined too early. So no length makes a row wrong, except "
-    "for table records that come later than corrected_for: the rows that they would correct are "
-    "counted here, and are in quarantine with the record that came too late.",
-    ("corrected_for", "grace_period"),
-)
-_CORRECTED_STREAMS = LatenessUnsupported(
-    "A row without a match is retracted when its match comes. So no grace makes a row wrong, except "
-    "for records that come later than corrected_for: they are counted here, and are in quarantine.",
-    ("corrected_for", "grace"),
-)
-_AS_KNOWN = LatenessUnsupported(
-    "With as_known, each record is joined with the versions that were recorded up to a system time of "
-    "its own. Versions recorded later are left out on purpose, so none of them makes a row wrong.",
-    ("as_known",),
-)
 _BY_SOURCE = LatenessUnsupported(
     "It follows the order of its source and accepts each record, however old its timestamp is. So no "
     "record is late for any history retention.",
     (),
 )
-_OPERATORS = {"CorrectedJoin": _CORRECTED, "CorrectedStreamJoin": _CORRECTED_STREAMS}
-_WINDOWS = {"SessionWindow": _SESSIONS, "SlidingWindow": _SLIDING}
 
 
 def no_cost(shape: Shape) -> LatenessUnsupported | None:
@@ -82,12 +41,7 @@ def no_cost(shape: Shape) -> LatenessUnsupported | None:
     asset has no such length."""
     if shape.ordered_by_source:
         return _BY_SOURCE
-    meaning, operator = shape.meaning, shape.meaning.get("operator", "")
-    if operator == "WindowedAggregate":
-        return _WINDOWS.get(meaning.get("window", "").partition("(")[0])
-    if operator == "StreamTableJoin" and "as_known" in meaning:
-        return _AS_KNOWN
-    return _OPERATORS.get(operator)
+    return None if shape.specification is None else shape.specification.lateness_unsupported
 
 
 def came_late(totals: Mapping[str, int]) -> dict[str, int]:
@@ -101,8 +55,6 @@ def came_late(totals: Mapping[str, int]) -> dict[str, int]:
 KINDS = {"stream": "stream", "table": "table", "versioned": "versioned table"}
 RUNS = 200
 """Maximum number of runs listed, the newest."""
-GRACED = ("StreamTableJoin", "WindowedAggregate")
-"""Operators for whose grace period ``lateness`` computes the cost."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +87,7 @@ class Facts:
     Args:
         kind: stream, table or versioned table.
         made_by: the operator; ``source`` for an asset with a source.
+        waits: whether the operator waits for late records.
         inputs: the names of its inputs.
         behind: the number of log records that are not in the view yet; None = it has no view.
         gauges: measures of the last run, such as ``lateness_max`` in seconds.
@@ -144,6 +97,7 @@ class Facts:
     name: str
     kind: str = ""
     made_by: str = ""
+    waits: bool = False
     inputs: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
     log: Files = field(default_factory=Files)
@@ -161,8 +115,7 @@ class Facts:
     @property
     def has_cost(self) -> bool:
         """Whether there is a lateness page, with the cost of other lengths or why it is not known."""
-        graced = self.made_by in GRACED or self.kind == KINDS["versioned"]
-        return graced or self.no_cost is not None
+        return self.waits or self.kind == KINDS["versioned"] or self.no_cost is not None
 
     @property
     def size(self) -> int:
@@ -195,7 +148,7 @@ def require_asset(warehouse: str, name: str) -> None:
 def facts(warehouse: str, name: str) -> Facts:
     """Returns the facts about an asset; opens no data file."""
     _, commit = head_of(warehouse, name)
-    root, meaning = posixpath.join(warehouse, name), commit.shape.meaning
+    root, operator = posixpath.join(warehouse, name), commit.shape.specification
     view = delta.last_of_ours(posixpath.join(root, "view"))
     behind = None
     if commit.shape.kind != "stream":
@@ -206,8 +159,9 @@ def facts(warehouse: str, name: str) -> Facts:
     return Facts(
         name,
         KINDS[commit.shape.kind],
-        meaning.get("operator", "source"),
-        tuple(_placed(warehouse, name, one) for one in commit.logs) if meaning else (),
+        SOURCE if operator is None else operator.operator,
+        operator is not None and operator.lateness_option is not None,
+        () if operator is None else tuple(_placed(warehouse, name, one) for one in commit.logs),
         tuple(commit.shape.key),
         log,
         of_view,

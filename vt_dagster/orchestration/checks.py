@@ -21,7 +21,6 @@ from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.windows import HoppingWindow, TumblingWindow
 
 # Checks
 
@@ -254,12 +253,11 @@ def build_lateness_check(
 
 
 def _require_a_length(node: Stream) -> None:
-    operator: Any = node.operator
-    fixed = isinstance(getattr(operator, "window", None), TumblingWindow | HoppingWindow)
-    about = {} if operator is None else operator.meaning
-    waits = about.get("operator") == "StreamTableJoin" and "as_known" not in about
-    waits = waits and all(one.versioned for one in node.inputs[1:])
-    if not (fixed or waits or node.versioned):
+    waits = False
+    if node.operator is not None and all(one.versioned for one in node.inputs[1:]):
+        operator = node.operator.specification
+        waits = operator.lateness_option is not None and operator.lateness_unsupported is None
+    if not (waits or node.versioned):
         raise TopologyError(
             f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
             "tumbling or hopping windows, or a versioned table, got one for which no record is "

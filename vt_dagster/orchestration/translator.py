@@ -86,7 +86,7 @@ def code_version(node: Stream) -> str:
     unsaid = {
         c for c in ("valid_until", "new_version_on", "has_partial_updates") if not getattr(told, c)
     }
-    shape = told.model_dump_json(exclude=unsaid or None)
+    shape = json.dumps({name: value for name, value in told.definition().items() if name not in unsaid})
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
     if isinstance(node, Table) and node.deleted_at is not None:
         declared += [f"deleted_at {node.deleted_at}"]

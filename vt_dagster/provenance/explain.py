@@ -43,35 +43,49 @@ from vt_dagster.provenance.explain_request import (
 )
 from vt_dagster.provenance.explain_row_operators import PASSING, row_by_row
 from vt_dagster.provenance.explain_sources import origin, place_of, rejected
-from vt_dagster.provenance.expression_parser import asked_for, in_micros, split
+from vt_dagster.provenance.expressions import asked_for, in_micros
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.specification import (
+    CorrectedJoinSpec,
+    CorrectedStreamJoinSpec,
+    ForeignKeyJoinSpec,
+    HistoryJoinSpec,
+    SelectKeySpec,
+    Specification,
+    StreamAggregateSpec,
+    StreamStreamJoinSpec,
+    StreamTableJoinSpec,
+    SuppressSpec,
+    TableAggregateSpec,
+    TableTableJoinSpec,
+    WindowedAggregateSpec,
+)
 
-SOURCE = "source"
 _DEEPEST = 50
 MOST, _MOST_IN_ALL = 20, 200
 """Maximum number of named inputs of a record; maximum number of records explained in one call."""
 
-KINDS: Mapping[str, Callable[[ExplainRequest], Derivation]] = {
+KINDS: Mapping[type[Specification], Callable[[ExplainRequest[Any]], Derivation]] = {
     **dict.fromkeys(PASSING, row_by_row),
-    "StreamTableJoin": explain_joins.stream_table,
-    "CorrectedJoin": corrected,
-    "TableTableJoin": table_table,
-    "ForeignKeyJoin": foreign_key,
-    "HistoryJoin": of_histories,
-    "TableAggregate": table_aggregate,
-    "StreamAggregate": stream_aggregate,
-    "WindowedAggregate": windowed_aggregate,
-    "Suppress": suppress,
-    "StreamStreamJoin": stream_stream,
-    "CorrectedStreamJoin": corrected_streams,
+    StreamTableJoinSpec: explain_joins.stream_table,
+    CorrectedJoinSpec: corrected,
+    TableTableJoinSpec: table_table,
+    ForeignKeyJoinSpec: foreign_key,
+    HistoryJoinSpec: of_histories,
+    TableAggregateSpec: table_aggregate,
+    StreamAggregateSpec: stream_aggregate,
+    WindowedAggregateSpec: windowed_aggregate,
+    SuppressSpec: suppress,
+    StreamStreamJoinSpec: stream_stream,
+    CorrectedStreamJoinSpec: corrected_streams,
 }
-"""Finds the inputs of a result, by the operator's name in commits."""
-_BY_TIME_ALONE = ("StreamTableJoin", "StreamStreamJoin")
-_SAME_KEY = {
-    *PASSING,
-    *("TableTableJoin", "ForeignKeyJoin", "HistoryJoin", "StreamStreamJoin"),
-} - {"SelectKey"}
+"""Finds the inputs of a result, by the operator's specification."""
+_BY_TIME_ALONE = (StreamTableJoinSpec, StreamStreamJoinSpec)
+_SAME_KEY = (
+    *(one for one in PASSING if one is not SelectKeySpec),
+    *(TableTableJoinSpec, ForeignKeyJoinSpec, HistoryJoinSpec, StreamStreamJoinSpec),
+)
 
 
 def explain(
@@ -160,29 +174,24 @@ class Explainer:
             return self._known[place]
         if depth > _DEEPEST or not self._left:
             note = "not explained here: the limit of records or depth is reached; explain it by itself"
-            return Explanation(log.name, log.meaning.get("operator", SOURCE), record, notes=(note,))
+            return Explanation(log.name, log.operator, record, notes=(note,))
         self._left -= 1
         self._known[place] = self._explained(log, record, depth)
         return self._known[place]
 
     def _explained(self, log: Log, record: Record, depth: int) -> Explanation:
         told = Reasoning()
-        operator = log.meaning.get("operator", SOURCE)
-        found = Explanation(log.name, operator, record)
+        operator = log.specification
+        found = Explanation(log.name, log.operator, record)
         commit = log.commit_of(record)
         found = replace(found, written=written(commit))
         if commit is None:
             told.notes.append("the commit that wrote it is gone")
-        elif operator == SOURCE:
+        elif operator is None:
             found = replace(found, origin=origin(log, record, commit))
-        elif operator in KINDS:
-            found = self._made(found, log, record, commit, told, depth)
         else:
-            told.notes.append(
-                f"the inputs of a row of a {operator} are not tracked; explain the rows of "
-                f"{', '.join(commit.inputs)} by key"
-            )
-        if operator not in _BY_TIME_ALONE:
+            found = self._made(found, log, record, commit, told, depth)
+        if not isinstance(operator, _BY_TIME_ALONE):
             place_of(log, record, told)
         return replace(found, decisions=tuple(told.decisions), notes=tuple(told.notes))
 
@@ -195,10 +204,13 @@ class Explainer:
         reasoning: Reasoning,
         depth: int,
     ) -> Explanation:
+        operator = log.specification
+        assert operator is not None
         inputs = self._all_inputs(log, reasoning)
-        if len(inputs) < len(set(_names(log))):
+        if len(inputs) < len(set(operator.inputs)):
             return found
-        made = KINDS[found.operator](ExplainRequest(log, record, commit, reasoning, inputs, self._most))
+        request = ExplainRequest[Any](log, record, commit, reasoning, inputs, self._most)
+        made = KINDS[type(operator)](request)
         parts = tuple(self._of(up, one, depth + 1) for up, one in made.parts)
         return replace(
             found,
@@ -211,7 +223,7 @@ class Explainer:
     def _all_inputs(self, log: Log, reasoning: Reasoning) -> dict[str, Log]:
         """Returns the logs of an operator's inputs, without missing ones."""
         found: dict[str, Log] = {}
-        for name in dict.fromkeys(_names(log)):
+        for name in dict.fromkeys(() if log.specification is None else log.specification.inputs):
             place = log.name, name
             if place not in self._inputs:
                 self._inputs[place] = log.input(name)
@@ -235,9 +247,8 @@ class Explainer:
             told.notes.append(
                 f"{erased:,} rows of its log have been erased: it may have been one of them"
             )
-        operator = log.meaning.get("operator", SOURCE)
-        found = Explanation(log.name, operator)
-        if key is not None and operator == SOURCE:
+        found = Explanation(log.name, log.operator)
+        if key is not None and log.specification is None:
             rows, count = rejected(log, key)
             for reason in dict.fromkeys(row.reason for row in rows):
                 of_it = sum(row.reason == reason for row in rows)
@@ -251,21 +262,21 @@ class Explainer:
         self, found: Explanation, log: Log, key: Sequence[Any], reasoning: Reasoning
     ) -> Explanation:
         """Explains why an operator has no row for a key."""
-        inputs = self._all_inputs(log, reasoning)
+        inputs, operator = self._all_inputs(log, reasoning), log.specification
         for name, up in inputs.items():
-            if found.operator == "WindowedAggregate":
-                late = too_late(log, up, key, self._most, reasoning)
+            if isinstance(operator, WindowedAggregateSpec):
+                late = too_late(log, operator, up, key, self._most, reasoning)
                 return replace(found, candidates=tuple(late), candidates_in_all=len(late))
-            if found.operator in ("StreamTableJoin", "Suppress"):
+            if isinstance(operator, StreamTableJoinSpec | SuppressSpec):
                 records = up.records(up.of_key(key))
-                if found.operator == "Suppress":
+                if isinstance(operator, SuppressSpec):
                     records = held(log, up, name, records, reasoning)
                 elif records:
                     _tell_not_joined(log, name, records[-1], reasoning)
                 parts = [self._of(up, one, 1) for one in records[-1:]]
                 return replace(found, made_of=tuple(parts or [self._by_key(up, key)]))
-        if found.operator in _SAME_KEY:
-            sides = list(inputs.values())[: 1 if found.operator == "ForeignKeyJoin" else None]
+        if isinstance(operator, _SAME_KEY):
+            sides = list(inputs.values())[: 1 if isinstance(operator, ForeignKeyJoinSpec) else None]
             return replace(found, made_of=tuple(self._by_key(up, key) for up in sides))
         reasoning.notes.append(f"nothing of it has come; it is made of {', '.join(inputs)}")
         return found
@@ -284,7 +295,9 @@ def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
         reasoning.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and as_micros(record.timestamp) > released:
         now = log.commit.stream_time[record.partition]
-        grace = explain_joins.grace_of(log.commit, record.partition)
+        join = log.commit.shape.specification
+        assert isinstance(join, StreamTableJoinSpec)
+        grace = join.grace_of(record.partition)
         reasoning.decide(
             rules.WAITING,
             f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time, which "
@@ -292,11 +305,3 @@ def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
         )
     else:
         reasoning.decide(rules.NO_MATCH, f"{record} has no match, and the join is an inner join")
-
-
-def _names(log: Log) -> list[str]:
-    """Returns the names of an operator's inputs; an input used twice is there twice."""
-    told, meaning = log.meaning.get("sources"), log.meaning
-    if told is not None:
-        return split(told)
-    return [meaning["source"]] if "source" in meaning else [meaning["left"], meaning["right"]]

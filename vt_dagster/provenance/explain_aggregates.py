@@ -43,9 +43,17 @@ from vt_dagster.provenance.explain_request import (
     both,
     triggering_update,
 )
-from vt_dagster.provenance.expression_parser import Group, named, replaced_rows, split
+from vt_dagster.provenance.expressions import Group, replaced_rows
 from vt_dagster.storage.arrow_reader import as_key, values_by_partition
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology.specification import (
+    AggregatorSpec,
+    StreamAggregateSpec,
+    SuppressSpec,
+    TableAggregateSpec,
+    WindowClosesSpec,
+    WindowedAggregateSpec,
+)
 
 # Explain aggregates
 
@@ -53,23 +61,25 @@ from vt_dagster.storage.commit_log import Commit
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
 
-def keys_of(request: ExplainRequest, source: Log) -> list[tuple[str, str]]:
+AggregateSpec = StreamAggregateSpec | TableAggregateSpec | WindowedAggregateSpec
+
+
+def keys_of(operator: AggregateSpec, source: Log) -> Sequence[tuple[str, str]]:
     """Returns the (name, SQL expression) pairs of an aggregate's key, without the window."""
-    chosen = named(request.meaning.get("group_key", "()"))
-    return chosen or [(c, c) for c in source.key]
+    return operator.group_key or [(c, c) for c in source.key]
 
 
-def cannot_be_told(request: ExplainRequest, source: Log) -> Derivation:
+def cannot_be_told(request: ExplainRequest[AggregateSpec], source: Log) -> Derivation:
     """Returns no inputs, with a note that computing the group's key needs Spark."""
     request.reasoning.notes.append(
-        f"the group {request.meaning['group_key']} cannot be computed without Spark: explain the "
-        f"rows of {source.name} by key"
+        f"the group {', '.join(map(str, request.specification.group_key))} cannot be computed without "
+        f"Spark: explain the rows of {source.name} by key"
     )
     return Derivation()
 
 
 def members(
-    request: ExplainRequest,
+    request: ExplainRequest[Any],
     source: Log,
     found: Sequence[Place],
     also: Iterable[Place] = (),
@@ -93,16 +103,16 @@ def members(
     return Derivation([(source, one) for one in records], count + len(extra - {*found}))
 
 
-def stream_aggregate(request: ExplainRequest) -> Derivation:
+def stream_aggregate(request: ExplainRequest[StreamAggregateSpec]) -> Derivation:
     """Returns the stream records in a group, see ``core.aggregates``."""
-    name = request.meaning["source"]
+    name = request.specification.source
     source = request.inputs[name]
-    group = Group(source, keys_of(request, source), request.record.values)
+    group = Group(source, keys_of(request.specification, source), request.record.values)
     rows = source.rows(group.condition(), end=request.end(name), only=[*_OURS, *group.columns])
     inside = group.has(rows)
     if inside is None:
         return cannot_be_told(request, source)
-    rekeyed = request.meaning.get("group_key", "()") != "()"
+    rekeyed = bool(request.specification.group_key)
     rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
     before = values_by_partition(rows, request.start(name), 0) > rows.column(OFFSET).to_numpy()
     entries = narrow(source, rows.filter(pa.array(~before)))
@@ -130,7 +140,7 @@ def narrow(source: Log, rows: pa.Table) -> list[Record]:
     return source.as_records(rows.select(ours))
 
 
-def _times(request: ExplainRequest, updates: Sequence[Record]) -> list[tuple[int, bool]]:
+def _times(request: ExplainRequest[Any], updates: Sequence[Record]) -> list[tuple[int, bool]]:
     """Returns (timestamp, False) for each update of a group; timestamps never decrease."""
     newest, times = request.newest_before, list[tuple[int, bool]]()
     for one in updates:
@@ -143,11 +153,11 @@ def _times(request: ExplainRequest, updates: Sequence[Record]) -> list[tuple[int
 # ------------------------------------------------------------------------------------------ of tables
 
 
-def table_aggregate(request: ExplainRequest) -> Derivation:
+def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
     """Returns the table rows in a group, see ``core.aggregates``."""
-    name = request.meaning["source"]
+    name = request.specification.source
     source = request.inputs[name]
-    group = Group(source, keys_of(request, source), request.record.values)
+    group = Group(source, keys_of(request.specification, source), request.record.values)
     columns = [*_OURS, IS_LATEST, OLD, *source.key, *group.columns]
     rows = source.rows(group.condition(replaced=True), end=request.end(name), only=columns)
     if source.versioned:
@@ -158,7 +168,7 @@ def table_aggregate(request: ExplainRequest) -> Derivation:
     new &= ~rows.column(IS_TOMBSTONE).to_numpy()
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
-    if request.meaning["aggregates"].startswith("Aggregator("):
+    if isinstance(request.specification.aggregates, AggregatorSpec):
         request.reasoning.notes.append(
             "functions of its own: rows that have left the group may still affect the result, if "
             "their subtractor does not undo their contribution"
@@ -184,7 +194,7 @@ def table_aggregate(request: ExplainRequest) -> Derivation:
 
 
 def _rows_in(
-    request: ExplainRequest,
+    request: ExplainRequest[Any],
     source: Log,
     taken: Sequence[Record],
     about: Mapping[Place, tuple[Any, bool]],
@@ -228,13 +238,13 @@ Merge = tuple[Sequence[Bounds], Bounds, Record]
 """The sessions that a record replaced, the new session, and the result of the new session."""
 
 
-def windowed_aggregate(request: ExplainRequest) -> Derivation:
+def windowed_aggregate(request: ExplainRequest[WindowedAggregateSpec]) -> Derivation:
     """Returns the stream records of a window, see ``core.windowed_aggregate``."""
-    name = request.meaning["source"]
+    name = request.specification.source
     source = request.inputs[name]
-    kind = request.meaning["window"].partition("(")[0]
+    kind = request.specification.window.kind
     start, end = bounds_of(request.record)
-    merges = _merges(request, start, end) if kind == "SessionWindow" else []
+    merges = _merges(request, start, end) if kind == "session" else []
     if merges and request.record.is_tombstone:
         merges = _merges(
             request, *next((m for _, m, r in merges if r.offset > request.record.offset), (start, end))
@@ -243,20 +253,22 @@ def windowed_aggregate(request: ExplainRequest) -> Derivation:
     found = _of_key(request, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:
         return cannot_be_told(request, source)
-    if kind == "SessionWindow":
+    if kind == "session":
         return _session(request, source, found, merges)
-    return _fixed(request, source, found, sliding=kind == "SlidingWindow")
+    return _fixed(request, source, found, sliding=kind == "sliding")
 
 
-def _of_key(request: ExplainRequest, source: Log, start: int, end: int) -> list[Record] | None:
+def _of_key(
+    request: ExplainRequest[WindowedAggregateSpec], source: Log, start: int, end: int
+) -> list[Record] | None:
     """Returns the records of the window's key between two times (inclusive, epoch microseconds) that
     any run has consumed, in order of arrival, without values; None = computing the key needs Spark."""
-    name = request.meaning["source"]
-    rekeyed = request.meaning.get("group_key", "()") != "()"
+    name = request.specification.source
+    rekeyed = bool(request.specification.group_key)
     taken = request.log.head.inputs.get(name, {})
     if not rekeyed:  # without a new key, each partition has its own windows
         taken = {p: o for p, o in taken.items() if p == request.record.partition}
-    group = Group(source, keys_of(request, source), request.record.values)
+    group = Group(source, keys_of(request.specification, source), request.record.values)
     only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
     near = both(group.condition(), between(start, end))
     rows = source.rows(near, end=taken, only=only)
@@ -281,7 +293,9 @@ def _bounds(values: Mapping[str, object]) -> Bounds:
 # ------------------------------------------------------------------------- tumbling, hopping, sliding
 
 
-def _fixed(request: ExplainRequest, source: Log, found: Sequence[Record], sliding: bool) -> Derivation:
+def _fixed(
+    request: ExplainRequest[WindowedAggregateSpec], source: Log, found: Sequence[Record], sliding: bool
+) -> Derivation:
     start, end = bounds_of(request.record)
     near = [one for one in found if not sliding or not one.is_tombstone]
     near = [one for one in near if start <= _at(one, sliding) < end + sliding]
@@ -298,7 +312,11 @@ def _fixed(request: ExplainRequest, source: Log, found: Sequence[Record], slidin
 
 
 def _just_left(
-    request: ExplainRequest, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
+    request: ExplainRequest[WindowedAggregateSpec],
+    found: Sequence[Record],
+    inside: Sequence[Record],
+    start: int,
+    end: int,
 ) -> list[Place]:
     """Returns the record one millisecond before a sliding window; empty if a record is at its end."""
     if any(_at(one, True) == end for one in inside):
@@ -316,17 +334,19 @@ def _at(record: Record, sliding: bool) -> int:
     return moment // _MILLISECOND * _MILLISECOND if sliding else moment
 
 
-def _let_in(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
+def _let_in(
+    request: ExplainRequest[WindowedAggregateSpec], near: Sequence[Record], sliding: bool
+) -> int:
     """Returns how many records the window contains at the explained result."""
     counted = _counted(request)
     if counted is not None:
         return counted
-    name = request.meaning["source"]
+    name = request.specification.source
     earlier = sum(request.turn(name, one) == 0 for one in near)
     new = [one for one in near if request.is_new(name, one)]
     results = request.results()
     place = [one.offset for one in results].index(request.record.offset)
-    if sliding or (len(results) <= 1 < len(new) and not request.tells_each_update):
+    if sliding or (len(results) <= 1 < len(new) and request.of_run.emit == "per_run"):
         request.reasoning.notes.append(
             "which records of its run came too late for the window is not known: its aggregates have "
             "no count(*)"
@@ -335,12 +355,12 @@ def _let_in(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> i
     return earlier + place + 1
 
 
-def _counted(request: ExplainRequest) -> int | None:
+def _counted(request: ExplainRequest[WindowedAggregateSpec]) -> int | None:
     """Returns the result's own count of records; None = it has no ``count(*)``."""
     return next(
         (
             int(request.record.values[column])
-            for column, sql in _aggregates(request)
+            for column, sql in request.specification.aggregates
             if sql.replace(" ", "").lower() in ("count(*)", "count(1)")
             and request.record.values.get(column) is not None
         ),
@@ -348,13 +368,9 @@ def _counted(request: ExplainRequest) -> int | None:
     )
 
 
-def _aggregates(request: ExplainRequest) -> list[tuple[str, str]]:
-    """Returns the (column, aggregate) pairs of a text like ``((n, count(*)), (s, sum(x)))``."""
-    pairs = [split(part) for part in split(request.meaning["aggregates"])]
-    return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
-
-
-def _let_in_until_now(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
+def _let_in_until_now(
+    request: ExplainRequest[WindowedAggregateSpec], near: Sequence[Record], sliding: bool
+) -> int:
     """Returns how many records the window contains as of the last commit; all if that is not known."""
     place = request.record.partition
     same = request.log.same_key(request.record.values)
@@ -362,11 +378,15 @@ def _let_in_until_now(request: ExplainRequest, near: Sequence[Record], sliding: 
     counted = _counted(replace(request, record=every[-1]))
     if counted is not None:
         return counted
-    return len(every) if request.tells_each_update and not sliding else len(near)
+    each_update = request.of_run.emit == "every_update"
+    return len(every) if each_update and not sliding else len(near)
 
 
 def _with_late(
-    request: ExplainRequest, made: Derivation, source: Log, late: Sequence[Record]
+    request: ExplainRequest[WindowedAggregateSpec],
+    made: Derivation,
+    source: Log,
+    late: Sequence[Record],
 ) -> Derivation:
     """Adds the newest records that came too late."""
     if not late:
@@ -379,7 +399,10 @@ def _with_late(
 
 
 def _session(
-    request: ExplainRequest, source: Log, found: Sequence[Record], merges: Sequence[Merge]
+    request: ExplainRequest[WindowedAggregateSpec],
+    source: Log,
+    found: Sequence[Record],
+    merges: Sequence[Merge],
 ) -> Derivation:
     """Returns the records of a session, from the results of its key: each accepted record emits
     tombstones for the sessions that it replaces, then the new session. For a tombstone: the records
@@ -415,7 +438,7 @@ def _session(
             one.place
             for one in found
             if start <= as_micros(one.timestamp) <= end
-            and request.turn(request.meaning["source"], one) < 2
+            and request.turn(request.specification.source, one) < 2
         ]
         return members(request, source, inside)
     order = {one.place: i for i, one in enumerate(near)}
@@ -438,7 +461,7 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
     return (min(starts), max(ends)) == merged
 
 
-def _merges(request: ExplainRequest, start: int, end: int) -> list[Merge]:
+def _merges(request: ExplainRequest[WindowedAggregateSpec], start: int, end: int) -> list[Merge]:
     """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
     and result."""
     log, place = request.log, request.record.partition
@@ -467,7 +490,12 @@ def left_out(
 
 
 def too_late(
-    log: Log, source: Log, key: Sequence[object], most: int, reasoning: Reasoning
+    log: Log,
+    operator: WindowedAggregateSpec,
+    source: Log,
+    key: Sequence[object],
+    most: int,
+    reasoning: Reasoning,
 ) -> list[Candidate]:
     """Returns the newest records that came too late for a window without a row.
 
@@ -476,8 +504,7 @@ def too_late(
         most: maximum number of records.
     """
     values = dict(zip(log.key, key, strict=True))
-    keys = named(log.meaning.get("group_key", "()")) or [(c, c) for c in source.key]
-    group = Group(source, keys, values)
+    group = Group(source, keys_of(operator, source), values)
     start, end = _bounds(values)
     of_window = both(group.condition(), between(start, end - 1))
     rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
@@ -493,9 +520,9 @@ def too_late(
 # Explain suppress
 
 
-def suppress(request: ExplainRequest) -> Derivation:
+def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
     """Returns the update that suppress emitted as a result, see ``core.suppress``."""
-    name, log, told = request.meaning["source"], request.log, request.reasoning
+    name, told = request.specification.source, request.reasoning
     source = request.inputs[name]
     same = source.same_key(request.record.values)
     place = request.record.partition
@@ -511,7 +538,8 @@ def suppress(request: ExplainRequest) -> Derivation:
     now = request.commit.stream_time.get(place)
     moment = "not known" if now is None else str(as_time(now))
     told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place")
-    if now is not None and closes(log) and bounds_of(request.record)[1] <= now:
+    closes = isinstance(request.of_run.until, WindowClosesSpec)
+    if now is not None and closes and bounds_of(request.record)[1] <= now:
         told.decide(
             rules.WINDOW_CLOSED,
             f"its window ended at {_end(request.record)}; at the end of run {request.commit.batch} "
@@ -553,11 +581,6 @@ def _last_alike(updates: Sequence[Record], out: Record) -> Record:
                 break
             out = one
     return out
-
-
-def closes(log: Log) -> bool:
-    """Returns whether a suppress waits until windows close."""
-    return WINDOW_END in log.key
 
 
 def _end(record: Record) -> str:

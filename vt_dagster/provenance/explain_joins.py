@@ -12,7 +12,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -47,11 +47,21 @@ from vt_dagster.provenance.explain_request import (
     triggering_update,
 )
 from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
-from vt_dagster.provenance.expression_parser import evaluate, length, plain, split, used
+from vt_dagster.provenance.expressions import evaluate, used
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import texts
 from vt_dagster.storage.commit_log import Commit, last_that
-from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.durations import length_at, spoken
+from vt_dagster.topology.specification import (
+    CorrectedJoinSpec,
+    CorrectedStreamJoinSpec,
+    ForeignKeyJoinSpec,
+    HistoryJoinSpec,
+    LookupJoinSpec,
+    StreamStreamJoinSpec,
+    StreamTableJoinSpec,
+    TableTableJoinSpec,
+)
 
 # Explain table joins
 
@@ -61,9 +71,10 @@ Key = tuple[Any, ...]
 LEFT, RIGHT = 0, 1
 
 
-def table_table(request: ExplainRequest) -> Derivation:
+def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a table-table join, see ``core.table_joins``."""
-    names = [request.meaning["left"], request.meaning["right"]]
+    join = request.specification
+    names = [join.left, join.right]
     logs = [request.inputs[name] for name in names]
     found = [
         (place, record)
@@ -77,18 +88,18 @@ def table_table(request: ExplainRequest) -> Derivation:
     for place, record in Arrivals(request, names).sorted(found):
         old, other = rows[place], rows[1 - place]
         rows[place] = None if record.is_tombstone else record
-        says, tombstone = _outcome(request.meaning["kind"], place == LEFT, rows, old)
+        says, tombstone = _outcome(join.kind, place == LEFT, rows, old)
         if says and request.is_new(names[place], record):
             made_of = [(logs[1 - place], other), (logs[place], old if tombstone else None)]
             updates.append(_update(logs[place], record, other, tombstone, made_of))
     return _told(request, updates)
 
 
-def of_histories(request: ExplainRequest) -> Derivation:
+def of_histories(request: ExplainRequest[HistoryJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a history join: each side's version at the result's time, as of
     the run, see ``core.table_joins``."""
     at, made = as_micros(request.record.timestamp), list[tuple[Log, Record]]()
-    for name in (request.meaning["left"], request.meaning["right"]):
+    for name in request.specification.inputs:
         log = request.inputs[name]
         same = log.same_key(request.record.values, request.log.key)
         found = log.records(same, end=dict(request.end(name)))
@@ -134,7 +145,7 @@ def _update(
     return Update(log, trigger, max(times), tombstone, other, there)
 
 
-def _told(request: ExplainRequest, updates: Sequence[Update]) -> Derivation:
+def _told(request: ExplainRequest[Any], updates: Sequence[Update]) -> Derivation:
     """Returns the inputs of the update that became the record."""
     place = triggering_update(request, [(one.time, one.is_tombstone) for one in updates])
     if place is None:
@@ -158,14 +169,15 @@ def _told(request: ExplainRequest, updates: Sequence[Update]) -> Derivation:
 # ------------------------------------------------------------------------------------- by foreign key
 
 
-def foreign_key(request: ExplainRequest) -> Derivation:
+def foreign_key(request: ExplainRequest[ForeignKeyJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a foreign-key join, see ``core.table_joins``."""
-    names = [request.meaning["left"], request.meaning["right"]]
+    join = request.specification
+    names = [join.left, join.right]
     left, right = (request.inputs[name] for name in names)
     refers = _references(request, left, request.end(names[LEFT]))
     if refers is None:
         request.reasoning.notes.append(
-            f"the foreign key {request.meaning['foreign_key']} cannot be computed without Spark: "
+            f"the foreign key {', '.join(join.foreign_key)} cannot be computed without Spark: "
             f"explain the rows of {left.name} and {right.name} by key"
         )
         return Derivation()
@@ -177,7 +189,7 @@ def foreign_key(request: ExplainRequest) -> Derivation:
         for record in _counted(right, same, request.end(names[RIGHT])):
             of_key[record.place] = key
             found.append((RIGHT, record))
-    kind = request.meaning["kind"]
+    kind = join.kind
     row: tuple[Record, Key | None] | None = None
     rights: dict[Key, Record] = {}
     updates: list[Update] = []
@@ -227,11 +239,11 @@ def _after_left(
 
 
 def _references(
-    request: ExplainRequest, left: Log, end: Mapping[int, int]
+    request: ExplainRequest[ForeignKeyJoinSpec], left: Log, end: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[Record, Key | None]] | None:
     """Returns the left key's changes that trigger a join, by place, each with its foreign key; None =
     computing the foreign key needs Spark."""
-    expressions = split(request.meaning["foreign_key"])
+    expressions = request.specification.foreign_key
     found = _counted(left, left.same_key(request.record.values, request.log.key), end)
     rows = left.rows(
         left.same_key(request.record.values, request.log.key),
@@ -257,6 +269,9 @@ def _references(
 
 
 # Explain stream table join
+
+
+Lookup = TypeVar("Lookup", bound=LookupJoinSpec)
 
 
 @dataclass(frozen=True)
@@ -317,21 +332,15 @@ def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Com
 _NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
 
 
-def tell_waiting(
-    log: Log, name: str, result: Record, record: Record, commit: Commit, reasoning: Reasoning
-) -> None:
+def tell_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -> None:
     """Adds whether a record waited in the buffer, or was late, in a join with a grace period.
 
     Args:
-        log: the join's log.
-        name: the stream's name in commits.
-        result: the join's result.
         record: the stream's record.
-        commit: the commit that wrote the result.
     """
-    place = record.partition
-    grace = grace_of(commit, place)
-    if result.is_late:
+    commit, reasoning, place = request.commit, request.reasoning, record.partition
+    grace = request.of_run.grace_of(place)
+    if request.record.is_late:
         reasoning.decide(
             rules.LATE,
             f"it came when stream time was past {record.timestamp} by more than the grace period of "
@@ -341,7 +350,7 @@ def tell_waiting(
     if not grace:
         reasoning.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")
         return
-    taken = log.taken_by(name, place, record.offset)
+    taken = request.log.taken_by(request.specification.left, place, record.offset)
     if taken is None or taken.batch == commit.batch:
         when = "within the run that took it"
     else:
@@ -351,14 +360,6 @@ def tell_waiting(
         f"{when}, and went out when stream time was {_moment(commit.stream_time.get(place))}, its own "
         f"+ {spoken(grace)} or later",
     )
-
-
-def grace_of(commit: Commit, place: int) -> timedelta:
-    """Returns the grace period of a join from a commit: stream time - the time emitted up to."""
-    released, now = commit.emitted_up_to.get(place), commit.stream_time.get(place)
-    if released is None or now is None:
-        return timedelta(0)
-    return timedelta(microseconds=now - released)
 
 
 def _moment(micros: int | None) -> str:
@@ -412,38 +413,12 @@ def _batch_at(path: str, version: int) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class Match:
-    """How a join selects a version, see ``StreamTableJoin``.
-
-    Args:
-        before: whether a version must begin strictly before the record's time.
-        max_age: the maximum age of a version; None = unlimited.
-        as_known: which versions count by system time; None = all.
-    """
-
-    before: bool
-    max_age: timedelta | None
-    as_known: str | None
-
-    @classmethod
-    def of(cls, meaning: Mapping[str, str], partition: int) -> Match:
-        """Returns the match of a join from its commit."""
-        age = meaning.get("max_age")
-        return cls(
-            meaning.get("at") == "before",
-            None if age is None else length(age, partition),
-            meaning.get("as_known"),
-        )
-
-    def known_at(self, record: Record) -> int | None:
-        """Returns the system time up to which versions count (inclusive), epoch microseconds; None =
-        all versions count."""
-        if self.as_known is None:
-            return None
-        if self.as_known == "when_recorded":
-            return as_micros(record.recorded_at or record.timestamp)
-        return as_micros(record.timestamp + length(self.as_known, record.partition))
+def known_until(join: LookupJoinSpec, record: Record) -> int | None:
+    """Returns the system time up to which versions count for a record (inclusive), epoch microseconds;
+    None = all versions count."""
+    if isinstance(join.as_known, timedelta):
+        return as_micros(record.timestamp + join.as_known)
+    return None if join.as_known == "now" else as_micros(record.recorded_at or record.timestamp)
 
 
 def answer(
@@ -451,7 +426,7 @@ def answer(
     found: Sequence[Version],
     moment: datetime,
     commit: Commit,
-    match: Match,
+    join: LookupJoinSpec,
     forgetful: bool = True,
 ) -> Answer:
     """Looks up a time in a table, as ``core.as_of_join`` does.
@@ -462,15 +437,15 @@ def answer(
     """
     if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
+    before = join.at == "before"
     valid = next(
-        (v for v in reversed(found) if v.begin < moment or (v.begin == moment and not match.before)),
-        None,
+        (v for v in reversed(found) if v.begin < moment or (v.begin == moment and not before)), None
     )
     if valid is None:
         return Answer(None, rules.NO_MATCH)
-    if match.max_age is not None and moment - valid.begin > match.max_age:
+    if join.max_age is not None and moment - valid.begin > join.max_age:
         return Answer(valid, rules.TOO_OLD)
-    if valid.end is not None and (valid.end < moment or (valid.end == moment and not match.before)):
+    if valid.end is not None and (valid.end < moment or (valid.end == moment and not before)):
         return Answer(valid, rules.ENDED)
     horizon = horizons_of(table, commit).get(valid.partition)
     if forgetful and valid.end is not None and horizon is not None and moment < as_time(horizon):
@@ -504,7 +479,7 @@ def look_up(
     values: Sequence[object],
     moment: datetime,
     seen: Commit | None,
-    match: Match,
+    join: LookupJoinSpec,
 ) -> Looked:
     """Looks up a key at a time, as of a commit and by current knowledge.
 
@@ -519,8 +494,8 @@ def look_up(
     then, first_places, first_repeats = (
         ([], set(), set()) if seen is None else history.versions(seen, moment)
     )
-    first = answer(table, then, moment, seen or table.commit, match)
-    last = answer(table, now, moment, table.commit, match, forgetful=False)
+    first = answer(table, then, moment, seen or table.commit, join)
+    last = answer(table, now, moment, table.commit, join, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
     if first.version is None and last.found is not None and _knows(seen, last.found):
         first = Answer(None, rules.EXPIRED)
@@ -566,9 +541,9 @@ def _knows(commit: Commit | None, version: Version) -> bool:
 # ------------------------------------------------------------------------------------------- the result
 
 
-def stream_table(request: ExplainRequest) -> Derivation:
+def stream_table(request: ExplainRequest[StreamTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a stream-table join, see ``core.stream_table_join``."""
-    left, right = request.meaning["left"], request.meaning["right"]
+    left = request.specification.left
     stream, told = request.inputs[left], request.reasoning
     lefts = streams_record(request.log, stream, left, request.record, request.commit)
     if not lefts:
@@ -576,38 +551,37 @@ def stream_table(request: ExplainRequest) -> Derivation:
     elif len(lefts) > 1:
         told.notes.append(f"its input is one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
-        tell_waiting(request.log, left, request.record, one, request.commit, told)
+        tell_waiting(request, one)
     values = [request.record.values[c] for c in request.log.key]
-    looked = looked_up(request, right, lefts[0] if lefts else request.record, values)
+    looked = looked_up(request, lefts[0] if lefts else request.record, values)
     parts = [(stream, one) for one in lefts[: request.most]]
-    return answered(request, right, looked, parts)
+    return answered(request, looked, parts)
 
 
-def looked_up(request: ExplainRequest, right: str, record: Record, values: Sequence[object]) -> Looked:
+def looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[object]) -> Looked:
     """Repeats the lookup of a stream record in the table.
 
     Args:
-        right: the table's name.
         values: the values of the key.
     """
+    join, right = request.specification, request.specification.right
     table, told = request.inputs[right], request.reasoning
-    match = Match.of(request.meaning, record.partition)
     seen = pinned(request.log, table, right, request.commit, told)
-    cut = match.known_at(record)
+    cut = known_until(join, record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
         told.notes.append(f"versions of {right} that were recorded after {as_time(cut)} do not count")
-    looked = look_up(table, values, record.timestamp, seen, match)
+    looked = look_up(table, values, record.timestamp, seen, join)
     _tell_looked(looked, table, right, record.timestamp, told, cut is None)
     return looked
 
 
 def answered(
-    request: ExplainRequest, right: str, looked: Looked, parts: Sequence[tuple[Log, Record]]
+    request: ExplainRequest[Lookup], looked: Looked, parts: Sequence[tuple[Log, Record]]
 ) -> Derivation:
     """Returns the stream's records and the joined version as inputs."""
-    found = looked.then.found
-    version = [] if found is None else [(request.inputs[right], looked.history.record(found.place))]
+    found, table = looked.then.found, request.inputs[request.specification.right]
+    version = [] if found is None else [(table, looked.history.record(found.place))]
     return Derivation([*parts, *version], None, looked.shown, looked.count)
 
 
@@ -652,9 +626,9 @@ def _at(version: Version) -> str:
 # Explain corrected join
 
 
-def corrected(request: ExplainRequest) -> Derivation:
+def corrected(request: ExplainRequest[CorrectedJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected join, see ``core.stream_table_join``."""
-    left, right = request.meaning["left"], request.meaning["right"]
+    left = request.specification.left
     stream, told = request.inputs[left], request.reasoning
     rows = _revisions(request)
     place = _place(request, rows)
@@ -663,18 +637,19 @@ def corrected(request: ExplainRequest) -> Derivation:
         told.notes.append(f"its record of {left} is gone{stream.limit}")
         return Derivation()
     _tell_revisions(request, rows)
-    looked = looked_up(request, right, record, [record.values[c] for c in stream.key])
-    made = answered(request, right, looked, [(stream, record)])
+    looked = looked_up(request, record, [record.values[c] for c in stream.key])
+    made = answered(request, looked, [(stream, record)])
     there = {(log.name, one.place) for log, one in made.parts}
+    table = request.inputs[request.specification.right]
     gone = [
-        (request.inputs[right], one)
+        (table, one)
         for one in _causes(request, rows)
-        if request.record.is_tombstone and (request.inputs[right].name, one.place) not in there
+        if request.record.is_tombstone and (table.name, one.place) not in there
     ]
     return Derivation([*made.parts, *gone], None, made.candidates, made.candidates_in_all)
 
 
-def _revisions(request: ExplainRequest) -> pa.Table:
+def _revisions(request: ExplainRequest[Any]) -> pa.Table:
     """Returns all rows of the key in the log, in order; each is a revision."""
     place = request.record.partition
     end = {place: request.log.commit.next_offset.get(place, 0)}
@@ -682,18 +657,18 @@ def _revisions(request: ExplainRequest) -> pa.Table:
     return request.log.rows(request.log.same_key(request.record.values), end=end, only=only)
 
 
-def _place(request: ExplainRequest, rows: pa.Table) -> Place | None:
+def _place(request: ExplainRequest[Any], rows: pa.Table) -> Place | None:
     """Returns the place of the row's record in the stream's log; None = the row has none."""
     mine = _of_record(request, rows)
     partition = mine.get(LEFT_PARTITION, request.record.partition)
     return None if mine.get(LEFT_OFFSET) is None else (partition, mine[LEFT_OFFSET])
 
 
-def _of_record(request: ExplainRequest, rows: pa.Table) -> dict[str, Any]:
+def _of_record(request: ExplainRequest[Any], rows: pa.Table) -> dict[str, Any]:
     return next(one for one in rows.to_pylist() if one["offset"] == request.record.offset)
 
 
-def _tell_revisions(request: ExplainRequest, rows: pa.Table) -> None:
+def _tell_revisions(request: ExplainRequest[Any], rows: pa.Table) -> None:
     """Adds the row's revision with its cause, and the key's other revisions."""
     every = rows.to_pylist()
     mine = _of_record(request, rows)
@@ -717,11 +692,11 @@ def _spoken(cause: dict[str, Any]) -> str:
     return f"{cause['table']} {cause['partition']}:{cause['offset']}"
 
 
-def _causes(request: ExplainRequest, rows: pa.Table) -> list[Record]:
+def _causes(request: ExplainRequest[CorrectedJoinSpec], rows: pa.Table) -> list[Record]:
     cause = _of_record(request, rows)[CAUSE]
     if cause is None:
         return []
-    table = request.inputs[request.meaning["right"]]
+    table = request.inputs[request.specification.right]
     return table.at([(cause["partition"], cause["offset"])])
 
 
@@ -735,12 +710,13 @@ Chosen = Callable[[int, Record | None], bool]
 """Whether a result's columns have the values of a side's record; None = a side without a match."""
 
 
-def stream_stream(request: ExplainRequest) -> Derivation:
+def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a stream-stream join, see ``core.stream_stream_join``."""
-    names = [request.meaning["left"], request.meaning["right"]]
+    join = request.specification
+    names = [join.left, join.right]
     logs = [request.inputs[name] for name in names]
     place, told = request.record.partition, request.reasoning
-    before, after = (length(request.meaning[c], place) for c in ("before", "after"))
+    before, after = length_at(join.before, place), length_at(join.after, place)
     moment, nothing = request.record.timestamp, timedelta(0)
     back = [as_micros(moment - max(one, nothing)) for one in (after, before)]
     lefts, rights = (
@@ -766,7 +742,7 @@ def stream_stream(request: ExplainRequest) -> Derivation:
         told.decide(rules.LATE, "the later of the two by arrival came after the grace period")
     if pairs:
         return _matched(request, names, logs, pairs)
-    kept = {"inner": (), "left": (0,), "outer": (0, 1)}[request.meaning["kind"]]
+    kept = {"inner": (), "left": (0,), "outer": (0, 1)}[join.kind]
     for side in kept:
         alone = [
             one
@@ -779,25 +755,17 @@ def stream_stream(request: ExplainRequest) -> Derivation:
     return Derivation()
 
 
-def _same_key(request: ExplainRequest, log: Log) -> Condition:
+def _same_key(request: ExplainRequest[Any], log: Log) -> Condition:
     return log.same_key(request.record.values, request.log.key)
 
 
-def _chosen(request: ExplainRequest, logs: Sequence[Log]) -> Chosen:
+def _chosen(request: ExplainRequest[StreamStreamJoinSpec], logs: Sequence[Log]) -> Chosen:
     """Returns a test whether a record fits the result's columns that are copied from its side."""
-    found: list[tuple[int, str, str]] = []
-    sides = {"left": 0, "right": 1}
-    for part in split(request.meaning["select"]):
-        sql, _, name = part.partition(" as ")
-        side, _, column = sql.strip().partition(".")
-        if side.lower() not in sides:
-            continue
-        place = sides[side.lower()]
-        columns = [*logs[place].columns.names]
-        if column == "*":
-            found += [(place, c, c) for c in columns]
-        elif (own := plain(column, columns)) is not None:
-            found.append((place, own, name.strip().strip("`") or own))
+    columns = [log.columns.names for log in logs]
+    found = [
+        (("left", "right").index(side), column, name)
+        for name, side, column in request.specification.copied(*columns)
+    ]
     values, key = request.record.values, request.log.key
 
     def has(side: int, record: Record | None) -> bool:
@@ -816,7 +784,7 @@ def _chosen(request: ExplainRequest, logs: Sequence[Log]) -> Chosen:
     return has
 
 
-def _nth(request: ExplainRequest, found: Sequence[Any]) -> Any:
+def _nth(request: ExplainRequest[Any], found: Sequence[Any]) -> Any:
     """Returns the candidate with the same position as the result has among equal results."""
     alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
     if len(found) > 1 and len(found) != len(alike):
@@ -828,7 +796,7 @@ def _nth(request: ExplainRequest, found: Sequence[Any]) -> Any:
 
 
 def _matched(
-    request: ExplainRequest,
+    request: ExplainRequest[Any],
     names: Sequence[str],
     logs: Sequence[Log],
     pairs: Sequence[tuple[Record, Record]],
@@ -854,7 +822,7 @@ def _matched(
     return Derivation(parts[::-1] if late else parts)
 
 
-def _tell_match(request: ExplainRequest, left: Record, right: Record) -> None:
+def _tell_match(request: ExplainRequest[Any], left: Record, right: Record) -> None:
     apart = right.timestamp - left.timestamp
     said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
     request.reasoning.decide(
@@ -863,7 +831,7 @@ def _tell_match(request: ExplainRequest, left: Record, right: Record) -> None:
 
 
 def _alone(
-    request: ExplainRequest,
+    request: ExplainRequest[StreamStreamJoinSpec],
     logs: Sequence[Log],
     side: int,
     record: Record,
@@ -872,7 +840,7 @@ def _alone(
     """Returns a record without a match, with the other side's records around it as candidates."""
     before, after = window if side == 0 else (window[1], window[0])
     low, high = record.timestamp - before, record.timestamp + after
-    name = request.meaning[("left", "right")[1 - side]]
+    name = request.specification.inputs[1 - side]
     other = logs[1 - side]
     if any(record.values.get(c) is None for c in logs[side].key):
         request.reasoning.decide(rules.NO_MATCH, "a record without a key has no match: emitted at once")
@@ -903,12 +871,12 @@ def _alone(
     return Derivation([(logs[side], record)], None, shown[: request.most], len(near))
 
 
-def corrected_streams(request: ExplainRequest) -> Derivation:
+def corrected_streams(request: ExplainRequest[CorrectedStreamJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected stream-stream join, see
     ``core.stream_stream_join``: the row's key has the places of its records."""
     told, parts = request.reasoning, list[tuple[Log, Record]]()
-    for side, (partition, offset) in zip(("left", "right"), _PLACES, strict=True):
-        log, place = request.inputs[request.meaning[side]], request.record.values
+    for name, (partition, offset) in zip(request.specification.inputs, _PLACES, strict=True):
+        log, place = request.inputs[name], request.record.values
         if place[offset] < 0:
             continue
         found = log.one(place[partition], place[offset])
@@ -933,7 +901,7 @@ def corrected_streams(request: ExplainRequest) -> Derivation:
     return Derivation([*parts, *[(other, one) for one in other.at([where])]])
 
 
-def _cause(request: ExplainRequest) -> dict[str, Any] | None:
+def _cause(request: ExplainRequest[Any]) -> dict[str, Any] | None:
     """Returns the cause of a retraction: the record that matches; None = the row is no retraction."""
     place = request.record.partition
     end = {place: request.log.commit.next_offset.get(place, 0)}

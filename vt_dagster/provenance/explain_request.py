@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timedelta, timezone
 from functools import cached_property, reduce
 from operator import and_
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -50,8 +50,13 @@ from vt_dagster.storage.commit_log import (
     last_that,
 )
 from vt_dagster.storage.log_truncation import base_of, base_path
+from vt_dagster.topology.specification import OperatorSpec
 
 # Explanation
+
+
+SOURCE = "source"
+"""The operator of an asset with a source."""
 
 
 @dataclass(frozen=True)
@@ -344,9 +349,14 @@ class Log:
         return tuple(self.commit.shape.key)
 
     @property
-    def meaning(self) -> Mapping[str, str]:
-        """The operator and its options, from the last commit; empty for a source."""
-        return self.head.shape.meaning
+    def specification(self) -> OperatorSpec | None:
+        """What its operator computes, from the last commit; None for a source."""
+        return self.head.shape.specification
+
+    @property
+    def operator(self) -> str:
+        """The name of its operator; ``source`` for an asset with a source."""
+        return SOURCE if self.specification is None else self.specification.operator
 
     @property
     def limit(self) -> str:
@@ -576,6 +586,10 @@ def between(low: int, high: int, first: str = TIMESTAMP, last: str = TIMESTAMP) 
 # Explain request
 
 
+S = TypeVar("S", covariant=True)
+"""The specification of an operator."""
+
+
 @dataclass(frozen=True)
 class Derivation:
     """The inputs of a record.
@@ -594,7 +608,7 @@ class Derivation:
 
 
 @dataclass(frozen=True)
-class ExplainRequest:
+class ExplainRequest(Generic[S]):
     """A record of an operator's result, to find its inputs.
 
     Args:
@@ -614,8 +628,14 @@ class ExplainRequest:
     most: int
 
     @property
-    def meaning(self) -> Mapping[str, str]:
-        return self.log.meaning
+    def specification(self) -> S:
+        """What the operator computes, with the current names of columns."""
+        return cast(S, self.log.specification)
+
+    @property
+    def of_run(self) -> S:
+        """What the operator computed in the record's run: with the options of then that may change."""
+        return cast(S, self.commit.shape.specification)
 
     @cached_property
     def before(self) -> Commit | None:
@@ -658,15 +678,6 @@ class ExplainRequest:
         return self.log.records(same, {place: first}, {place: self.commit.next_offset.get(place, 0)})
 
     @cached_property
-    def tells_each_update(self) -> bool:
-        """Whether the run has several results for a key; never with ``emit="per_run"``."""
-        place, key = self.record.partition, list(self.log.key)
-        start = {place: 0 if self.before is None else self.before.next_offset.get(place, 0)}
-        end = {place: self.commit.next_offset.get(place, 0)}
-        rows = self.log.rows(both(), start, end, key)
-        return rows.group_by(key).aggregate([]).num_rows < rows.num_rows
-
-    @cached_property
     def newest_before(self) -> int | None:
         """The largest timestamp of the key's results before the run, epoch microseconds; None = there
         are none."""
@@ -698,7 +709,7 @@ class Update:
     made_of: Sequence[tuple[Log, Record]]
 
 
-def triggering_update(request: ExplainRequest, times: Sequence[tuple[int, bool]]) -> int | None:
+def triggering_update(request: ExplainRequest[Any], times: Sequence[tuple[int, bool]]) -> int | None:
     """Returns the index of the update that became the record; None = it is ambiguous.
 
     Each update of a key is a result, with two exceptions: a versioned table refuses updates older than
@@ -739,7 +750,7 @@ class Arrivals:
         merges: whether a run merges partitions by time; else each partition keeps its offset order.
     """
 
-    def __init__(self, request: ExplainRequest, names: Sequence[str], merges: bool = True) -> None:
+    def __init__(self, request: ExplainRequest[Any], names: Sequence[str], merges: bool = True) -> None:
         self._asked, self._names, self._merges = request, names, merges
         self._times: dict[tuple[str, int], tuple[Any, Any]] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,12 +10,20 @@ from vt_dagster.provenance.explain_request import (
     Derivation,
     ExplainRequest,
     Log,
-    Reasoning,
     Record,
     at_time,
     both,
 )
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology.specification import (
+    FilterSpec,
+    FlatMapValuesSpec,
+    MapValuesSpec,
+    MergeSpec,
+    SelectKeySpec,
+    ToStreamSpec,
+    ToTableSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -37,38 +45,46 @@ class Passing:
     elements: bool = False
 
 
-PASSING = {
-    "Filter": Passing(tombstone=False),
-    "MapValues": Passing(values=False),
-    "ToTable": Passing(),
-    "ToStream": Passing(),
-    "Merge": Passing(place=False),
-    "SelectKey": Passing(key=False, place=False),
-    "FlatMapValues": Passing(values=False, tombstone=False, elements=True),
+RowSpec = (
+    FilterSpec
+    | MapValuesSpec
+    | ToTableSpec
+    | ToStreamSpec
+    | MergeSpec
+    | SelectKeySpec
+    | FlatMapValuesSpec
+)
+PASSING: Mapping[type[RowSpec], Passing] = {
+    FilterSpec: Passing(tombstone=False),
+    MapValuesSpec: Passing(values=False),
+    ToTableSpec: Passing(),
+    ToStreamSpec: Passing(),
+    MergeSpec: Passing(place=False),
+    SelectKeySpec: Passing(key=False, place=False),
+    FlatMapValuesSpec: Passing(values=False, tombstone=False, elements=True),
 }
-"""The operators whose result depends on one record only, by their names in commits."""
+"""The operators whose result depends on one record only, by their specification."""
 
 
-def row_by_row(request: ExplainRequest) -> Derivation:
+def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
     """Returns the input record of a result; all candidates if several look equal. If a filter of a
     plain table emitted a tombstone because a row left, the row that was replaced comes before it."""
-    log, record, commit, told = request.log, request.record, request.commit, request.reasoning
-    inputs = request.inputs
-    found = _origins(log, list(inputs.items()), record, commit, told)
-    if record.is_tombstone and log.meaning["operator"] == "Filter":
-        negated = "not " if log.meaning.get("negate") == "True" else ""
-        condition = f"{negated}{log.meaning['predicate']}"
-        told.notes.append(f"a tombstone: its record is a tombstone, or does not meet: {condition}")
+    operator = request.specification
+    found = _origins(request)
+    if request.record.is_tombstone and isinstance(operator, FilterSpec):
+        condition = f"{'not ' * operator.negate}{operator.predicate}"
+        request.reasoning.notes.append(
+            f"a tombstone: its record is a tombstone, or does not meet: {condition}"
+        )
     return Derivation(found[: request.most], len(found))
 
 
-def _origins(
-    log: Log, inputs: Sequence[tuple[str, Log]], record: Record, commit: Commit, reasoning: Reasoning
-) -> list[tuple[Log, Record]]:
-    passing = PASSING[log.meaning["operator"]]
+def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
+    log, record, commit, inputs = request.log, request.record, request.commit, request.inputs
+    passing = PASSING[type(request.specification)]
     taken = [
         (source, one)
-        for name, source in dict(inputs).items()
+        for name, source in inputs.items()
         for one in _taken(log, source, name, record, commit, passing)
     ]
     if passing.place and not passing.elements and len(inputs) == 1:
@@ -84,7 +100,7 @@ def _origins(
     if len(alike) <= 1:
         return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
-    reasoning.notes.append(
+    request.reasoning.notes.append(
         f"{len(alike)} records of its run look the same from here, and give equal results or none: "
         f"its input is {what}"
     )
@@ -108,7 +124,7 @@ def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[tuple[int, int], Re
 
 def _lets_rows_out(log: Log, source: Log, record: Record) -> bool:
     plain = source.head.shape.kind == "table"
-    return log.meaning["operator"] == "Filter" and record.is_tombstone and plain
+    return isinstance(log.specification, FilterSpec) and record.is_tombstone and plain
 
 
 def _place(record: Record) -> tuple[int, int]:

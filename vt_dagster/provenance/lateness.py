@@ -64,14 +64,21 @@ from vt_dagster.columns import (
 )
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, svg, text
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.explain_joins import grace_of
 from vt_dagster.provenance.explain_request import Log, both
 from vt_dagster.provenance.explain_sources import quarantine
+from vt_dagster.provenance.expressions import plain as plain_column
 from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.commit_log import EVER, Commit, Offsets, commits, horizons
-from vt_dagster.topology.durations import parse_length, printed, spoken
+from vt_dagster.topology.durations import parse_length, spoken
+from vt_dagster.topology.specification import (
+    HoppingWindowSpec,
+    LatenessOption,
+    StreamTableJoinSpec,
+    TumblingWindowSpec,
+    WindowedAggregateSpec,
+)
 
 # Key codes
 
@@ -582,6 +589,7 @@ class LateJoin:
 
     Args:
         log: the join's log.
+        join: what it computes.
         stream, table: the logs of its inputs.
 
     Raises:
@@ -589,13 +597,12 @@ class LateJoin:
             ``new_version_on``.
     """
 
-    def __init__(self, log: Log, stream: Log, table: Log) -> None:
-        meaning = log.meaning
-        if "as_known" in meaning:
+    def __init__(self, log: Log, join: StreamTableJoinSpec, stream: Log, table: Log) -> None:
+        if join.as_known != "now":
+            known = spoken(join.as_known) if isinstance(join.as_known, timedelta) else join.as_known
             raise StorageError(
-                f"{log.name}: expected a join without as_known, got as_known={meaning['as_known']}: "
-                "the cost of another grace period cannot be computed; try another as_known with "
-                "vt-dagster what-if"
+                f"{log.name}: expected a join without as_known, got as_known={known}: the cost of "
+                "another grace period cannot be computed; try another as_known with vt-dagster what-if"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
@@ -608,21 +615,16 @@ class LateJoin:
                 f"with new_version_on={table.head.shape.new_version_on}: the cost of another grace "
                 "period cannot be computed; run vt-dagster explain for a single row"
             )
-        self.log, self.stream, self.table, self.name = log, stream, table, meaning["left"]
-        self.left = meaning["kind"] == "left"
+        self.log, self.stream, self.table, self.name = log, stream, table, join.left
+        self.left = join.kind == "left"
         self.runs = [c for c in commits(log.root) if c.batch <= log.commit.batch]
-        seen = states_of(log, self.runs, table, meaning["right"])
+        seen = states_of(log, self.runs, table, join.right)
         numbers = [0 if one is None else one.batch for one in seen]
         batches = sorted(set(numbers))
         by_batch = dict(zip(numbers, seen, strict=True))
         self.state = np.array([batches.index(n) for n in numbers], np.int64)
-        age = meaning.get("max_age")
-        match = Match(
-            _columns(meaning["select"], table),
-            None if age is None else printed(age),
-            meaning.get("at") == "before",
-            table.head.shape.valid_until,
-        )
+        columns, until = _columns(join, table), table.head.shape.valid_until
+        match = Match(columns, join.max_age, join.at == "before", until)
         self.versions = Versions(table, [by_batch[n] for n in batches], match)
         homes = sorted({p for run in self.runs for p in run.stream_time})
         self._homes = np.array(homes, np.int64)
@@ -841,7 +843,7 @@ def _batches(path: str) -> list[tuple[int, int]]:
     return [(v, int(one.document["batch"])) for v, one in there if one is not None]
 
 
-def _columns(select: str, table: Log) -> list[str]:
+def _columns(join: StreamTableJoinSpec, table: Log) -> list[str]:
     """Returns the table's columns that a join selects. Leaves out the end of the version, which the
     table always learns later."""
     declared = table.head.shape.columns or []
@@ -849,7 +851,7 @@ def _columns(select: str, table: Log) -> list[str]:
     lowered = {c.lower(): c for c in [*values, VALID_FROM]}
     lowered[TIMESTAMP] = VALID_FROM
     found: list[str] = []
-    for quoted, name, star in _RIGHT.findall(select):
+    for quoted, name, star in (one for c in join.select for one in _RIGHT.findall(c.sql)):
         if star:
             found += values
         elif not (quoted or name):
@@ -862,10 +864,8 @@ def _columns(select: str, table: Log) -> list[str]:
 # Window lateness
 
 
-_FIELD = re.compile(r"(\w+)=((?:-?\d+ days?, )?\d+:\d\d:\d\d(?:\.\d+)?)")
 _HOMES = 1 << 20
 """Upper bound for the number of partitions: combines a key code and a partition in one number."""
-_FIXED = ("TumblingWindow", "HoppingWindow")
 
 
 @dataclass
@@ -896,25 +896,26 @@ class LateWindows:
 
     Args:
         log: the aggregate's log.
+        operator: what it computes.
         stream: the log of its input.
 
     Raises:
         StorageError: the windows are of another kind, or computing the key or partition needs Spark.
     """
 
-    def __init__(self, log: Log, stream: Log) -> None:
-        self.log, self.stream, self.name = log, stream, log.meaning["source"]
-        told = log.meaning["window"]
-        kind, lengths = told.partition("(")[0], dict(_FIELD.findall(told))
-        if kind not in _FIXED or "size" not in lengths:
+    def __init__(self, log: Log, operator: WindowedAggregateSpec, stream: Log) -> None:
+        self.log, self.stream, self.name = log, stream, operator.source
+        window, size, advance = operator.window, None, None
+        if isinstance(window, TumblingWindowSpec | HoppingWindowSpec):
+            size, advance = window.size, window.advance
+        if not isinstance(size, timedelta) or not isinstance(advance, timedelta):
             raise StorageError(
-                f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}: the cost of "
-                "another grace cannot be computed from the logs; try one with vt-dagster what-if"
+                f"{log.name}: expected tumbling or hopping windows of one size, got {window}: the cost "
+                "of another grace cannot be computed from the logs; try one with vt-dagster what-if"
             )
-        self.size = printed(lengths["size"]) // _ONE
-        self.advance = printed(lengths.get("advance", lengths["size"])) // _ONE
-        self.key = _key(log, stream)
-        self.merges = log.meaning.get("group_key", "()") != "()"
+        self.size, self.advance = size // _ONE, advance // _ONE
+        self.key = _key(log, operator, stream)
+        self.merges = bool(operator.group_key)
         if self.merges and len(log.commit.next_offset) > 1:
             raise StorageError(
                 f"{log.name}: expected windows by the stream's own key, or in one partition, got a new "
@@ -1000,19 +1001,20 @@ class LateWindows:
         return self.cost([length * _ONE])[0]
 
 
-def _key(log: Log, stream: Log) -> tuple[str, ...]:
+def _key(log: Log, operator: WindowedAggregateSpec, stream: Log) -> tuple[str, ...]:
     """Returns the grouping columns."""
-    told = [one.strip(" `") for one in log.meaning.get("group_key", "()").strip("()").split(",")]
-    chosen = tuple(one for one in told if one)
-    if not chosen:
+    if not operator.group_key:
         return stream.key
     columns = stream.head.shape.columns or []
-    if any(one not in columns for one in chosen):
+    chosen = [plain_column(column.sql, columns) for column in operator.group_key]
+    found = tuple(column for column in chosen if column is not None)
+    if len(found) < len(chosen):
         raise StorageError(
             f"{log.name}: expected windows by columns of {stream.name}, {columns}, got "
-            f"{log.meaning['group_key']}, which needs Spark; try a grace with vt-dagster what-if"
+            f"{', '.join(map(str, operator.group_key))}, which needs Spark; try a grace with "
+            "vt-dagster what-if"
         )
-    return chosen
+    return found
 
 
 # Retention lateness
@@ -1045,7 +1047,7 @@ class LateRecords:
         """Returns lower and upper bounds of the refused records' lateness: how far each was behind
         stream time, microseconds."""
         count = self.log.commit.totals.get(LATE.name, 0)
-        rows = None if self.log.meaning else quarantine(self.log, pc.field("reason") == LATE.name)
+        rows = None if self.log.specification else quarantine(self.log, pc.field("reason") == LATE.name)
         if rows is None or rows.num_rows != count:
             return np.zeros(count, np.int64), np.full(count, _ALL)
         moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
@@ -1119,7 +1121,6 @@ class LateRecords:
 
 GRACES = ("0s", "1m", "10m", "1h", "6h", "1d")
 RETENTIONS = ("0s", "1h", "6h", "1d", "7d", "30d")
-_JOIN, _WINDOWS = "StreamTableJoin", "WindowedAggregate"
 
 
 def lateness(
@@ -1151,17 +1152,14 @@ def lateness(
     name = table if isinstance(table, str) else "/".join(table.path)
     log, share = Log.open(str(warehouse), name), parse_share(at_most)
     asked = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
-    operator = log.meaning.get("operator", "source")
+    operator, notes = log.specification, list[str]()
     found: LateJoin | LateWindows | LateRecords
-    declared, notes = None, list[str]()
-    if operator == _JOIN:
-        found, what = LateJoin(log, *_inputs(log, "left", "right")), "grace_period"
-        join = getattr(table, "operator", None)
-        declared = _declared_grace(log) if join is None else join.grace_period or timedelta(0)
-    elif operator == _WINDOWS:
-        found, what = LateWindows(log, *_inputs(log, "source")), "grace"
-        window = getattr(getattr(table, "operator", None), "window", None)
-        declared = getattr(window, "grace", None)
+    if isinstance(operator, StreamTableJoinSpec):
+        found = LateJoin(log, operator, *_inputs(log, operator))
+        what, declared = _declared(table, operator.lateness_option)
+    elif isinstance(operator, WindowedAggregateSpec):
+        found = LateWindows(log, operator, *_inputs(log, operator))
+        what, declared = _declared(table, operator.lateness_option)
     elif log.head.shape.ordered_by_source:
         raise StorageError(
             f"{name} follows the order of its source and accepts each record, however old: no record "
@@ -1172,9 +1170,9 @@ def lateness(
         declared = log.head.shape.retention()
     else:
         raise StorageError(
-            f"{name} is made by {operator}: expected a join of a stream with a versioned table whose "
-            "results are not corrected, an aggregate by tumbling or hopping windows, or a versioned "
-            "table"
+            f"{name} is made by {log.operator}: expected a join of a stream with a versioned table "
+            "whose results are not corrected, an aggregate by tumbling or hopping windows, or a "
+            "versioned table"
         )
     declared = declared if isinstance(declared, timedelta) else None
     usual = RETENTIONS if what == "history_retention" else GRACES
@@ -1192,7 +1190,7 @@ def lateness(
     notes += _notes(found, choices)
     by_length = {one.length: replace(one, declared=one.length == declared) for one in choices}
     ordered = tuple(by_length[one] for one in sorted(by_length))
-    return Lateness(name, operator, what, ordered, share, suggested, tuple(notes))
+    return Lateness(name, log.operator, what, ordered, share, suggested, tuple(notes))
 
 
 def parse_share(at_most: str | float | None) -> float | None:
@@ -1215,9 +1213,9 @@ def parse_share(at_most: str | float | None) -> float | None:
     return found
 
 
-def _inputs(log: Log, *places: str) -> list[Log]:
+def _inputs(log: Log, operator: StreamTableJoinSpec | WindowedAggregateSpec) -> list[Log]:
     found: list[Log] = []
-    for name in (log.meaning[place] for place in places):
+    for name in operator.inputs:
         one = log.input(name)
         if one is None:
             raise StorageError(
@@ -1228,10 +1226,10 @@ def _inputs(log: Log, *places: str) -> list[Log]:
     return found
 
 
-def _declared_grace(log: Log) -> timedelta | None:
-    commit = log.commit
-    told = {grace_of(commit, p) for p in commit.emitted_up_to}
-    return told.pop() if len(told) == 1 else None
+def _declared(table: Any, of_last_run: LatenessOption) -> LatenessOption:
+    """Returns the option as declared: that of a stream or table, else that of the last run."""
+    declared = getattr(table, "operator", None)
+    return of_last_run if declared is None else declared.specification.lateness_option or of_last_run
 
 
 def _hopeless(found: LateJoin | LateWindows | LateRecords) -> str:

@@ -7,7 +7,6 @@ writes nothing.
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
-from vt_dagster.storage.commit_log import Commit, choose
+from vt_dagster.storage.commit_log import Commit, Exported, choose
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
 from vt_dagster.topology.model import Stream, Table
@@ -165,7 +164,8 @@ class ExportRun:
             return None
         require_same_log(export.name, export.node.name, before, at.head.commit, self._store.attempt_of)
         commit = self._document(at, before, run_id)
-        same = before is not None and (before.log, before.shape) == (commit.log, commit.shape)
+        what = (commit.log, commit.shape, commit.export)
+        same = before is not None and (before.log, before.shape, before.export) == what
         if before is not None and same and before.next_offset == commit.next_offset:
             return None
         self._require_name()
@@ -195,14 +195,17 @@ class ExportRun:
         export, head = self.export, at.head.commit
         shape = shape_of(export.node)
         types = {f.name: f.dataType.simpleString() for f in export.node.schema.fields}
-        said = json.dumps([[name, types.get(name)] for name in export.columns])
+        exported = Exported(
+            what=export.what, columns=[(name, types.get(name)) for name in export.columns]
+        )
         done = {} if before is None or before.log != head.log else before.next_offset
         ranges = {p: (done.get(p, 0), e) for p, e in head.next_offset.items() if e > done.get(p, 0)}
         return Commit(
             asset=export.name,
             batch=1 if before is None else before.batch + 1,
             attempt=self._store.new_attempt(),
-            shape=shape.model_copy(update={"meaning": {_EXPORT: export.what, "columns": said}}),
+            shape=shape.model_copy(update={"specification": None}),
+            export=exported,
             log=head.log,
             logs={export.node.name: head.log},
             consumed=consumed_commits({export.node.name: head}),
@@ -274,7 +277,7 @@ def head_in(to: str, name: str, kind: str) -> Commit | None:
     Spark.
 
     Args:
-        kind: the entry that identifies such a table in ``shape.meaning`` of its commits.
+        kind: the field that only the commits of such a table have.
 
     Raises:
         StorageError: the place has other files, or another writer has written to the table.
@@ -283,9 +286,8 @@ def head_in(to: str, name: str, kind: str) -> Commit | None:
     if found is None:
         _require_empty(to, name)
         return None
-    shape = found.document.get("shape") or {}
     whose = found.document.get("asset")
-    if kind not in shape.get("meaning", {}) or whose != name:
+    if found.document.get(kind) is None or whose != name:
         raise StorageError(
             f"{name}: expected an empty place or its own table in {to}, got one that {whose!r} "
             "writes; give the export another directory"

@@ -135,7 +135,7 @@ class Planner:
         table = processor.looked_up
         if last.state:
             return None, "it has a state, and only that of its last run is kept"
-        if node.changed_meaning(last.shape.meaning):
+        if node.changed_definition(last.shape.specification):
             return None, "its declaration has changed"
         if table is not None and not isinstance(table, VersionedTable):
             return None, f"{table.name} has only current rows"
@@ -240,7 +240,7 @@ class Planner:
             consumed = sorted(names & set(commit.inputs))
             if name in made or not consumed:
                 continue
-            if commit.shape.meaning:
+            if commit.shape.specification is not None:
                 raise StorageError(
                     f"{self.node.name}: expected the definitions of all its consumers, got none of "
                     f"{name}, which consumes {consumed[0]} and would refuse its next run; add it too"

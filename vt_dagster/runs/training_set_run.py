@@ -7,7 +7,6 @@ the declaration, the number of rows, and a hash of the rows that does not depend
 
 from __future__ import annotations
 
-import json
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream
 
-_KIND, _MANIFEST = "training_set", "manifest"
+_KIND = "training_set"
 
 
 class Position(BaseModel):
@@ -222,13 +221,13 @@ class TrainingRun:
     ) -> Commit:
         heads = {name: at.head for name, at in found.items() if at.head is not None}
         spine, node = heads[self.declared.spine.name], self.declared.spine
-        said = {_KIND: json.dumps(made.declared), _MANIFEST: made.model_dump_json()}
         first = Commit(asset=made.name, batch=0, attempt="", shape=shape_of(node))
         return Commit(
             asset=made.name,
             batch=1 if before is None else before.batch + 1,
             attempt=AssetStore(self.warehouse, node).new_attempt(),
-            shape=shape_of(node).model_copy(update={"meaning": said}),
+            shape=shape_of(node).model_copy(update={"specification": None}),
+            training_set=made.model_dump(mode="json"),
             log=spine.commit.log,
             logs={name: head.commit.log for name, head in heads.items()},
             consumed=consumed_commits({name: head.commit for name, head in heads.items()}),
@@ -273,7 +272,7 @@ def position_of(at: Snapshot) -> Position:
 
 def manifest_of(commit: Commit) -> Manifest:
     """Returns the manifest of a set's commit."""
-    return Manifest.model_validate_json(commit.shape.meaning[_MANIFEST])
+    return Manifest.model_validate(commit.training_set)
 
 
 def read_manifest(path: str) -> Manifest:

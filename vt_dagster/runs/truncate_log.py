@@ -179,8 +179,9 @@ class _Log:
             if name not in commit.inputs or commit.logs.get(name, last.log) != last.log:
                 continue
             # Only its definition tells what an operator re-reads: without one, it holds the whole log.
-            done = Offsets() if commit.shape.meaning else commit.inputs[name]
-            why = ", of which maintenance was not given the definition" if commit.shape.meaning else ""
+            operator = commit.shape.specification
+            done = commit.inputs[name] if operator is None else Offsets()
+            why = "" if operator is None else ", of which maintenance was not given the definition"
             found.append(Consumer(other, done, why=why))
         for path in self.exports:
             there = delta.last_commit(path)

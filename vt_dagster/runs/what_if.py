@@ -97,9 +97,9 @@ def what_if(
     """Returns what would change if an asset were declared as given. Writes only into a scratch place,
     which is always removed at the end; the next call removes that of a killed process.
 
-    The asset is replayed. An input is replayed as well if its declared meaning differs from that in the
-    warehouse, and so are all inputs derived from such an input. A change of grace period or retention
-    does not change the meaning: name these inputs in ``also``.
+    The asset is replayed. An input is replayed as well if its definition differs from that in the
+    warehouse, and so are all inputs derived from such an input. A change of grace period does not
+    change the definition: name these inputs in ``also``.
 
     Args:
         node: the asset with the new declaration.
@@ -161,7 +161,7 @@ def _made(
                 f"{one.name}: expected what {node.name} is made of in {warehouse}, but nothing was "
                 "ever committed; materialize it first"
             )
-        same = head is not None and head.commit.shape == shape_of(one)
+        same = head is not None and head.commit.shape.definition() == shape_of(one).definition()
         fed = any(up.name in remade for up in one.inputs)
         if same and not fed and one.name not in also and one.name != node.name:
             continue

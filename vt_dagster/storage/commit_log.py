@@ -29,6 +29,7 @@ from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.delta import File, Wanted
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
+from vt_dagster.topology.specification import OperatorSpec
 
 # Commit log
 
@@ -57,10 +58,8 @@ class Shape(BaseModel):
     columns: list[str] | None = None
     """The user's columns as declared; the log may have more, from earlier declarations. None = unknown:
     the last commit is older than this field."""
-    meaning: dict[str, str] = Field(default_factory=dict)
-    """What the operator computes, see ``Operator.meaning``; empty for a source, or if only the tables
-    are known."""
-
+    specification: OperatorSpec | None = None
+    """What the operator computes; None for a source, or if only the tables are known."""
     valid_until: str | None = None
     """Of a versioned table: the column with the end of a version."""
     new_version_on: list[str] | None = None
@@ -72,6 +71,13 @@ class Shape(BaseModel):
     ordered_by_source: bool = False
     """Of a versioned table: whether the source's order takes precedence over timestamps, so that no
     record is late."""
+
+    def definition(self) -> dict[str, Any]:
+        """Returns the shape as JSON values, without the options of the operator that may change between
+        runs."""
+        operator = self.specification
+        about = self.model_dump(mode="json", exclude={"specification"})
+        return {**about, "specification": None if operator is None else operator.definition()}
 
     def retention(self) -> Duration:
         """Returns the history retention; zero if the table is not versioned."""
@@ -156,6 +162,14 @@ class Consumed(BaseModel):
 
     batch: int
     attempt: str
+
+
+class Exported(BaseModel):
+    """What an export writes."""
+
+    what: str
+    columns: list[tuple[str, str | None]]
+    """Name and Spark type of each column; None = not known without Spark."""
 
 
 class Commit(BaseModel):
@@ -259,6 +273,10 @@ class Commit(BaseModel):
     """The truncated part of the log. Its rows are in no other count of missing rows."""
     upkeep: bool = False
     """Whether this batch only truncated the log."""
+    export: Exported | None = None
+    """Of an exported table."""
+    training_set: dict[str, Any] | None = None
+    """Of a training set: its manifest."""
 
     def kept_from(self, partition: int) -> int:
         """Returns the first offset of a partition that is not truncated."""
@@ -635,7 +653,10 @@ def _kept(root: str) -> list[str]:
 
 def _documents(root: str, name: str) -> list[dict[str, Any]]:
     fs, folder = delta.filesystem(posixpath.join(root, "commits"))
-    return json.loads(gzip.decompress(fs.cat_file(posixpath.join(folder, name))))
+    found = json.loads(gzip.decompress(fs.cat_file(posixpath.join(folder, name))))
+    for document in found:
+        delta.require_format(posixpath.join(root, "log"), document, f"the archived commits {name}")
+    return found
 
 
 def commits(root: str) -> Iterator[Commit]:

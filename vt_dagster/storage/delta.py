@@ -21,6 +21,9 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +163,10 @@ MARK = "vt_dagster"
 """Key of our document in a commit's ``userMetadata``."""
 FILES = "files_added"
 """Key of the number of data files that the commit adds; missing in older commits."""
+
+FORMAT = 1
+"""Format version of our documents. Raise it when an earlier release could not read a commit or would
+misread it: an operator that it does not know, a field that is gone or has another meaning."""
 
 COMMIT_FILE = re.compile(r"(\d{20})\.json")
 """The name of a commit's file."""
@@ -326,13 +333,51 @@ def _is_cut_off(metadata: dict[str, Any], lines: Sequence[str]) -> bool:
     return added != expected or not any(line.startswith('{"txn"') for line in lines)
 
 
+@cache
+def release() -> str:
+    """Returns the version of this package; ``unknown`` if it runs from a directory without metadata."""
+    try:
+        return version_of("vt-dagster")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def with_format(document: dict[str, Any]) -> dict[str, Any]:
+    """Returns a document with its format version and the release that writes it."""
+    return {**document, "format": FORMAT, "release": release()}
+
+
+def require_format(path: str, document: dict[str, Any], place: str) -> None:
+    """Checks that this release can read a document.
+
+    Args:
+        path: the table.
+        place: where the document is, for the message.
+
+    Raises:
+        StorageError: the document has another format version.
+    """
+    found = document.get("format")
+    if found == FORMAT:
+        return
+    folder, what = posixpath.split(path.rstrip("/"))
+    root = folder if what in ("log", "view", "quarantine") else path
+    author = f"vt_dagster {document['release']}" if "release" in document else "an unreleased version"
+    raise StorageError(
+        f"{asset_of(path)}: expected commits in format {FORMAT}, which vt_dagster {release()} reads, "
+        f"got format {found} in {place} of {path}, written by {author}; nothing was read. Use that "
+        f"release, or move {root} away and materialize the asset again"
+    )
+
+
 def our_commit(path: str, version: int) -> Committed | None:
     """Returns the commit of a version; None if vt_dagster did not write it.
 
     Raises:
         FileNotFoundError: the commit file was removed.
+        StorageError: the commit has another format version.
     """
-    return _own(_info(path, version))
+    return _own(path, _info(path, version))
 
 
 def _metadata(info: dict[str, Any]) -> dict[str, Any]:
@@ -344,10 +389,11 @@ def _metadata(info: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _own(info: dict[str, Any]) -> Committed | None:
+def _own(path: str, info: dict[str, Any]) -> Committed | None:
     document = _metadata(info).get(MARK)
     if not isinstance(document, dict):
         return None
+    require_format(path, document, f"version {info['version']}")
     # Older documents lack ``recorded_at``: Delta's timestamp (milliseconds) replaces it.
     return Committed(
         info["version"], {"recorded_at": int(info.get("timestamp") or 0) * 1000, **document}
@@ -356,7 +402,7 @@ def _own(info: dict[str, Any]) -> Committed | None:
 
 def commits(path: str) -> Iterator[Committed]:
     """Yields our existing commits, newest first."""
-    found = (_own(info) for info in history(path))
+    found = (_own(path, info) for info in history(path))
     return (one for one in found if one is not None)
 
 
@@ -372,7 +418,7 @@ def last_commit(path: str) -> Committed | None:
     """
     newer: list[dict[str, Any]] = []
     for info in history(path):
-        found = _own(info)
+        found = _own(path, info)
         if found is not None:
             upkeep = newer and all(one.get("operation") in _UPKEEP for one in newer)
             return found._replace(version=newer[0]["version"]) if upkeep else found
@@ -397,7 +443,7 @@ def foreign_write(path: str) -> str | None:
     newer: list[dict[str, Any]] = []
     found = None
     for info in history(path):
-        found = _own(info)
+        found = _own(path, info)
         if found is not None:
             break
         newer.append(info)
@@ -417,7 +463,7 @@ def batch_before(path: str, batch: int) -> Committed | None:
     """Returns our newest commit of an earlier batch; None if there is none, or if another program has
     written to the table since."""
     for info in history(path):
-        found = _own(info)
+        found = _own(path, info)
         if found is None and info.get("operation") not in _UPKEEP:
             return None
         if found is not None and found.document["batch"] < batch:

@@ -47,6 +47,7 @@ from vt_dagster.storage.delta import (
     require_seen,
     require_table,
     require_written,
+    with_format,
 )
 from vt_dagster.storage.schema_evolution import (
     by_newest_names,
@@ -192,7 +193,9 @@ def write(
             require_seen(posixpath.join(path, folder), asset)
             adds = _adds(path, folder)
             about = CommitProperties(
-                custom_metadata={"userMetadata": json.dumps({MARK: document, FILES: len(adds)})},
+                custom_metadata={
+                    "userMetadata": json.dumps({MARK: with_format(document), FILES: len(adds)})
+                },
                 app_transactions=[Transaction(app, batch)],
                 # A retry inside deltalake would skip the checks that the loop below makes before each
                 # attempt.

@@ -164,8 +164,8 @@ def before(ends: Offsets) -> Column:
 
 def shape_of(node: Stream) -> Shape:
     """Returns the description of a node for its commits."""
-    meaning = {} if node.operator is None else node.operator.meaning
-    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
+    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names}
+    about["specification"] = None if node.operator is None else node.operator.specification
     if not isinstance(node, VersionedTable):
         return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
     about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
@@ -182,7 +182,7 @@ def require_shape(node: Stream, shape: Shape) -> None:
         shape: shape in the log's last commit.
 
     Raises:
-        StorageError: the kind, key or meaning differs.
+        StorageError: the kind, the key or the operator's definition differs.
     """
     declared = shape_of(node)
     earlier = node.earlier
@@ -197,7 +197,7 @@ def require_shape(node: Stream, shape: Shape) -> None:
             f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), or "
             "give the new asset another name"
         )
-    changed = node.changed_meaning(shape.meaning)
+    changed = node.changed_definition(shape.specification)
     if changed:
         raise StorageError(
             f"{node.name}: the declaration differs from the one that wrote its log: "

@@ -19,7 +19,6 @@ FOREVER = timedelta(days=50_000_000)
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _NAMES = {"w": "weeks", "d": "days", "h": "hours", "m": "minutes", "s": "seconds", "ms": "milliseconds"}
-_PRINTED = re.compile(r"(?:(-?\d+) days?, )?(\d+):(\d\d):(\d\d)(?:\.(\d{6}))?")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[wdhms])\s*")
 
 
@@ -51,15 +50,31 @@ _UNITS = (
 
 
 def spoken(value: Duration) -> str:
-    """Formats a duration: ``1 day 6 hours``; a mapping as a fixed text."""
+    """Formats a duration: ``1 day 6 hours``, ``minus 1 hour``; a mapping as a fixed text."""
     if not isinstance(value, timedelta):
         return "a length of each partition's own"
+    if value < timedelta(0):
+        return f"minus {spoken(-value)}"
     words: list[str] = []
     for name, unit in _UNITS:
         count, value = divmod(value, unit)
         if count:
             words.append(f"{count} {name}{'s' if count > 1 and not name.endswith('s') else ''}")
     return " ".join(words) or "0 seconds"
+
+
+def iso8601(value: timedelta) -> str:
+    """Formats a duration as ISO 8601: ``P1DT6H``, ``-PT0.5S``. The largest unit is the day: a month or
+    a year is no fixed length."""
+    if value < timedelta(0):
+        return f"-{iso8601(-value)}"
+    hours, rest = divmod(value.seconds, 3600)
+    minutes, seconds = divmod(rest, 60)
+    exact = f"{seconds}.{value.microseconds:06d}".rstrip("0").rstrip(".")
+    days = f"{value.days}D" if value.days else ""
+    parts = ((str(hours), "H"), (str(minutes), "M"), (exact, "S"))
+    time = "".join(f"{amount}{unit}" for amount, unit in parts if amount != "0")
+    return f"P{days}{f'T{time}' if time else ''}" if days or time else "PT0S"
 
 
 def in_micros(value: Duration) -> int | dict[int, int]:
@@ -108,19 +123,6 @@ def plus(one: Duration, other: Duration) -> Duration:
         *(other if isinstance(other, Mapping) else ())
     }
     return {p: length_at(one, p) + length_at(other, p) for p in sorted(partitions)}
-
-
-def printed(text: str) -> timedelta:
-    """Parses the text of a timedelta: ``1 day, 2:00:00``.
-
-    Raises:
-        ContractError: another text.
-    """
-    found = _PRINTED.fullmatch(text)
-    if found is None:
-        raise ContractError(f"expected a length of time like '1 day, 2:00:00', got {text!r}")
-    days, hours, minutes, seconds, micros = (int(one or 0) for one in found.groups())
-    return timedelta(days, seconds, micros, minutes=minutes, hours=hours)
 
 
 def parse_length(text: str) -> timedelta:

@@ -50,6 +50,7 @@ from pyspark.sql.types import (
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.schema import check_sql_name, is_sql_name
+from vt_dagster.topology.specification import ColumnSpec
 
 # Deterministic sql
 
@@ -422,6 +423,14 @@ class Selection:
     key: tuple[str, ...] = ()
     columns: tuple[tuple[str, str], ...] = field(init=False)
 
+    @property
+    def declared(self) -> tuple[ColumnSpec, ...]:
+        """The selection as declared; ``*`` stands for all columns."""
+        every = ColumnSpec("*", "*")
+        return tuple(
+            every if i.strip() == "*" else ColumnSpec(*self._expand(i)[0]) for i in self.select
+        )
+
     def __post_init__(self) -> None:
         chosen = [column for item in self.select for column in self._expand(item)]
         lowered = {k.lower() for k in self.key}
@@ -525,6 +534,16 @@ class Projection:
     sides: Mapping[str, Side]
     select: tuple[str, ...]
     columns: tuple[tuple[str, str], ...] = field(init=False)
+
+    @property
+    def declared(self) -> tuple[ColumnSpec, ...]:
+        """The selection as declared; the name ``*`` stands for all columns of a side."""
+        found = list[ColumnSpec]()
+        for item in self.select:
+            star = _STAR.fullmatch(item)
+            whole = None if star is None else ColumnSpec("*", f"{star[1].lower()}.*")
+            found.append(whole or ColumnSpec(*self._expand(item)[0]))
+        return tuple(found)
 
     def __post_init__(self) -> None:
         chosen = [column for item in self.select for column in self._expand(item)]

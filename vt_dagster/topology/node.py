@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from pyspark.sql.types import DataType, StructType
 
@@ -27,8 +27,8 @@ from vt_dagster.topology.schema import (
     check_columns,
     check_timestamp,
     names_before,
-    same_meaning,
 )
+from vt_dagster.topology.specification import OperatorSpec
 from vt_dagster.topology.windows import Window
 
 # Asset names
@@ -104,11 +104,6 @@ Input: TypeAlias = Any
 
 MIXED = "mixed"
 """Partitioning of merged streams that are not copartitioned: a key may be in several partitions."""
-_NO_MEANING = {
-    *("name", "materialized", "emit", "monotone_timestamps"),
-    *("grace", "grace_period", "corrected_for", "retention", "until"),
-}
-"""Fields that may change between runs: earlier results remain valid in the same log."""
 _DEEPEST = 3
 """Most parts of a key prefix: a search for assets goes this deep into a warehouse, which may be any
 directory."""
@@ -184,12 +179,10 @@ class Operator(Called, ABC):
         return self.inputs[0].partitioning
 
     @property
-    def meaning(self) -> dict[str, str]:
-        """The settings that define the results, by name: results under other values must not share a
-        log. Excludes waiting times and retention."""
-        told = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
-        told = {name: _meaning(value) for name, value in told.items() if name not in _NO_MEANING}
-        return {"operator": type(self).__name__, **told}
+    @abstractmethod
+    def specification(self) -> OperatorSpec:
+        """What it computes, as commits store it. Results under another definition must not share a
+        log."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -216,23 +209,6 @@ class Operator(Called, ABC):
         """Whether the result has a store of its own, which gives the latest and previous row of a key;
         otherwise its input gives both (filter, map_values)."""
         return True
-
-
-def _meaning(value: Any) -> str:
-    if isinstance(value, Node):
-        return value.name
-    if is_dataclass(value):
-        parts = {f.name: _meaning(getattr(value, f.name)) for f in fields(value)}
-        told = ", ".join(f"{name}={part}" for name, part in parts.items() if name not in _NO_MEANING)
-        return f"{type(value).__name__}({told})"
-    if isinstance(value, str):
-        return " ".join(value.split())
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_meaning, cast(Sequence[Any], value)))})"
-    if isinstance(value, Mapping):
-        items = cast(Mapping[Any, Any], value).items()
-        return ", ".join(f"{k}: {_meaning(v)}" for k, v in sorted(items))
-    return getattr(value, "__qualname__", None) or str(value)
 
 
 @dataclass(frozen=True)
@@ -397,18 +373,17 @@ class Node:
                 found[column] = others
         return found
 
-    def changed_meaning(self, then: Mapping[str, str]) -> list[str]:
-        """Returns the differences between its operator's ``meaning`` and that of an earlier commit, as
-        text; a renamed column is no difference."""
-        now = {} if self.operator is None else self.operator.meaning
-        if not now or not then:
+    def changed_definition(self, then: OperatorSpec | None) -> list[str]:
+        """Returns the differences in definition between its operator and an earlier commit's, as text;
+        a renamed column is no difference.
+
+        Args:
+            then: None = a source, or a table of which only the columns are known.
+        """
+        if self.operator is None or then is None:
             return []
         sides = [up.earlier for up in self.inputs]
-        return [
-            f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
-            for name in {**now, **then}
-            if not same_meaning(now.get(name, ""), then.get(name, ""), sides, self.earlier)
-        ]
+        return list(self.operator.specification.changes(then, sides, self.earlier))
 
     @property
     def key_types(self) -> tuple[DataType, ...]:

@@ -106,8 +106,8 @@ def names_before(asset: str, renamed: Mapping[str, str], schema: StructType) -> 
     return found
 
 
-def same_meaning(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
-    """Returns whether two values of an operator's ``meaning`` are equal except for renamed columns.
+def same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
+    """Returns whether two SQL texts are equal except for whitespace and renamed columns.
 
     Args:
         now, then: SQL with column names, as declared now and in an earlier commit.
@@ -116,41 +116,24 @@ def same_meaning(now: str, then: str, sides: Sequence[Names], own: Names) -> boo
     """
     if now == then:
         return True
-    return re.fullmatch(_pattern(now, sides, own), then) is not None
+    tokens, earlier = (_TOKEN.findall(" ".join(text.split())) for text in (now, then))
+    return len(tokens) == len(earlier) and all(
+        one == other or other.strip("`") in _earlier_names(tokens, i, sides, own)
+        for i, (one, other) in enumerate(zip(tokens, earlier, strict=True))
+    )
 
 
-def _pattern(text: str, sides: Sequence[Names], own: Names) -> str:
-    """Returns a regex for a text under all earlier names of its columns."""
-    tokens, found, i = _TOKEN.findall(text), list[str](), 0
-    while i < len(tokens):
-        token, name = tokens[i], tokens[i].strip("`")
-        side = tokens[i - 2].lower() if i > 1 and tokens[i - 1] == "." else ""
-        if side in ("left", "right"):
-            before = sides[0 if side == "left" else -1].get(name, ())
-        else:
-            of_input = sides[0].get(name, ()) if sides else ()
-            before = tuple(dict.fromkeys((*of_input, *own.get(name, ()))))
-        i += 1
-        if not before or token.startswith("'"):
-            found.append(re.escape(token))
-            continue
-        either = f"(?:{'|'.join(map(_quoted, (name, *before)))})"
-        alias = re.fullmatch(r"\s+as\s+(`[^`]+`|\w+)", "".join(tokens[i : i + 4]), re.IGNORECASE)
-        if alias is None:
-            # 'right.new' selects the same as 'right.old as new' before.
-            found.append(f"{either}(?: as {_quoted(name)})?")
-        elif alias[1].strip("`") in before:
-            # 'right.new as old' selects the same as 'right.old' before.
-            old = _quoted(alias[1].strip("`"))
-            found.append(f"(?:{either} as {old}|{old})")
-            i += 4
-        else:
-            found.append(either)
-    return "".join(found)
-
-
-def _quoted(name: str) -> str:
-    return f"`?{re.escape(name)}`?"
+def _earlier_names(tokens: Sequence[str], place: int, sides: Sequence[Names], own: Names) -> set[str]:
+    """Returns the names of a column with earlier names, its own among them; empty for other tokens."""
+    name = tokens[place].strip("`")
+    side = tokens[place - 2].lower() if place > 1 and tokens[place - 1] == "." else ""
+    if tokens[place].startswith("'"):
+        return set()
+    if side in ("left", "right"):
+        before = sides[0 if side == "left" else -1].get(name, ())
+    else:
+        before = (*(sides[0].get(name, ()) if sides else ()), *own.get(name, ()))
+    return {name, *before} if before else set()
 
 
 # Schema

@@ -8,6 +8,12 @@ from typing import Any, ClassVar
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, pairs, plus, spoken
+from vt_dagster.topology.specification import (
+    HoppingWindowSpec,
+    SessionWindowSpec,
+    SlidingWindowSpec,
+    TumblingWindowSpec,
+)
 
 _NONE = timedelta(0)
 
@@ -48,6 +54,11 @@ class TumblingWindow:
     def closes_after(self) -> Duration:
         """How long after its end a window closes."""
         return self.grace
+
+    @property
+    def specification(self) -> TumblingWindowSpec:
+        """The windows as commits store them."""
+        return TumblingWindowSpec(size=self.size, grace=self.grace, retention=self.retention)
 
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
@@ -93,6 +104,13 @@ class HoppingWindow:
         """How long after its end a window closes."""
         return self.grace
 
+    @property
+    def specification(self) -> HoppingWindowSpec:
+        """The windows as commits store them."""
+        return HoppingWindowSpec(
+            size=self.size, advance=self.advance, grace=self.grace, retention=self.retention
+        )
+
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
         return (
@@ -132,6 +150,11 @@ class SessionWindow:
     def closes_after(self) -> Duration:
         """How long after its end a session stays open, inclusive."""
         return plus(self.gap, self.grace)
+
+    @property
+    def specification(self) -> SessionWindowSpec:
+        """The windows as commits store them."""
+        return SessionWindowSpec(gap=self.gap, grace=self.grace, retention=self.retention)
 
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
@@ -190,6 +213,13 @@ class SlidingWindow:
 
     def _lookback(self, times: int) -> Duration:
         return _times(self.time_difference, times, self.grace)
+
+    @property
+    def specification(self) -> SlidingWindowSpec:
+        """The windows as commits store them."""
+        return SlidingWindowSpec(
+            time_difference=self.time_difference, grace=self.grace, retention=self.retention
+        )
 
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""

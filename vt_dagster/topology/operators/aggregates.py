@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from pyspark.sql.types import StructField, StructType
 
@@ -26,8 +26,24 @@ from vt_dagster.topology.operators.base import (
     need_table,
 )
 from vt_dagster.topology.schema import as_struct
+from vt_dagster.topology.specification import (
+    AggregatorSpec,
+    ColumnSpec,
+    StreamAggregateSpec,
+    TableAggregateSpec,
+)
 
 # Aggregate
+
+
+class Grouping(TypedDict):
+    """The grouping and output of an aggregate, see ``Aggregate``."""
+
+    source: str
+    group_key: tuple[ColumnSpec, ...]
+    partitions: int | None
+    partition_by: str | None
+    emit: Emit
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,17 @@ class Aggregate(OneInput, ABC):
     @property
     def partitioning(self) -> tuple[Any, ...] | None:
         return None if self.group_key else super().partitioning
+
+    @property
+    def _grouping(self) -> Grouping:
+        """The fields that the specifications of all aggregates have."""
+        return {
+            "source": self.source.name,
+            "group_key": self.keys().declared if self.group_key else (),
+            "partitions": self.partitions,
+            "partition_by": self.partition_by,
+            "emit": self.emit,
+        }
 
     def keys(self) -> Selection:
         """The key columns, without ``window_start`` and ``window_end``."""
@@ -74,6 +101,11 @@ class Aggregate(OneInput, ABC):
     def _lineage(self, aggregates: tuple[tuple[str, str], ...]) -> dict[str, list[tuple[str, str]]]:
         keys = self.keys()
         return keys.lineage() | {c: keys.mentioned(e) for c, e in aggregates}
+
+
+def as_columns(aggregates: Sequence[tuple[str, str]]) -> tuple[ColumnSpec, ...]:
+    """Returns (name, SQL aggregate) pairs as commits store them."""
+    return tuple(ColumnSpec(*one) for one in aggregates)
 
 
 # Stream aggregate
@@ -116,6 +148,10 @@ class StreamAggregate(Aggregate):
         """The aggregates, parsed."""
         return Aggregates(self.name, self.aggregates)
 
+    @property
+    def specification(self) -> StreamAggregateSpec:
+        return StreamAggregateSpec(**self._grouping, aggregates=as_columns(self.aggregates))
+
     def result(self, **shown: Any) -> Any:
         values = self.parsed().fields(self.source.schema)
         return self._grouped(self.keys().fields_of_result(), values, self.materialized, shown)
@@ -153,6 +189,26 @@ class Aggregator:
     subtractor: Callable[[Row, Row], Row]
     initializer: Callable[[], Row] | None = None
     schema: Any = None
+
+    def specification(self, name: str) -> AggregatorSpec:
+        """Returns the functions by name, as commits store them.
+
+        Args:
+            name: the asset, for messages.
+        """
+        return AggregatorSpec(
+            adder=_name_of(self.adder),
+            subtractor=_name_of(self.subtractor),
+            initializer=None if self.initializer is None else _name_of(self.initializer),
+            columns=None if self.schema is None else as_struct(self.schema, name).simpleString(),
+        )
+
+
+def _name_of(function: Any) -> str:
+    """Returns the name of a function; of an object that is called, such as a partial, that of its
+    function or class. Never a text with an address in memory, which differs by process."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 @dataclass(frozen=True)
@@ -204,6 +260,17 @@ class TableAggregate(Aggregate):
         """The aggregates, parsed."""
         assert not isinstance(self.aggregates, Aggregator)
         return Aggregates(self.name, self.aggregates)
+
+    @property
+    def specification(self) -> TableAggregateSpec:
+        aggregates = self.aggregates
+        if isinstance(aggregates, Aggregator):
+            return TableAggregateSpec(
+                **self._grouping,
+                aggregates=aggregates.specification(self.name),
+                select=self.selection().declared,
+            )
+        return TableAggregateSpec(**self._grouping, aggregates=as_columns(aggregates))
 
     def result(self, **shown: Any) -> Any:
         keys = self.keys().fields_of_result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, TypedDict
 
 from pyspark.sql.types import StructType
 
@@ -15,6 +15,7 @@ from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.expressions import Projection, Side
 from vt_dagster.topology.node import Input, Node, Operator, make_node
 from vt_dagster.topology.schema import same_types
+from vt_dagster.topology.specification import ColumnSpec, JoinKind
 
 # Base
 
@@ -144,7 +145,13 @@ def new_version_on_of(node: Any) -> tuple[str, ...] | None:
 # Join
 
 
-JoinKind = Literal["inner", "left", "outer"]
+class JoinSides(TypedDict):
+    """See ``Join``."""
+
+    left: str
+    right: str
+    kind: JoinKind
+    select: tuple[ColumnSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,16 @@ class Join(Operator, ABC):
     @property
     def waits_for(self) -> tuple[Input, ...]:
         return tuple(side for side in self.inputs if side.is_table)
+
+    @property
+    def _sides(self) -> JoinSides:
+        """The fields that the specifications of all joins have."""
+        return {
+            "left": self.left.name,
+            "right": self.right.name,
+            "kind": self.kind,
+            "select": self.projection().declared,
+        }
 
     def projection(self) -> Projection:
         """The columns of the result, checked against both sides."""

@@ -33,6 +33,16 @@ from vt_dagster.topology.operators.base import (
     valid_until_of,
 )
 from vt_dagster.topology.schema import same_types
+from vt_dagster.topology.specification import (
+    ColumnSpec,
+    FilterSpec,
+    FlatMapValuesSpec,
+    MapValuesSpec,
+    MergeSpec,
+    SelectKeySpec,
+    ToStreamSpec,
+    ToTableSpec,
+)
 from vt_dagster.topology.windows import Window
 
 # Row by row
@@ -145,6 +155,10 @@ class Filter(RowByRow):
     def condition(self) -> str:
         return self.predicate
 
+    @property
+    def specification(self) -> FilterSpec:
+        return FilterSpec(source=self.source.name, predicate=self.predicate, negate=self.negate)
+
     def result(self, **shown: Any) -> Any:
         return self._rows(self.source.schema, shown)
 
@@ -179,6 +193,10 @@ class MapValues(RowByRow):
         """The columns of the result, checked against the table."""
         fields = tuple(self.source.schema.fields)
         return Selection(self.name, self.source.name, fields, self.select, tuple(self.source.key))
+
+    @property
+    def specification(self) -> MapValuesSpec:
+        return MapValuesSpec(source=self.source.name, select=self.selection().declared)
 
     def result(self, **shown: Any) -> Any:
         return self._rows(StructType(self.selection().fields_of_result()), shown)
@@ -243,6 +261,11 @@ class FlatMapValues(OneInput):
         return Selection(
             self.name, source.name, tuple(source.schema.fields), self.keep, tuple(source.key)
         )
+
+    @property
+    def specification(self) -> FlatMapValuesSpec:
+        elements, keep = ColumnSpec(self.column, self.expression), self._columns().declared
+        return FlatMapValuesSpec(source=self.source.name, elements=elements, keep=keep)
 
     def result(self, **shown: Any) -> Any:
         kind = self._columns().type_of(self.expression)
@@ -324,6 +347,15 @@ class SelectKey(OneInput):
         fields = tuple(self.source.schema.fields)
         return Selection(self.name, self.source.name, fields, self.group_key)
 
+    @property
+    def specification(self) -> SelectKeySpec:
+        return SelectKeySpec(
+            source=self.source.name,
+            group_key=self.keys().declared,
+            partitions=self.partitions,
+            partition_by=self.partition_by,
+        )
+
     def result(self, **shown: Any) -> Any:
         keys = self.keys().fields_of_result()
         names = {k.name.lower() for k in keys}
@@ -403,6 +435,10 @@ class Merge(Operator):
     def partitioning(self) -> tuple[Any, ...]:
         return self.sources[0].partitioning if self.copartitioned else (MIXED, self.name)
 
+    @property
+    def specification(self) -> MergeSpec:
+        return MergeSpec(sources=tuple(node.name for node in self.sources))
+
     def result(self, **shown: Any) -> Any:
         first = self.sources[0]
         known = [_types(node) for node in self.sources]
@@ -467,6 +503,10 @@ class ToTable(OneInput):
         kept = self.source.partitioning
         return None if kept[0] == MIXED else kept
 
+    @property
+    def specification(self) -> ToTableSpec:
+        return ToTableSpec(source=self.source.name)
+
     def result(self, **shown: Any) -> Any:
         return make_table(self, self.source, self.source.schema, self.materialized, shown)
 
@@ -488,6 +528,10 @@ class ToStream(OneInput):
     def __post_init__(self) -> None:
         need_table(self.name, "to_stream", self.source)
         need_no_repeats(self.name, "to_stream", self.source)
+
+    @property
+    def specification(self) -> ToStreamSpec:
+        return ToStreamSpec(source=self.source.name)
 
     def result(self, **shown: Any) -> Any:
         return make_node(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from pyspark.sql.types import DataType, IntegerType, LongType, StructField, StructType
 
@@ -28,11 +28,20 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, plus, spoken
 from vt_dagster.topology.node import make_node
 from vt_dagster.topology.operators.base import Join, check_keys, check_kind, make_table
+from vt_dagster.topology.specification import CorrectedStreamJoinSpec, StreamStreamJoinSpec
 
 # Stream stream join
 
 
 _NOTHING = timedelta(0)
+
+
+class Bounds(TypedDict):
+    """The window and the wait of a join, see ``StreamStreamJoin``."""
+
+    before: Duration
+    after: Duration
+    grace: Duration
 
 
 @dataclass(frozen=True)
@@ -111,9 +120,20 @@ class StreamStreamJoin(Join):
         return {self.left.name: reach, self.right.name: reach}
 
     @property
+    def specification(self) -> StreamStreamJoinSpec | CorrectedStreamJoinSpec:
+        return StreamStreamJoinSpec(**self._sides, **self._bounds)
+
+    @property
+    def _bounds(self) -> Bounds:
+        return {"before": self.before, "after": self.after, "grace": self.grace}
+
+    @property
     def settings(self) -> dict[str, str]:
-        ends = {"before": self.before, "after": self.after, "grace": self.grace}
-        return {name: _spoken(value) for name, value in ends.items()}
+        return {
+            "before": spoken(self.before),
+            "after": spoken(self.after),
+            "grace": spoken(self.grace),
+        }
 
     @property
     def log_columns(self) -> tuple[str, ...]:
@@ -141,7 +161,7 @@ class StreamStreamJoin(Join):
         missing = alone.get(self.kind, "; an unmatched record is emitted alone")
         return (
             f"{self.left.name}, each record with those of {self.right.name} from "
-            f"{_spoken(self.before)} before it to {_spoken(self.after)} after it{missing}; late after "
+            f"{spoken(self.before)} before it to {spoken(self.after)} after it{missing}; late after "
             f"{spoken(self.grace)}."
         )
 
@@ -153,12 +173,6 @@ def _size(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {p: _size(v) for p, v in cast(Mapping[int, Any], value).items()}
     return value
-
-
-def _spoken(value: Duration) -> str:
-    if isinstance(value, timedelta) and value < _NOTHING:
-        return f"minus {spoken(-value)}"
-    return spoken(value)
 
 
 # Corrected stream join
@@ -230,6 +244,10 @@ class CorrectedStreamJoin(StreamStreamJoin):
     def result_key(self) -> tuple[str, ...]:
         """The key columns of the result."""
         return LEFT_PARTITION, LEFT_OFFSET, RIGHT_PARTITION, RIGHT_OFFSET
+
+    @property
+    def specification(self) -> CorrectedStreamJoinSpec:
+        return CorrectedStreamJoinSpec(**self._sides, **self._bounds, corrected_for=self.corrected_for)
 
     @property
     def settings(self) -> dict[str, str]:

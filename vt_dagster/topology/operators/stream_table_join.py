@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
@@ -34,6 +34,7 @@ from vt_dagster.topology.operators.base import (
     make_table,
     need_each_record,
 )
+from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoinSpec
 
 # Stream table join
 
@@ -44,8 +45,16 @@ At: TypeAlias = Literal["at_or_before", "before"]
 """Whether a version that starts exactly at the record's timestamp matches."""
 
 _KAFKAS = {"as_known": "now", "max_age": "None", "at": "at_or_before"}
-"""Defaults (Kafka Streams' behaviour). ``meaning`` omits them: commits written before these settings
-existed do not have them."""
+"""Defaults (Kafka Streams' behaviour)."""
+
+
+class Match(TypedDict):
+    """The settings by which records match versions, see ``StreamTableJoin``."""
+
+    grace_period: Duration
+    as_known: AsKnown
+    max_age: timedelta | None
+    at: At
 
 
 @dataclass(frozen=True)
@@ -128,9 +137,17 @@ class StreamTableJoin(Join):
         return {"grace_period": spoken(self.grace_period or timedelta(0)), **self._chosen}
 
     @property
-    def meaning(self) -> dict[str, str]:
-        told = super().meaning
-        return {name: value for name, value in told.items() if value != _KAFKAS.get(name)}
+    def specification(self) -> StreamTableJoinSpec | CorrectedJoinSpec:
+        return StreamTableJoinSpec(**self._sides, **self._match)
+
+    @property
+    def _match(self) -> Match:
+        return {
+            "grace_period": timedelta(0) if self.grace_period is None else self.grace_period,
+            "as_known": self.as_known,
+            "max_age": self.max_age,
+            "at": self.at,
+        }
 
     @property
     def _chosen(self) -> dict[str, str]:
@@ -342,6 +359,11 @@ class CorrectedJoin(StreamTableJoin):
     def result_key(self) -> tuple[str, ...]:
         """The key columns of the result."""
         return self.key or tuple(_POSITION)
+
+    @property
+    def specification(self) -> CorrectedJoinSpec:
+        own = {"key": self.key, "corrected_for": self.corrected_for}
+        return CorrectedJoinSpec(**self._sides, **self._match, **own)
 
     @property
     def settings(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import FOREVER, Duration, check_duration, spoken
 from vt_dagster.topology.operators.base import OneInput, make_table, need_table
+from vt_dagster.topology.specification import SuppressSpec, TimeLimitSpec, WindowClosesSpec
 from vt_dagster.topology.windows import Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
@@ -34,6 +35,16 @@ class UntilTimeLimit:
     max_bytes: Limit = None
     when_full: WhenFull = "emit_early"
 
+    @property
+    def specification(self) -> TimeLimitSpec:
+        """The limit as commits store it."""
+        return TimeLimitSpec(
+            duration=self.duration,
+            max_records=self.max_records,
+            max_bytes=self.max_bytes,
+            when_full=self.when_full,
+        )
+
 
 @dataclass(frozen=True)
 class UntilWindowCloses:
@@ -48,6 +59,13 @@ class UntilWindowCloses:
     max_records: Limit = None
     max_bytes: Limit = None
     when_full: WhenFull = "unbounded"
+
+    @property
+    def specification(self) -> WindowClosesSpec:
+        """The limit as commits store it."""
+        return WindowClosesSpec(
+            max_records=self.max_records, max_bytes=self.max_bytes, when_full=self.when_full
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,10 @@ class Suppress(OneInput):
         if isinstance(self.until, UntilTimeLimit):
             return self.until.duration
         return self._closing().closes_after
+
+    @property
+    def specification(self) -> SuppressSpec:
+        return SuppressSpec(source=self.source.name, until=self.until.specification)
 
     def result(self, **shown: Any) -> Any:
         return make_table(self, self.source, self.source.schema, None, shown)

@@ -29,6 +29,11 @@ from vt_dagster.topology.operators.base import (
     need_table,
 )
 from vt_dagster.topology.schema import same_types
+from vt_dagster.topology.specification import (
+    ForeignKeyJoinSpec,
+    HistoryJoinSpec,
+    TableTableJoinSpec,
+)
 
 # Table table join
 
@@ -75,6 +80,12 @@ class TableTableJoin(Join):
         if self.monotone_timestamps is None:
             return self.left.versioned and self.right.versioned
         return self.monotone_timestamps
+
+    @property
+    def specification(self) -> TableTableJoinSpec | ForeignKeyJoinSpec | HistoryJoinSpec:
+        return TableTableJoinSpec(
+            **self._sides, monotone_timestamps=self.monotone_timestamps, emit=self.emit
+        )
 
     @property
     def partitioning(self) -> tuple[Any, ...] | None:
@@ -157,6 +168,15 @@ class ForeignKeyJoin(TableTableJoin):
             )
         self.projection()
 
+    @property
+    def specification(self) -> ForeignKeyJoinSpec:
+        return ForeignKeyJoinSpec(
+            **self._sides,
+            foreign_key=self.foreign_key,
+            monotone_timestamps=self.monotone_timestamps,
+            emit=self.emit,
+        )
+
     def describe(self) -> str:
         by = ", ".join(self.foreign_key)
         return f"{self.left.name}, each row with the row of {self.right.name} that {by} references."
@@ -218,6 +238,10 @@ class HistoryJoin(TableTableJoin):
                         f"the history retention of {side.name!r}, got {asked}: older results would "
                         f"need expired versions; shorten it, or lengthen that of {side.name!r}"
                     )
+
+    @property
+    def specification(self) -> HistoryJoinSpec:
+        return HistoryJoinSpec(**self._sides, emit=self.emit)
 
     @property
     def monotone(self) -> bool:

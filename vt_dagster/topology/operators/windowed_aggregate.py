@@ -10,8 +10,9 @@ from pyspark.sql.types import StructField, TimestampType
 from vt_dagster.columns import WINDOW_END, WINDOW_START
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.expressions import Aggregates
-from vt_dagster.topology.operators.aggregates import Aggregate
+from vt_dagster.topology.operators.aggregates import Aggregate, as_columns
 from vt_dagster.topology.operators.base import check_emit
+from vt_dagster.topology.specification import WindowedAggregateSpec
 from vt_dagster.topology.windows import Window
 
 
@@ -61,6 +62,14 @@ class WindowedAggregate(Aggregate):
     def parsed(self) -> Aggregates:
         """The aggregates, parsed."""
         return Aggregates(self.name, self.aggregates)
+
+    @property
+    def specification(self) -> WindowedAggregateSpec:
+        return WindowedAggregateSpec(
+            **self._grouping,
+            aggregates=as_columns(self.aggregates),
+            window=self.window.specification,
+        )
 
     def result(self, **shown: Any) -> Any:
         keys = [

@@ -1,15 +1,13 @@
-"""Expressions of commits and conditions on records, evaluated without Spark.
+"""SQL expressions and conditions on records, evaluated without Spark.
 
-Parses an operator's expressions from commits, and evaluates them without Spark.
-
-Selects the record of a log to explain.
+Evaluates the expressions of an operator, and selects the record of a log to explain.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from importlib import import_module
 from typing import Any
 
@@ -23,51 +21,10 @@ from vt_dagster.provenance.explain_request import Condition, Log, Record, as_tim
 from vt_dagster.storage.arrow_reader import arrival_order, as_key, micros
 from vt_dagster.topology.durations import parse_time
 
-# Expression parser
+# Expressions
 
 
-_ALIAS = re.compile(r"(?P<sql>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)", re.IGNORECASE | re.DOTALL)
 _WORD = re.compile(r"`([^`]+)`|(\w+)")
-_LENGTH = re.compile(r"(?:(-?\d+) days?, )?(\d+):(\d\d):(\d\d)(?:\.(\d{6}))?")
-_OF_EACH = re.compile(r"(\d+): ((?:-?\d+ days?, )?\d+:\d\d:\d\d(?:\.\d{6})?)")
-
-
-def split(text: str) -> list[str]:
-    """Splits a tuple of texts as written in commits: ``(a, coalesce(b, 0) as c)``."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text.strip()[1:-1]:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"`":
-            quote = letter
-        else:
-            depth += (letter in "([") - (letter in ")]")
-        if letter == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
-
-
-def named(text: str) -> list[tuple[str, str]]:
-    """Returns (name, SQL expression) pairs of columns given as ``column`` or ``sql as name``."""
-    return [_named(part) for part in split(text)]
-
-
-def _named(part: str) -> tuple[str, str]:
-    found = _ALIAS.fullmatch(part)
-    sql, name = (part, part) if found is None else (found["sql"], found["name"])
-    return name.strip("`").rpartition(".")[2].strip("`"), sql
-
-
-def length(text: str, partition: int) -> timedelta:
-    """Parses a duration as written in commits; the partition's own if durations differ by partition."""
-    own = {int(p): one for p, one in _OF_EACH.findall(text)}
-    found = _LENGTH.fullmatch(own.get(partition, text))
-    if found is None:
-        return timedelta(0)
-    days, hours, minutes, seconds, micros = (int(part or 0) for part in found.groups())
-    return timedelta(days, seconds, micros, 0, minutes, hours)
 
 
 def used(expressions: Iterable[str], columns: Sequence[str]) -> list[str]:
@@ -90,8 +47,11 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
         return rows.column(column)
     try:
         duckdb: Any = import_module("duckdb")
+    except ModuleNotFoundError:
+        return None
+    try:
         found = duckdb.from_arrow(rows).project(sql.replace("`", '"')).arrow()
-    except Exception:  # DuckDB is not installed, or fails with one of its own error classes
+    except duckdb.Error:  # a function or syntax that DuckDB lacks, or values that it refuses
         return None
     return (found.read_all() if hasattr(found, "read_all") else found).column(0)
 

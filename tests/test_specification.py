@@ -1,0 +1,327 @@
+"""The specification of each operator: what commits store of it, and which changes of it go on."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from functools import partial
+from typing import Any, get_args
+
+import pytest
+from pydantic import TypeAdapter
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster import (
+    HoppingWindow,
+    SessionWindow,
+    SlidingWindow,
+    Stream,
+    Table,
+    TumblingWindow,
+    VersionedTable,
+)
+from vt_dagster.errors import TopologyError
+from vt_dagster.provenance.explain import KINDS
+from vt_dagster.storage.commit_log import Shape
+from vt_dagster.storage.spark_reader import shape_of
+from vt_dagster.topology.durations import iso8601
+from vt_dagster.topology.operators import Aggregator, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.topology.specification import (
+    ColumnSpec,
+    OperatorSpec,
+    StreamStreamJoinSpec,
+    SuppressSpec,
+)
+
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+
+
+def columns(*names: str) -> StructType:
+    kinds = {"n": LongType(), "m": LongType(), "at": TimestampType()}
+    return StructType([StructField(name, kinds.get(name, StringType())) for name in names])
+
+
+def stream(name: str = "orders", *more: str, **about: Any) -> Stream:
+    return Stream(name, key="k", schema=columns("k", "n", *more, "at"), timestamp="at", **about)
+
+
+def table(name: str = "limits", *more: str) -> Table:
+    return Table(name, key="k", schema=columns("k", "n", *more, "at"), timestamp="at")
+
+
+def prices(name: str = "prices") -> VersionedTable:
+    schema = columns("k", "m", "at")
+    return VersionedTable(name, key="k", schema=schema, timestamp="at", history_retention=DAY)
+
+
+def added(row: dict[str, Any], total: dict[str, Any]) -> dict[str, Any]:
+    return {"n": total["n"] + row["n"]}
+
+
+def removed(row: dict[str, Any], total: dict[str, Any]) -> dict[str, Any]:
+    return {"n": total["n"] - row["n"]}
+
+
+def every_operator() -> dict[str, Any]:
+    """A node of each operator, of some with other options."""
+    orders, paid, limits, rates = stream(), stream("paid"), table(), prices()
+    windows = [
+        TumblingWindow(HOUR, HOUR),
+        HoppingWindow(HOUR, HOUR / 2),
+        SessionWindow(HOUR, retention=DAY),
+        SlidingWindow(HOUR),
+    ]
+    counted = {
+        type(one).__name__: orders.group_by("n as m")
+        .windowed_by(one)
+        .aggregate({"rows": "count(*)"}, name="counted")
+        for one in windows
+    }
+    summed = Aggregator(added, removed, initializer=dict, schema=columns("n"))
+    by_n = limits.group_by("n as number")
+    return {
+        **counted,
+        "filter": limits.filter("n > 1", name="x"),
+        "filter_not": limits.filter_not("n > 1", name="x"),
+        "map_values": limits.map_values("*", "n + 1 as m", name="x"),
+        "flat_map_values": orders.flat_map_values("split(k, '-')", column="part", name="x", keep=["n"]),
+        "select_key": orders.select_key("n", "concat(k, '-') as id", name="x", partitions=3),
+        "merge": orders.merge(paid, name="x"),
+        "to_table": orders.to_table(name="x"),
+        "to_stream": limits.to_stream(name="x"),
+        "join": orders.left_join(rates, name="x", grace_period=HOUR, select=["left.*", "right.m"]),
+        "as known": orders.join(rates, name="x", as_known=HOUR, max_age=DAY, at="before"),
+        "corrected": orders.left_join(rates, name="x", select=["right.m"], corrected_for=HOUR),
+        "tables": limits.join(table("others", "o"), name="x", select=["left.*", "right.o as p"]),
+        "foreign key": limits.join(rates, foreign_key="k", name="x", select=["left.*", "right.m"]),
+        "history": rates.join(prices("costs"), name="x", select=["left.*"], history="complete"),
+        "streams": orders.outer_join(paid, name="x", within=HOUR, before=-HOUR / 2, select=["left.n"]),
+        "corrected streams": orders.left_join(
+            paid, name="x", within=HOUR, grace=HOUR, corrected_for=DAY, select=["left.n"]
+        ),
+        "aggregate": orders.group_by().aggregate({"total": "sum(n)"}, name="x"),
+        "of a table": by_n.aggregate({"rows": "count(*)"}, name="x"),
+        "by functions": by_n.aggregate(summed, name="x", select=["n"]),
+        "suppress": limits.suppress(UntilTimeLimit(HOUR, max_records=3), name="x"),
+        "suppress windows": counted["TumblingWindow"].suppress(UntilWindowCloses(), name="x"),
+    }
+
+
+NODES = every_operator()
+KINDS_OF_SPEC = get_args(get_args(OperatorSpec)[0])
+
+
+def test_all_operators_are_here_and_explained() -> None:
+    assert {type(node.operator.specification) for node in NODES.values()} == {*KINDS_OF_SPEC}
+    assert {*KINDS} == {*KINDS_OF_SPEC}
+
+
+@pytest.mark.parametrize("case", NODES)
+def test_a_commit_stores_it(case: str) -> None:
+    shape = shape_of(NODES[case])
+    stored = json.loads(json.dumps(shape.model_dump()))
+    assert Shape.model_validate(stored) == shape
+    assert stored["specification"] == shape.model_dump(mode="json")["specification"]
+    assert NODES[case].changed_definition(Shape.model_validate(stored).specification) == []
+
+
+def test_what_is_stored() -> None:
+    said = json.loads(shape_of(NODES["join"]).model_dump_json())["specification"]
+    assert said == {
+        "operator": "stream_table_join",
+        "left": "orders",
+        "right": "prices",
+        "kind": "left",
+        "select": [["*", "left.*"], ["m", "right.m"]],
+        "grace_period": "PT1H",
+        "as_known": "now",
+        "max_age": None,
+        "at": "at_or_before",
+    }
+    window = json.loads(shape_of(NODES["HoppingWindow"]).model_dump_json())["specification"]
+    assert window["group_key"] == [["m", "n"]]
+    assert window["aggregates"] == [["rows", "count(*)"]]
+    assert window["window"] == {
+        "kind": "hopping",
+        "size": "PT1H",
+        "advance": "PT30M",
+        "grace": "PT0S",
+        "retention": None,
+    }
+    functions = NODES["by functions"].operator.specification.aggregates
+    assert (functions.adder, functions.initializer) == ("added", "dict")
+
+
+@pytest.mark.parametrize(
+    ("length", "text"),
+    [
+        (timedelta(0), "PT0S"),
+        (timedelta(microseconds=1), "PT0.000001S"),
+        (timedelta(days=400, hours=2, seconds=30, microseconds=500_000), "P400DT2H30.5S"),
+        (timedelta(minutes=10, seconds=20), "PT10M20S"),
+        (-timedelta(minutes=1), "-PT1M"),
+        (timedelta(days=50_000_000), "P50000000D"),
+    ],
+)
+def test_durations(length: timedelta, text: str) -> None:
+    assert iso8601(length) == text
+    assert TypeAdapter(timedelta).validate_python(text) == length
+
+
+def test_lengths_of_partitions() -> None:
+    about = {"left": "a", "right": "b", "kind": "inner", "select": (), "after": HOUR}
+    join = StreamStreamJoinSpec(**about, before={0: HOUR, 1: -HOUR})
+    assert json.loads(join.model_dump_json())["before"] == {"0": "PT1H", "1": "-PT1H"}
+    assert StreamStreamJoinSpec.model_validate_json(join.model_dump_json()) == join
+    other = StreamStreamJoinSpec(**about, before={0: HOUR, 1: DAY})
+    assert [*other.changes(join, [], {})] == [
+        "before was 1 hour in partition 0, minus 1 hour in partition 1, is 1 hour in partition 0, "
+        "1 day in partition 1"
+    ]
+
+
+def counted(window: Any, what: str = "count(*)", by: str = "k", **more: Any) -> Any:
+    return stream().group_by(by).windowed_by(window).aggregate({"rows": what}, name="x", **more)
+
+
+CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
+    "another operator": (
+        table().filter("n > 1", name="x"),
+        table().map_values("n", name="x"),
+        ["operator was 'filter', is 'map_values'"],
+    ),
+    "condition": (
+        table().filter("n > 1", name="x"),
+        table().filter_not("n > 2", name="x"),
+        ["predicate was 'n > 1', is 'n > 2'", "negate was False, is True"],
+    ),
+    "columns": (
+        stream().join(prices(), name="x", select=["left.*"]),
+        stream().join(prices(), name="x", select=["left.*", "right.m as price"], max_age=HOUR),
+        [
+            "select was 'left.*', is 'left.*, right.m as price'",
+            "max_age was None, is 1 hour",
+        ],
+    ),
+    "input": (
+        stream().to_table(name="x"),
+        stream("paid").to_table(name="x"),
+        ["source was 'orders', is 'paid'"],
+    ),
+    "window": (
+        counted(TumblingWindow(HOUR)),
+        counted(TumblingWindow(DAY), "sum(n)", "n"),
+        [
+            "group_key was 'k', is 'n'",
+            "aggregates was 'count(*) as rows', is 'sum(n) as rows'",
+            "window was tumbling windows of 1 hour, is tumbling windows of 1 day",
+        ],
+    ),
+    "kind of window": (
+        counted(TumblingWindow(HOUR)),
+        counted(SessionWindow(HOUR)),
+        ["window was tumbling windows of 1 hour, is sessions with a gap of 1 hour"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_another_definition_is_said_in_words(case: str) -> None:
+    before, after, told = CHANGES[case]
+    assert after.changed_definition(before.operator.specification) == told
+    assert shape_of(before).definition() != shape_of(after).definition()
+
+
+GOES_ON: dict[str, tuple[Any, Any]] = {
+    "grace of a join": (
+        stream().join(prices(), name="x"),
+        stream().join(prices(), name="x", grace_period=HOUR, description="Waits.", owners=["a@b.c"]),
+    ),
+    "grace and retention of windows": (
+        counted(TumblingWindow(HOUR)),
+        counted(TumblingWindow(HOUR, HOUR, DAY), emit="per_run"),
+    ),
+    "grace of streams": (
+        stream().join(stream("paid"), name="x", within=HOUR),
+        stream().join(stream("paid"), name="x", within=HOUR, grace=HOUR),
+    ),
+    "corrections": (
+        stream().join(prices(), name="x", select=["right.m"], corrected_for=HOUR),
+        stream().join(prices(), name="x", select=["right.m"], corrected_for=DAY),
+    ),
+    "suppress": (
+        table().suppress(UntilTimeLimit(HOUR), name="x"),
+        table().suppress(UntilTimeLimit(DAY, max_records=3), name="x"),
+    ),
+    "whitespace": (
+        table().filter("n  >\n 1", name="x"),
+        table().filter("n > 1", name="x"),
+    ),
+    "quotes of a column": (
+        table().map_values("`n`", name="x"),
+        table().map_values("n", name="x"),
+    ),
+    "a function of another process": (
+        table().group_by("n").aggregate(Aggregator(partial(added), partial(removed)), name="x"),
+        table().group_by("n").aggregate(Aggregator(partial(added), partial(removed)), name="x"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOES_ON)
+def test_what_may_change(case: str) -> None:
+    before, after = GOES_ON[case]
+    assert after.changed_definition(before.operator.specification) == []
+
+
+def test_columns_that_are_copied_from_a_side() -> None:
+    """``right.*`` leaves out the columns that the left side has."""
+    select = ["left.*", "right.*", "left.n as mine", "right.`m`", "right.m + 1 as next"]
+    join = stream().join(stream("paid", "m"), name="x", within=HOUR, select=select[:3])
+    assert join.operator is not None
+    found = join.operator.specification.copied(["k", "n", "at"], ["k", "n", "m", "at"])
+    assert found == [
+        *[(c, "left", c) for c in ("k", "n", "at")],
+        ("m", "right", "m"),
+        ("mine", "left", "n"),
+    ]
+    join = stream().join(stream("paid", "m"), name="x", within=HOUR, select=select[3:])
+    assert join.operator is not None
+    assert join.operator.specification.copied(["k", "n"], ["k", "m"]) == [("m", "right", "m")]
+    assert join.operator.specification.select[1] == ColumnSpec("next", "right.m + 1")
+
+
+def test_which_option_lateness_knows() -> None:
+    found = {case: node.operator.specification for case, node in NODES.items()}
+    known = {case for case, one in found.items() if one.lateness_option is not None}
+    assert known == {
+        *("join", "as known"),
+        *("TumblingWindow", "HoppingWindow", "SessionWindow", "SlidingWindow"),
+    }
+    unsupported = {case: one.lateness_unsupported for case, one in found.items()}
+    assert {case: one.settings for case, one in unsupported.items() if one is not None} == {
+        "as known": ("as_known",),
+        "corrected": ("corrected_for", "grace_period"),
+        "corrected streams": ("corrected_for", "grace"),
+        "SessionWindow": ("window.grace",),
+        "SlidingWindow": ("window.grace",),
+    }
+    assert tuple(found["join"].lateness_option) == ("grace_period", HOUR)
+
+
+def test_until_windows_close_is_told_from_a_time_limit() -> None:
+    """Of a windowed table both are possible."""
+    kinds = list[str]()
+    for until in (UntilTimeLimit(HOUR), UntilWindowCloses()):
+        made = counted(TumblingWindow(HOUR)).suppress(until, name="final").operator.specification
+        assert isinstance(made, SuppressSpec)
+        kinds.append(made.until.kind)
+    assert kinds == ["time_limit", "window_closes"]
+
+
+def test_an_unknown_entry_is_refused() -> None:
+    said = NODES["filter"].operator.specification.model_dump()
+    with pytest.raises(ValueError, match="nothing"):
+        Shape.model_validate({"kind": "table", "key": ["k"], "specification": {**said, "nothing": 1}})
+    with pytest.raises(TopologyError):
+        table().filter(" ", name="x")

@@ -1,0 +1,527 @@
+"""The specification of an operator: what it computes, as commits store it in JSON.
+
+A specification needs neither the operator's definition nor Spark, so that ``explain``, ``lateness`` and
+``explore`` read it from a commit. Durations are ISO 8601, columns are (name, SQL expression) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+from pydantic import BaseModel, Field, PlainSerializer
+
+from vt_dagster.topology.durations import Duration, iso8601, length_at, spoken
+from vt_dagster.topology.schema import Names, same_sql
+
+# Parts of a specification
+
+_MAY_CHANGE = "may change between runs: earlier results remain valid in the same log"
+_INPUT = "the name of an input"
+
+Length = Annotated[timedelta, PlainSerializer(iso8601, return_type=str)]
+Lengths = Length | Mapping[int, Length]
+"""A duration; by partition if the partitions differ."""
+Limits = int | Mapping[int, int | None] | None
+"""Maximum of a buffer; by partition if the partitions differ. None = no limit."""
+Input = Annotated[str, _INPUT]
+JoinKind = Literal["inner", "left", "outer"]
+Emitted = Annotated[Literal["every_update", "per_run"], _MAY_CHANGE]
+NONE = timedelta(0)
+
+
+class ColumnSpec(NamedTuple):
+    """A selected column.
+
+    Args:
+        name: its name in the result; ``*`` = all columns of the input or side.
+        sql: SQL expression over the input; of a join over ``left.*`` and ``right.*``.
+    """
+
+    name: str
+    sql: str
+
+    def __str__(self) -> str:
+        plain = self.sql.rpartition(".")[2].strip("`") == self.name
+        return self.sql.replace("`", "") if plain else f"{self.sql} as {self.name}"
+
+
+Columns = tuple[ColumnSpec, ...]
+
+
+class LatenessUnsupported(NamedTuple):
+    """Why the cost of another grace cannot be computed from the logs alone.
+
+    Args:
+        why: the reason, in full sentences.
+        settings: the options that ``vt-dagster what-if`` can try.
+    """
+
+    why: str
+    settings: tuple[str, ...]
+
+
+class LatenessOption(NamedTuple):
+    """An option that sets how long an operator waits for late records.
+
+    Args:
+        name: the option's name.
+        length: its value.
+    """
+
+    name: str
+    length: Duration
+
+
+class Specification(BaseModel, frozen=True, extra="forbid"):
+    """A specification, or a part of one."""
+
+    def definition(self) -> dict[str, Any]:
+        """Returns what defines the results, as JSON values: leaves out what may change between runs."""
+        return self.model_dump(mode="json", exclude=self._may_change())
+
+    def _may_change(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if _MAY_CHANGE in field.metadata:
+                found[name] = True
+            elif isinstance(value, Specification):
+                found[name] = value._may_change()
+        return found
+
+
+# Windows
+
+_SESSIONS = LatenessUnsupported(
+    "The records of a session define its window: a record that comes in time may merge two sessions, "
+    "and a dropped record leaves two. So another grace changes the windows of other records, and its "
+    "cost cannot be counted record by record as for tumbling and hopping windows.",
+    ("window.grace",),
+)
+_SLIDING = LatenessUnsupported(
+    "A sliding window begins or ends at a record: the windows of a dropped record do not exist. So "
+    "another grace changes which windows exist, and its cost cannot be counted record by record as "
+    "for tumbling and hopping windows.",
+    ("window.grace",),
+)
+
+
+class _Window(Specification, frozen=True):
+    grace: Annotated[Lengths, _MAY_CHANGE] = NONE
+    retention: Annotated[Lengths | None, _MAY_CHANGE] = None
+
+
+class TumblingWindowSpec(_Window, frozen=True):
+    """See ``TumblingWindow``."""
+
+    kind: Literal["tumbling"] = "tumbling"
+    size: Lengths
+
+    @property
+    def advance(self) -> Duration:
+        """Time from the start of one window to the start of the next."""
+        return self.size
+
+    def __str__(self) -> str:
+        return f"tumbling windows of {spoken(self.size)}"
+
+
+class HoppingWindowSpec(_Window, frozen=True):
+    """See ``HoppingWindow``."""
+
+    kind: Literal["hopping"] = "hopping"
+    size: Lengths
+    advance: Lengths
+
+    def __str__(self) -> str:
+        return f"hopping windows of {spoken(self.size)} every {spoken(self.advance)}"
+
+
+class SessionWindowSpec(_Window, frozen=True):
+    """See ``SessionWindow``."""
+
+    kind: Literal["session"] = "session"
+    gap: Lengths
+
+    def __str__(self) -> str:
+        return f"sessions with a gap of {spoken(self.gap)}"
+
+
+class SlidingWindowSpec(_Window, frozen=True):
+    """See ``SlidingWindow``."""
+
+    kind: Literal["sliding"] = "sliding"
+    time_difference: Lengths
+
+    def __str__(self) -> str:
+        return f"sliding windows of {spoken(self.time_difference)}"
+
+
+WindowSpec = TumblingWindowSpec | HoppingWindowSpec | SessionWindowSpec | SlidingWindowSpec
+
+
+# Operators
+
+
+class _Operator(Specification, frozen=True):
+    @property
+    def lateness_option(self) -> LatenessOption | None:
+        """The option for which ``lateness`` computes the cost of other values, unless
+        ``lateness_unsupported``; None = there is none."""
+        return None
+
+    @property
+    def lateness_unsupported(self) -> LatenessUnsupported | None:
+        """Why ``lateness`` cannot compute the cost of another grace; None = it can, or none is late."""
+        return None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of its inputs, from left to right; an input used twice is there twice."""
+        found: list[str] = []
+        for name, field in type(self).model_fields.items():
+            if _INPUT in field.metadata:
+                value = getattr(self, name)
+                found += [value] if isinstance(value, str) else value
+        return tuple(found)
+
+    def changes(self, then: _Operator, sides: Sequence[Names], own: Names) -> Iterator[str]:
+        """Yields the differences in definition from an earlier specification, as text. A renamed column
+        and another whitespace are no differences, nor is what may change between runs.
+
+        Args:
+            sides: earlier names of the columns of its inputs, the left one first.
+            own: earlier names of the columns of its result.
+        """
+        names = ["operator"] if type(self) is not type(then) else type(self).model_fields
+        for name in names:
+            now, before = getattr(self, name), getattr(then, name)
+            field = type(self).model_fields[name]
+            if _MAY_CHANGE in field.metadata:
+                continue
+            same = now == before if _INPUT in field.metadata else _same(now, before, sides, own)
+            if not same:
+                yield f"{name} was {_words(before)}, is {_words(now)}"
+
+
+def _same(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
+    if isinstance(now, Specification) and isinstance(then, Specification):
+        return now.definition() == then.definition()
+    if isinstance(now, ColumnSpec) and isinstance(then, ColumnSpec):
+        names = (now.name, *own.get(now.name, ()))
+        return then.name in names and same_sql(now.sql, then.sql, sides, own)
+    if isinstance(now, str) and isinstance(then, str):
+        return same_sql(now, then, sides, own)
+    if isinstance(now, tuple) and isinstance(then, tuple):
+        pairs = zip(cast(Sequence[Any], now), cast(Sequence[Any], then), strict=False)
+        return len(now) == len(then) and all(_same(one, other, sides, own) for one, other in pairs)
+    return now == then
+
+
+def _words(value: Any) -> str:
+    """Returns a value as text, for messages."""
+    if isinstance(value, timedelta):
+        return spoken(value)
+    if isinstance(value, ColumnSpec):
+        return str(value)
+    if isinstance(value, tuple):
+        return repr(", ".join(map(str, cast(Sequence[Any], value))))
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+        return ", ".join(f"{_words(one)} in partition {partition}" for partition, one in items)
+    return str(value) if isinstance(value, Specification) else repr(value)
+
+
+class _OneInput(_Operator, frozen=True):
+    source: Input
+
+
+class FilterSpec(_OneInput, frozen=True):
+    """See ``Filter``."""
+
+    operator: Literal["filter"] = "filter"
+    predicate: str
+    negate: bool = False
+
+
+class MapValuesSpec(_OneInput, frozen=True):
+    """See ``MapValues``."""
+
+    operator: Literal["map_values"] = "map_values"
+    select: Columns
+
+
+class FlatMapValuesSpec(_OneInput, frozen=True):
+    """See ``FlatMapValues``."""
+
+    operator: Literal["flat_map_values"] = "flat_map_values"
+    elements: ColumnSpec
+    keep: Columns = ()
+
+
+class SelectKeySpec(_OneInput, frozen=True):
+    """See ``SelectKey``."""
+
+    operator: Literal["select_key"] = "select_key"
+    group_key: Columns
+    partitions: int | None = None
+    partition_by: str | None = None
+
+
+class MergeSpec(_Operator, frozen=True):
+    """See ``Merge``."""
+
+    operator: Literal["merge"] = "merge"
+    sources: Annotated[tuple[str, ...], _INPUT]
+
+
+class ToTableSpec(_OneInput, frozen=True):
+    """See ``ToTable``."""
+
+    operator: Literal["to_table"] = "to_table"
+
+
+class ToStreamSpec(_OneInput, frozen=True):
+    """See ``ToStream``."""
+
+    operator: Literal["to_stream"] = "to_stream"
+
+
+class _Join(_Operator, frozen=True):
+    left: Input
+    right: Input
+    kind: JoinKind
+    select: Columns
+
+    def copied(self, left: Sequence[str], right: Sequence[str]) -> list[tuple[str, str, str]]:
+        """Returns the result's columns that are copied from a side: (name, side, column there).
+
+        Args:
+            left, right: the columns of both sides.
+        """
+        sides = {"left": left, "right": right}
+        found: list[tuple[str, str, str]] = []
+        for name, sql in self.select:
+            side, _, column = sql.partition(".")
+            side = side.strip().lower()
+            if side not in sides:
+                continue
+            if name == "*":
+                # Of equal names, ``right.*`` leaves out those that the left side has.
+                taken = {c.lower() for c in left} if side == "right" else set[str]()
+                found += [(c, side, c) for c in sides[side] if c.lower() not in taken]
+                continue
+            plain = column.strip().strip("`").lower()
+            found += [(name, side, c) for c in sides[side] if c.lower() == plain]
+        return found
+
+
+class LookupJoinSpec(_Join, frozen=True):
+    """A stream joined with a table, see ``StreamTableJoin``."""
+
+    grace_period: Annotated[Lengths, _MAY_CHANGE] = NONE
+    as_known: Literal["now", "when_recorded"] | Length = "now"
+    max_age: Length | None = None
+    at: Literal["at_or_before", "before"] = "at_or_before"
+
+    def grace_of(self, partition: int) -> timedelta:
+        """Returns the grace period of a partition."""
+        return length_at(self.grace_period, partition)
+
+
+class StreamTableJoinSpec(LookupJoinSpec, frozen=True):
+    """See ``StreamTableJoin``."""
+
+    operator: Literal["stream_table_join"] = "stream_table_join"
+
+    @property
+    def lateness_option(self) -> LatenessOption:
+        return LatenessOption("grace_period", self.grace_period)
+
+    @property
+    def lateness_unsupported(self) -> LatenessUnsupported | None:
+        if self.as_known == "now":
+            return None
+        return LatenessUnsupported(
+            "With as_known, each record is joined with the versions that were recorded up to a system "
+            "time of its own. Versions recorded later are left out on purpose, so none of them makes a "
+            "row wrong.",
+            ("as_known",),
+        )
+
+
+class CorrectedJoinSpec(LookupJoinSpec, frozen=True):
+    """See ``CorrectedJoin``."""
+
+    operator: Literal["corrected_join"] = "corrected_join"
+    key: tuple[str, ...] = ()
+    corrected_for: Annotated[Lengths, _MAY_CHANGE] = NONE
+
+    @property
+    def lateness_unsupported(self) -> LatenessUnsupported | None:
+        return LatenessUnsupported(
+            "A later run corrects each row that was joined too early. So no length makes a row wrong, "
+            "except for table records that come later than corrected_for: the rows that they would "
+            "correct are counted here, and are in quarantine with the record that came too late.",
+            ("corrected_for", "grace_period"),
+        )
+
+
+class TableTableJoinSpec(_Join, frozen=True):
+    """See ``TableTableJoin``."""
+
+    operator: Literal["table_table_join"] = "table_table_join"
+    monotone_timestamps: Annotated[bool | None, _MAY_CHANGE] = None
+    emit: Emitted = "every_update"
+
+
+class ForeignKeyJoinSpec(_Join, frozen=True):
+    """See ``ForeignKeyJoin``."""
+
+    operator: Literal["foreign_key_join"] = "foreign_key_join"
+    foreign_key: tuple[str, ...]
+    monotone_timestamps: Annotated[bool | None, _MAY_CHANGE] = None
+    emit: Emitted = "every_update"
+
+
+class HistoryJoinSpec(_Join, frozen=True):
+    """See ``HistoryJoin``."""
+
+    operator: Literal["history_join"] = "history_join"
+    emit: Emitted = "every_update"
+
+
+class _StreamJoin(_Join, frozen=True):
+    before: Lengths
+    after: Lengths
+    grace: Annotated[Lengths, _MAY_CHANGE] = NONE
+
+
+class StreamStreamJoinSpec(_StreamJoin, frozen=True):
+    """See ``StreamStreamJoin``."""
+
+    operator: Literal["stream_stream_join"] = "stream_stream_join"
+
+
+class CorrectedStreamJoinSpec(_StreamJoin, frozen=True):
+    """See ``CorrectedStreamJoin``."""
+
+    operator: Literal["corrected_stream_join"] = "corrected_stream_join"
+    corrected_for: Annotated[Lengths, _MAY_CHANGE] = NONE
+
+    @property
+    def lateness_unsupported(self) -> LatenessUnsupported | None:
+        return LatenessUnsupported(
+            "A row without a match is retracted when its match comes. So no grace makes a row wrong, "
+            "except for records that come later than corrected_for: they are counted here, and are in "
+            "quarantine.",
+            ("corrected_for", "grace"),
+        )
+
+
+class AggregatorSpec(Specification, frozen=True):
+    """The Python functions of an ``Aggregator``, by name.
+
+    Args:
+        columns: the columns of its aggregate as Spark's text; None = those of a row.
+    """
+
+    adder: str
+    subtractor: str
+    initializer: str | None = None
+    columns: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self if value is not None)
+
+
+class _Aggregate(_OneInput, frozen=True):
+    group_key: Columns = ()
+    """The new key; empty = the key of the input."""
+    partitions: int | None = None
+    partition_by: str | None = None
+    emit: Emitted = "every_update"
+
+
+class StreamAggregateSpec(_Aggregate, frozen=True):
+    """See ``StreamAggregate``."""
+
+    operator: Literal["stream_aggregate"] = "stream_aggregate"
+    aggregates: Columns
+
+
+class TableAggregateSpec(_Aggregate, frozen=True):
+    """See ``TableAggregate``."""
+
+    operator: Literal["table_aggregate"] = "table_aggregate"
+    aggregates: Columns | AggregatorSpec
+    select: Columns = ()
+    """The columns passed to an aggregator."""
+
+
+class WindowedAggregateSpec(_Aggregate, frozen=True):
+    """See ``WindowedAggregate``."""
+
+    operator: Literal["windowed_aggregate"] = "windowed_aggregate"
+    aggregates: Columns
+    window: Annotated[WindowSpec, Field(discriminator="kind")]
+
+    @property
+    def lateness_option(self) -> LatenessOption:
+        return LatenessOption("grace", self.window.grace)
+
+    @property
+    def lateness_unsupported(self) -> LatenessUnsupported | None:
+        return {"session": _SESSIONS, "sliding": _SLIDING}.get(self.window.kind)
+
+
+class TimeLimitSpec(Specification, frozen=True):
+    """See ``UntilTimeLimit``."""
+
+    kind: Literal["time_limit"] = "time_limit"
+    duration: Lengths
+    max_records: Limits = None
+    max_bytes: Limits = None
+    when_full: str = "emit_early"
+
+
+class WindowClosesSpec(Specification, frozen=True):
+    """See ``UntilWindowCloses``."""
+
+    kind: Literal["window_closes"] = "window_closes"
+    max_records: Limits = None
+    max_bytes: Limits = None
+    when_full: str = "unbounded"
+
+
+class SuppressSpec(_OneInput, frozen=True):
+    """See ``Suppress``."""
+
+    operator: Literal["suppress"] = "suppress"
+    until: Annotated[TimeLimitSpec | WindowClosesSpec, Field(discriminator="kind"), _MAY_CHANGE]
+
+
+OperatorSpec = Annotated[
+    FilterSpec
+    | MapValuesSpec
+    | FlatMapValuesSpec
+    | SelectKeySpec
+    | MergeSpec
+    | ToTableSpec
+    | ToStreamSpec
+    | StreamTableJoinSpec
+    | CorrectedJoinSpec
+    | TableTableJoinSpec
+    | ForeignKeyJoinSpec
+    | HistoryJoinSpec
+    | StreamStreamJoinSpec
+    | CorrectedStreamJoinSpec
+    | StreamAggregateSpec
+    | TableAggregateSpec
+    | WindowedAggregateSpec
+    | SuppressSpec,
+    Field(discriminator="operator"),
+]
+"""The specification of any operator; ``operator`` tells which."""
