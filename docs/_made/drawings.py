@@ -279,7 +279,7 @@ BY_PACKAGE: dict[str, list[tuple[int, int, list[str], str]]] = {
     "runs": [
         (0, 1, ["Run.pin", "pin.py → Arrival"], BLUE),
         (1, 1, ["Run.read", "read_source.py"], BLUE),
-        (2, 1, ["Run.operate", "run.py"], BLUE),
+        (2, 1, ["Run.operate", "process, look up"], BLUE),
         (3, 3, ["Run.commit", "gate.py counts and checks, commit_document.py"], BLUE),
     ],
     "sources": [

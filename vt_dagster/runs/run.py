@@ -1,7 +1,7 @@
 """One run of an asset: pin, read, operate, commit, follow. No Dagster.
 
-All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. The asset's
-``Processor`` defines the operation; its ``Store`` holds the tables.
+All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. A run carries
+out the plan of the asset's ``Processor``, which makes the rows; the ``Store`` holds the tables.
 
 The order of writes is the protocol: first, under the attempt's name, rejected records, state and
 consumed files; then the log (**the commit**); then view and quarantine, which are derived from it. So a
@@ -54,7 +54,6 @@ from vt_dagster.core.as_of_join import JoinStrategy, Tiles, crowd_of, level_for
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
 from vt_dagster.core.processor import Input, Lookup, Processor, RunContext, RunPlan
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.table_store import PersistRows
 from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.runs.commit_document import (
     document,
@@ -282,44 +281,6 @@ def tiles_of(
     return tiles(spark.createDataFrame(levels.toArrow()))
 
 
-# Temporal lookup
-
-
-def temporal_lookup(
-    arrival: Arrival,
-    processor: Processor[Any],
-    plan: RunPlan,
-    stores: Stores,
-    records: DataFrame,
-    judged: Judged,
-    persist_rows: PersistRows,
-    context: RunContext,
-) -> tuple[DataFrame, Judged]:
-    """Joins judged records with the table's versions that are valid at their times.
-
-    Args:
-        persist_rows: computes rows at once and persists them until the commit.
-
-    Returns:
-        the results, and the judged records with rows read and strategy.
-    """
-    table = plan.looked_up
-    assert table is not None
-    store, at = stores(table), arrival.tables.get(table.name)
-    if at is None or at.head is None or judged.span is None:
-        empty = recorded_if(plan.uses_system_time, store.spark.createDataFrame([], view_schema(table)))
-        return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
-    since = judged.span[0] - plan.lookup_margin // timedelta(microseconds=1)
-    rows = of_table.as_read(table, recorded_if(plan.uses_system_time, store.view_at(at, since)))
-    way, strategy = join_strategy(table, rows, arrival.few_records, at.total, (since, judged.span[1]))
-    past = None
-    if plan.uses_system_time and isinstance(table, VersionedTable):
-        past = TableSystemTimeHistory(table, store, at.head, persist_rows)
-    found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
-    told = strategy if past is None else f"{strategy}; {past.description}"
-    return found, replace(judged, rows_read=at.reach(since), strategy=told)
-
-
 # Udf determinism
 
 
@@ -381,86 +342,6 @@ def _deterministic(rows: DataFrame, one: Expression) -> bool:
     except AnalysisException as error:
         return error.getCondition() != _REFUSED
     return True
-
-
-# Run inputs
-
-
-def logs_of(arrival: Arrival, plan: RunPlan, stores: Stores) -> list[DataFrame]:
-    """Returns the log rows of each consumed input, from where the plan reads them again."""
-    return [_log_of(node, arrival, plan, stores(node)) for node in plan.consumed]
-
-
-def _log_of(node: Stream, arrival: Arrival, plan: RunPlan, store: Store) -> DataFrame:
-    head = arrival.inputs.get(node.name)
-    if head is None:
-        return store.spark.createDataFrame([], log_schema(node))
-    start, after = arrival.before.inputs.get(node.name, {}), plan.rescan_from(node.name)
-    if node.name not in arrival.taken and (after is None or not start):
-        return recorded_if(plan.uses_system_time, store.log({}, head).limit(0))
-    return recorded_if(plan.uses_system_time, store.log(start, head, after))
-
-
-def inputs_of(
-    arrival: Arrival, plan: RunPlan, stores: Stores, logs: Sequence[DataFrame]
-) -> list[Input]:
-    """Returns the rows that were read, with the tables that the plan reads."""
-    if arrival.source is not None:
-        return [Input(rows) for rows in logs]
-    before, since = arrival.before, oldest(plan, logs, arrival.before)
-    found: list[Input] = []
-    for node, rows in zip(plan.consumed, logs, strict=True):
-        start = before.inputs.get(node.name, {})
-        table = earlier = None
-        times = dict[int, int]()
-        # In a first run, the changes contain every row of the table: no table is needed.
-        if start and plan.reads_tables and node.name in arrival.tables:
-            store, at = stores(node), arrival.tables[node.name]
-            table = store.current_at(at) if since is None else store.view_at(at, since)
-            table, times = table.drop(RECORDED_AT), at.stream_time
-        if start and plan.rescan_from(node.name) is not None:
-            consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
-            earlier, rows = rows.where(consumed), rows.where(~consumed)
-        found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
-    return found
-
-
-def run_context_of(
-    arrival: Arrival, plan: RunPlan, store: Store, persist_rows: PersistRows | None = None
-) -> RunContext:
-    """Returns the context of a run.
-
-    Args:
-        store: the asset's own tables.
-        persist_rows: computes rows at once and persists them until the commit; None = read no table,
-            for calls before the operator.
-    """
-    before, with_tables = arrival.before, persist_rows is not None
-    view = state = None
-    if with_tables and arrival.previous is not None:
-        state = store.state(arrival.previous)
-        own = isinstance(arrival.node, Table) and plan.reads_own_table
-        view = store.current() if own else None
-        view = None if view is None else view.drop(RECORDED_AT)
-    since = plan.corrects_after
-    asked = with_tables and since is not None and plan.quarantined_outcomes
-    many = arrival.few_records and arrival.view_rows > MANY_ROWS
-    return RunContext(
-        persist_rows=persist_rows if many or plan.persists_rows else None,
-        state=state,
-        view=view,
-        stream_time=by_partition(before.stream_time),
-        stream_time_after=by_partition(arrival.stream_time),
-        emitted_up_to=by_partition(before.emitted_up_to),
-        emitted_up_to_after=by_partition(arrival.emitted_up_to),
-        bounds=arrival.bounds,
-        none_late=arrival.none_late,
-        watermarks=watermark_columns(before.watermarks),
-        watermarks_after=watermark_columns(arrival.watermarks),
-        since=since,
-        refused=store.quarantine() if asked else None,
-        first_changes=first_changes_of(arrival, store) if with_tables else None,
-    )
 
 
 # Run
@@ -551,7 +432,17 @@ class Run:
         """
         if self.arrival.source is not None:
             return [self._records(self.arrival.source, now)]
-        return logs_of(self.arrival, self.plan, self.stores)
+        return [self._log_of(node, self.plan) for node in self.plan.consumed]
+
+    def _log_of(self, node: Stream, plan: RunPlan) -> DataFrame:
+        """Returns the log rows of an input, from where the plan reads them again."""
+        store, head = self.stores(node), self.arrival.inputs.get(node.name)
+        if head is None:
+            return store.spark.createDataFrame([], log_schema(node))
+        start, after = self.arrival.before.inputs.get(node.name, {}), plan.rescan_from(node.name)
+        if node.name not in self.arrival.taken and (after is None or not start):
+            return recorded_if(plan.uses_system_time, store.log({}, head).limit(0))
+        return recorded_if(plan.uses_system_time, store.log(start, head, after))
 
     def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
         latest, now = None, now or datetime.now(timezone.utc)
@@ -561,7 +452,59 @@ class Run:
             return records_of(self.arrival, source, self.store, latest)
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
-        return inputs_of(self.arrival, self.plan, self.stores, logs)
+        """Returns the rows that were read, with the tables that the plan reads."""
+        arrival, plan = self.arrival, self.plan
+        if arrival.source is not None:
+            return [Input(rows) for rows in logs]
+        since = oldest(plan, logs, arrival.before)
+        found: list[Input] = []
+        for node, rows in zip(plan.consumed, logs, strict=True):
+            start = arrival.before.inputs.get(node.name, {})
+            table = earlier = None
+            times = dict[int, int]()
+            # In a first run, the changes contain every row of the table: no table is needed.
+            if start and plan.reads_tables and node.name in arrival.tables:
+                store, at = self.stores(node), arrival.tables[node.name]
+                table = store.current_at(at) if since is None else store.view_at(at, since)
+                table, times = table.drop(RECORDED_AT), at.stream_time
+            if start and plan.rescan_from(node.name) is not None:
+                consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
+                earlier, rows = rows.where(consumed), rows.where(~consumed)
+            found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
+        return found
+
+    def _context(self, with_tables: bool = False) -> RunContext:
+        """Returns the context of the run.
+
+        Args:
+            with_tables: False = read no table, for calls before the operator.
+        """
+        arrival, plan, store, before = self.arrival, self.plan, self.store, self.arrival.before
+        view = state = None
+        if with_tables and arrival.previous is not None:
+            state = store.state(arrival.previous)
+            own = isinstance(self.node, Table) and plan.reads_own_table
+            view = store.current() if own else None
+            view = None if view is None else view.drop(RECORDED_AT)
+        since = plan.corrects_after
+        asked = with_tables and since is not None and plan.quarantined_outcomes
+        many = arrival.few_records and arrival.view_rows > MANY_ROWS
+        return RunContext(
+            persist_rows=self._persist if with_tables and (many or plan.persists_rows) else None,
+            state=state,
+            view=view,
+            stream_time=by_partition(before.stream_time),
+            stream_time_after=by_partition(arrival.stream_time),
+            emitted_up_to=by_partition(before.emitted_up_to),
+            emitted_up_to_after=by_partition(arrival.emitted_up_to),
+            bounds=arrival.bounds,
+            none_late=arrival.none_late,
+            watermarks=watermark_columns(before.watermarks),
+            watermarks_after=watermark_columns(arrival.watermarks),
+            since=since,
+            refused=store.quarantine() if asked else None,
+            first_changes=first_changes_of(arrival, store) if with_tables else None,
+        )
 
     # -- operate ---------------------------------------------------------------------------------
 
@@ -638,22 +581,35 @@ class Run:
         with self.store.planner_settings(self.arrival.small):
             told = judge(judged)
         with self.store.planner_settings(self._small(told)):
-            rows, told = temporal_lookup(
-                self.arrival,
-                self.processor,
-                self.plan,
-                self.stores,
-                judged,
-                told,
-                self._persist,
-                context,
-            )
+            rows, told = self._looked_up(judged, told, context)
         return Results(rows, context, told)
 
-    def _context(self, with_tables: bool = False) -> RunContext:
-        return run_context_of(
-            self.arrival, self.plan, self.store, self._persist if with_tables else None
-        )
+    def _looked_up(
+        self, records: DataFrame, judged: Judged, context: RunContext
+    ) -> tuple[DataFrame, Judged]:
+        """Joins judged records with the table's versions that are valid at their times.
+
+        Returns:
+            the results, and the judged records with rows read and strategy.
+        """
+        arrival, plan, look_up = self.arrival, self.plan, self.processor.look_up
+        table = plan.looked_up
+        assert table is not None
+        store, at = self.stores(table), arrival.tables.get(table.name)
+        if at is None or at.head is None or judged.span is None:
+            none = store.spark.createDataFrame([], view_schema(table))
+            empty = Lookup(recorded_if(plan.uses_system_time, none), by_partition({}))
+            return look_up(records, empty, context), judged
+        since = judged.span[0] - plan.lookup_margin // timedelta(microseconds=1)
+        rows = of_table.as_read(table, recorded_if(plan.uses_system_time, store.view_at(at, since)))
+        span = since, judged.span[1]
+        way, strategy = join_strategy(table, rows, arrival.few_records, at.total, span)
+        past = None
+        if plan.uses_system_time and isinstance(table, VersionedTable):
+            past = TableSystemTimeHistory(table, store, at.head, self._persist)
+        found = look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
+        told = strategy if past is None else f"{strategy}; {past.description}"
+        return found, replace(judged, rows_read=at.reach(since), strategy=told)
 
     def _persist(self, rows: DataFrame) -> DataFrame:
         """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock."""
