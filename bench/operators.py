@@ -284,7 +284,7 @@ def run(
     for case in CASES:
 
         def logs(case: Case = case) -> list[DataFrame]:
-            return [stored(n.name).read("log") for n in processor_of(nodes[case.asset]).consumed]
+            return [stored(n.name).read("log") for n in processor_of(nodes[case.asset]).plan().consumed]
 
         def write(frame: DataFrame, name: str) -> DataFrame:
             told = frame.write.format("delta").mode("overwrite").option("overwriteSchema", "true")

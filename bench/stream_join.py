@@ -71,7 +71,7 @@ class Site:
         run.commit(run.operate(run.read()))
 
     def logs(self) -> list[str]:
-        inputs = processor_of(self.paid).consumed
+        inputs = processor_of(self.paid).plan().consumed
         return [AssetStore(self.warehouse, node, self.spark).log_path for node in inputs]
 
     def result(self) -> DataFrame:

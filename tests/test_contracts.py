@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyspark.sql import functions as F
 from tests.market import Market, record
 from tests.storage.topology import Topology
 from vt_dagster import contract, contracts
+from vt_dagster.core.processor import ResultOrder, RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_processor import SourceProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
@@ -293,10 +295,16 @@ def test_results_out_of_order_stop_before_the_commit(
     for node in (topology.rates, topology.orders):
         run_once(node, stores)
 
-    def turned(self: Any) -> list[Column]:
-        return [F.col("timestamp").desc(), F.col("_arrival")]
+    class Turned(ResultOrder):
+        def columns(self) -> list[Column]:
+            return [F.col("timestamp").desc(), F.col("_arrival")]
 
-    monkeypatch.setattr(StreamTableJoinProcessor, "result_order", property(turned))
+    plan = StreamTableJoinProcessor.plan
+
+    def turned(self: Any, *given: Any) -> RunPlan:
+        return replace(plan(self, *given), order=Turned())
+
+    monkeypatch.setattr(StreamTableJoinProcessor, "plan", turned)
     with pytest.raises(ContractError, match=r"timestamps_do_not_decrease: \d record"):
         run_once(topology.priced, stores)
     assert not list(Path(topology.warehouse, topology.priced.name).rglob("*.parquet"))

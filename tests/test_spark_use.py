@@ -51,7 +51,7 @@ LATER = {
     "runs/replay.py: as_json",
     "runs/replay.py: compare",
     "runs/record_times.py: watermark_columns",
-    "runs/run.py: run_context_of",
+    "runs/run.py: _context",
     "runs/run.py: commit",
     "runs/training_set_run.py: _quoted",
     "runs/what_if.py: _compared",

@@ -279,7 +279,7 @@ BY_PACKAGE: dict[str, list[tuple[int, int, list[str], str]]] = {
     "runs": [
         (0, 1, ["Run.pin", "pin.py → Arrival"], BLUE),
         (1, 1, ["Run.read", "read_source.py"], BLUE),
-        (2, 1, ["Run.operate", "run.py"], BLUE),
+        (2, 1, ["Run.operate", "process, look up"], BLUE),
         (3, 3, ["Run.commit", "gate.py counts and checks, commit_document.py"], BLUE),
     ],
     "sources": [
@@ -287,10 +287,10 @@ BY_PACKAGE: dict[str, list[tuple[int, int, list[str], str]]] = {
         (1, 1, ["Pinned.read", "and the formats"], BLUE),
     ],
     "core": [
+        (0, 1, ["Processor.plan", "→ RunPlan"], BLUE),
         (1, 1, ["source_records.py", "of a source"], BLUE),
         (2, 1, ["Processor", ".results"], BLUE),
         (3, 1, ["Processor", ".state_after"], BLUE),
-        (4, 1, ["Processor", ".produce"], BLUE),
     ],
     "storage": [
         (0, 1, ["last commit:", "positions"], BLUE),

@@ -228,9 +228,10 @@ def test_bounds_tell_also_what_was_too_late_before() -> None:
     def told(longer: int, oldest: int, marks: dict[str, dict[int, int]]) -> Any:
         node = left.left_join(right, name="rows", after=5 * MS, corrected_for=longer * MS)
         found = {"partition": 0, "_side": 0, "_chunk": 0, "time": 110_000, "oldest": oldest}
-        processor = processor_of(node)
-        rows = processor.advance_if_none_late([{**found, "valid": 110_000}], {0: 100_000}, marks)
-        return rows and processor.watermarks(rows, marks)["final"][0]
+        policy = processor_of(node).plan().stream_time
+        assert policy is not None
+        rows = policy.advance_if_none_late([{**found, "valid": 110_000}], {0: 100_000}, marks)
+        return rows and policy.watermarks(rows, marks)["final"][0]
 
     before = told(20, 90_000, {})
     assert before == 110_000 - 20_000 - 5_000

@@ -24,7 +24,7 @@ from vt_dagster.conformance.runner import split_into_runs
 from vt_dagster.conformance.scenario import Scenario, millis, record_of
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core import arrival_order, stream_time
-from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
+from vt_dagster.core.stream_stream_join import StreamJoinTime
 from vt_dagster.runs import gate
 from vt_dagster.runs import pin as arrivals
 from vt_dagster.storage.asset_store import shape_of
@@ -245,13 +245,13 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
 ) -> None:
     """Plans of large runs: chunks by order of arrival, and tiles of time; in two runs."""
     told: list[bool] = []
-    in_time = StreamStreamJoinProcessor.advance_if_none_late
+    in_time = StreamJoinTime.advance_if_none_late
 
-    def telling(processor: StreamStreamJoinProcessor, *about: Any) -> Any:
-        told.append(in_time(processor, *about) is not None)
-        return in_time(processor, *about)
+    def telling(policy: StreamJoinTime, *about: Any) -> Any:
+        told.append(in_time(policy, *about) is not None)
+        return in_time(policy, *about)
 
-    monkeypatch.setattr(StreamStreamJoinProcessor, "advance_if_none_late", telling)
+    monkeypatch.setattr(StreamJoinTime, "advance_if_none_late", telling)
     for module, name, value in (
         (arrival_order, "HOUR", 1_000_000),
         (stream_time, "FINE", 3),

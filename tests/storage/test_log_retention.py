@@ -19,7 +19,6 @@ import vt_dagster
 from tests.storage.test_known_at import FIRST, MINUTE, answer, in_order, moment, questions
 from tests.storage.topology import Topology
 from vt_dagster.columns import RECORDED_AT
-from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import erase
@@ -429,16 +428,13 @@ def test_a_window_that_is_made_longer_afterwards() -> None:
     shape = Shape(kind="stream", key=["k"])
     log = Commit(asset="orders", batch=9, attempt="", shape=shape, truncation=cut)
     before = log.model_copy(update={"stream_time": {0: 70 * MINUTE}, "truncation": None})
-    processor = processor_of(near)
     with pytest.raises(StorageError, match="reads 30 minutes back from 1970-01-01T01:10:00Z"):
-        require_reach(processor, kept.orders, before, log)
-    require_reach(
-        processor, kept.orders, before.model_copy(update={"stream_time": {0: 90 * MINUTE}}), log
-    )
+        require_reach(near, kept.orders, before, log)
+    require_reach(near, kept.orders, before.model_copy(update={"stream_time": {0: 90 * MINUTE}}), log)
     longer = log.model_copy(
         update={"truncation": cut.model_copy(update={"log_retention": 30 * MINUTE})}
     )
-    require_reach(processor, kept.orders, before, longer)
+    require_reach(near, kept.orders, before, longer)
 
 
 def test_an_export_that_is_behind(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:

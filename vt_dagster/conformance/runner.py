@@ -214,7 +214,7 @@ def differences(
 def dropped(node: Stream, outcomes: Mapping[str, int]) -> int:
     """Returns a node's share of Kafka's dropped-records-total, from its outcomes."""
     # Late records of a join with a grace period are joined at once, not dropped.
-    late = outcomes.get(Outcome.LATE, 0) if processor_of(node).drops_late else 0
+    late = outcomes.get(Outcome.LATE, 0) if processor_of(node).plan().drops_late else 0
     return late + outcomes.get(Outcome.QUARANTINED, 0) + outcomes.get(Outcome.DROPPED, 0)
 
 

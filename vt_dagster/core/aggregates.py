@@ -21,7 +21,17 @@ from pyspark.sql.types import StructField, StructType
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Outcome, duration, gathered, has_key, union, with_columns
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.processor import Input, Processor, RunContext, folded, is_exact, is_last
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Input,
+    Processor,
+    RunContext,
+    RunPlan,
+    RunTimes,
+    folded,
+    is_exact,
+    is_last,
+)
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
@@ -55,8 +65,8 @@ _MERGED = {
 class TableAggregateProcessor(Processor[TableAggregate]):
     """See :func:`entries`, :func:`refuse` and :func:`aggregate` or :func:`aggregate_by`."""
 
-    merges = True
-    monotonic = True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, merges=True, monotonic=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node
@@ -384,11 +394,8 @@ def aggregate_by(
 class StreamAggregateProcessor(Processor[StreamAggregate]):
     """See :func:`stream_entries`, and ``aggregate``."""
 
-    monotonic = True
-
-    @property
-    def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return bool(self.operator.group_key)
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, merges=bool(self.operator.group_key), monotonic=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node

@@ -1,9 +1,10 @@
 """Processors, their arguments in a run, and results with ``emit="per_run"``.
 
-A *processor* (Kafka Streams' word) implements one operator for a run. It defines what the operator
-reads from each input and in which order, the results, the state for the next run, the counts and the
-invariants. It builds lazy DataFrames; a ``Run`` reads, persists and writes them. Each operator's module
-contains its processor; ``processor_registry.py`` lists them.
+A *processor* (Kafka Streams' word) implements one operator for a run. It makes the results and the
+state for the next run, as lazy DataFrames. Everything else that a ``Run`` needs to know is in its
+``RunPlan``: what to read, by which stream time, in which order results enter the log, and what is
+counted. A ``Run`` carries the plan out. Each operator's module contains its processor;
+``processor_registry.py`` lists them.
 
 ``emit="per_run"`` emits the last update of each key in a run, like Kafka Streams' record cache. No
 scenario covers it: they are recorded without a cache. The result is, bit for bit, the last of all
@@ -13,7 +14,7 @@ updates. Where a sum does not depend on the order of its terms, the other update
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -50,17 +51,13 @@ from vt_dagster.columns import (
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import (
     FINE,
-    InPlace,
     Outcome,
     arrival_chunk,
     by_partition,
     hour_of_arrival,
-    number,
-    number_in_place,
     with_columns,
 )
 from vt_dagster.core.as_of_join import JoinStrategy, SystemTimeHistory
-from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
@@ -70,6 +67,7 @@ from vt_dagster.core.stream_time import (
     undecided_chunks,
     with_stream_time,
 )
+from vt_dagster.topology.durations import Duration, length_at
 from vt_dagster.topology.model import Stream, Table
 
 # Run context
@@ -84,8 +82,8 @@ class Input:
         table: for a table that is looked up, its row of each key at the end of ``rows`` (for a
             versioned table also tombstones); None = ``rows`` contains all of them, or the table is not
             looked up.
-        earlier: log rows of earlier runs, as far back as ``rescan_from`` or ``rescan_from_batch``
-            requires; None = none.
+        earlier: log rows of earlier runs, as far back as ``InputPlan.rescan_from`` requires; None =
+            none.
         broadcastable: whether ``rows`` is small enough to send to every task.
         times: stream time of ``table``, by partition.
     """
@@ -110,12 +108,11 @@ class RunContext:
         emitted_up_to_after: the time up to which they are emitted at the end of the run.
         persist_rows: persists the run's records; None if the view has not many more keys than they
             have.
-        watermarks, watermarks_after: before and after the run, see ``Processor.watermarks``.
+        watermarks, watermarks_after: before and after the run, see ``TimePolicy.watermarks``.
         bounds: of the processor's own stream time, if it is computed by bounds.
         none_late: whether it is known that none of the run's records is late.
         refused: the processor's quarantine, if it has one and reads earlier records; None = none.
-        since: the run reads earlier records with a larger timestamp than this, epoch microseconds;
-            None = it reads none.
+        since: see ``RunPlan.corrects_after``.
         colliding_versions: for a table that compares records with versions (``tie_break``,
             ``only_columns``), those that end after the oldest record of the run; None = none.
         first_changes: for a run that reads an initial snapshot, the first time of a record in the log
@@ -163,6 +160,294 @@ class Lookup:
     stream_time: Column
     strategy: JoinStrategy = "sorted"
     history: SystemTimeHistory | None = None
+
+
+# Run plan
+
+
+Counts = Mapping[str, int]
+Times = Mapping[int, int]
+"""By partition: epoch microseconds."""
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """The times that a plan depends on; by partition, epoch microseconds.
+
+    Args:
+        stream_time, emitted_up_to, watermarks: before the run, see ``Commit``.
+        advanced: the run's own watermarks; empty until they are computed.
+    """
+
+    stream_time: Times = field(default_factory=dict[int, int])
+    emitted_up_to: Times = field(default_factory=dict[int, int])
+    watermarks: Mapping[str, Times] = field(default_factory=dict[str, Times])
+    advanced: Mapping[str, Times] = field(default_factory=dict[str, Times])
+
+
+BEFORE_ANY_RUN = RunTimes()
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """An input whose log a run reads.
+
+    Args:
+        rescan_from: the run reads the input's earlier rows with a larger timestamp than this again,
+            epoch microseconds; None = no earlier row.
+    """
+
+    node: Stream
+    rescan_from: int | None = None
+
+
+@dataclass(frozen=True)
+class ResultOrder:
+    """The order in which results enter the log; total within a partition.
+
+    Args:
+        by: columns, ascending.
+        first: a BOOLEAN column; rows where it is true come before all others. None = no such column.
+        chunk: returns a column that ascends with the order; None = that of the records' arrival.
+    """
+
+    by: Sequence[str] = (*ORDER, TURN)
+    first: str | None = None
+    chunk: Callable[[], Column] | None = None
+
+    def columns(self) -> list[Column]:
+        """Returns the order as columns. Needs a Spark session."""
+        first = [] if self.first is None else [(~F.col(self.first)).cast("int")]
+        return [*first, *[F.col(f"`{c}`") for c in self.by]]
+
+
+@dataclass(frozen=True)
+class TimePolicy(ABC):
+    """Computes a stream time of a run's records, in partitions of the result.
+
+    Args:
+        bounded: whether it is computed by bounds, see ``stream_time.Bounds``.
+        reports_lateness: whether the lateness of the records against it is reported.
+        emits_after: how long records are held back: they are emitted up to stream time less this. None
+            = no record is held back.
+    """
+
+    processor: Processor[Any]
+    bounded: bool = False
+    reports_lateness: bool = False
+    emits_after: Duration | None = None
+
+    @abstractmethod
+    def rows(self, inputs: Sequence[Input]) -> Timed:
+        """Returns the records that define the stream time, in the result's partitions."""
+
+    def advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        """Returns the advance of stream time in a run, if it is not computed by bounds.
+
+        Returns:
+            ``partition`` (of the result), ``time`` (epoch microseconds); if lateness is reported,
+            ``records, lateness`` (the sum) and ``most``, in microseconds; and the input of
+            ``watermarks``.
+        """
+        timed = self.rows(inputs)
+        rows = timed.rows.where(timed.moves)
+        if self.reports_lateness:
+            return lateness(rows, context.stream_time, self.processor.chunk)
+        return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
+
+    def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
+        """Returns bounds that may prove, without ordering, that none of the run's records is late; None
+        = none."""
+        return None
+
+    def advance_if_none_late(
+        self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
+    ) -> list[dict[str, Any]] | None:
+        """Returns the rows of ``advance`` if no record is late; None if one may be.
+
+        Args:
+            found: the rows of ``lateness_bounds``.
+            before: stream time before the run, by partition.
+            watermarks: those before the run.
+        """
+        return None
+
+    def watermarks(
+        self, found: Sequence[Any], before: Mapping[str, Times]
+    ) -> dict[str, dict[int, int]]:
+        """Returns other times that are kept from run to run, by name and partition: epoch microseconds.
+
+        Args:
+            found: the rows of ``advance``.
+            before: the watermarks before the run.
+        """
+        return {}
+
+    def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
+        """Stream-time bounds per chunk; used when ``bounded`` is true. See
+        ``stream_time.time_by_chunk``."""
+        return time_by_chunk(self.rows(inputs), self.processor.fine_chunk)
+
+    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        """Returns the chunks whose bounds do not decide: see ``stream_time.undecided_chunks``."""
+        timed = self.rows(inputs)
+        assert timed.deadline is not None
+        return undecided_chunks(timed.rows, timed.deadline, self.processor.fine_chunk, bounds)
+
+    def emitted_up_to(self, stream_time: Times, emitted_up_to: Times) -> dict[int, int]:
+        """Returns the time up to which records are emitted after a run that ends at a stream time. It
+        never decreases, even if records are held back longer than before."""
+        if self.emits_after is None:
+            return {}
+        period, one = self.emits_after, timedelta(microseconds=1)
+        passed = {p: moment - length_at(period, p) // one for p, moment in stream_time.items()}
+        return {p: max(moment, emitted_up_to.get(p, moment)) for p, moment in passed.items()}
+
+
+@dataclass(frozen=True)
+class RunCounts:
+    """What is counted of a run, what its counts must satisfy, and the size of its buffer."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The counts that each run shows."""
+        return ("in", "out", "late", "dropped")
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        """Returns aggregates over the results that are counted besides their outcomes, by name."""
+        return {}
+
+    def check(self, found: Mapping[int, Counts]) -> None:
+        """Refuses results that must stop the run.
+
+        Args:
+            found: by partition, the number of results by outcome, and ``tallies``.
+
+        Raises:
+            RefusedRecordsError: there are such results.
+        """
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        """Returns the counts of a run.
+
+        Args:
+            taken: the number of log rows that it read.
+            found: the number of its results by outcome, and ``tallies``; ``judged``: the number of
+                judged records by outcome.
+        """
+        refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}
+        return {"in": taken, "out": found[Outcome.APPLIED], **refused}
+
+    def fullness(self, state: DataFrame | None) -> DataFrame | None:
+        """Returns the size of the buffer: ``partition, records, bytes``; None = there is no buffer."""
+        return None
+
+    def gauges(
+        self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
+    ) -> dict[str, float]:
+        """Returns the gauges of the buffer, which cannot be summed over runs.
+
+        Args:
+            sizes: records and bytes by partition, of ``fullness``.
+            earlier: the gauges of the last run; ``runs``: the number of earlier runs.
+
+        Raises:
+            BufferFullError: the buffer exceeds a limit that stops the run.
+        """
+        return {}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        """Returns the invariants of the counts: (name, expected, actual).
+
+        Args:
+            totals: counts over all runs; ``taken``: the number of log rows that they read.
+            rows: the number of rows in the result's log.
+        """
+        return [
+            ("records in = positions of the inputs", taken, totals.get("in", 0)),
+            ("records out = rows in the log", totals.get("out", 0), rows),
+        ]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run of an operator does, apart from its rows, which the ``Processor`` makes.
+
+    A field has the value of most operators as its default. Making a plan needs no Spark session.
+
+    Args:
+        inputs: the inputs whose logs the run reads, by position; one input may appear twice.
+        merges: whether a partition of the result combines records of several logs or partitions.
+        reads_tables: whether the run reads its inputs' tables, not only their changes.
+        reads_versions: whether it reads the versions of these tables that end at or after its oldest
+            change; otherwise their current rows.
+        reads_own_table: whether it reads the asset's own table, or as much of its inputs' logs.
+        corrects_after: it may correct rows of the asset's own table with a larger timestamp than this,
+            epoch microseconds; None = it corrects no row.
+        looked_up: the table that it looks up as of its records' times; None = none.
+        lookup_margin: how long before a record's time it looks up the table.
+        uses_system_time: whether the rows of its inputs have ``recorded_at``.
+        persists_rows: whether it reads its input several times, so that the run persists the input.
+        stream_time: the operator's own stream time, which decides what closes or is emitted; None = it
+            has none.
+        table_time: of a source's versioned table, the stream time of the records, if it is computed by
+            bounds; None = it is not.
+        has_grace_buffer: whether records that the operator judges may wait for a grace period.
+        order: the order in which results enter the log.
+        keeps_order: whether results keep the order of the only log, at most one result per record.
+        monotonic: whether the timestamps of a key's results never decrease.
+        emits_once: whether each key has at most one result.
+        drops_late: whether late records are dropped; otherwise they are joined at once.
+        quarantined_outcomes: the outcomes whose results go to the quarantine.
+        counts: what is counted.
+    """
+
+    inputs: tuple[InputPlan, ...]
+    merges: bool = False
+    reads_tables: bool = False
+    reads_versions: bool = False
+    reads_own_table: bool = True
+    corrects_after: int | None = None
+    looked_up: Table | None = None
+    lookup_margin: timedelta = timedelta(0)
+    uses_system_time: bool = False
+    persists_rows: bool = False
+    stream_time: TimePolicy | None = None
+    table_time: TimePolicy | None = None
+    has_grace_buffer: bool = False
+    order: ResultOrder = ResultOrder()
+    keeps_order: bool = False
+    monotonic: bool = False
+    emits_once: bool = False
+    drops_late: bool = True
+    quarantined_outcomes: tuple[str, ...] = ()
+    counts: RunCounts = RunCounts()
+
+    @property
+    def consumed(self) -> tuple[Stream, ...]:
+        """The inputs whose logs the run reads, by position; one input may appear twice."""
+        return tuple(one.node for one in self.inputs)
+
+    def rescan_from(self, name: str) -> int | None:
+        """Returns from where the run reads an input's log again, see ``InputPlan``; a log may be more
+        than one of the inputs (a self-join)."""
+        return earliest(*[one.rescan_from for one in self.inputs if one.node.name == name])
+
+    def chunk_of_results(self, single_task: bool) -> Column | None:
+        """Returns a column that ascends with ``order``. Needs a Spark session.
+
+        Args:
+            single_task: whether one task can order the results of a partition: None then.
+        """
+        if single_task:
+            return None
+        by_arrival = hour_of_arrival if self.merges else arrival_chunk
+        return (self.order.chunk or by_arrival)()
+
+
+def earliest(*times: int | None) -> int | None:
+    """Returns the smallest of the times that are not None; None = there is none."""
+    return min((time for time in times if time is not None), default=None)
 
 
 # Emit per run
@@ -247,9 +532,6 @@ def folded(
 # Processor
 
 
-Counts = Mapping[str, int]
-Times = Mapping[int, int]
-"""By partition: epoch microseconds."""
 O = TypeVar("O", covariant=True)  # noqa: E741
 
 
@@ -262,29 +544,6 @@ class Processor(ABC, Generic[O]):
             into chunks, and plans are shorter.
     """
 
-    reads_tables = False
-    """Whether it reads its inputs' tables, not only their changes."""
-    quarantined_outcomes: tuple[str, ...] = ()
-    """The outcomes whose results go to the quarantine."""
-    merges = False
-    """Whether a partition of the result combines records of several logs or partitions."""
-    has_stream_time = False
-    """Whether it has a stream time of its own, which decides what closes or is emitted."""
-    reports_lateness = False
-    """Whether it reports the lateness of its records against that stream time."""
-    drops_late = True
-    """Whether late records are dropped; otherwise they are joined at once."""
-    monotonic = False
-    """Whether the timestamps of a key's results never decrease."""
-    persists_rows = False
-    """Whether it reads its input several times, so that the run persists the input."""
-    has_grace_buffer = False
-    """Whether records that it judges may wait for a grace period."""
-    emits_once = False
-    """Whether each key has at most one result."""
-    shown_counts: tuple[str, ...] = ("in", "out", "late", "dropped")
-    """The counts that each run shows."""
-
     def __init__(self, node: Stream, single_task: bool = False) -> None:
         self.node = node
         self.single_task = single_task
@@ -295,58 +554,20 @@ class Processor(ABC, Generic[O]):
         operator: Any = self.node.operator
         return operator
 
-    # -- input -----------------------------------------------------------------------------------
-
-    @property
-    def consumed(self) -> tuple[Stream, ...]:
-        """The inputs whose logs it reads, by position; one input may appear twice."""
-        return self.node.inputs
-
-    @property
-    def looked_up(self) -> Table | None:
-        """The table that it looks up as of its records' times; None = none."""
-        return None
-
-    @property
-    def uses_system_time(self) -> bool:
-        """Whether it uses system time: its inputs' rows then have ``recorded_at``."""
-        return False
-
-    @property
-    def lookup_margin(self) -> timedelta:
-        """How long before a record's time it looks up the table."""
-        return timedelta(0)
-
-    def rescan_from(
-        self, place: int, stream_time: Times, emitted_up_to: Times, watermarks: Mapping[str, Times]
-    ) -> int | None:
-        """Returns from where it reads an input's log again: rows with a larger timestamp than this
-        (epoch microseconds); None = not at all.
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        """Returns what a run does apart from the rows that this processor makes.
 
         Args:
-            place: the position of the input.
-            stream_time: by partition, before the run.
-            emitted_up_to: by partition, the time up to which records were emitted before the run.
-            watermarks: by name and partition, before the run, see :meth:`watermarks`.
+            times: they decide how far inputs are read again. Without them, the plan says the rest.
         """
-        return None
+        return RunPlan(self.whole_inputs)
 
-    def rescan_from_batch(self, place: int, watermarks: Mapping[str, Times]) -> int | None:
-        """Returns from where it reads an input's log again, given the run's :meth:`watermarks`.
+    @property
+    def whole_inputs(self) -> tuple[InputPlan, ...]:
+        """All inputs of the node; a run reads only the new rows of their logs."""
+        return tuple(InputPlan(node) for node in self.node.inputs)
 
-        The mapping is empty until these are computed.
-        """
-        return None
-
-    def reads_own_table(self, watermarks: Mapping[str, Times]) -> bool:
-        """Returns whether a run reads the asset's own table, or as much of its inputs' logs, given the
-        run's :meth:`watermarks`."""
-        return True
-
-    def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame | None:
-        """Returns the time from which on a run needs its tables' history, given the run's log rows: it
-        reads versions that end after that time. One row with epoch microseconds; None = no history."""
-        return None
+    # -- order of arrival ------------------------------------------------------------------------
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         """Returns the inputs' rows in the order in which a Kafka Streams task processes them.
@@ -357,11 +578,12 @@ class Processor(ABC, Generic[O]):
         goes to all of them, from left to right.
         """
         nothing = F.lit(None).cast("timestamp")
-        names = [node.name for node in self.consumed]
+        plan = self.plan()
+        names = [node.name for node in plan.consumed]
         ordered: list[DataFrame] = []
         for i, one in enumerate(inputs):
             rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
-            if self.merges:
+            if plan.merges:
                 timed = with_stream_time(
                     rows, nothing, chunk=None if self.single_task else arrival_chunk()
                 )
@@ -375,94 +597,16 @@ class Processor(ABC, Generic[O]):
     @property
     def chunk(self) -> Column | None:
         """Ascends with the order of the records; splits a long partition into several tasks."""
-        place = hour_of_arrival() if self.merges else arrival_chunk()
+        place = hour_of_arrival() if self.plan().merges else arrival_chunk()
         return None if self.single_task else place
-
-    # -- its own stream time ---------------------------------------------------------------------
-
-    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
-        """Returns the records that define its own stream time, in the result's partitions."""
-        raise AssertionError("this processor has no stream time")
 
     @property
     def fine_chunk(self) -> Column:
         """Ascends with the order of the records: the chunks for which stream time has bounds."""
-        return hour_of_arrival() if self.merges else F.floor(F.col(ARRIVAL) / F.lit(FINE))
+        merges = self.plan().merges
+        return hour_of_arrival() if merges else F.floor(F.col(ARRIVAL) / F.lit(FINE))
 
-    @property
-    def bounded(self) -> bool:
-        """Whether its stream time is computed by bounds: see ``stream_time.Bounds``."""
-        return not self.single_task
-
-    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        """Returns the advance of its own stream time in a run, if it is not computed by bounds.
-
-        Returns:
-            ``partition`` (of the result), ``time`` (epoch microseconds); if lateness is reported,
-            ``records, lateness`` (the sum) and ``most``, in microseconds; and the input of
-            ``watermarks``.
-        """
-        timed = self.stream_time_rows(inputs)
-        rows = timed.rows.where(timed.moves)
-        if self.reports_lateness:
-            return lateness(rows, context.stream_time, self.chunk)
-        return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
-
-    def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
-        """Returns bounds that may prove, without ordering, that none of the run's records is late; None
-        = none."""
-        return None
-
-    def advance_if_none_late(
-        self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
-    ) -> list[dict[str, Any]] | None:
-        """Returns the rows of ``stream_time_advance`` if no record is late; None if one may be.
-
-        Args:
-            found: the rows of ``lateness_bounds``.
-            before: stream time before the run, by partition.
-            watermarks: those before the run.
-        """
-        return None
-
-    def watermarks(
-        self, found: Sequence[Any], before: Mapping[str, Times]
-    ) -> dict[str, dict[int, int]]:
-        """Returns other times that it keeps from run to run, by name and partition: epoch microseconds.
-
-        Args:
-            found: the rows of ``stream_time_advance``.
-            before: the watermarks before the run.
-        """
-        return {}
-
-    def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
-        """Stream-time bounds per chunk; used when ``bounded`` is true. See
-        ``stream_time.time_by_chunk``."""
-        return time_by_chunk(self.stream_time_rows(inputs), self.fine_chunk)
-
-    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
-        """Returns the chunks whose bounds do not decide: see ``stream_time.undecided_chunks``."""
-        timed = self.stream_time_rows(inputs)
-        assert timed.deadline is not None
-        return undecided_chunks(timed.rows, timed.deadline, self.fine_chunk, bounds)
-
-    # -- processing ------------------------------------------------------------------------------
-
-    def emitted_up_to(self, stream_time: Times, emitted_up_to: Times) -> dict[int, int]:
-        """Returns the time up to which records are emitted after a run that ends at a stream time."""
-        return {}
-
-    def waiting(
-        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
-    ) -> DataFrame:
-        """Returns the log rows that it has consumed and holds back.
-
-        Args:
-            logs: of each input that it consumes; ``state``: its stored state.
-            emitted_up_to: the time up to which records have been emitted, by partition.
-        """
-        return logs[0].limit(0)
+    # -- rows ------------------------------------------------------------------------------------
 
     @abstractmethod
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
@@ -501,7 +645,7 @@ class Processor(ABC, Generic[O]):
             context.view,
             stream_time=context.stream_time,
             order=[*ORDER, TURN],
-            chunk=self.result_chunk(self.single_task),
+            chunk=self.plan().chunk_of_results(self.single_task),
             persist_rows=context.persist_rows,
         )
 
@@ -512,6 +656,8 @@ class Processor(ABC, Generic[O]):
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         """Returns the results of judged records, joined with the table as of their times."""
         raise AssertionError("this processor looks up no table")
+
+    # -- state -----------------------------------------------------------------------------------
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         """Returns the state for its next run; None = no state.
@@ -525,92 +671,13 @@ class Processor(ABC, Generic[O]):
         """Returns its state after these rows of its log are erased."""
         return state
 
-    # -- output ----------------------------------------------------------------------------------
-
-    @property
-    def result_order(self) -> list[Column]:
-        """The order in which results enter the log; total within a partition."""
-        return [F.col(c) for c in (*ORDER, TURN)]
-
-    def result_chunk(self, single_task: bool) -> Column | None:
-        """Returns a column that ascends with ``result_order``."""
-        place = hour_of_arrival() if self.merges else arrival_chunk()
-        return None if single_task else place
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether its results keep the order of its only log, at most one result per record."""
-        return False
-
-    def produce(
-        self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None
+    def waiting(
+        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
-        """Returns the log rows of a run: the results, numbered from ``first``.
+        """Returns the log rows that it has consumed and holds back.
 
         Args:
-            single_task: whether one task can number them; ``in_place``: set if they keep their log's
-                order.
+            logs: of each input that it consumes; ``state``: its stored state.
+            emitted_up_to: the time up to which records have been emitted, by partition.
         """
-        results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
-        if in_place is not None and (in_place.complete or not single_task):
-            numbered = number_in_place(results, first, in_place)
-        else:
-            numbered = number(results, first, self.result_order, self.result_chunk(single_task))
-        return numbered.select(*log_columns(self.node))
-
-    # -- counts and invariants -------------------------------------------------------------------
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        """Returns aggregates over its results that are counted besides their outcomes, by name."""
-        return {}
-
-    def check(self, found: Mapping[int, Counts]) -> None:
-        """Refuses results that must stop the run.
-
-        Args:
-            found: by partition, the number of results by outcome, and ``tallies``.
-
-        Raises:
-            RefusedRecordsError: there are such results.
-        """
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        """Returns the counts of a run.
-
-        Args:
-            taken: the number of log rows that it read.
-            found: the number of its results by outcome, and ``tallies``; ``judged``: the number of
-                judged records by outcome.
-        """
-        refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}
-        return {"in": taken, "out": found[Outcome.APPLIED], **refused}
-
-    def fullness(self, state: DataFrame | None) -> DataFrame | None:
-        """Returns the size of its buffer: ``partition, records, bytes``; None = it has no buffer."""
-        return None
-
-    def gauges(
-        self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
-    ) -> dict[str, float]:
-        """Returns the gauges of its buffer, which cannot be summed over runs.
-
-        Args:
-            sizes: records and bytes by partition, of ``fullness``.
-            earlier: the gauges of the last run; ``runs``: the number of earlier runs.
-
-        Raises:
-            BufferFullError: the buffer exceeds a limit that stops the run.
-        """
-        return {}
-
-    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        """Returns the invariants of its counts: (name, expected, actual).
-
-        Args:
-            totals: counts over all runs; ``taken``: the number of log rows that they read.
-            rows: the number of rows in the result's log.
-        """
-        return [
-            ("records in = positions of the inputs", taken, totals.get("in", 0)),
-            ("records out = rows in the log", totals.get("out", 0), rows),
-        ]
+        return logs[0].limit(0)

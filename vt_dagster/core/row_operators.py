@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
@@ -23,7 +24,16 @@ from pyspark.sql.types import BooleanType, StructField, StructType
 from vt_dagster.columns import IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN, VALID_TO
 from vt_dagster.core.arrival_order import Outcome, gathered, has_key, micros, with_columns
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.processor import Counts, Input, Processor, RunContext
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Counts,
+    Input,
+    Processor,
+    RunContext,
+    RunCounts,
+    RunPlan,
+    RunTimes,
+)
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.errors import NullArrayError
@@ -52,9 +62,8 @@ class FilterProcessor(Processor[Filter]):
     """See :func:`filter`; for a versioned result of a plain table also
     :func:`without_repeated_tombstones`."""
 
-    @property
-    def keeps_order(self) -> bool:
-        return True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, keeps_order=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node
@@ -216,9 +225,8 @@ def _plain() -> Callable[[Any], Any]:
 class MapValuesProcessor(Processor[MapValues]):
     """See :func:`map_values`."""
 
-    @property
-    def keeps_order(self) -> bool:
-        return True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, keeps_order=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         source = self.operator.source
@@ -269,8 +277,38 @@ _MISSING, _ELEMENT = "_missing", "_element"
 _NULL_ARRAYS = "null_arrays"
 
 
+@dataclass(frozen=True)
+class FlatMapValuesCounts(RunCounts):
+    """The counts of a run, which must have no record whose array is null.
+
+    Args:
+        name: of the result; ``expression``: SQL that gives the array.
+    """
+
+    name: str
+    expression: str
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {_NULL_ARRAYS: F.count_if(F.col(_MISSING))}
+
+    def check(self, found: Mapping[int, Counts]) -> None:
+        wrong = {partition: some[_NULL_ARRAYS] for partition, some in found.items()}
+        wrong = {partition: n for partition, n in wrong.items() if n}
+        if wrong:
+            raise NullArrayError(
+                f"{self.name}: expected an array for each record, got null for "
+                f"{sum(wrong.values())}: {self.expression}; nothing was committed. Wrap it in "
+                "coalesce(..., array()) to emit nothing for these records, and run again",
+                list(wrong),
+            )
+
+
 class FlatMapValuesProcessor(Processor[FlatMapValues]):
     """See :func:`flat_map_values`."""
+
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        counts = FlatMapValuesCounts(self.node.name, self.operator.expression)
+        return RunPlan(self.whole_inputs, counts=counts)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator = self.operator
@@ -283,20 +321,6 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
             column=operator.column,
             keep=operator.kept(),
         )
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        return {_NULL_ARRAYS: F.count_if(F.col(_MISSING))}
-
-    def check(self, found: Mapping[int, Counts]) -> None:
-        wrong = {partition: some[_NULL_ARRAYS] for partition, some in found.items()}
-        wrong = {partition: n for partition, n in wrong.items() if n}
-        if wrong:
-            raise NullArrayError(
-                f"{self.node.name}: expected an array for each record, got null for "
-                f"{sum(wrong.values())}: {self.operator.expression}; nothing was committed. Wrap it in "
-                "coalesce(..., array()) to emit nothing for these records, and run again",
-                list(wrong),
-            )
 
 
 def flat_map_values(
@@ -349,7 +373,8 @@ def flat_map_values(
 class SelectKeyProcessor(Processor[SelectKey]):
     """See :func:`select_key`."""
 
-    merges = True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, merges=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         columns = self.operator.keys().columns
@@ -379,7 +404,8 @@ def select_key(
 class MergeProcessor(Processor[Merge]):
     """See :func:`merge`."""
 
-    merges = True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, merges=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         return merge(rows, columns=[*self.node.key, *value_columns(self.node)])
@@ -409,9 +435,8 @@ def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
 class ToTableProcessor(Processor[ToTable]):
     """See :func:`to_table`."""
 
-    @property
-    def keeps_order(self) -> bool:
-        return self.operator.partitioning is not None
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, keeps_order=self.operator.partitioning is not None)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         made = to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
@@ -436,9 +461,8 @@ def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
 class ToStreamProcessor(Processor[ToStream]):
     """See :func:`to_stream`."""
 
-    @property
-    def keeps_order(self) -> bool:
-        return True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(self.whole_inputs, keeps_order=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         return to_stream(rows[0].withColumn(TURN, F.lit(0)))

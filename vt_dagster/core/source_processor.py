@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, PROPAGATED_FROM, RECORDED_AT
+from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, PROPAGATED_FROM
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import FINE, InPlace, Outcome, number, with_columns
-from vt_dagster.core.log_columns import log_columns, partial_columns
-from vt_dagster.core.processor import Counts, Input, Processor, RunContext
+from vt_dagster.core.arrival_order import FINE, Outcome, with_columns
+from vt_dagster.core.log_columns import partial_columns
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Counts,
+    Input,
+    Processor,
+    ResultOrder,
+    RunContext,
+    RunCounts,
+    RunPlan,
+    RunTimes,
+    TimePolicy,
+)
 from vt_dagster.core.source_order import carries, follows_source, restates
 from vt_dagster.core.source_records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
@@ -21,18 +33,27 @@ STARTED, START_IN, START_BAD = "_started", "_start_in", "_start_bad"
 """Counts of an initial snapshot's rows: applied, in total, and quarantined."""
 
 
-class SourceProcessor(Processor[None]):
-    """Puts a source's prepared records (``source_records.prepare``) into its stream or table.
+_QUARANTINED = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
 
-    A stream and a plain table apply every record. A versioned table refuses records older than its
-    history retention, and those that lose a tie; if it follows its source's order, no record is late.
-    Records with a reason for quarantine are passed through.
-    """
 
-    quarantined_outcomes = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
+@dataclass(frozen=True)
+class SourceTime(TimePolicy):
+    """The stream time of a versioned table, as of each record of its source."""
+
+    def rows(self, inputs: Sequence[Input]) -> Timed:
+        node, (one,) = self.processor.node, inputs
+        assert isinstance(node, VersionedTable)
+        return Timed(one.rows, F.col(OUTCOME).isNull(), late_from(node.history_retention))
+
+
+@dataclass(frozen=True)
+class SourceCounts(RunCounts):
+    """The counts of a source's records, by outcome."""
+
+    node: Stream
 
     @property
-    def shown_counts(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def shown(self) -> tuple[str, ...]:
         return ("in", *self._outcomes)
 
     @property
@@ -54,12 +75,72 @@ class SourceProcessor(Processor[None]):
     def _carried(self) -> tuple[str, ...]:
         return (Outcome.CARRIED,) if carries(self.node) else ()
 
-    @property
-    def consumed(self) -> tuple[Stream, ...]:
-        return ()
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        carried = (
+            {Outcome.CARRIED: F.count_if(F.col(PROPAGATED_FROM) > 0)}
+            if PROPAGATED_FROM in columns
+            else {}
+        )
+        if START not in columns:
+            return carried
+        outcomes = {STARTED: Outcome.APPLIED, START_BAD: Outcome.QUARANTINED}
+        told = {
+            name: F.count_if(F.col(START) & (F.col(OUTCOME) == outcome))
+            for name, outcome in outcomes.items()
+        }
+        record = F.col(PROPAGATED_FROM) == 0 if carried else F.lit(True)
+        return {**carried, **told, START_IN: F.count_if(F.col(START) & record)}
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        carried = sum(found[name] for name in self._carried)
+        told = {outcome: found[outcome] for outcome in self._outcomes}
+        applied = found[Outcome.APPLIED] - carried
+        shown = {"in": found["in"] - carried, **told, Outcome.APPLIED: applied}
+        if partial_columns(self.node):
+            return shown
+        # Rare for whole rows: show these counts only if they are not zero.
+        return {n: c for n, c in shown.items() if c or n not in (Outcome.CARRIED, Outcome.NOTHING_NEW)}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        outcomes = (*_QUARANTINED, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
+        what = f"records in = {' + '.join(f for f in self._outcomes if f != Outcome.CARRIED)}"
+        return [(what, totals.get("in", 0), done)]
+
+
+class SourceProcessor(Processor[None]):
+    """Puts a source's prepared records (``source_records.prepare``) into its stream or table.
+
+    A stream and a plain table apply every record. A versioned table refuses records older than its
+    history retention, and those that lose a tie; if it follows its source's order, no record is late.
+    Records with a reason for quarantine are passed through.
+    """
+
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        node = self.node
+        # If records name their partitions, there may be as many chunks as records.
+        own = PARTITION in node.schema.names
+        late = isinstance(node, VersionedTable) and not follows_source(node)
+        bounded = not self.single_task and late and not own
+        # An event that deletes every key gives one record per key, all with the same position of
+        # arrival.
+        keys = node.key if restates(node) else ()
+        carried = (PROPAGATED_FROM,) if carries(node) else ()
+        return RunPlan(
+            inputs=(),
+            table_time=SourceTime(self, bounded=True) if bounded else None,
+            order=ResultOrder((ARRIVAL, *carried, *keys)),
+            quarantined_outcomes=_QUARANTINED,
+            counts=SourceCounts(node),
+        )
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         return [one.rows for one in inputs]
+
+    @property
+    def fine_chunk(self) -> Column:
+        # Files have one order for the records of all partitions.
+        return F.floor(F.col(ARRIVAL) / F.lit(FINE * self.node.partitions))
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         node, (records,) = self.node, rows
@@ -83,69 +164,3 @@ class SourceProcessor(Processor[None]):
             first_changes=context.first_changes,
             last=context.last,
         )
-
-    @property
-    def bounded(self) -> bool:
-        # If records name their partitions, there may be as many chunks as records.
-        own = PARTITION in self.node.schema.names
-        late = isinstance(self.node, VersionedTable) and not follows_source(self.node)
-        return not self.single_task and late and not own
-
-    @property
-    def fine_chunk(self) -> Column:
-        # Files have one order for the records of all partitions.
-        return F.floor(F.col(ARRIVAL) / F.lit(FINE * self.node.partitions))
-
-    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
-        node, (one,) = self.node, inputs
-        assert isinstance(node, VersionedTable)
-        return Timed(one.rows, F.col(OUTCOME).isNull(), late_from(node.history_retention))
-
-    @property
-    def result_order(self) -> list[Column]:
-        # An event that deletes every key gives one record per key, all with the same position of
-        # arrival.
-        keys = [F.col(f"`{k}`") for k in self.node.key] if restates(self.node) else []
-        return [F.col(ARRIVAL), *([F.col(PROPAGATED_FROM)] if self._carried else []), *keys]
-
-    def produce(
-        self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None
-    ) -> DataFrame:
-        """Returns the log rows of a run, with ``recorded_at`` if the source provides it."""
-        if RECORDED_AT not in rows.columns:
-            return super().produce(rows, first, single_task, in_place)
-        results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
-        numbered = number(results, first, self.result_order, self.result_chunk(single_task))
-        return numbered.select(*log_columns(self.node), RECORDED_AT)
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        carried = (
-            {Outcome.CARRIED: F.count_if(F.col(PROPAGATED_FROM) > 0)}
-            if PROPAGATED_FROM in columns
-            else {}
-        )
-        if START not in columns:
-            return carried
-        outcomes = {STARTED: Outcome.APPLIED, START_BAD: Outcome.QUARANTINED}
-        told = {
-            name: F.count_if(F.col(START) & (F.col(OUTCOME) == outcome))
-            for name, outcome in outcomes.items()
-        }
-        record = F.col(PROPAGATED_FROM) == 0 if carried else F.lit(True)
-        return {**carried, **told, START_IN: F.count_if(F.col(START) & record)}
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        carried = sum(found[name] for name in self._carried)
-        told = {outcome: found[outcome] for outcome in self._outcomes}
-        applied = found[Outcome.APPLIED] - carried
-        shown = {"in": found["in"] - carried, **told, Outcome.APPLIED: applied}
-        if partial_columns(self.node):
-            return shown
-        # Rare for whole rows: show these counts only if they are not zero.
-        return {n: c for n, c in shown.items() if c or n not in (Outcome.CARRIED, Outcome.NOTHING_NEW)}
-
-    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        outcomes = (*self.quarantined_outcomes, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
-        done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        what = f"records in = {' + '.join(f for f in self._outcomes if f != Outcome.CARRIED)}"
-        return [(what, totals.get("in", 0), done)]

@@ -19,6 +19,7 @@ emitted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
 from typing import Any
@@ -51,10 +52,22 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival_order import Outcome, hour_of_arrival, micros, union, with_columns
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
-from vt_dagster.core.processor import Counts, Input, Processor, RunContext
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Counts,
+    Input,
+    InputPlan,
+    Processor,
+    ResultOrder,
+    RunContext,
+    RunCounts,
+    RunPlan,
+    RunTimes,
+    TimePolicy,
+)
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_table_join import CORRECTED, moves_stream_time
-from vt_dagster.core.stream_time import largest_by_chunk, largest_if_none_late, with_largest
+from vt_dagster.core.stream_time import Timed, largest_by_chunk, largest_if_none_late, with_largest
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.topology.durations import Duration, length_at
 from vt_dagster.topology.operators import CorrectedStreamJoin, StreamStreamJoin
@@ -246,55 +259,24 @@ _TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_WATERMARK}
 _SEGMENT = 60_000
 
 
-class StreamJoinProcessor(Processor[StreamStreamJoin]):
-    """The times of a join of two streams."""
+@dataclass(frozen=True)
+class StreamJoinTime(TimePolicy):
+    """The stream time of both streams together, and watermarks of each."""
 
-    merges = True
-    has_stream_time = True
+    processor: StreamJoinProcessor
 
-    @property
-    def bounded(self) -> bool:
-        return False
+    def rows(self, inputs: Sequence[Input]) -> Timed:
+        raise AssertionError("a stream-stream join computes its stream time in advance()")
 
-    @property
-    def preserved_sides(self) -> tuple[int, ...]:
-        """The sides whose records are emitted without a match if they have none."""
-        return {"inner": (), "left": (0,), "outer": (0, 1)}[self.operator.kind]
-
-    @property
-    def lookahead(self) -> tuple[Duration, Duration]:
-        """How far a match may lie after a record of the left side, and of the right side."""
-        return self.operator.after, self.operator.before
-
-    def rescan_from(
-        self,
-        place: int,
-        stream_time: Mapping[int, int],
-        emitted_up_to: Mapping[int, int],
-        watermarks: Mapping[str, Mapping[int, int]],
-    ) -> int | None:
-        operator, ahead = self.operator, self.lookahead[place]
-        own, let_go = watermarks.get(SIDES[place], {}), watermarks.get(OPEN, {})
-        found: list[int] = []
-        for p, now in stream_time.items():
-            # What a new record in time may match, what a late record may match, and what is still
-            # unmatched.
-            found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
-            if p in own:
-                found.append(own[p] - in_micros_at(operator.reach, p))
-            if p in let_go and place in self.preserved_sides:
-                found.append(let_go[p] - in_micros_at(ahead, p) - 1)
-        return max(LOWEST, min(found)) if found else None
-
-    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        rows = self.with_largest_times(self.in_order(inputs), context, slim=True)
+    def advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        rows = self.processor.with_largest_times(self.processor.in_order(inputs), context, slim=True)
         newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
         return rows.groupBy(PARTITION).agg(*newest.values())
 
     def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
-        if self.single_task:
+        if self.processor.single_task:
             return None
-        rows = [self.side_rows(one.rows, i, slim=True) for i, one in enumerate(inputs)]
+        rows = [self.processor.side_rows(one.rows, i, slim=True) for i, one in enumerate(inputs)]
         return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
 
     def advance_if_none_late(
@@ -303,7 +285,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         before: Mapping[int, int],
         watermarks: Mapping[str, Mapping[int, int]],
     ) -> list[dict[str, Any]] | None:
-        promise = self.operator.promise
+        promise = self.processor.operator.promise
         newest = largest_if_none_late(found, SIDE, before, lambda p: in_micros_at(promise, p))
         if newest is None:
             return None
@@ -326,9 +308,42 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
                 if row[name] is not None:
                     newest[row[PARTITION]] = row[name]
         seen = {*before.get(OPEN, {}), *(row[PARTITION] for row in found)}
-        promise, look = self.operator.promise, watermarks["look"]
+        promise, look = self.processor.operator.promise, watermarks["look"]
         let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
         return {**watermarks, OPEN: let_go}
+
+
+class StreamJoinProcessor(Processor[StreamStreamJoin]):
+    """The records of both streams with their windows, their lateness and the times as of them."""
+
+    @property
+    def preserved_sides(self) -> tuple[int, ...]:
+        """The sides whose records are emitted without a match if they have none."""
+        return {"inner": (), "left": (0,), "outer": (0, 1)}[self.operator.kind]
+
+    @property
+    def lookahead(self) -> tuple[Duration, Duration]:
+        """How far a match may lie after a record of the left side, and of the right side."""
+        return self.operator.after, self.operator.before
+
+    def rescan_from(self, place: int, times: RunTimes) -> int | None:
+        """Returns from where a side's log is read again, see ``InputPlan``.
+
+        Args:
+            place: of the side.
+        """
+        operator, ahead = self.operator, self.lookahead[place]
+        own, let_go = times.watermarks.get(SIDES[place], {}), times.watermarks.get(OPEN, {})
+        found: list[int] = []
+        for p, now in times.stream_time.items():
+            # What a new record in time may match, what a late record may match, and what is still
+            # unmatched.
+            found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
+            if p in own:
+                found.append(own[p] - in_micros_at(operator.reach, p))
+            if p in let_go and place in self.preserved_sides:
+                found.append(let_go[p] - in_micros_at(ahead, p) - 1)
+        return max(LOWEST, min(found)) if found else None
 
     def with_largest_times(
         self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False
@@ -355,7 +370,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
 
     def side_rows(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
         """Returns a side's rows under names common to both sides; the record itself is a struct."""
-        node, operator = self.consumed[place], self.operator
+        node, operator = self.node.inputs[place], self.operator
         own = [*node.key, *value_columns(node), TIMESTAMP]
         used = {c for some in operator.lineage().values() for _, c in some} | {*node.key, TIMESTAMP}
         wanted = [c for c in own if c.lower() in {u.lower() for u in used}]
@@ -423,6 +438,25 @@ _FIRST_HOUR = 1 << 40
 """More hours than the range of timestamps has."""
 
 
+@dataclass(frozen=True)
+class StreamStreamJoinCounts(RunCounts):
+    """The counts of results, of records without a match, and of refused ones."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {
+            UNMATCHED: F.count_if(~F.col(MATCHED)),
+            Outcome.WAITING: F.count_if(F.col(OUTCOME) == Outcome.KEPT),
+        }
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        told = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+
+
 class StreamStreamJoinProcessor(StreamJoinProcessor):
     """Computes matches (``matches``) and unmatched records, and when the latter are
     emitted.
@@ -433,9 +467,20 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     Source: FORMAT 4.13.
     """
 
-    drops_late = False
-    persists_rows = True
-    shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        inputs = [InputPlan(n, self.rescan_from(i, times)) for i, n in enumerate(self.node.inputs)]
+        # Unmatched records by time, right before left, key, arrival; then matches by the arriving
+        # record, the time of its match, and that match's arrival.
+        by = (PHASE, *ORDER, THERE, RANK, *self.node.key, FROM)
+        return RunPlan(
+            inputs=tuple(inputs),
+            merges=True,
+            persists_rows=True,
+            stream_time=StreamJoinTime(self),
+            order=ResultOrder(by, chunk=lambda: hour_of_arrival() + F.col(PHASE) * _FIRST_HOUR),
+            drops_late=False,
+            counts=StreamStreamJoinCounts(),
+        )
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -451,7 +496,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         earlier = [self._earlier(one, i, new.schema) for i, one in enumerate(inputs)]
         sides = [new.where(F.col(VALID) & (F.col(SIDE) == i)) for i in (0, 1)]
         on, width = (
-            match_names(self.consumed[0].key),
+            match_names(self.node.inputs[0].key),
             tile_width(self.operator.before, self.operator.after),
         )
         found = self._results(matches(sides, earlier, on=on, width=width).withColumn(PHASE, F.lit(1)))
@@ -527,7 +572,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         rows = rows.withColumn(THERE, F.lit(0).cast("long"))
         if place == 0:
             return rows
-        key = self.consumed[0].key
+        key = self.node.inputs[0].key
         on = dict(zip(key, match_names(key), strict=True))
         kind = rows.schema[LEFT].dataType
         assert isinstance(kind, StructType)
@@ -586,8 +631,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     ) -> DataFrame:
         """Returns the unmatched records that may still find a match: ``key columns`` (the left one's),
         ``timestamp, partition, offset, side``."""
-        key, found = self.consumed[0].key, list[DataFrame]()
-        for place, (log, node) in enumerate(zip(logs, self.consumed, strict=True)):
+        key, found = self.node.inputs[0].key, list[DataFrame]()
+        for place, (log, node) in enumerate(zip(logs, self.node.inputs, strict=True)):
             named = [c.alias(k) for c, k in zip(columns(node.key), key, strict=True)]
             there = F.lit(SIDES[place]).alias("side")
             rows = log.select(*named, TIMESTAMP, PARTITION, OFFSET, there)
@@ -598,30 +643,6 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
 
     def unmatched_state(self, state: DataFrame, place: int) -> DataFrame:
         return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET))
-
-    # -- order and counts ------------------------------------------------------------------------
-
-    @property
-    def result_order(self) -> list[Column]:
-        """Unmatched records by time, right before left, key, arrival; then matches by the arriving
-        record, the time of its match, and that match's arrival."""
-        order = (PHASE, *ORDER, THERE, RANK, *self.node.key, FROM)
-        return [F.col(f"`{c}`") for c in order]
-
-    def result_chunk(self, single_task: bool) -> Column | None:
-        if single_task:
-            return None
-        return hour_of_arrival() + F.col(PHASE) * _FIRST_HOUR
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        return {
-            UNMATCHED: F.count_if(~F.col(MATCHED)),
-            Outcome.WAITING: F.count_if(F.col(OUTCOME) == Outcome.KEPT),
-        }
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        told = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
-        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
 
 
 # Corrected stream join
@@ -636,16 +657,11 @@ _KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RI
 _ROW = "_row"
 
 
-class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
-    """Emits unmatched records after the grace period, and retracts them if a match arrives later."""
+@dataclass(frozen=True)
+class CorrectedStreamJoinTime(StreamJoinTime):
+    """The times of the join, and the time before which rows are final."""
 
-    quarantined_outcomes = (Outcome.TOO_LATE,)
-    shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
-
-    @property
-    def operator(self) -> CorrectedStreamJoin:
-        operator: Any = self.node.operator
-        return operator
+    processor: CorrectedStreamJoinProcessor
 
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
@@ -654,16 +670,16 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
         That time never decreases, even if ``corrected_for`` becomes longer.
         """
-        final = dict(before.get(FINAL, {}))
+        final, promise = dict(before.get(FINAL, {})), self.processor.operator.promise
         for row in found:
             if row["time"] is not None:
                 p = row[PARTITION]
-                at = row["time"] - in_micros_at(self.operator.promise, p) - self._lookahead_at(p)
+                at = row["time"] - in_micros_at(promise, p) - self._lookahead_at(p)
                 final[p] = max(final.get(p, at), at)
         return {**super().watermarks(found, before), FINAL: final}
 
     def _lookahead_at(self, partition: int) -> int:
-        return max(in_micros_at(ahead, partition) for ahead in self.lookahead)
+        return max(in_micros_at(ahead, partition) for ahead in self.processor.lookahead)
 
     def advance_if_none_late(
         self,
@@ -677,6 +693,44 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             if p in final and row["oldest"] < final[p] + self._lookahead_at(p):
                 return None
         return super().advance_if_none_late(found, before, watermarks)
+
+
+@dataclass(frozen=True)
+class CorrectedStreamJoinCounts(RunCounts):
+    """The counts of results and corrections; late records are those in quarantine."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {
+            UNMATCHED: F.count_if(~F.col(MATCHED)),
+            Outcome.WAITING: F.count_if((F.col(OUTCOME) == Outcome.KEPT) & ~F.col(_EMITTED)),
+            CORRECTED: F.count_if((F.col(OUTCOME) == Outcome.APPLIED) & (F.col(REVISION) > 0)),
+        }
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        told = (UNMATCHED, Outcome.DROPPED, Outcome.WAITING, CORRECTED)
+        counts = {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+        return {**counts, Outcome.LATE: found[Outcome.TOO_LATE]}
+
+
+class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
+    """Emits unmatched records after the grace period, and retracts them if a match arrives later."""
+
+    @property
+    def operator(self) -> CorrectedStreamJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return replace(
+            super().plan(times),
+            stream_time=CorrectedStreamJoinTime(self),
+            quarantined_outcomes=(Outcome.TOO_LATE,),
+            counts=CorrectedStreamJoinCounts(),
+        )
 
     def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
         # A late record finds no match, even if it is late only by an earlier, shorter
@@ -716,7 +770,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         there = self.pending_unmatched(earlier, place, context)
         if there is None:
             return []
-        on, operator = match_names(self.consumed[0].key), self.operator
+        on, operator = match_names(self.node.inputs[0].key), self.operator
         width = tile_width(operator.before, operator.after)
         said = there.where(_EMITTED).drop(_EMITTED)
         found = found_by(others, said, 1 - place, on=on, width=width)
@@ -728,7 +782,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         """Returns the tombstones of records' unmatched rows, from pairs of record and match."""
         (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
         alone = with_columns(pairs, self._record_alone(pairs, place))
-        at, name = F.timestamp_micros(THERE), F.lit(self.consumed[1 - place].name)
+        at, name = F.timestamp_micros(THERE), F.lit(self.node.inputs[1 - place].name)
         by = F.struct(name, *map(F.col, cause)).cast(POSITION_TYPE)
         chosen = self.operator.projection().columns
         nothing = [F.when(F.lit(False), F.expr(sql)).alias(name) for name, sql in chosen]
@@ -764,7 +818,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             return F.struct(*_corrected_named(fields))
 
         if place == 1:
-            return {LEFT: only(LEFT, self.consumed[0].key)}
+            return {LEFT: only(LEFT, self.node.inputs[0].key)}
         return {RIGHT: _null(pairs.schema[RIGHT].dataType)}
 
     def extra_columns(self, matched: bool) -> list[Column]:
@@ -803,7 +857,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         outcome = F.when(self.is_unusable, Outcome.DROPPED).when(
             F.col(LATE) & F.col(VALID), Outcome.TOO_LATE
         )
-        names = [node.name for node in self.consumed]
+        names = [node.name for node in self.node.inputs]
         place = {
             REASON: F.lit(Outcome.TOO_LATE),
             SOURCE: F.when(F.col(SIDE) == 0, names[0]).otherwise(names[1]),
@@ -837,18 +891,6 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     ) -> DataFrame:
         waits = None if state is None else state.where(~F.col(_EMITTED))
         return super().waiting(logs, emitted_up_to, waits)
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        return {
-            UNMATCHED: F.count_if(~F.col(MATCHED)),
-            Outcome.WAITING: F.count_if((F.col(OUTCOME) == Outcome.KEPT) & ~F.col(_EMITTED)),
-            CORRECTED: F.count_if((F.col(OUTCOME) == Outcome.APPLIED) & (F.col(REVISION) > 0)),
-        }
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        told = (UNMATCHED, Outcome.DROPPED, Outcome.WAITING, CORRECTED)
-        counts = {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
-        return {**counts, Outcome.LATE: found[Outcome.TOO_LATE]}
 
 
 def _corrected_named(told: Mapping[str, Column]) -> list[Column]:

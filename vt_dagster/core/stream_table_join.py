@@ -77,7 +77,21 @@ from vt_dagster.core.as_of_join import (
     system_time_join,
 )
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
-from vt_dagster.core.processor import Counts, Input, Lookup, Processor, RunContext
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Counts,
+    Input,
+    InputPlan,
+    Lookup,
+    Processor,
+    ResultOrder,
+    RunContext,
+    RunCounts,
+    RunPlan,
+    RunTimes,
+    TimePolicy,
+    earliest,
+)
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_time import (
     PASSED,
@@ -90,9 +104,9 @@ from vt_dagster.core.stream_time import (
 )
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.errors import RefusedRecordsError
-from vt_dagster.topology.durations import Duration, length_at
+from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.feature_views import FeatureView
-from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind, StreamTableJoin
 from vt_dagster.topology.operators.stream_table_join import AsKnown
 
@@ -182,70 +196,81 @@ _ROW = "_row"
 """The table's row next to the stream's columns, one of which may be named ``right``."""
 
 
-class StreamTableJoinProcessor(Processor[StreamTableJoin]):
-    """Judges the stream's records (``hold_back``), then joins them with the table
-    (:func:`join`)."""
+@dataclass(frozen=True)
+class GraceTime(TimePolicy):
+    """The stream time of a grace buffer: of the stream's records that take part in the join."""
 
-    has_stream_time = True
-    drops_late = False
-    shown_counts = ("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING)
+    processor: StreamTableJoinProcessor
 
-    @property
-    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.operator.waits
-
-    @property
-    def consumed(self) -> tuple[Stream, ...]:
-        return (self.operator.left,)
-
-    @property
-    def looked_up(self) -> Table:
-        return self.operator.right
-
-    @property
-    def has_grace_buffer(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.operator.waits
-
-    @property
-    def uses_system_time(self) -> bool:
-        return self.operator.as_known != "now"
-
-    @property
-    def lookup_margin(self) -> timedelta:
-        return INSTANT if self.operator.at == "before" else timedelta(0)
-
-    def rescan_from(
-        self,
-        place: int,
-        stream_time: Mapping[int, int],
-        emitted_up_to: Mapping[int, int],
-        watermarks: Mapping[str, Mapping[int, int]],
-    ) -> int | None:
-        held = any(stream_time[partition] > moment for partition, moment in emitted_up_to.items())
-        return min(emitted_up_to.values()) if held else None
-
-    def reads_own_table(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
-        return False
-
-    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
-        operator, deadline = self.operator, None
+    def rows(self, inputs: Sequence[Input]) -> Timed:
+        operator, deadline = self.processor.operator, None
         if operator.waits and operator.grace_period is not None:
             deadline = late_from(operator.grace_period)
         rows = inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET))
         return Timed(rows, moves_stream_time(operator.left.key), deadline)
 
-    @property
-    def bounded(self) -> bool:
-        return not self.single_task and self.operator.waits
 
-    def emitted_up_to(
-        self, stream_time: Mapping[int, int], emitted_up_to: Mapping[int, int]
-    ) -> dict[int, int]:
-        period = self.operator.grace_period or timedelta(0)
-        one = timedelta(microseconds=1)
-        passed = {p: moment - length_at(period, p) // one for p, moment in stream_time.items()}
-        # It never decreases, even if the grace period becomes longer.
-        return {p: max(moment, emitted_up_to.get(p, moment)) for p, moment in passed.items()}
+@dataclass(frozen=True)
+class StreamTableJoinCounts(RunCounts):
+    """The counts of judged records, and of those without a match."""
+
+    kind: JoinKind
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return ("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {_UNMATCHED: F.count_if(~F.col(MATCHED))}
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
+        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
+        out, joined = found[Outcome.APPLIED], counts[Outcome.APPLIED] + counts[Outcome.LATE]
+        unmatched = found[_UNMATCHED] if self.kind == "left" else joined - out
+        return {**counts, "out": out, _UNMATCHED: unmatched}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
+        inner = totals.get(_UNMATCHED, 0) if self.kind == "inner" else 0
+        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
+        return [
+            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
+            ("records out = rows in the log", totals.get("out", 0), rows),
+            ("records joined = records out", joined, totals.get("out", 0)),
+        ]
+
+
+class StreamTableJoinProcessor(Processor[StreamTableJoin]):
+    """Judges the stream's records (``hold_back``), then joins them with the table
+    (:func:`join`)."""
+
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        operator = self.operator
+        bounded = not self.single_task and operator.waits
+        return RunPlan(
+            inputs=(InputPlan(operator.left, _waiting_from(times)),),
+            reads_own_table=False,
+            looked_up=operator.right,
+            lookup_margin=INSTANT if operator.at == "before" else timedelta(0),
+            uses_system_time=operator.as_known != "now",
+            stream_time=GraceTime(self, bounded, emits_after=operator.grace_period or timedelta(0)),
+            has_grace_buffer=operator.waits,
+            order=self._result_order(),
+            keeps_order=not operator.waits,
+            monotonic=operator.waits,
+            drops_late=False,
+            counts=StreamTableJoinCounts(operator.kind),
+        )
+
+    def _result_order(self) -> ResultOrder:
+        """Returns the order of arrival; with a grace buffer the order in which it emits: by timestamp,
+        key, arrival (kip923-probe-tie-order)."""
+        if not self.operator.waits:
+            return ResultOrder((ARRIVAL,))
+        by = (TIMESTAMP, *self.node.key, ARRIVAL)
+        return ResultOrder(by, chunk=lambda: F.date_trunc("hour", TIMESTAMP))
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
@@ -289,7 +314,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             horizon = table_store.horizon_of(right, lookup.stream_time)
             needed |= {VALID_FROM, VALID_TO}
         records = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE))
-        if self.uses_system_time:
+        if operator.as_known != "now":
             needed.add(RECORDED_AT)
             records = records.withColumn(KNOWN_AT, known_at_of(operator.as_known))
         return join(
@@ -306,46 +331,14 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             before=operator.at == "before",
         )
 
-    @property
-    def keeps_order(self) -> bool:
-        return not self.operator.waits
-
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         raise AssertionError("a stream-table join uses judge and look_up instead of process")
 
-    @property
-    def result_order(self) -> list[Column]:
-        """Order of arrival; with a grace buffer the order in which it emits: by timestamp, key, arrival
-        (kip923-probe-tie-order)."""
-        waits = self.operator.waits
-        order = (TIMESTAMP, *self.node.key, ARRIVAL) if waits else (ARRIVAL,)
-        return [F.col(c) for c in order]
 
-    def result_chunk(self, single_task: bool) -> Column | None:
-        if single_task:
-            return None
-        return F.date_trunc("hour", TIMESTAMP) if self.operator.waits else arrival_chunk()
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        return {_UNMATCHED: F.count_if(~F.col(MATCHED))}
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
-        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
-        out, joined = found[Outcome.APPLIED], counts[Outcome.APPLIED] + counts[Outcome.LATE]
-        unmatched = found[_UNMATCHED] if self.operator.kind == "left" else joined - out
-        return {**counts, "out": out, _UNMATCHED: unmatched}
-
-    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
-        done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
-        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
-        return [
-            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
-            ("records out = rows in the log", totals.get("out", 0), rows),
-            ("records joined = records out", joined, totals.get("out", 0)),
-        ]
+def _waiting_from(times: RunTimes) -> int | None:
+    """Returns the time after which all waiting records of the stream are; None = none waits."""
+    held = any(times.stream_time[p] > moment for p, moment in times.emitted_up_to.items())
+    return min(times.emitted_up_to.values()) if held else None
 
 
 def known_at_of(as_known: AsKnown) -> Column:
@@ -626,63 +619,16 @@ _LATER = 1 << 40
 """More chunks than corrections have."""
 
 
-class CorrectedJoinProcessor(StreamTableJoinProcessor):
-    """Judges records like a stream-table join, re-joins earlier ones, and emits the changes.
+@dataclass(frozen=True)
+class CorrectedJoinTime(GraceTime):
+    """The stream time of the stream, and watermarks of the table and of final rows."""
 
-    Its stream time is that of the stream. Within a run the table's records come first: corrections
-    apply the promise as of the stream time before the run, and precede new rows in the log.
-    """
+    processor: CorrectedJoinProcessor
 
-    persists_rows = True
-    quarantined_outcomes = (Outcome.TOO_LATE,)
-    shown_counts = (
-        *("in", "out", "late", "dropped", _CORRECTED_UNMATCHED, Outcome.WAITING),
-        *(CORRECTED, TOO_LATE),
-    )
-
-    @property
-    def operator(self) -> CorrectedJoin:
-        operator: Any = self.node.operator
-        return operator
-
-    @property
-    def consumed(self) -> tuple[Stream, ...]:
-        return (self.operator.left, self.operator.right)
-
-    @property
-    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return False
-
-    @property
-    def bounded(self) -> bool:
-        return False
-
-    @property
-    def keeps_order(self) -> bool:
-        return False
-
-    # -- times -----------------------------------------------------------------------------------
-
-    def rescan_from(
-        self,
-        place: int,
-        stream_time: Mapping[int, int],
-        emitted_up_to: Mapping[int, int],
-        watermarks: Mapping[str, Mapping[int, int]],
-    ) -> int | None:
-        return None if place else super().rescan_from(place, stream_time, emitted_up_to, watermarks)
-
-    def rescan_from_batch(self, place: int, watermarks: Mapping[str, Mapping[int, int]]) -> int | None:
-        changed = watermarks.get(_CHANGED)
-        return min(changed.values()) - 1 if changed else None
-
-    def reads_own_table(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
-        return bool(self.operator.key or watermarks.get(_CHANGED))
-
-    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+    def advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         stream, table = (one.rows for one in inputs)
         at, nothing = F.unix_micros(TIMESTAMP), F.lit(None).cast("long")
-        moved = stream.where(moves_stream_time(self.operator.left.key))
+        moved = stream.where(moves_stream_time(self.processor.operator.left.key))
         rows = moved.select(PARTITION, at.alias("time"), nothing.alias(_TABLE)).unionByName(
             table.select(PARTITION, nothing.alias("time"), at.alias(_TABLE))
         )
@@ -697,7 +643,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
         The last one never decreases, even if ``corrected_for`` becomes longer.
         """
-        promised = self.operator.corrected_for // timedelta(microseconds=1)
+        promised = self.processor.operator.corrected_for // timedelta(microseconds=1)
         times: dict[str, dict[int, int]] = {n: dict(before.get(n, {})) for n in (_TABLE, FINAL)}
         for row in found:
             told = {_TABLE: row[_TABLE], FINAL: row["time"] and row["time"] - promised}
@@ -707,6 +653,114 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
                     times[name][row[PARTITION]] = max(known, moment)
         changed = {row[PARTITION]: row[_CHANGED] for row in found if row[_CHANGED] is not None}
         return {**times, _CHANGED: changed}
+
+
+@dataclass(frozen=True)
+class CorrectedJoinCounts(RunCounts):
+    """The counts of judged records and corrections; two records must not have one key.
+
+    Args:
+        name: of the result.
+    """
+
+    name: str
+    operator: CorrectedJoin
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        told = (_CORRECTED_UNMATCHED, Outcome.WAITING, CORRECTED, TOO_LATE)
+        return ("in", "out", "late", "dropped", *told)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        told = {
+            _CORRECTED_UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
+            CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
+        }
+        if _TWICE not in columns:
+            return told
+        first = F.coalesce(F.min(F.when(F.col(_TWICE), F.col(_RECORD))), F.lit(0))
+        return {**told, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
+
+    def check(self, found: Mapping[int, Counts]) -> None:
+        wrong = {p: some for p, some in found.items() if some.get(_TWICE)}
+        if not wrong:
+            return
+        operator, (partition, some) = self.operator, min(wrong.items())
+        raise RefusedRecordsError(
+            f"{self.name}: expected one record of {operator.left.name!r} for each key "
+            f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} with the key of "
+            f"another record, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
+            "committed. Add columns to key, or remove it: each record then has a row of its own, keyed "
+            "by partition and offset",
+            list(wrong),
+        )
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
+        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
+        told = {name: found[name] for name in (_CORRECTED_UNMATCHED, CORRECTED)}
+        told[TOO_LATE] = found[Outcome.TOO_LATE]
+        counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
+        return {**counts, "out": found[Outcome.APPLIED], **told}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING, CHANGES)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
+        inner = totals.get(_CORRECTED_UNMATCHED, 0) if self.operator.kind == "inner" else 0
+        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
+        out = totals.get("out", 0)
+        return [
+            ("records in = joined + dropped + waiting + table changes", totals.get("in", 0), done),
+            ("records out = rows in the log", out, rows),
+            ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
+        ]
+
+
+class CorrectedJoinProcessor(StreamTableJoinProcessor):
+    """Judges records like a stream-table join, re-joins earlier ones, and emits the changes.
+
+    Its stream time is that of the stream. Within a run the table's records come first: corrections
+    apply the promise as of the stream time before the run, and precede new rows in the log.
+    """
+
+    @property
+    def operator(self) -> CorrectedJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        operator = self.operator
+        changed = times.advanced.get(_CHANGED)
+        back = min(changed.values()) - 1 if changed else None
+        return RunPlan(
+            inputs=(
+                InputPlan(operator.left, earliest(_waiting_from(times), back)),
+                InputPlan(operator.right, back),
+            ),
+            reads_own_table=bool(operator.key or changed),
+            corrects_after=back,
+            looked_up=operator.right,
+            lookup_margin=INSTANT if operator.at == "before" else timedelta(0),
+            uses_system_time=operator.as_known != "now",
+            persists_rows=True,
+            stream_time=CorrectedJoinTime(self, emits_after=operator.grace_period or timedelta(0)),
+            has_grace_buffer=operator.waits,
+            order=self._result_order(),
+            drops_late=False,
+            quarantined_outcomes=(Outcome.TOO_LATE,),
+            counts=CorrectedJoinCounts(self.node.name, operator),
+        )
+
+    def _result_order(self) -> ResultOrder:
+        """Returns the order: corrections, then new rows; each by arrival, with a grace period by time
+        and arrival."""
+        waits = self.operator.waits
+
+        def chunk() -> Column:
+            place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(HOUR)) if waits else arrival_chunk()
+            return place + F.when(F.col(_AGAIN), 0).otherwise(_LATER)
+
+        return ResultOrder((TIMESTAMP, ARRIVAL) if waits else (ARRIVAL,), first=_AGAIN, chunk=chunk)
 
     # -- lookup ----------------------------------------------------------------------------------
 
@@ -894,65 +948,6 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         final = context.watermarks_after.get(FINAL, _nothing())
         young = context.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
         return union(young.join(updated.select(*columns(key)), key, "left_anti"), gone)
-
-    @property
-    def result_order(self) -> list[Column]:
-        """Corrections, then new rows; each by arrival, with a grace period by time and arrival."""
-        order = (TIMESTAMP, ARRIVAL) if self.operator.waits else (ARRIVAL,)
-        return [(~F.col(_AGAIN)).cast("int"), *[F.col(c) for c in order]]
-
-    def result_chunk(self, single_task: bool) -> Column | None:
-        if single_task:
-            return None
-        waits = self.operator.waits
-        place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(HOUR)) if waits else arrival_chunk()
-        return place + F.when(F.col(_AGAIN), 0).otherwise(_LATER)
-
-    # -- counts ----------------------------------------------------------------------------------
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        told = {
-            _CORRECTED_UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
-            CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
-        }
-        if _TWICE not in columns:
-            return told
-        first = F.coalesce(F.min(F.when(F.col(_TWICE), F.col(_RECORD))), F.lit(0))
-        return {**told, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
-
-    def check(self, found: Mapping[int, Counts]) -> None:
-        wrong = {p: some for p, some in found.items() if some.get(_TWICE)}
-        if not wrong:
-            return
-        operator, (partition, some) = self.operator, min(wrong.items())
-        raise RefusedRecordsError(
-            f"{self.node.name}: expected one record of {operator.left.name!r} for each key "
-            f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} with the key of "
-            f"another record, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
-            "committed. Add columns to key, or remove it: each record then has a row of its own, keyed "
-            "by partition and offset",
-            list(wrong),
-        )
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
-        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
-        told = {name: found[name] for name in (_CORRECTED_UNMATCHED, CORRECTED)}
-        told[TOO_LATE] = found[Outcome.TOO_LATE]
-        counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
-        return {**counts, "out": found[Outcome.APPLIED], **told}
-
-    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING, CHANGES)
-        done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        inner = totals.get(_CORRECTED_UNMATCHED, 0) if self.operator.kind == "inner" else 0
-        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
-        out = totals.get("out", 0)
-        return [
-            ("records in = joined + dropped + waiting + table changes", totals.get("in", 0), done),
-            ("records out = rows in the log", out, rows),
-            ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
-        ]
 
 
 def _has_row() -> Column:

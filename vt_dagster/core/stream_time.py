@@ -285,7 +285,7 @@ def passed(
 
 def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> DataFrame:
     """Aggregates the advance of stream time and the lateness of rows, see
-    ``Processor.stream_time_advance``.
+    ``TimePolicy.advance``.
 
     Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
 

@@ -54,7 +54,18 @@ from vt_dagster.core.arrival_order import (
     union,
 )
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.processor import Counts, Input, Processor, RunContext
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Counts,
+    Input,
+    Processor,
+    ResultOrder,
+    RunContext,
+    RunCounts,
+    RunPlan,
+    RunTimes,
+    TimePolicy,
+)
 from vt_dagster.core.stream_time import STREAM_TIME, Timed, with_stream_time
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
@@ -321,24 +332,83 @@ _NEXT = "_next"
 _EARLIEST = -(2**62)
 
 
+@dataclass(frozen=True)
+class SuppressTime(TimePolicy):
+    """The stream time of a table's updates."""
+
+    def rows(self, inputs: Sequence[Input]) -> Timed:
+        return Timed(self.processor.in_order(inputs)[0], F.lit(True))
+
+
+@dataclass(frozen=True)
+class SuppressCounts(RunCounts):
+    """The counts of emitted updates, and the size of the buffer.
+
+    Args:
+        name: of the result.
+    """
+
+    name: str
+    until: UntilTimeLimit | UntilWindowCloses
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        return super().of_run(taken, found, judged) | {"suppression_emit": found[Outcome.APPLIED]}
+
+    def fullness(self, state: DataFrame | None) -> DataFrame | None:
+        return None if state is None else fullness(state)
+
+    def gauges(
+        self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
+    ) -> dict[str, float]:
+        self._check_limits(sizes)
+        found: dict[str, float] = {}
+        for place, name in enumerate(("count", "size")):
+            now, key = sum(size[place] for size in sizes.values()), f"suppression_buffer_{name}"
+            found |= {
+                f"{key}_current": now,
+                f"{key}_avg": (earlier.get(f"{key}_avg", 0.0) * runs + now) / (runs + 1),
+                f"{key}_max": max(now, earlier.get(f"{key}_max", 0.0)),
+            }
+        return found
+
+    def _check_limits(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        """Raises if the buffer exceeds a limit that stops the run."""
+        until = self.until
+        if until.when_full != "shut_down":
+            return
+        limits = {"max_records": until.max_records, "max_bytes": until.max_bytes}
+        over: dict[int, str] = {}
+        for partition, size in sorted(sizes.items()):
+            for (what, limit), number in zip(limits.items(), size, strict=True):
+                most = limit.get(partition) if isinstance(limit, Mapping) else limit
+                if most is not None and number > most:
+                    over[partition] = (
+                        f"expected at most {what}={most} in the suppression buffer of partition "
+                        f"{partition}, got {number}"
+                    )
+        if over:
+            raise BufferFullError(
+                f"{self.name}: {next(iter(over.values()))}; when_full='shut_down' stops the run "
+                "before its commit, so nothing is lost. Raise the limit or set another when_full, "
+                "and run again: the run reads the same records",
+                list(over),
+            )
+
+
 class SuppressProcessor(Processor[Suppress]):
     """See :func:`suppress` and :func:`buffer_after`."""
 
-    has_stream_time = True
-    reports_lateness = True
-
-    @property
-    def emits_once(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        window = self.operator.window
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        window, until = self.operator.window, self.operator.until
         again = window is not None and window.open_when_due
-        return isinstance(self.operator.until, UntilWindowCloses) and not again
-
-    def result_chunk(self, single_task: bool) -> Column | None:
-        # Results are ordered by their place in the buffer, which is a time.
-        return None if single_task else hour_of_arrival()
-
-    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
-        return Timed(self.in_order(inputs)[0], F.lit(True))
+        return RunPlan(
+            self.whole_inputs,
+            stream_time=SuppressTime(self, bounded=not self.single_task, reports_lateness=True),
+            # Results are ordered by their place in the buffer, which is a time.
+            order=ResultOrder(chunk=hour_of_arrival),
+            emits_once=isinstance(until, UntilWindowCloses) and not again,
+            counts=SuppressCounts(self.node.name, until),
+        )
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, until = self.operator, self.operator.until
@@ -363,49 +433,6 @@ class SuppressProcessor(Processor[Suppress]):
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
         source = self.operator.source
         return buffer_after(rows, key=list(source.key), values=value_columns(source))
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        return super().counts(taken, found, judged) | {"suppression_emit": found[Outcome.APPLIED]}
-
-    def fullness(self, state: DataFrame | None) -> DataFrame | None:
-        return None if state is None else fullness(state)
-
-    def gauges(
-        self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
-    ) -> dict[str, float]:
-        self._check_limits(sizes)
-        found: dict[str, float] = {}
-        for place, name in enumerate(("count", "size")):
-            now, key = sum(size[place] for size in sizes.values()), f"suppression_buffer_{name}"
-            found |= {
-                f"{key}_current": now,
-                f"{key}_avg": (earlier.get(f"{key}_avg", 0.0) * runs + now) / (runs + 1),
-                f"{key}_max": max(now, earlier.get(f"{key}_max", 0.0)),
-            }
-        return found
-
-    def _check_limits(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        """Raises if the buffer exceeds a limit that stops the run."""
-        until = self.operator.until
-        if until.when_full != "shut_down":
-            return
-        limits = {"max_records": until.max_records, "max_bytes": until.max_bytes}
-        over: dict[int, str] = {}
-        for partition, size in sorted(sizes.items()):
-            for (what, limit), number in zip(limits.items(), size, strict=True):
-                most = limit.get(partition) if isinstance(limit, Mapping) else limit
-                if most is not None and number > most:
-                    over[partition] = (
-                        f"expected at most {what}={most} in the suppression buffer of partition "
-                        f"{partition}, got {number}"
-                    )
-        if over:
-            raise BufferFullError(
-                f"{self.node.name}: {next(iter(over.values()))}; when_full='shut_down' stops the run "
-                "before its commit, so nothing is lost. Raise the limit or set another when_full, "
-                "and run again: the run reads the same records",
-                list(over),
-            )
 
 
 def suppress(

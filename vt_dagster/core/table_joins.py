@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pyspark.sql import Column, DataFrame
@@ -32,7 +33,14 @@ from vt_dagster.columns import (
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Outcome, by_partition, union
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.processor import Input, Processor, RunContext
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Input,
+    Processor,
+    RunContext,
+    RunPlan,
+    RunTimes,
+)
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.table_changes import (
     EXISTS,
@@ -63,16 +71,14 @@ _FROM_LEFT, _LAST_TIME = "_from_left", "_last_time"
 class TableTableJoinProcessor(Processor[TableTableJoin]):
     """See :func:`join`; with monotone timestamps also :func:`monotone`."""
 
-    reads_tables = True
-    merges = True
-
-    @property
-    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.operator.monotone
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return RunPlan(
+            self.whole_inputs, merges=True, reads_tables=True, monotonic=self.operator.monotone
+        )
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         sides: list[TableInput] = []
-        for node, changes, one in zip(self.consumed, rows, inputs, strict=True):
+        for node, changes, one in zip(self.node.inputs, rows, inputs, strict=True):
             there = None
             if one.table is not None and isinstance(node, Table):
                 there = table_store.rows_of(node, one.table)
@@ -498,11 +504,8 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         operator: Any = self.node.operator
         return operator
 
-    def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame:
-        """Returns the run's oldest change less one microsecond: a version valid then may end with
-        it."""
-        times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
-        return times[0].union(times[1]).agg(F.min(_AT) - 1)
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return replace(super().plan(times), reads_versions=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         left, right = (
@@ -510,7 +513,7 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
                 *(changes, one.table, node.key, value_columns(node), node.versioned),
                 horizon=_horizon(node, one),
             )
-            for node, changes, one in zip(self.consumed, rows, inputs, strict=True)
+            for node, changes, one in zip(self.node.inputs, rows, inputs, strict=True)
         )
         operator = self.operator
         joined = join_histories(left, right, kind=operator.kind, columns=operator.projection().columns)

@@ -51,7 +51,19 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core.arrival_order import Outcome, gathered, has_key, micros, union, with_columns
-from vt_dagster.core.processor import Counts, Input, Processor, RunContext, folded, is_exact
+from vt_dagster.core.processor import (
+    BEFORE_ANY_RUN,
+    Counts,
+    Input,
+    Processor,
+    RunContext,
+    RunCounts,
+    RunPlan,
+    RunTimes,
+    TimePolicy,
+    folded,
+    is_exact,
+)
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import (
     PASSED,
@@ -626,54 +638,85 @@ _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}
 _LATE, _EXPIRED = "late_records_dropped", "expired_window_records_dropped"
 
 
+@dataclass(frozen=True)
+class WindowedAggregateTime(TimePolicy):
+    """The stream time T of the records that count."""
+
+    processor: WindowedAggregateProcessor
+
+    def rows(self, inputs: Sequence[Input]) -> Timed:
+        key, window = self.processor.grouping, self.processor.operator.window
+        rows = self.processor.regrouped(self.processor.in_order(inputs)[0])
+        moves = moves_stream_time(key, window)
+        if isinstance(window, (SessionWindow, SlidingWindow)):
+            return Timed(rows, moves)
+        return Timed(rows, moves, F.when(moves, closes_at(window, starts(window)[0])))
+
+    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        window, timed = self.processor.operator.window, self.rows(inputs)
+        assert isinstance(window, (TumblingWindow, HoppingWindow))
+        rows = placed(timed.rows, self.processor.grouping, window)
+        deadline = closes_at(window, F.unix_micros(WINDOW_START))
+        return undecided_chunks(rows, deadline, self.processor.fine_chunk, bounds)
+
+
+@dataclass(frozen=True)
+class WindowedAggregateCounts(RunCounts):
+    """The counts of results and of late records.
+
+    Args:
+        key: of the result.
+    """
+
+    key: tuple[str, ...]
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        # A record dropped for a null key or value has no window and is not late.
+        late = (F.col(OUTCOME) == Outcome.DROPPED) & has_key(self.key)
+        return {
+            _EXPIRED: F.count_if(late),
+            _LATE: F.count_distinct(F.when(late, F.struct(HOME, SEQUENCE))),
+        }
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        return super().of_run(taken, found, judged) | {n: found[n] for n in (_LATE, _EXPIRED)}
+
+
 class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     """See :func:`aggregate` and :func:`state_after`."""
 
-    has_stream_time = True
-    reports_lateness = True
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        merges = bool(self.operator.group_key)
+        return RunPlan(
+            self.whole_inputs,
+            merges=merges,
+            stream_time=WindowedAggregateTime(
+                self, bounded=not self.single_task, reports_lateness=True
+            ),
+            keeps_order=not merges and isinstance(self.operator.window, TumblingWindow),
+            counts=WindowedAggregateCounts(tuple(self.node.key)),
+        )
 
     @property
-    def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return bool(self.operator.group_key)
-
-    @property
-    def _key(self) -> list[str]:
+    def grouping(self) -> list[str]:
         """The key without the window."""
         return [name for name, _ in self.operator.keys().columns]
 
-    def _regrouped(self, rows: DataFrame) -> DataFrame:
+    def regrouped(self, rows: DataFrame) -> DataFrame:
         """Gives records their new key, and moves them to its partition."""
         if not self.operator.group_key:
             return rows
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
         return with_columns(rows, chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
 
-    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
-        window, rows = self.operator.window, self._regrouped(self.in_order(inputs)[0])
-        moves = moves_stream_time(self._key, window)
-        if isinstance(window, (SessionWindow, SlidingWindow)):
-            return Timed(rows, moves)
-        return Timed(rows, moves, F.when(moves, closes_at(window, starts(window)[0])))
-
-    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
-        window, timed = self.operator.window, self.stream_time_rows(inputs)
-        assert isinstance(window, (TumblingWindow, HoppingWindow))
-        rows = placed(timed.rows, self._key, window)
-        deadline = closes_at(window, F.unix_micros(WINDOW_START))
-        return undecided_chunks(rows, deadline, self.fine_chunk, bounds)
-
-    @property
-    def keeps_order(self) -> bool:
-        return not self.merges and isinstance(self.operator.window, TumblingWindow)
-
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         accumulators = self.operator.parsed().accumulators
         # Before the records get their new key: a key column must not hide a column of the same name.
         given = with_columns(rows[0], {a.name: F.expr(a.expression) for a in accumulators})
         return aggregate(
-            self._regrouped(given),
+            self.regrouped(given),
             context.state,
-            key=self._key,
+            key=self.grouping,
             window=self.operator.window,
             aggregates=self.operator.parsed(),
             before=context.stream_time,
@@ -686,22 +729,11 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
         return state_after(
             rows,
-            key=self._key,
+            key=self.grouping,
             window=self.operator.window,
             aggregates=self.operator.parsed(),
             after=context.stream_time_after,
         )
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        # A record dropped for a null key or value has no window and is not late.
-        late = (F.col(OUTCOME) == Outcome.DROPPED) & has_key(self.node.key)
-        return {
-            _EXPIRED: F.count_if(late),
-            _LATE: F.count_distinct(F.when(late, F.struct(HOME, SEQUENCE))),
-        }
-
-    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        return super().counts(taken, found, judged) | {n: found[n] for n in (_LATE, _EXPIRED)}
 
 
 def needs_value(window: Window) -> bool:

@@ -77,7 +77,7 @@ def steps_of(node: Stream) -> tuple[str, ...]:
     """Returns the ops that together do what the single op of ``build_asset`` does, in order."""
     if node.operator is None:
         return ("read_op", "put_op", "write_op")
-    buffer = ("grace_buffer_op",) if processor_of(node).has_grace_buffer else ()
+    buffer = ("grace_buffer_op",) if processor_of(node).plan().has_grace_buffer else ()
     return ("read_logs_op", *buffer, f"{node.operator.word}_op", "write_op")
 
 
@@ -333,9 +333,9 @@ def _page(node: Stream) -> str | None:
 
 def _numbers(node: Stream) -> str:
     """Returns the rules behind the counts of its materializations, as a Markdown list."""
-    processor = processor_of(node)
-    told = {f"records_{name}" for name in processor.shown_counts}
-    if processor.reports_lateness:
+    plan = processor_of(node).plan()
+    told = {f"records_{name}" for name in plan.counts.shown}
+    if plan.stream_time is not None and plan.stream_time.reports_lateness:
         closes = node.window is not None and all(up.window is None for up in node.inputs)
         told |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
     return "\n".join(
@@ -387,7 +387,7 @@ def run_metadata(
     """
     commit = receipt.commit
     assert commit is not None
-    counted = (*processor_of(node).shown_counts, _LOST)
+    counted = (*processor_of(node).plan().counts.shown, _LOST)
     counts = {n: commit.counts.get(n, 0) for n in counted if _told(node, n, commit)}
     rows = store.stored_rows()
     newest = max(commit.stream_time.values()) if commit.stream_time else None
@@ -541,7 +541,7 @@ def pictures(store: AssetStore, arrival: Arrival, receipt: Receipt, log: Any) ->
 
 def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]:
     node = store.node
-    looked_up = processor_of(node).looked_up
+    looked_up = processor_of(node).plan().looked_up
     versions = looked_up or node
     if node.operator is not None and looked_up is None and not isinstance(node, VersionedTable):
         return {}
@@ -593,7 +593,7 @@ def _as_image(name: str, drawn: str) -> dg.MarkdownMetadataValue:
 
 def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, Any]:
     """Returns the lateness of a source's records that a join with a grace period took."""
-    (stream,) = processor_of(store.node).consumed
+    (stream,) = processor_of(store.node).plan().consumed
     grace = getattr(store.node.operator, "grace_period", None)
     if not isinstance(grace, timedelta) or stream.operator is not None:
         return {}

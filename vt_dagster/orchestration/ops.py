@@ -162,7 +162,7 @@ def grace_buffer_op(
         TopologyError: the node has no grace period, so nothing waits.
     """
     _require(node, "grace_buffer_op")
-    consumed = processor_of(node).consumed
+    consumed = processor_of(node).plan().consumed
     kept = considered_type(consumed[0])
 
     @dg.op(
@@ -197,8 +197,8 @@ def grace_buffer_op(
 
 
 def _operate(node: Stream, name: str, prefix: str) -> dg.OpDefinition:
-    processor = processor_of(node)
-    consumed, buffered = processor.consumed, processor.has_grace_buffer
+    plan = processor_of(node).plan()
+    consumed, buffered = plan.consumed, plan.has_grace_buffer
     if buffered:
         kept = considered_type(consumed[0])
         ins = {_RELEASED: dg.In(kept), _WAITING: dg.In(kept)}
@@ -242,7 +242,7 @@ def input_nodes(node: Stream) -> tuple[Stream, ...]:
 
 def log_nodes(node: Stream) -> tuple[Stream, ...]:
     """Whose logs it consumes, each once."""
-    return tuple({up.name: up for up in processor_of(node).consumed}.values())
+    return tuple({up.name: up for up in processor_of(node).plan().consumed}.values())
 
 
 def _require(node: Stream, op: str) -> None:
@@ -360,7 +360,7 @@ def read_logs_op(
         _require_one_process(context)
         run = Run.pin(node, stores_for(context, resource_prefix), **asked)
         log_arrival(context.log, run.arrival)
-        by_name = dict(zip((up.name for up in run.processor.consumed), run.read(), strict=True))
+        by_name = dict(zip((up.name for up in run.plan.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
 
     # No return annotations: Dagster would compare the size of an annotated tuple with the outputs.

@@ -414,7 +414,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str
     numbers = {f"records_{k}": n for k, n in totals.items()}
     numbers.update(rows_in_log=in_log, rows_lost=lost, **head.commit.missing)
     taken = sum(sum(ends.values()) for ends in head.commit.inputs.values()) - totals.get("erased", 0)
-    short = processor_of(node).accounts(totals, taken, in_log + gone)
+    short = processor_of(node).plan().counts.accounts(totals, taken, in_log + gone)
     if node.operator is None:
         rejected = {str(reason): row["rows"] for reason, row in counted.get("quarantine", {}).items()}
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})

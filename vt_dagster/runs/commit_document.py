@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import InPlace, Outcome
-from vt_dagster.core.processor import Processor
+from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
 from vt_dagster.errors import ContractError
@@ -104,9 +104,9 @@ def of_source(
     return {**position, "start": Started(what=start.what, batch=batch, offsets=offsets)}
 
 
-def places_of(arrival: Arrival, processor: Processor[Any], passed: Passed) -> InPlace | None:
+def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None:
     """Returns the input offsets, if results keep the order and offsets of their records; else None."""
-    if arrival.source is not None or not processor.keeps_order:
+    if arrival.source is not None or not plan.keeps_order:
         return None
     (taken,) = arrival.taken.values()
     found = {p: some[Outcome.APPLIED] for p, some in passed.by_partition.items()}

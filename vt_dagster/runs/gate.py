@@ -42,7 +42,7 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core.arrival_order import CHUNK, Outcome, by_partition, with_columns
-from vt_dagster.core.processor import Processor
+from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.source_records import START
@@ -376,11 +376,11 @@ def invariants_of_view(node: Stream) -> dict[str, dict[str, Any]]:
 
 def invariants_of_log(node: Stream) -> dict[str, dict[str, Any]]:
     """Returns the invariants of a log by name: the order of results that the operator promises."""
-    processor, key = processor_of(node), {"key": [*node.key]}
+    plan, key = processor_of(node).plan(), {"key": [*node.key]}
     found: dict[str, dict[str, Any]] = {}
-    if processor.monotonic:
+    if plan.monotonic:
         found["timestamps_do_not_decrease"] = key
-    if processor.emits_once:
+    if plan.emits_once:
         found["one_result_per_window"] = key
     return found
 
@@ -646,7 +646,7 @@ class Passed:
         return max((c[Outcome.APPLIED] for c in self.by_partition.values()), default=0) <= CHUNK
 
 
-def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Passed:
+def gate(node: Stream, plan: RunPlan, rows: DataFrame, stream_time: Column) -> Passed:
     """Checks contract and invariants of a run's results and counts them, in one aggregate.
 
     Args:
@@ -655,11 +655,10 @@ def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Pas
     Raises:
         ContractError: rows break their schema's checks, or an invariant.
     """
-    node = processor.node
     rules, probes = contract_of(node, rows.columns)
-    rules += invariants_before_commit(processor, rows.columns, stream_time)
+    rules += invariants_before_commit(node, plan, rows.columns, stream_time)
     applied = F.col(OUTCOME) == Outcome.APPLIED
-    tallies = processor.tallies(rows.columns)
+    tallies = plan.counts.tallies(rows.columns)
     wanted: dict[str, Column] = {
         "in": F.count(F.lit(1)),
         **{outcome: F.count_if(F.col(OUTCOME) == outcome) for outcome in _COUNTED},
@@ -689,7 +688,7 @@ def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Pas
 
 
 def invariants_before_commit(
-    processor: Processor[Any], columns: Sequence[str], stream_time: Column
+    node: Stream, plan: RunPlan, columns: Sequence[str], stream_time: Column
 ) -> list[Rule]:
     """Returns the invariants of the rows that a run is about to commit, and of the changed intervals.
 
@@ -700,8 +699,7 @@ def invariants_before_commit(
 
     Only the asset checks compare with all rows of earlier runs. Needs a running Spark session.
     """
-    node = processor.node
-    promised = (isinstance(node, VersionedTable), processor.monotonic, processor.emits_once)
+    promised = (isinstance(node, VersionedTable), plan.monotonic, plan.emits_once)
     if not any(promised):
         return []
     found = list[Rule]()
@@ -720,14 +718,14 @@ def invariants_before_commit(
             found.append(Rule("nothing_older_than_retention", old))
     # The outcome is part of the key: applied rows must not be compared with the others.
     key = [OUTCOME, PARTITION, *node.key]
-    if processor.monotonic and replaces is not None:
+    if plan.monotonic and replaces is not None:
         found.append(Rule("timestamps_do_not_decrease", replaces))
-    elif processor.monotonic:
+    elif plan.monotonic:
         among = ~F.coalesce(F.col(IS_LATE), F.lit(False)) if IS_LATE in columns else None
-        broken = decreasing(key, TIMESTAMP, processor.result_order, among)
+        broken = decreasing(key, TIMESTAMP, plan.order.columns(), among)
         found.append(Rule("timestamps_do_not_decrease", broken.where, broken.columns))
-    if processor.emits_once:
-        broken = repeated_results(key, processor.result_order)
+    if plan.emits_once:
+        broken = repeated_results(key, plan.order.columns())
         found.append(Rule("one_result_per_window", broken.where, broken.columns))
     return found
 

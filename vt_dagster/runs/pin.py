@@ -24,7 +24,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import FINAL, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import CHUNK, Outcome
-from vt_dagster.core.processor import Processor
+from vt_dagster.core.processor import RunPlan, RunTimes, earliest
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.stream_table_join import moves_stream_time
 from vt_dagster.core.stream_time import Bounds
@@ -108,7 +108,7 @@ class Arrival:
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
         stream_time: per partition, at the end of the run, if the operator keeps its own stream time.
         emitted_up_to: per partition, the time up to which buffered records are emitted.
-        watermarks: other times that an operator keeps, see ``Processor.watermarks``.
+        watermarks: other times that an operator keeps, see ``TimePolicy.watermarks``.
         bounds: stream-time bounds per chunk; None = stream time is computed per record.
         none_late: whether pinning has shown that no record is late.
         gauges: metrics of the records, computed while pinning.
@@ -173,6 +173,11 @@ class Arrival:
         return Commit(asset=self.node.name, batch=0, attempt="", shape=shape_of(self.node))
 
     @property
+    def times(self) -> RunTimes:
+        """The times that the operator's plan of this run depends on."""
+        return replace(times_of(self.before), advanced=self.watermarks)
+
+    @property
     def reads(self) -> dict[str, int]:
         """The Delta versions of all logs and views that the run reads."""
         logs = {f"{name}/log": head.version for name, head in self.inputs.items()}
@@ -225,6 +230,11 @@ class Arrival:
         """Whether records and tables are so small that planning takes most of the run's time."""
         size = self.state_bytes + (self._bytes or 0)
         return size <= _SMALL_BYTES and is_small(self.records, self.rows_read)
+
+
+def times_of(commit: Commit) -> RunTimes:
+    """Returns the times of a run that starts from a commit."""
+    return RunTimes(commit.stream_time, commit.emitted_up_to, commit.watermarks)
 
 
 # Readiness
@@ -318,7 +328,7 @@ def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:
 
 def _taken(node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offsets | None]) -> bool:
     """Returns whether all inputs are ready, and consumed ones were read up to their ready offsets."""
-    consumed = {up.name for up in processor_of(node).consumed}
+    consumed = {up.name for up in processor_of(node).plan().consumed}
     for name, ends in ready.items():
         if ends is None:
             return False
@@ -462,12 +472,12 @@ def from_logs(
     Args:
         accept_not_ready: take the rows even if a table is not ready, or its history is too short.
     """
-    processor = processor_of(node)
+    plan = processor_of(node).plan()
     pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
     start = pinned.before.inputs
     inputs, tables, taken = dict(pinned.inputs), dict(pinned.tables), pinned.taken
-    rows_read = at.reach() if processor.reads_own_table({}) else 0
-    erased, names = 0, {up.name for up in processor.consumed}
+    rows_read = at.reach() if plan.reads_own_table else 0
+    erased, names = 0, {up.name for up in plan.consumed}
     heads: dict[str, Commit] = {}
     for up in {up.name: up for up in node.inputs}.values():
         # One snapshot per input, even if it is both consumed and looked up: its log and its view must
@@ -476,16 +486,16 @@ def from_logs(
         if found.head is None:
             continue
         heads[up.name] = found.head.commit
-        if isinstance(up, Table) and _looks_into(processor, up, names):
+        if isinstance(up, Table) and _looks_into(plan, up, names):
             tables[up.name] = found
-            rows_read += found.reach() if up.name in names and processor.reads_tables else 0
+            rows_read += found.reach() if up.name in names and plan.reads_tables else 0
         if up.name not in names:
             continue
         inputs[up.name] = found.head
         before = None if at.head is None else at.head.commit
         require_same_log(node.name, up.name, before, found.head.commit, stores(up).attempt_of)
         require_not_truncated(node.name, up.name, start.get(up.name, {}), found.head.commit)
-        require_reach(processor, up, pinned.before, found.head.commit)
+        require_reach(node, up, pinned.before, found.head.commit)
         ends, first = found.head.commit.next_offset, start.get(up.name, {})
         ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
         if ranges:
@@ -520,25 +530,25 @@ def _last(node: Stream, pinned: Mapping[str, Commit], stores: Stores) -> Commit 
     return None if head is None else head.commit
 
 
-def _looks_into(processor: Processor[Any], table: Table, consumed: Collection[str]) -> bool:
-    looked_up = processor.looked_up
-    of_times = looked_up is not None and looked_up.name == table.name
-    return processor.reads_tables or of_times or table.name not in consumed
+def _looks_into(plan: RunPlan, table: Table, consumed: Collection[str]) -> bool:
+    of_times = plan.looked_up is not None and plan.looked_up.name == table.name
+    return plan.reads_tables or of_times or table.name not in consumed
 
 
-def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit: Commit) -> None:
+def require_reach(node: Stream, up: Stream, before: Commit, commit: Commit) -> None:
     """Refuses a run that would re-read truncated records of an input. Maintenance keeps what
     the operator needs as it is declared, up to the log retention.
 
     Args:
+        node: the operator's result.
         up: the input; ``commit``: its last commit.
         before: the operator's last commit.
 
     Raises:
         StorageError: since the truncation, the operator was declared to read further back.
     """
-    node, cut = processor.node, commit.truncation
-    back = retained_from(processor, up, before, commit)
+    cut = commit.truncation
+    back = retained_from(node, up, before, commit)
     if cut is None or back is None or node.operator is None:
         return
     reach = node.operator.rescan_span.get(up.name, timedelta(0))
@@ -554,23 +564,21 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
             )
 
 
-def retained_from(processor: Processor[Any], up: Stream, before: Commit, last: Commit) -> int | None:
+def retained_from(node: Stream, up: Stream, before: Commit, last: Commit) -> int | None:
     """Returns from when on an operator may re-read an input's log after its last commit: records with a
     larger timestamp, epoch microseconds; None = none.
 
     Args:
         last: the input's last commit.
     """
-    state = before.stream_time, before.emitted_up_to, before.watermarks
-    places = [i for i, one in enumerate(processor.consumed) if one.name == up.name]
-    found = [processor.rescan_from(i, *state) for i in places]
-    operator, final = processor.node.operator, before.watermarks.get(FINAL)
+    rescan = processor_of(node).plan(times_of(before)).rescan_from(up.name)
+    operator, final, corrected = node.operator, before.watermarks.get(FINAL), None
     reach = None if operator is None else operator.rescan_span.get(up.name)
     if final and reach is not None and up.is_table:
-        found.append(min(last.stream_time.values()) - reach // timedelta(microseconds=1) - 1)
+        corrected = min(last.stream_time.values()) - reach // timedelta(microseconds=1) - 1
     elif final and reach is not None:
-        found.append(min(final.values()) - 1)
-    return min((after for after in found if after is not None), default=None)
+        corrected = min(final.values()) - 1
+    return earliest(rescan, corrected)
 
 
 def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -20,7 +21,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OUTCOME, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition
-from vt_dagster.core.processor import Input, Processor, RunContext
+from vt_dagster.core.processor import Input, RunContext, RunPlan, TimePolicy
 from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
 from vt_dagster.core.stream_time import Bounds, mean_and_most, running_max
 from vt_dagster.runs.pin import Arrival, Store
@@ -131,7 +132,7 @@ def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:
 
 def advance_stream_time(
     arrival: Arrival,
-    processor: Processor[Any],
+    policy: TimePolicy,
     inputs: Sequence[Input],
     context: RunContext,
     spark: SparkSession,
@@ -147,27 +148,25 @@ def advance_stream_time(
     times, bounds = dict(before.stream_time), None
     watermarks: dict[str, dict[int, int]] = {}
     in_time = False
-    if not processor.bounded:
+    if not policy.bounded:
         # First by bounds per chunk: if they show that no record is late, no log has to be sorted.
-        chunks = processor.lateness_bounds(inputs)
+        chunks = policy.lateness_bounds(inputs)
         found = None
         if chunks is not None:
-            found = processor.advance_if_none_late(
-                chunks.collect(), before.stream_time, before.watermarks
-            )
+            found = policy.advance_if_none_late(chunks.collect(), before.stream_time, before.watermarks)
         in_time = found is not None
         if found is None:
-            found = processor.stream_time_advance(inputs, context).collect()
+            found = policy.advance(inputs, context).collect()
         moved = {r[PARTITION]: r["time"] for r in found if r["time"] is not None}
         times |= {p: max(times.get(p, moment), moment) for p, moment in moved.items()}
-        late = mean_and_most(found) if processor.reports_lateness else None
-        watermarks = processor.watermarks(found, before.watermarks)
+        late = mean_and_most(found) if policy.reports_lateness else None
+        watermarks = policy.watermarks(found, before.watermarks)
     else:
-        bounds = bounds_of(processor, inputs, before.stream_time, spark)
+        bounds = bounds_of(policy, inputs, before.stream_time, spark)
         times |= bounds.stream_time
-        late = bounds.lateness if processor.reports_lateness else None
+        late = bounds.lateness if policy.reports_lateness else None
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
-    emitted_up_to = processor.emitted_up_to(times, before.emitted_up_to)
+    emitted_up_to = policy.emitted_up_to(times, before.emitted_up_to)
     told: dict[str, Any] = {
         "bounds": bounds,
         "gauges": gauges,
@@ -183,25 +182,28 @@ def watermark_columns(watermarks: Mapping[str, Mapping[int, int]]) -> dict[str, 
 
 
 def bounds_of(
-    processor: Processor[Any], inputs: Sequence[Input], before: Mapping[int, int], spark: SparkSession
+    policy: TimePolicy, inputs: Sequence[Input], before: Mapping[int, int], spark: SparkSession
 ) -> Bounds:
-    """Returns the bounds of the operator's stream time per chunk of arrival order."""
+    """Returns the bounds of stream time per chunk of arrival order."""
 
     def framed(bounds: Bounds) -> Bounds:
         return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
 
-    bounds = framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
+    bounds = framed(Bounds.of(policy.time_by_chunk(inputs).collect(), before))
     # A second job for the chunks with a deadline between their bounds; only those that it returns are
     # sorted.
     if not bounds.near:
         return bounds
-    return framed(bounds.only(processor.undecided_chunks(inputs, bounds).collect()))
+    return framed(bounds.only(policy.undecided_chunks(inputs, bounds).collect()))
 
 
-def oldest(processor: Processor[Any], logs: Sequence[DataFrame], before: Commit) -> int | None:
-    """Returns the time after which the run needs the tables' versions, epoch microseconds.
+def oldest(plan: RunPlan, logs: Sequence[DataFrame], before: Commit) -> int | None:
+    """Returns the time after which the run needs the tables' versions, epoch microseconds: its oldest
+    change less one microsecond, since a version valid then may end with it.
 
     None = the run needs current rows only, or none: in a first run every row is new.
     """
-    since = processor.versions_since(logs) if before.inputs else None
-    return None if since is None else since.collect()[0][0]
+    if not plan.reads_versions or not before.inputs:
+        return None
+    times = [rows.select(F.unix_micros(TIMESTAMP).alias("_at")) for rows in logs]
+    return reduce(DataFrame.union, times).agg(F.min("_at") - 1).collect()[0][0]

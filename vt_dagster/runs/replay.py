@@ -28,7 +28,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
-from vt_dagster.runs.pin import Stores
+from vt_dagster.runs.pin import Stores, times_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_source import KafkaSource
@@ -76,8 +76,8 @@ def require_history(node: Stream, stores: AssetStores, keep: Commit | None, inst
     Raises:
         StorageError: the table's history does not cover some records to join again.
     """
-    processor = processor_of(node)
-    table, up = processor.looked_up, processor.consumed[0]
+    plan = processor_of(node).plan()
+    table, up = plan.looked_up, plan.consumed[0]
     if not isinstance(table, VersionedTable):
         return
     head, last = stores(table).head(), stores(up).head()
@@ -89,7 +89,7 @@ def require_history(node: Stream, stores: AssetStores, keep: Commit | None, inst
     start, waiting = {}, None
     if keep is not None:
         start = keep.inputs.get(up.name, {})
-        waiting = processor.rescan_from(0, keep.stream_time, keep.emitted_up_to, keep.watermarks)
+        waiting = processor_of(node).plan(times_of(keep)).inputs[0].rescan_from
     rows = stores(up).log(start, last, waiting)
     oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
     if oldest is not None and oldest < horizon:

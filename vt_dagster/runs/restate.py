@@ -131,8 +131,8 @@ class Planner:
 
     def _kept(self, node: Stream, last: Commit, plan: Plan) -> tuple[Commit | None, str]:
         """Returns the last commit up to which a replay gives the same log, or None and why."""
-        processor, done = processor_of(node), {step.path: step for step in plan.steps}
-        table = processor.looked_up
+        run_plan, done = processor_of(node).plan(), {step.path: step for step in plan.steps}
+        table = run_plan.looked_up
         if last.state:
             return None, "it has a state, and only that of its last run is kept"
         if node.changed_definition(last.shape.specification):
@@ -142,7 +142,7 @@ class Planner:
         if table is not None and path_of(table) in done:
             return None, f"{table.name} is made anew"
         limits = dict[str, Offsets]()
-        for up in processor.consumed:
+        for up in run_plan.consumed:
             keep = done[path_of(up)].keep if path_of(up) in done else None
             if path_of(up) in done:
                 limits[up.name] = {} if keep is None else dict(keep.next_offset)
@@ -172,7 +172,7 @@ class Planner:
     def _require_logs(self, node: Stream, last: Commit, keep: Commit | None, plan: Plan) -> None:
         """Refuses a restatement if a log to read again, or to keep, has been truncated."""
         made = {step.path for step in plan.steps}
-        ups = [up for up in processor_of(node).consumed if path_of(up) not in made]
+        ups = [up for up in processor_of(node).plan().consumed if path_of(up) not in made]
         require_logs(node, ups, self._live, keep)
         if keep is not None and last.truncation is not None:
             raise StorageError(
@@ -184,8 +184,8 @@ class Planner:
     def _require_nothing_earlier(self, node: Stream, keep: Commit) -> None:
         """Refuses to keep results that a replay would change: joined before a matching record of the
         table arrived."""
-        table = processor_of(node).looked_up
-        consumed = {up.name for up in processor_of(node).consumed}
+        plan = processor_of(node).plan()
+        table, consumed = plan.looked_up, {up.name for up in plan.consumed}
         if not isinstance(table, VersionedTable) or table.name in consumed:
             return  # a join that consumes the table's log corrects its own results
         store = self._live(table)

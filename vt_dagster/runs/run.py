@@ -1,7 +1,7 @@
 """One run of an asset: pin, read, operate, commit, follow. No Dagster.
 
-All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. The asset's
-``Processor`` defines the operation; its ``Store`` holds the tables.
+All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. A run carries
+out the plan of the asset's ``Processor``, which makes the rows; the ``Store`` holds the tables.
 
 The order of writes is the protocol: first, under the attempt's name, rejected records, state and
 consumed files; then the log (**the commit**); then view and quarantine, which are derived from it. So a
@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException, PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType, TimestampType
 
@@ -43,12 +43,17 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Outcome, by_partition
+from vt_dagster.core.arrival_order import (
+    InPlace,
+    Outcome,
+    by_partition,
+    number,
+    number_in_place,
+)
 from vt_dagster.core.as_of_join import JoinStrategy, Tiles, crowd_of, level_for
-from vt_dagster.core.log_columns import log_schema, view_schema
-from vt_dagster.core.processor import Input, Lookup, Processor, RunContext
+from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
+from vt_dagster.core.processor import Input, Lookup, Processor, RunContext, RunPlan
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.table_store import PersistRows
 from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.runs.commit_document import (
     document,
@@ -141,6 +146,30 @@ def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
     places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
     empty = spark.createDataFrame([], log_schema(node))
     return empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)})
+
+
+def numbered(
+    rows: DataFrame,
+    first: Column,
+    node: Stream,
+    plan: RunPlan,
+    single_task: bool,
+    in_place: InPlace | None = None,
+) -> DataFrame:
+    """Returns the log rows of a run: its results, numbered from ``first``; with ``recorded_at`` if a
+    source provides it.
+
+    Args:
+        single_task: whether one task can number them.
+        in_place: set if they keep their log's order.
+    """
+    results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
+    if in_place is not None and (in_place.complete or not single_task):
+        placed = number_in_place(results, first, in_place)
+    else:
+        placed = number(results, first, plan.order.columns(), plan.chunk_of_results(single_task))
+    told = node.operator is None and RECORDED_AT in rows.columns
+    return placed.select(*log_columns(node), *([RECORDED_AT] if told else []))
 
 
 def judge(records: DataFrame) -> Judged:
@@ -252,45 +281,6 @@ def tiles_of(
     return tiles(spark.createDataFrame(levels.toArrow()))
 
 
-# Temporal lookup
-
-
-def temporal_lookup(
-    arrival: Arrival,
-    processor: Processor[Any],
-    stores: Stores,
-    records: DataFrame,
-    judged: Judged,
-    persist_rows: PersistRows,
-    context: RunContext,
-) -> tuple[DataFrame, Judged]:
-    """Joins judged records with the table's versions that are valid at their times.
-
-    Args:
-        persist_rows: computes rows at once and persists them until the commit.
-
-    Returns:
-        the results, and the judged records with rows read and strategy.
-    """
-    table = processor.looked_up
-    assert table is not None
-    store, at = stores(table), arrival.tables.get(table.name)
-    if at is None or at.head is None or judged.span is None:
-        empty = recorded_if(
-            processor.uses_system_time, store.spark.createDataFrame([], view_schema(table))
-        )
-        return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
-    since = judged.span[0] - processor.lookup_margin // timedelta(microseconds=1)
-    rows = of_table.as_read(table, recorded_if(processor.uses_system_time, store.view_at(at, since)))
-    way, strategy = join_strategy(table, rows, arrival.few_records, at.total, (since, judged.span[1]))
-    past = None
-    if processor.uses_system_time and isinstance(table, VersionedTable):
-        past = TableSystemTimeHistory(table, store, at.head, persist_rows)
-    found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
-    told = strategy if past is None else f"{strategy}; {past.description}"
-    return found, replace(judged, rows_read=at.reach(since), strategy=told)
-
-
 # Udf determinism
 
 
@@ -354,96 +344,6 @@ def _deterministic(rows: DataFrame, one: Expression) -> bool:
     return True
 
 
-# Run inputs
-
-
-def logs_of(arrival: Arrival, processor: Processor[Any], stores: Stores) -> list[DataFrame]:
-    """Returns the log rows of each consumed input, from where the processor re-reads them."""
-    return [_log_of(node, arrival, processor, stores(node)) for node in processor.consumed]
-
-
-def _log_of(node: Stream, arrival: Arrival, processor: Processor[Any], store: Store) -> DataFrame:
-    head = arrival.inputs.get(node.name)
-    if head is None:
-        return store.spark.createDataFrame([], log_schema(node))
-    start, after = arrival.before.inputs.get(node.name, {}), _rescan_from(node, arrival, processor)
-    if node.name not in arrival.taken and (after is None or not start):
-        return recorded_if(processor.uses_system_time, store.log({}, head).limit(0))
-    return recorded_if(processor.uses_system_time, store.log(start, head, after))
-
-
-def _rescan_from(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int | None:
-    """Returns the earliest time needed; a log may be more than one of the inputs (a self-join)."""
-    before = arrival.before
-    places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
-    state = before.stream_time, before.emitted_up_to, before.watermarks
-    found = [processor.rescan_from(i, *state) for i in places]
-    found += [processor.rescan_from_batch(i, arrival.watermarks) for i in places]
-    return min((after for after in found if after is not None), default=None)
-
-
-def inputs_of(
-    arrival: Arrival, processor: Processor[Any], stores: Stores, logs: Sequence[DataFrame]
-) -> list[Input]:
-    """Returns the rows that were read, with the tables that the processor looks up."""
-    if arrival.source is not None:
-        return [Input(rows) for rows in logs]
-    before, since = arrival.before, oldest(processor, logs, arrival.before)
-    found: list[Input] = []
-    for node, rows in zip(processor.consumed, logs, strict=True):
-        start = before.inputs.get(node.name, {})
-        table = earlier = None
-        times = dict[int, int]()
-        # In a first run, the changes contain every row of the table: no table is needed.
-        if start and processor.reads_tables and node.name in arrival.tables:
-            store, at = stores(node), arrival.tables[node.name]
-            table = store.current_at(at) if since is None else store.view_at(at, since)
-            table, times = table.drop(RECORDED_AT), at.stream_time
-        if start and _rescan_from(node, arrival, processor) is not None:
-            consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
-            earlier, rows = rows.where(consumed), rows.where(~consumed)
-        found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
-    return found
-
-
-def run_context_of(
-    arrival: Arrival, processor: Processor[Any], store: Store, persist_rows: PersistRows | None = None
-) -> RunContext:
-    """Returns the context of a run.
-
-    Args:
-        store: the asset's own tables.
-        persist_rows: computes rows at once and persists them until the commit; None = read no table,
-            for calls before the operator.
-    """
-    before, with_tables = arrival.before, persist_rows is not None
-    view = state = None
-    if with_tables and arrival.previous is not None:
-        state = store.state(arrival.previous)
-        own = isinstance(arrival.node, Table) and processor.reads_own_table(arrival.watermarks)
-        view = store.current() if own else None
-        view = None if view is None else view.drop(RECORDED_AT)
-    since = processor.rescan_from_batch(0, arrival.watermarks)
-    asked = with_tables and since is not None and processor.quarantined_outcomes
-    many = arrival.few_records and arrival.view_rows > MANY_ROWS
-    return RunContext(
-        persist_rows=persist_rows if many or processor.persists_rows else None,
-        state=state,
-        view=view,
-        stream_time=by_partition(before.stream_time),
-        stream_time_after=by_partition(arrival.stream_time),
-        emitted_up_to=by_partition(before.emitted_up_to),
-        emitted_up_to_after=by_partition(arrival.emitted_up_to),
-        bounds=arrival.bounds,
-        none_late=arrival.none_late,
-        watermarks=watermark_columns(before.watermarks),
-        watermarks_after=watermark_columns(arrival.watermarks),
-        since=since,
-        refused=store.quarantine() if asked else None,
-        first_changes=first_changes_of(arrival, store) if with_tables else None,
-    )
-
-
 # Run
 
 
@@ -475,6 +375,12 @@ class Run:
     def processor(self) -> Processor[Any]:
         return processor_of(self.node, self.arrival.single_task)
 
+    @property
+    def plan(self) -> RunPlan:
+        """What this run does; before the run's watermarks are known, its inputs may reach less far
+        back."""
+        return self.processor.plan(self.arrival.times)
+
     # -- pin -------------------------------------------------------------------------------------
 
     @classmethod
@@ -503,12 +409,13 @@ class Run:
 
     def _with_stream_time(self) -> Arrival:
         """Returns the arrival with the operator's own stream time and the lateness of its records."""
-        if not self.processor.has_stream_time:
+        policy = self.plan.stream_time
+        if policy is None:
             return self.arrival
         with self.store.planner_settings(self.arrival.small):
             return advance_stream_time(
                 self.arrival,
-                self.processor,
+                policy,
                 self._inputs(self.read()),
                 self._context(),
                 self.store.spark,
@@ -525,7 +432,17 @@ class Run:
         """
         if self.arrival.source is not None:
             return [self._records(self.arrival.source, now)]
-        return logs_of(self.arrival, self.processor, self.stores)
+        return [self._log_of(node, self.plan) for node in self.plan.consumed]
+
+    def _log_of(self, node: Stream, plan: RunPlan) -> DataFrame:
+        """Returns the log rows of an input, from where the plan reads them again."""
+        store, head = self.stores(node), self.arrival.inputs.get(node.name)
+        if head is None:
+            return store.spark.createDataFrame([], log_schema(node))
+        start, after = self.arrival.before.inputs.get(node.name, {}), plan.rescan_from(node.name)
+        if node.name not in self.arrival.taken and (after is None or not start):
+            return recorded_if(plan.uses_system_time, store.log({}, head).limit(0))
+        return recorded_if(plan.uses_system_time, store.log(start, head, after))
 
     def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
         latest, now = None, now or datetime.now(timezone.utc)
@@ -535,7 +452,59 @@ class Run:
             return records_of(self.arrival, source, self.store, latest)
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
-        return inputs_of(self.arrival, self.processor, self.stores, logs)
+        """Returns the rows that were read, with the tables that the plan reads."""
+        arrival, plan = self.arrival, self.plan
+        if arrival.source is not None:
+            return [Input(rows) for rows in logs]
+        since = oldest(plan, logs, arrival.before)
+        found: list[Input] = []
+        for node, rows in zip(plan.consumed, logs, strict=True):
+            start = arrival.before.inputs.get(node.name, {})
+            table = earlier = None
+            times = dict[int, int]()
+            # In a first run, the changes contain every row of the table: no table is needed.
+            if start and plan.reads_tables and node.name in arrival.tables:
+                store, at = self.stores(node), arrival.tables[node.name]
+                table = store.current_at(at) if since is None else store.view_at(at, since)
+                table, times = table.drop(RECORDED_AT), at.stream_time
+            if start and plan.rescan_from(node.name) is not None:
+                consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
+                earlier, rows = rows.where(consumed), rows.where(~consumed)
+            found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
+        return found
+
+    def _context(self, with_tables: bool = False) -> RunContext:
+        """Returns the context of the run.
+
+        Args:
+            with_tables: False = read no table, for calls before the operator.
+        """
+        arrival, plan, store, before = self.arrival, self.plan, self.store, self.arrival.before
+        view = state = None
+        if with_tables and arrival.previous is not None:
+            state = store.state(arrival.previous)
+            own = isinstance(self.node, Table) and plan.reads_own_table
+            view = store.current() if own else None
+            view = None if view is None else view.drop(RECORDED_AT)
+        since = plan.corrects_after
+        asked = with_tables and since is not None and plan.quarantined_outcomes
+        many = arrival.few_records and arrival.view_rows > MANY_ROWS
+        return RunContext(
+            persist_rows=self._persist if with_tables and (many or plan.persists_rows) else None,
+            state=state,
+            view=view,
+            stream_time=by_partition(before.stream_time),
+            stream_time_after=by_partition(arrival.stream_time),
+            emitted_up_to=by_partition(before.emitted_up_to),
+            emitted_up_to_after=by_partition(arrival.emitted_up_to),
+            bounds=arrival.bounds,
+            none_late=arrival.none_late,
+            watermarks=watermark_columns(before.watermarks),
+            watermarks_after=watermark_columns(arrival.watermarks),
+            since=since,
+            refused=store.quarantine() if asked else None,
+            first_changes=first_changes_of(arrival, store) if with_tables else None,
+        )
 
     # -- operate ---------------------------------------------------------------------------------
 
@@ -550,12 +519,12 @@ class Run:
         Args:
             read: the result of :meth:`read`, perhaps transformed by an op in between.
         """
-        context, processor = self._context(with_tables=True), self.processor
+        context, table_time = self._context(with_tables=True), self.plan.table_time
         if self.arrival.empty:
             return Results(nothing_of(self.node, self.store.spark), context)
         require_deterministic_functions(self.arrival, self.store)
         if self.arrival.source is not None and (
-            processor.bounded or reads_twice(read[0], self.arrival)
+            table_time is not None or reads_twice(read[0], self.arrival)
         ):
             # The records are used twice, and reading them from the source takes most of the time.
             with self._explained():
@@ -563,15 +532,15 @@ class Run:
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 read = [rows]
-        if self.arrival.source is not None and processor.bounded:
+        if table_time is not None:
             with self._explained():
                 before, spark = self.arrival.before.stream_time, self.store.spark
-                bounds = bounds_of(processor, self._inputs(read), before, spark)
+                bounds = bounds_of(table_time, self._inputs(read), before, spark)
                 context = replace(context, bounds=bounds)
         inputs = self._inputs(read)
         judged = self._judged(inputs, context)
         if judged is None:
-            return Results(processor.results(inputs, context), context)
+            return Results(self.processor.results(inputs, context), context)
         return self._joined(judged, context)
 
     def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
@@ -604,24 +573,43 @@ class Run:
         return results
 
     def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        own = self.arrival.view_rows if self.processor.reads_own_table(self.arrival.watermarks) else 0
+        own = self.arrival.view_rows if self.plan.reads_own_table else 0
         with self.store.planner_settings(self._small(Judged(rows_read=own))):
             return self.processor.judge(inputs, context)
 
     def _joined(self, judged: DataFrame, context: RunContext) -> Results:
-        processor = self.processor
         with self.store.planner_settings(self.arrival.small):
             told = judge(judged)
         with self.store.planner_settings(self._small(told)):
-            rows, told = temporal_lookup(
-                self.arrival, processor, self.stores, judged, told, self._persist, context
-            )
+            rows, told = self._looked_up(judged, told, context)
         return Results(rows, context, told)
 
-    def _context(self, with_tables: bool = False) -> RunContext:
-        return run_context_of(
-            self.arrival, self.processor, self.store, self._persist if with_tables else None
-        )
+    def _looked_up(
+        self, records: DataFrame, judged: Judged, context: RunContext
+    ) -> tuple[DataFrame, Judged]:
+        """Joins judged records with the table's versions that are valid at their times.
+
+        Returns:
+            the results, and the judged records with rows read and strategy.
+        """
+        arrival, plan, look_up = self.arrival, self.plan, self.processor.look_up
+        table = plan.looked_up
+        assert table is not None
+        store, at = self.stores(table), arrival.tables.get(table.name)
+        if at is None or at.head is None or judged.span is None:
+            none = store.spark.createDataFrame([], view_schema(table))
+            empty = Lookup(recorded_if(plan.uses_system_time, none), by_partition({}))
+            return look_up(records, empty, context), judged
+        since = judged.span[0] - plan.lookup_margin // timedelta(microseconds=1)
+        rows = of_table.as_read(table, recorded_if(plan.uses_system_time, store.view_at(at, since)))
+        span = since, judged.span[1]
+        way, strategy = join_strategy(table, rows, arrival.few_records, at.total, span)
+        past = None
+        if plan.uses_system_time and isinstance(table, VersionedTable):
+            past = TableSystemTimeHistory(table, store, at.head, self._persist)
+        found = look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
+        told = strategy if past is None else f"{strategy}; {past.description}"
+        return found, replace(judged, rows_read=at.reach(since), strategy=told)
 
     def _persist(self, rows: DataFrame) -> DataFrame:
         """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock."""
@@ -662,8 +650,9 @@ class Run:
                 arrival.persisted.append(rows)
                 passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
-                in_place = places_of(arrival, self.processor, passed)
-                new = self.processor.produce(rows, first, passed.single_task, in_place)
+                plan = self.plan
+                in_place = places_of(arrival, plan, passed)
+                new = numbered(rows, first, self.node, plan, passed.single_task, in_place)
                 if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
                 head = store.commit(new, commit, passed.counts[Outcome.APPLIED])
@@ -698,27 +687,27 @@ class Run:
         self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None
     ) -> tuple[Passed, Commit]:
         """Checks the results, stages files beside the log, and returns the commit document."""
-        arrival, processor = self.arrival, self.processor
-        before, judged = arrival.before, results.judged
-        passed = gate(processor, rows, by_partition(before.stream_time))
-        processor.check(passed.by_partition)
-        counts = processor.counts(arrival.new_records - arrival.erased, passed.counts, judged.counts)
+        arrival, plan = self.arrival, self.plan
+        before, judged, counting = arrival.before, results.judged, plan.counts
+        passed = gate(self.node, plan, rows, by_partition(before.stream_time))
+        counting.check(passed.by_partition)
+        counts = counting.of_run(arrival.new_records - arrival.erased, passed.counts, judged.counts)
         counts |= {"erased": arrival.erased} if arrival.erased else {}
-        state = processor.state_after(rows, results.context)
-        buffer = processor.fullness(state)
+        state = self.processor.state_after(rows, results.context)
+        buffer = counting.fullness(state)
         gauges = dict(arrival.gauges)
         if buffer is not None:
             full = {r[PARTITION]: (r["records"], r["bytes"]) for r in buffer.collect()}
-            gauges |= processor.gauges(full, before.gauges, before.batch)
+            gauges |= counting.gauges(full, before.gauges, before.batch)
         position: dict[str, Any] = {"taken": arrival.taken, "inputs": ends_of(arrival)}
         if arrival.source is not None:
             position = of_source(arrival, rows, passed, counts)
         store.progress.done(f"decided: {in_words(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)
-        refused = any(passed.counts[outcome] for outcome in processor.quarantined_outcomes)
+        refused = any(passed.counts[outcome] for outcome in plan.quarantined_outcomes)
         if refused:
-            stage_rejected(store, arrival.attempt, rows, processor.quarantined_outcomes)
+            stage_rejected(store, arrival.attempt, rows, plan.quarantined_outcomes)
         consumed = None if arrival.source is None else arrival.source.consumed()
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
@@ -730,7 +719,7 @@ class Run:
             passed,
             counts,
             judged.by_partition or passed.by_partition,
-            stream_time=arrival.stream_time if processor.has_stream_time else passed.times,
+            stream_time=passed.times if plan.stream_time is None else arrival.stream_time,
             gauges=gauges,
             strategy=judged.strategy,
             state=state is not None,

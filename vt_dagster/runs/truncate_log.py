@@ -169,8 +169,7 @@ class _Log:
         name, found = self.node.name, list[Consumer]()
         declared = {"/".join(node.path) for node in self.known}
         for node in self.known:
-            processor = processor_of(node)
-            if name in {up.name for up in processor.consumed}:
+            if name in {up.name for up in processor_of(node).plan().consumed}:
                 found.append(self._declared(node, last))
         for other in asset_names(self.warehouse):
             if other in declared:
@@ -197,7 +196,7 @@ class _Log:
         if head.commit.logs.get(self.node.name, last.log) != last.log:
             return Consumer(node.name, {}, why=", which is made of another log of that name: replay it")
         done = head.commit.inputs.get(self.node.name, {})
-        back = retained_from(processor_of(node), self.node, head.commit, last)
+        back = retained_from(node, self.node, head.commit, last)
         if back is not None and head.commit.stream_time and self.node.log_retention is not None:
             # A window or grace period may be made longer, up to the log retention.
             micros = self.node.log_retention // timedelta(microseconds=1)

@@ -167,7 +167,7 @@ def _made(
             continue
         remade.append(one.name)
         if one.operator is not None:
-            require_logs(one, processor_of(one).consumed, stores, None)
+            require_logs(one, processor_of(one).plan().consumed, stores, None)
             require_history(one, stores, None, _LONGER)
         make_anew(one, stores, there, f"{_RUN}:{node.name}")
     return stores(node), tuple(remade)

@@ -150,7 +150,7 @@ class TopologyTestDriver:
         node, head = self._node(name), self._stores[name].head()
         if head is None or not head.commit.counts.get(Outcome.WAITING):
             return []
-        stores = [self._stores[up.name] for up in processor_of(node).consumed]
+        stores = [self._stores[up.name] for up in processor_of(node).plan().consumed]
         with self._session():
             logs, state = [one.frame(one.rows) for one in stores], self._stores[name].state(head)
             rows = processor_of(node).waiting(logs, head.commit.emitted_up_to, state)
