@@ -68,6 +68,7 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import shown_options
 
 # Op names
 
@@ -294,24 +295,7 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         "vt_dagster/key": ", ".join(node.key),
         "vt_dagster/ops": " -> ".join(steps_of(node)),
     }
-    if isinstance(node, VersionedTable):
-        metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
-        if node.ready is not None:
-            metadata["vt_dagster/ready"] = str(node.ready)
-        if node.start is not None:
-            metadata["vt_dagster/start"] = node.start.describe()
-        if node.new_version_on is not None:
-            metadata["vt_dagster/new_version_on"] = ", ".join(node.new_version_on)
-        if node.only_columns is not None:
-            only = node.only_columns
-            metadata["vt_dagster/only_columns"] = only if isinstance(only, str) else ", ".join(only)
-        if node.ignore_null_updates:
-            nulls = node.ignore_null_updates
-            metadata["vt_dagster/ignore_null_updates"] = "all" if nulls is True else ", ".join(nulls)
-    if isinstance(node, Table) and node.deleted_at is not None:
-        metadata["vt_dagster/deleted_at"] = node.deleted_at
-    if node.log_retention is not None:
-        metadata["vt_dagster/log_retention"] = spoken(node.log_retention)
+    metadata |= {f"vt_dagster/{name}": said for name, said in shown_options(node).items()}
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}
