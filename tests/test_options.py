@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from typing_extensions import Required
 
 from vt_dagster import FilesSource, SnapshotSource, Stream, Table, VersionedTable
-from vt_dagster.components.topology_component import described
+from vt_dagster.components.topology_component import CONCEPTS, AssetPart, described
+from vt_dagster.orchestration.decorators import (
+    StreamAttributes,
+    TableAttributes,
+    VersionedTableAttributes,
+)
 from vt_dagster.orchestration.metadata import definition_metadata
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.storage.asset_store import shape_of
@@ -90,6 +96,23 @@ def test_each_field_is_an_option() -> None:
     names = [option.name for option in OPTIONS]
     assert len(set(names)) == len(names)
     assert set(names) == {f.name for f in fields(VersionedTable)} - NO_OPTIONS == set(VALUES)
+
+
+def test_decorators_and_yaml_have_each_option() -> None:
+    """A function is the source of its table, and has no changes that a start snapshot could precede."""
+    of_function = {"name", "ins", "deps", "partitions_def", "required_resource_keys"}
+    of_function |= {"max_bad_share", "max_clock_skew"}
+    not_of = {Stream: {"freshness"}, Table: set[str](), VersionedTable: {"start", "broadcast"}}
+    kinds = {Stream: StreamAttributes, Table: TableAttributes, VersionedTable: VersionedTableAttributes}
+    concepts = {Stream: "stream", Table: "table", VersionedTable: "versioned_table"}
+    shown = {*AssetPart.model_fields}
+    for kind, attributes in kinds.items():
+        names = {f.name for f in fields(kind)} - NO_OPTIONS
+        assert set(get_type_hints(attributes)) == names - {"source"} - not_of[kind] | of_function
+        hints = get_type_hints(attributes, include_extras=True)
+        required = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
+        assert {n for n, hint in hints.items() if get_origin(hint) is Required} == required - {"name"}
+        assert names <= {*CONCEPTS[concepts[kind]].yaml.model_fields} | shown
 
 
 @each()

@@ -21,9 +21,11 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
+from typing_extensions import Required, TypedDict
+
 from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.topology.durations import Duration, parse_length
-from vt_dagster.topology.node import Node, Source, topological
+from vt_dagster.topology.node import Freshness, Node, Source, topological
 from vt_dagster.topology.operators import (
     Aggregator,
     CorrectedJoin,
@@ -912,12 +914,61 @@ class VersionedTable(Table, kind="versioned_table"):
         return self.only_columns is not None or bool(self.ignore_null_updates)
 
 
+# Options as arguments
+
+
+class StreamOptions(TypedDict, total=False):
+    """The options of a stream without a source, as arguments: see :class:`Stream`."""
+
+    key: Required[str | Sequence[str]]
+    schema: Required[Any]
+    timestamp: str
+    tombstone: str | None
+    partitions: int
+    partition_by: str | None
+    null_key: Literal["quarantine", "keep"]
+    renamed: Mapping[str, str]
+    description: str | None
+    group: str | None
+    owners: Sequence[str]
+    key_prefix: str | Sequence[str]
+    log_retention: timedelta | None
+
+
+class _TableOptions(StreamOptions, total=False):
+    freshness: Freshness
+    deleted_when: str | None
+    deleted_at: str | None
+
+
+class TableOptions(_TableOptions, total=False):
+    """The options of a table without a source, as arguments: see :class:`Table`."""
+
+    broadcast: bool
+
+
+class VersionedTableOptions(_TableOptions, total=False):
+    """The options of a versioned table without a source, as arguments: see :class:`VersionedTable`."""
+
+    history_retention: Required[Duration]
+    segment_interval: timedelta | None
+    ready: Ready
+    tie_break: str | None
+    valid_until: str | None
+    new_version_on: Sequence[str] | None
+    only_columns: str | Sequence[str] | None
+    ignore_null_updates: bool | Sequence[str]
+
+
 __all__ = [
     "Duration",
     "Source",
     "Stream",
+    "StreamOptions",
     "Table",
+    "TableOptions",
     "VersionedTable",
+    "VersionedTableOptions",
     "replace",
     "topological",
 ]
