@@ -292,7 +292,6 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         "dagster/column_schema": column_schema(node),
         "dagster/storage_kind": "delta",
         "vt_dagster/kind": type(node).__name__,
-        "vt_dagster/key": ", ".join(node.key),
         "vt_dagster/ops": " -> ".join(steps_of(node)),
     }
     metadata |= {f"vt_dagster/{name}": said for name, said in shown_options(node).items()}
@@ -301,7 +300,6 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}
     metadata |= _column_lineage(node)
     if node.source is not None:
-        metadata["vt_dagster/source"] = node.source.describe()
         unit = getattr(node.source, "timestamps", None)
         if unit is not None:
             said = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())

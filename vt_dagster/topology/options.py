@@ -479,7 +479,7 @@ _ONE_OF_TWO = "it would refuse one of two partial updates with equal timestamps"
 _UNCHANGED = "the result has a history retention, and selects"
 
 OPTIONS: tuple[Option, ...] = (
-    Option("key", defines_records=True),
+    Option("key", defines_records=True, shown=True),
     Option("schema", defines_records=True),
     Option("timestamp", defines_records=True, sql=Sql("a SQL expression of type timestamp")),
     Option(
@@ -489,7 +489,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("partitions", _check_partitions),
     Option("partition_by", sql=Sql("a SQL expression over the key columns")),
-    Option("source"),
+    Option("source", shown=True),
     Option("null_key", _check_null_key, defines_records=True),
     Option("description"),
     Option("group"),
@@ -503,7 +503,7 @@ OPTIONS: tuple[Option, ...] = (
         shown=True,
         refused={
             Consumer.AS_KNOWN: _WHOLE_LOG,
-            Consumer.SPINE: Refusal("each run reads the whole log", "select newer records"),
+            Consumer.SPINE: Refusal("each run reads the whole log", "use another stream"),
         },
     ),
     Option("broadcast", _check_broadcast),
