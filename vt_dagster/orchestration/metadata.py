@@ -52,11 +52,10 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.arrival_order import REFUSED, Outcome
 from vt_dagster.core.log_columns import log_columns, partial_columns
 from vt_dagster.core.processor_registry import PROCESSORS, processor_of
 from vt_dagster.core.stream_table_join import TOO_LATE
-from vt_dagster.core.table_store import tie_break_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.pin import Arrival
@@ -68,7 +67,7 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.options import shown_options
+from vt_dagster.topology.options import set_options, shown_options
 
 # Op names
 
@@ -435,8 +434,8 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
     waits = bool(getattr(node.operator, "waits", False))
     if name == Outcome.LATE:
         promised = waits or isinstance(node, VersionedTable)
-    elif name == Outcome.LOST_TIE:
-        promised = tie_break_of(node) is not None
+    elif name in REFUSED:
+        promised = any(name in option.outcomes for option in set_options(node))
     elif name == Outcome.WAITING:
         promised = waits
     else:

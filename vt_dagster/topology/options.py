@@ -23,6 +23,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from vt_dagster import rules
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration, spoken
 from vt_dagster.topology.schema import holds_map
@@ -98,6 +99,7 @@ class Option:
         shown: whether the metadata of the asset shows it.
         text: formats the value for metadata.
         in_commit: whether commits keep it (a field of ``Shape``), for readers without definitions.
+        outcomes: outcomes of records that only a table with the option has, by name; see ``rules``.
         sql: the SQL expression that a text is; None: a text is no expression.
         not_of_results: why the result of an operator cannot have it; empty: it can.
         not_of_states: why a source of whole states cannot have it; empty: it can.
@@ -112,6 +114,7 @@ class Option:
     shown: bool = False
     text: Callable[[Any], str] = as_text
     in_commit: bool = False
+    outcomes: tuple[str, ...] = ()
     sql: Sql | None = None
     not_of_results: str = ""
     not_of_states: str = ""
@@ -529,6 +532,7 @@ OPTIONS: tuple[Option, ...] = (
         _check_tie_break,
         defines_records=True,
         shown=True,
+        outcomes=(rules.LOST_TIE.name,),
         not_of_results="whose inputs decide which of several records counts",
     ),
     Option(
@@ -548,6 +552,7 @@ OPTIONS: tuple[Option, ...] = (
         _check_start,
         defines_records=True,
         shown=True,
+        outcomes=(rules.COVERED.name,),
         not_of_results="which starts with the rows of its inputs",
     ),
     Option(
