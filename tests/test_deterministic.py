@@ -207,6 +207,7 @@ PLACES: dict[str, Callable[[str], Any]] = {
     "tombstone": lambda e: stream(tombstone=f"{e} > 0"),
     "tombstone (deleted_when)": lambda e: table(deleted_when=f"{e} > 0"),
     "partition_by": lambda e: stream(partition_by=f"cast({e} as int)", partitions=2),
+    "deleted_at": lambda e: table(deleted_at=f"timestamp_seconds({e})"),
     "only_columns": lambda e: table(only_columns=f"if({e} > 0, 's', null)"),
     "dump_time": lambda e: table(
         source=SnapshotSource("/x", "csv", pattern="*", dump_time=f"timestamp_seconds({e})")

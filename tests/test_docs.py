@@ -19,9 +19,10 @@ from pyspark.sql import SparkSession
 
 import vt_dagster
 from tests.test_components import project
-from vt_dagster import SparkResource, build_definitions
+from vt_dagster import SparkResource, Stream, Table, build_definitions
 from vt_dagster.cli.app import app
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.options import OPTIONS, Consumer
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -35,6 +36,7 @@ sys.path.insert(0, str(DOCS / "_made"))
 import drawings  # noqa: E402  # pyright: ignore[reportMissingImports]
 import hook  # noqa: E402  # pyright: ignore[reportMissingImports]
 import scenarios  # noqa: E402  # pyright: ignore[reportMissingImports]
+import tables  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 class Block(NamedTuple):
@@ -199,6 +201,22 @@ def test_each_public_name_is_in_the_reference() -> None:
     homes = vt_dagster._HOMES
     listed = re.findall(r"^::: (\S+\.)(\w+)$", reference, re.MULTILINE)
     assert {name: home.rstrip(".") for home, name in listed} == homes
+
+
+def test_the_page_of_options_has_each_option_and_refusal() -> None:
+    page, matrix = tables.options(), tables.option_matrix().splitlines()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
+        *(o.name for o in OPTIONS if o.name != "freshness" and o.name in Stream.__dataclass_fields__),
+        *("freshness", "broadcast", "deleted_when", "deleted_at"),
+        *(o.name for o in OPTIONS if o.name not in Table.__dataclass_fields__),
+    ]
+    columns = re.findall(r"`(\w+)`", matrix[0])
+    rows = {cells[1]: cells[2:] for cells in (re.split(r" ?\| ?", line) for line in matrix[2:])}
+    assert list(rows) == [consumer.value for consumer in Consumer]
+    for option in OPTIONS:
+        for consumer, refusal in option.refused.items():
+            cell = rows[consumer.value][columns.index(option.name)]
+            assert cell == f"**no**: {refusal.why}; {refusal.instead}"
 
 
 class _Page:

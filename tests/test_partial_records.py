@@ -369,7 +369,7 @@ def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
         ({"only_columns": ["timestamp"]}, "only_columns to name value columns"),
         ({"ignore_null_updates": ["town"]}, "ignore_null_updates to name value columns"),
         ({"ignore_null_updates": "city"}, "ignore_null_updates to be a list of value columns"),
-        ({"ignore_null_updates": True, "tie_break": "tier"}, "do not allow tie_break"),
+        ({"ignore_null_updates": True, "tie_break": "tier"}, "does not allow tie_break"),
         (
             {"ignore_null_updates": True, "source": SnapshotSource("dumps", dump_time="modified")},
             "with a source of changes",

@@ -46,6 +46,8 @@ PARTS: dict[str, Callable[[str], str]] = {
     "rules": lambda _: tables.rules(),
     "metrics": lambda _: tables.metrics(),
     "errors": lambda _: tables.errors(),
+    "options": lambda _: tables.options(),
+    "option_matrix": lambda _: tables.option_matrix(),
     "typed_ops": lambda _: tables.typed_ops(),
     "commands": lambda _: tables.commands(),
 }

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import MISSING, Field
 from functools import cache
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import click
 import typer
 
+from vt_dagster.components.topology_component import described
 from vt_dagster.orchestration.metadata import KINDS
 from vt_dagster.rules import METRICS, RULES
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import OPTIONS, Consumer, Option
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,3 +132,57 @@ def _command(name: str, command: click.Command) -> list[str]:
         shown = ", ".join(f"`{o.upper() if given else o}`" for o in (*one.opts, *one.secondary_opts))
         parts.append(f"| {shown} | {_escaped(said)} |")
     return [*parts, ""]
+
+
+def options() -> str:
+    """The options of each kind of node, as the classes and the registry describe them."""
+    parts, seen = list[str](), set[str]()
+    titles = {Stream: "Streams and tables", Table: "Tables", VersionedTable: "Versioned tables"}
+    for kind, title in titles.items():
+        own = [o for o in OPTIONS if o.name in kind.__dataclass_fields__ and o.name not in seen]
+        seen |= {o.name for o in own}
+        if kind is Stream:
+            own = [o for o in own if o.name != "freshness"]
+            seen.discard("freshness")
+        parts += [f"## {title}", "", "| option | type | default | records | metadata | what it is |"]
+        parts += ["|---|---|---|---|---|---|", *(_option(kind, one) for one in own), ""]
+    return "\n".join(parts)
+
+
+def _option(kind: Any, option: Option) -> str:
+    declared: Field[Any] = kind.__dataclass_fields__[option.name]
+    hint = get_type_hints(kind)[option.name]
+    type_ = hint.__name__ if isinstance(hint, type) else re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(hint))
+    default = "required" if declared.default is MISSING else f"`{declared.default!r}`"
+    default = default if declared.default_factory is MISSING else "`{}`"
+    text = re.split(r"(?<=[.]) ", described(kind, option.name) or "")[0]
+    more = [text[:1].upper() + text[1:]]
+    more += [f"Not for the result of an operator, {why}." for why in [option.not_of_results] if why]
+    more += [f"Not for a source of whole states, {why}." for why in [option.not_of_states] if why]
+    more += [f"Not beside `{other}`: {why}." for other, why in option.excludes.items()]
+    marks = " | ".join("yes" if one else "" for one in (option.defines_records, option.shown))
+    cells = [f"`{option.name}`", f"`{type_}`", default]
+    said = re.sub(r"``(.+?)``", r"`\1`", " ".join(more))
+    return f"| {' | '.join(one.replace('|', chr(92) + '|') for one in cells)} | {marks} | {said} |"
+
+
+def option_matrix() -> str:
+    """Which consumer reads a table with which option, and why not."""
+    of = [option for option in OPTIONS if option.refused or option.kept_if]
+    lines = [
+        f"| | {' | '.join(f'`{option.name}`' for option in of)} |",
+        "|---" * (len(of) + 1) + "|",
+    ]
+    for consumer in Consumer:
+        told = " | ".join(_cell(option, consumer) for option in of)
+        lines.append(f"| {consumer.value} | {told} |")
+    return "\n".join(lines)
+
+
+def _cell(option: Option, consumer: Consumer) -> str:
+    if consumer is Consumer.SPINE and option.name not in Stream.__dataclass_fields__:
+        return ""
+    if consumer in option.kept_if:
+        return f"kept, if {option.kept_if[consumer]}"
+    refusal = option.refused.get(consumer)
+    return "yes" if refusal is None else f"**no**: {refusal.why}; {refusal.instead}"

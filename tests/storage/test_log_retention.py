@@ -400,11 +400,15 @@ def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
         ),
         (
             lambda t: t.orders.join(t.rates, name="x", as_known="when_recorded"),
-            "as_known needs the whole log of 'rates'",
+            "a join by what was known needs an input without log_retention, got 'rates'",
         ),
         (
-            lambda t: TrainingSet("x", t.orders, (FeatureView(t.rates, key="k"),)),
-            "each run reads the whole log of 'orders', whose log_retention",
+            lambda t: FeatureView(t.rates, key="k"),
+            "a join by what was known needs an input without log_retention, got 'rates'",
+        ),
+        (
+            lambda t: TrainingSet("x", t.orders, (FeatureView(t.rates, key="k", as_known="now"),)),
+            "the spine of a training set needs an input without log_retention, got 'orders'",
         ),
         (
             lambda t: replace(t.orders, log_retention=timedelta(-1)),

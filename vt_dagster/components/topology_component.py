@@ -64,6 +64,7 @@ from vt_dagster.topology.model import (
     VersionedTable,
     WindowedStream,
 )
+from vt_dagster.topology.node import Source
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
@@ -286,8 +287,12 @@ def _is_plain(target: Any) -> bool:
 
 
 def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
-    """Returns the YAML type of a parameter; for a union, the first member with a YAML type."""
+    """Returns the YAML type of a parameter; for a union, the first member with a YAML type, or a list
+    and a single value if Python takes both."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = next((m for m in members if m in (str, bool)), None)
+    if plain is not None and Sequence[str] in members:
+        return list[str] | plain
     known = {timedelta: DurationText, Sequence[str]: Texts, tuple[str, ...]: Texts, **types}
     for member in members:
         if member in known:
@@ -514,14 +519,7 @@ def _as_ready(value: Any) -> Any:
         ) from None
 
 
-_READY: Any = (
-    optional(Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]),
-    Field(
-        default=None,
-        description="When joins may start to read it: initial_load, once all records that its first "
-        "run saw are loaded, or a time that its stream time must reach.",
-    ),
-)
+_TimeText = Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]
 
 
 def _as_known(value: Any) -> Any:
@@ -537,30 +535,14 @@ _AS_KNOWN: Any = (
     ),
 )
 
-_STARTS: Any = (
-    optional(_whole),
-    Field(default=None, description="Snapshot with the initial rows, in addition to source's changes."),
-)
-
 _NODE: Any = (
     str,
     Field(description="An asset of this file, or the Python path of one: my.module.name."),
 )
 
 
-_OF_VERSIONS = {
-    "ready": _READY,
-    "start": _STARTS,
-    # A string is an SQL expression here, not a list of one column.
-    "only_columns": (
-        optional(list[str] | str),
-        Field(default=None, description=described(VersionedTable, "only_columns")),
-    ),
-    "ignore_null_updates": (
-        optional(bool | list[str]),
-        Field(default=None, description=described(VersionedTable, "ignore_null_updates")),
-    ),
-}
+_TYPES_OF_OPTIONS: dict[Any, Any] = {datetime: _TimeText, Source: _whole}
+"""YAML types of the options of streams and tables that are no plain texts, numbers or lists."""
 
 
 def _declared(name: str, kind: type[Stream]) -> type[Part]:
@@ -568,11 +550,11 @@ def _declared(name: str, kind: type[Stream]) -> type[Part]:
     return _part(
         name,
         kind,
+        types=_TYPES_OF_OPTIONS,
         schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
         columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
         source=(_source, Field(description="Where its records come from.")),
         sensor=(optional(_sensor), Field(default=None, description="Settings of its sensor.")),
-        **(_OF_VERSIONS if kind is VersionedTable else {}),
     )
 
 

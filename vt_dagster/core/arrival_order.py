@@ -56,6 +56,11 @@ class Outcome:
     QUARANTINED = rules.QUARANTINED.name
 
 
+REFUSED = (Outcome.LATE, Outcome.LOST_TIE)
+"""Outcomes of valid records that a table refuses. They are in its quarantine, with the outcome as the
+reason."""
+
+
 def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
     """Returns the rows of both; a column that one of them lacks is null there."""
     if more is None:

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, PROPAGATED_FROM
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import FINE, Outcome, with_columns
+from vt_dagster.core.arrival_order import FINE, REFUSED, Outcome, with_columns
 from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -28,12 +28,13 @@ from vt_dagster.core.source_order import carries, follows_source, restates
 from vt_dagster.core.source_records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import set_options
 
 STARTED, START_IN, START_BAD = "_started", "_start_in", "_start_bad"
 """Counts of an initial snapshot's rows: applied, in total, and quarantined."""
 
 
-_QUARANTINED = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
+_QUARANTINED = (*REFUSED, Outcome.QUARANTINED)
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,13 @@ class SourceCounts(RunCounts):
 
     @property
     def _outcomes(self) -> tuple[str, ...]:
-        ties = () if table_store.tie_break_of(self.node) is None else (Outcome.LOST_TIE,)
-        starts = () if table_store.start_of(self.node) is None else (Outcome.COVERED,)
+        of_options = [name for option in set_options(self.node) for name in option.outcomes]
         again = (Outcome.NOTHING_NEW,) if restates(self.node) else ()
         return (
             Outcome.APPLIED,
             *self._carried,
             Outcome.LATE,
-            *ties,
-            *starts,
+            *of_options,
             *again,
             Outcome.QUARANTINED,
         )

@@ -74,8 +74,6 @@ class Reason:
     NULL_TOMBSTONE = rules.NULL_TOMBSTONE.name
     UNKNOWN_COLUMNS = rules.UNKNOWN_COLUMNS.name
     DUPLICATE_KEY = rules.DUPLICATE_KEY.name
-    LATE = rules.LATE.name
-    LOST_TIE = rules.LOST_TIE.name
 
 
 _FIRST, _LAST = "0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"

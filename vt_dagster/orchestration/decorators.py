@@ -8,20 +8,25 @@ record which deliveries were consumed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import dagster as dg
-from typing_extensions import Required, TypedDict, Unpack
+from typing_extensions import TypedDict, Unpack
 
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.frame_sources import AssetSource, Delivery, FrameSource, FunctionSource, Given
-from vt_dagster.topology.durations import Duration
-from vt_dagster.topology.model import Ready, Stream, Table, VersionedTable
-from vt_dagster.topology.node import Freshness
+from vt_dagster.topology.model import (
+    Stream,
+    StreamOptions,
+    Table,
+    TableOptions,
+    VersionedTable,
+    VersionedTableOptions,
+)
 
 # Dataframe inputs
 
@@ -273,33 +278,12 @@ def _started(context: dg.AssetExecutionContext, node: Stream) -> float:
 
 
 N = TypeVar("N", bound=Stream)
-_OF_SOURCE = (
-    "ins",
-    "deps",
-    "partitions_def",
-    "required_resource_keys",
-    "max_bad_share",
-    "max_clock_skew",
-)
 
 
-class StreamAttributes(TypedDict, total=False):
-    """Options of a stream, see :class:`Stream`; for the last six see :func:`versioned_table`."""
+class FunctionAttributes(TypedDict, total=False):
+    """The name of the asset, and the inputs of the function; see :func:`versioned_table`."""
 
     name: str
-    key: Required[str | Sequence[str]]
-    schema: Required[Any]
-    timestamp: str
-    tombstone: str | None
-    partitions: int
-    partition_by: str | None
-    null_key: Literal["quarantine", "keep"]
-    renamed: Mapping[str, str]
-    description: str | None
-    group: str | None
-    owners: Sequence[str]
-    key_prefix: str | Sequence[str]
-    log_retention: timedelta | None
     ins: Mapping[str, dg.AssetIn]
     deps: Iterable[Any]
     partitions_def: dg.PartitionsDefinition[Any] | None
@@ -308,29 +292,19 @@ class StreamAttributes(TypedDict, total=False):
     max_clock_skew: timedelta
 
 
-class TableAttributes(StreamAttributes, total=False):
-    """Options of a decorated table, see :class:`Table`."""
-
-    freshness: Freshness
-    broadcast: bool
-    deleted_when: str | None
-    deleted_at: str | None
+_OF_SOURCE = FunctionAttributes.__annotations__.keys() - {"name"}
 
 
-class VersionedTableAttributes(StreamAttributes, total=False):
-    """Options of a decorated versioned table, see :class:`VersionedTable`."""
+class StreamAttributes(StreamOptions, FunctionAttributes, total=False):
+    """Options of a decorated stream."""
 
-    freshness: Freshness
-    deleted_when: str | None
-    deleted_at: str | None
-    history_retention: Required[Duration]
-    segment_interval: timedelta | None
-    ready: Ready
-    tie_break: str | None
-    valid_until: str | None
-    new_version_on: Sequence[str] | None
-    only_columns: str | Sequence[str] | None
-    ignore_null_updates: bool | Sequence[str]
+
+class TableAttributes(TableOptions, FunctionAttributes, total=False):
+    """Options of a decorated table."""
+
+
+class VersionedTableAttributes(VersionedTableOptions, FunctionAttributes, total=False):
+    """Options of a decorated versioned table."""
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

@@ -46,11 +46,10 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.arrival_order import REFUSED, Outcome
 from vt_dagster.core.log_columns import log_columns, partial_columns
 from vt_dagster.core.processor_registry import PROCESSORS, processor_of
 from vt_dagster.core.stream_table_join import TOO_LATE
-from vt_dagster.core.table_store import tie_break_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.pin import Arrival
@@ -62,6 +61,7 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import set_options, shown_options
 
 # Op names
 
@@ -285,33 +285,14 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         "dagster/column_schema": column_schema(node),
         "dagster/storage_kind": "delta",
         "vt_dagster/kind": type(node).__name__,
-        "vt_dagster/key": ", ".join(node.key),
         "vt_dagster/ops": " -> ".join(steps_of(node)),
     }
-    if isinstance(node, VersionedTable):
-        metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
-        if node.ready is not None:
-            metadata["vt_dagster/ready"] = str(node.ready)
-        if node.start is not None:
-            metadata["vt_dagster/start"] = node.start.describe()
-        if node.new_version_on is not None:
-            metadata["vt_dagster/new_version_on"] = ", ".join(node.new_version_on)
-        if node.only_columns is not None:
-            only = node.only_columns
-            metadata["vt_dagster/only_columns"] = only if isinstance(only, str) else ", ".join(only)
-        if node.ignore_null_updates:
-            nulls = node.ignore_null_updates
-            metadata["vt_dagster/ignore_null_updates"] = "all" if nulls is True else ", ".join(nulls)
-    if isinstance(node, Table) and node.deleted_at is not None:
-        metadata["vt_dagster/deleted_at"] = node.deleted_at
-    if node.log_retention is not None:
-        metadata["vt_dagster/log_retention"] = spoken(node.log_retention)
+    metadata |= {f"vt_dagster/{name}": said for name, said in shown_options(node).items()}
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}
     metadata |= _column_lineage(node)
     if node.source is not None:
-        metadata["vt_dagster/source"] = node.source.describe()
         unit = getattr(node.source, "timestamps", None)
         if unit is not None:
             said = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
@@ -449,8 +430,8 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
     waits = bool(getattr(node.operator, "waits", False))
     if name == Outcome.LATE:
         promised = waits or isinstance(node, VersionedTable)
-    elif name == Outcome.LOST_TIE:
-        promised = tie_break_of(node) is not None
+    elif name in REFUSED:
+        promised = any(name in option.outcomes for option in set_options(node))
     elif name == Outcome.WAITING:
         promised = waits
     else:

@@ -27,6 +27,7 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import UNDECIDABLE, Position, Read, StaleRead, stale_reads
 from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.options import Consumer, require_readable
 
 # Event search
 
@@ -385,13 +386,7 @@ def _require_reader(
             f"{named}: expected a versioned table in reads, got the {type(reads).__name__} "
             f"{reads.name!r}, which has no history; declare its history_retention"
         )
-    if reads.new_version_on is not None:
-        raise TopologyError(
-            f"{named}: expected a table whose every record makes a version in reads, got "
-            f"{reads.name!r} with new_version_on={list(reads.new_version_on)}: a late record may "
-            "change versions after the next record too, which the timestamps do not show; remove "
-            "new_version_on, or request partitions with a schedule"
-        )
+    require_readable(named, Consumer.PARTITION_SENSOR, reads)
     found = [one for one, up in report.keys_by_input_name.items() if up == dg.AssetKey(reads.path)]
     metadata = {one.name: one.metadata or {} for one in report.node_def.input_defs}
     wanted = [

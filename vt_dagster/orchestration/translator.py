@@ -10,12 +10,13 @@ from typing import Any
 import dagster as dg
 from typing_extensions import TypedDict
 
-from vt_dagster.core.table_store import start_of, tie_break_of
+from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.decorators import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, describe
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import definition_of
 
 _KIND = "dagster/kind/"
 _ADDED = ("tags", "owners", "kinds", "metadata")
@@ -82,23 +83,9 @@ def _delivering(node: Stream) -> list[dg.AssetKey]:
 
 def code_version(node: Stream) -> str:
     """Returns a digest of the meaning of a node's records; it changes when that meaning changes."""
-    told = shape_of(node)
-    unsaid = {
-        c for c in ("valid_until", "new_version_on", "has_partial_updates") if not getattr(told, c)
-    }
-    shape = json.dumps({name: value for name, value in told.definition().items() if name not in unsaid})
-    declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
-    if isinstance(node, Table) and node.deleted_at is not None:
-        declared += [f"deleted_at {node.deleted_at}"]
-    tie_break = tie_break_of(node)
-    declared += [] if tie_break is None else [f"tie_break {tie_break}"]
-    if isinstance(node, VersionedTable) and node.has_partial_updates:
-        declared += [f"says {node.only_columns} {node.ignore_null_updates}"]
+    shape = {name: value for name, value in shape_of(node).definition().items() if value}
     unit = getattr(node.source, "timestamps", None)
-    declared += [] if unit is None else [f"timestamps {unit}"]
-    start = start_of(node)
-    declared += [] if start is None else [f"start {start.describe()}"]
-    said = json.dumps([shape, *declared])
+    said = json.dumps([shape, definition_of(node), None if unit is None else str(unit)])
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 

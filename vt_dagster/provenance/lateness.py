@@ -70,8 +70,9 @@ from vt_dagster.provenance.expressions import plain as plain_column
 from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
-from vt_dagster.storage.commit_log import EVER, Commit, Offsets, commits, horizons
+from vt_dagster.storage.commit_log import EVER, Commit, Offsets, Shape, commits, horizons
 from vt_dagster.topology.durations import parse_length, spoken
+from vt_dagster.topology.options import Consumer, refused_option
 from vt_dagster.topology.specification import (
     HoppingWindowSpec,
     LatenessOption,
@@ -584,6 +585,16 @@ class JoinCost:
     behind: Counter[int] = field(default_factory=Counter[int])
 
 
+def require_computable(name: str, table: str, shape: Shape) -> None:
+    """Raises StorageError if ``lateness`` refuses an option of the table of a join."""
+    found = refused_option(Consumer.LATENESS, shape)
+    if found is not None:
+        raise StorageError(
+            f"{name}: expected a join with a table without {found.option}, got {table} with "
+            f"{found.option}={found.value!r}: {found.refusal.why}; {found.refusal.instead}"
+        )
+
+
 class LateJoin:
     """A stream-table join with its runs.
 
@@ -609,12 +620,7 @@ class LateJoin:
                 f"{log.name}: expected a join with a versioned table, got one with {table.name}, a "
                 "plain table, with which a join has no grace period; declare it as a VersionedTable"
             )
-        if table.head.shape.new_version_on is not None:
-            raise StorageError(
-                f"{log.name}: expected a join with a table without new_version_on, got {table.name} "
-                f"with new_version_on={table.head.shape.new_version_on}: the cost of another grace "
-                "period cannot be computed; run vt-dagster explain for a single row"
-            )
+        require_computable(log.name, table.name, table.head.shape)
         self.log, self.stream, self.table, self.name = log, stream, table, join.left
         self.left = join.kind == "left"
         self.runs = [c for c in commits(log.root) if c.batch <= log.commit.batch]

@@ -23,10 +23,9 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Outcome, by_partition, has_key
+from vt_dagster.core.arrival_order import REFUSED, by_partition, has_key
 from vt_dagster.core.log_columns import log_schema, partial_columns
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.source_records import Reason
 from vt_dagster.runs.gate import (
     CHECKS,
     PROMISES,
@@ -419,11 +418,10 @@ def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str
         rejected = {str(reason): row["rows"] for reason, row in counted.get("quarantine", {}).items()}
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
         rejected = Counter(rejected) + Counter(store.erased_rejected())
-        late, lost_ties = rejected.get(Reason.LATE, 0), rejected.get(Reason.LOST_TIE, 0)
-        others = sum(rejected.values()) - late - lost_ties
+        refused = {name: rejected.get(name, 0) for name in REFUSED}
+        others = sum(rejected.values()) - sum(refused.values())
         short += [
-            ("late records in quarantine", totals.get("late", 0), late),
-            ("records that lost a tie in quarantine", totals.get(Outcome.LOST_TIE, 0), lost_ties),
+            *((f"{name} records in quarantine", totals.get(name, 0), n) for name, n in refused.items()),
             ("bad records in quarantine", totals.get("quarantined", 0), others),
         ]
         if scope.start:

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival_order import InPlace, Outcome
+from vt_dagster.core.arrival_order import REFUSED, InPlace, Outcome
 from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
@@ -26,13 +26,13 @@ from vt_dagster.topology.durations import in_utc
 
 _SPANS = 8
 """A commit keeps at most this many spans in which a clock was ahead."""
-_NOT_IN_LOG = (Outcome.LATE, Outcome.LOST_TIE, Outcome.DROPPED, Outcome.QUARANTINED, Outcome.WAITING)
+_NOT_IN_LOG = (*REFUSED, Outcome.DROPPED, Outcome.QUARANTINED, Outcome.WAITING)
 
 
 def stage_rejected(store: Store, attempt: str, rows: DataFrame, outcomes: Sequence[str]) -> None:
     """Stages the results with the given outcomes, which do not enter the log, for the quarantine."""
     rejected = rows.where(F.col(OUTCOME).isin(*outcomes))
-    refused = F.when(F.col(OUTCOME) == Outcome.LOST_TIE, Reason.LOST_TIE).otherwise(Reason.LATE)
+    refused = F.when(F.col(OUTCOME).isin(*REFUSED), F.col(OUTCOME)).otherwise(Outcome.LATE)
     store.stage_rejected(
         attempt,
         rejected.select(

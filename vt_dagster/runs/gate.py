@@ -41,7 +41,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival_order import CHUNK, Outcome, by_partition, with_columns
+from vt_dagster.core.arrival_order import CHUNK, REFUSED, Outcome, by_partition, with_columns
 from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
@@ -620,8 +620,8 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
 # Gate
 
 
-_REFUSED = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED, Outcome.TOO_LATE)
-_COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_NEW, *_REFUSED)
+_REJECTED = (*REFUSED, Outcome.QUARANTINED, Outcome.TOO_LATE)
+_COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_NEW, *_REJECTED)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
-    ArrayType,
-    BooleanType,
     DataType,
-    NullType,
     StringType,
     StructField,
     StructType,
@@ -52,6 +49,7 @@ from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frame_sources import PinnedFrames
 from vt_dagster.storage.commit_log import horizons
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import set_options
 from vt_dagster.topology.schema import same
 
 # Snapshot read
@@ -324,18 +322,13 @@ class _Setting(NamedTuple):
 
 
 def _asked(node: Stream) -> list[_Setting]:
-    found: list[_Setting] = []
-    if node.tombstone is not None:
-        name, what = "deleted_when (tombstone)", "a SQL condition"
-        found.append(_Setting(name, node.tombstone, what, (BooleanType(), NullType())))
-    if isinstance(node, Table) and node.deleted_at is not None:
-        what = "a SQL expression of type timestamp"
-        found.append(_Setting("deleted_at", node.deleted_at, what, (TimestampType(), NullType())))
-    if isinstance(node, VersionedTable) and isinstance(node.only_columns, str):
-        what = "a SQL expression that gives an array of names or a text"
-        kinds = (ArrayType(StringType()), StringType())
-        found.append(_Setting("only_columns", node.only_columns, what, kinds))
-    return found
+    found = [(o.name, getattr(node, o.name), o.sql) for o in set_options(node) if o.sql is not None]
+    names = {"tombstone": "deleted_when (tombstone)"}
+    return [
+        _Setting(names.get(name, name), text, *sql)
+        for name, text, sql in found
+        if isinstance(text, str) and sql.types
+    ]
 
 
 def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: StructType) -> str | None:

@@ -60,6 +60,7 @@ from vt_dagster.storage.view import Base, Progress, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
+from vt_dagster.topology.options import options_in_commit
 
 # Log snapshot
 
@@ -168,8 +169,7 @@ def shape_of(node: Stream) -> Shape:
     about["specification"] = None if node.operator is None else node.operator.specification
     if not isinstance(node, VersionedTable):
         return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
-    about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
-    about["new_version_on"] = of_table.new_version_on_of(node)
+    about |= {"history_retention": in_micros(node.history_retention), **options_in_commit(node)}
     about["has_partial_updates"] = node.has_partial_updates
     about["ordered_by_source"] = follows_source(node)
     return Shape(kind="versioned", **about)
@@ -289,7 +289,7 @@ class AssetReader:
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         about["key_prefix"] = prefix
         if shape.kind == "versioned":
-            about |= {"valid_until": shape.valid_until, "new_version_on": shape.new_version_on}
+            about |= options_in_commit(shape)
             about["ignore_null_updates"] = shape.has_partial_updates
             table = VersionedTable(last, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark, tell)

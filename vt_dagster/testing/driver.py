@@ -15,6 +15,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import OFFSET, TIMESTAMP, VALID_FROM
+from vt_dagster.core import arrival_order
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
@@ -25,9 +26,6 @@ from vt_dagster.spark.session import FEW_QUERIES, build_session
 from vt_dagster.spark.settings import SETTINGS
 from vt_dagster.testing.memory_store import REFUSED, MemoryStore, Records, Row, VersionedStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
-
-_REFUSED = (Outcome.LATE, Outcome.LOST_TIE)
-"""Outcomes of valid records that the log refuses."""
 
 
 class TopologyTestDriver:
@@ -105,7 +103,7 @@ class TopologyTestDriver:
             carried = some.get(Outcome.CARRIED, 0)
             told = {**some, Outcome.APPLIED: some.get(Outcome.APPLIED, 0) - carried}
             for outcome in (
-                *_REFUSED,
+                *arrival_order.REFUSED,
                 Outcome.APPLIED,
                 Outcome.CARRIED,
                 Outcome.DROPPED,
@@ -175,7 +173,7 @@ class TopologyTestDriver:
         found: Counter[str] = Counter({Outcome.WAITING: 0})
         every = [((p, Outcome.WAITING), some.get(Outcome.WAITING, 0)) for p, some in homes.items()]
         every += self._fates[name].items()
-        bad = [(p, why) for p, why in store.rejected if why not in _REFUSED]
+        bad = [(p, why) for p, why in store.rejected if why not in arrival_order.REFUSED]
         every += [((p, f"{Outcome.QUARANTINED}/{why}"), 1) for p, why in bad]
         for (home, outcome), n in every:
             if partition is None or partition == home:

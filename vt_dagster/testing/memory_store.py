@@ -39,8 +39,8 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
+from vt_dagster.core import arrival_order, versioned_table
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core import versioned_table
 from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
 from vt_dagster.core.source_records import (
@@ -423,7 +423,7 @@ class VersionedStore:
                     f"{dict(records[i])} ({row[REASON]}); set both"
                 )
             own = versions[tuple(_hashable(row[k]) for k in self._node.key)]
-            refused = row[OUTCOME] in (Outcome.LATE, Outcome.LOST_TIE)
+            refused = row[OUTCOME] in arrival_order.REFUSED
             begun = [begin for begin in own if begin <= row[TIMESTAMP]]
             answers.append(REFUSED if refused else own[max(begun)] if begun else None)
         return answers

@@ -49,6 +49,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.options import OPTIONS
 from vt_dagster.topology.schema import check_sql_name, is_sql_name
 from vt_dagster.topology.specification import ColumnSpec
 
@@ -105,8 +106,6 @@ _WITHOUT_PARENTHESES = {
 _OF_OPERATORS = ("predicate", "expression", "group_key", "select", "aggregates", "foreign_key")
 """Fields of operators with SQL over the columns of their inputs: a text, several, or pairs of name and
 text."""
-_OF_NODES = ("timestamp", "partition_by", "tombstone", "only_columns")
-"""Fields of streams and tables with SQL over their own columns, or with column names."""
 
 _SPECIAL = re.compile(r"\s*(now|today|tomorrow|yesterday)(\s.*)?", re.IGNORECASE | re.DOTALL)
 """Strings that Spark casts to a time of its clock, optionally followed by a time zone."""
@@ -228,7 +227,7 @@ class Expression(NamedTuple):
 
 def expressions_of(node: Any) -> list[Expression]:
     """Returns the SQL expressions of a stream or table, including those of its operator."""
-    own = ((name, getattr(node, name, None)) for name in _OF_NODES)
+    own = ((o.name, getattr(node, o.name, None)) for o in OPTIONS if o.sql is not None)
     found = [Expression(n, text, False) for n, text in own if isinstance(text, str)]
     for name in _OF_OPERATORS:
         given = getattr(node.operator, name, ())

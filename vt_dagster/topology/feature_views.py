@@ -9,11 +9,11 @@ from typing import Any
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import check_duration, spoken
+from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_name
-from vt_dagster.topology.operators.base import need_each_record
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At, check_match
+from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
 
 
@@ -57,7 +57,7 @@ class FeatureView:
                 f"{table.name}: expected features among {[*there, VALID_FROM]}, got {unknown}; correct "
                 "columns"
             )
-        need_each_record(table.name, "a training set", table)
+        require_readable(table.name, Consumer.TRAINING_SET, table)
         check_match(table.name, table, self.as_known, self.max_age, self.at)
 
     @property
@@ -124,22 +124,13 @@ class TrainingSet:
             check_duration(self.name, "matured_after", self.matured_after)
         for view in self.features:
             self._check_key(view)
-        self._check_logs()
+        require_readable(self.name, Consumer.SPINE, spine)
         twice = sorted({n for n in self.columns if self.columns.count(n) > 1})
         if twice:
             raise TopologyError(
                 f"{self.name}: expected each column once, got {twice} more than once; set prefix or "
                 "columns of the feature view"
             )
-
-    def _check_logs(self) -> None:
-        asked = [view.table for view in self.features if view.as_known != "now"]
-        for node in (self.spine, *asked):
-            if node.log_retention is not None:
-                raise TopologyError(
-                    f"{self.name}: each run reads the whole log of {node.name!r}, whose log_retention "
-                    f"{spoken(node.log_retention)} truncates old records: remove log_retention"
-                )
 
     def _check_key(self, view: FeatureView) -> None:
         fields = {f.name: f.dataType for f in self.spine.schema.fields}

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
+from typing_extensions import Required, TypedDict
+
 from vt_dagster.errors import ContractError, TopologyError
-from vt_dagster.topology.durations import Duration, check_duration, parse_length
-from vt_dagster.topology.node import Node, Source, topological
+from vt_dagster.topology.durations import Duration, parse_length
+from vt_dagster.topology.node import Freshness, Node, Source, topological
 from vt_dagster.topology.operators import (
     Aggregator,
     CorrectedJoin,
@@ -47,12 +49,6 @@ from vt_dagster.topology.operators import (
     WindowedAggregate,
 )
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At
-from vt_dagster.topology.table_options import (
-    check_deletions,
-    check_join,
-    check_versions,
-    has_partial_updates,
-)
 from vt_dagster.topology.windows import Window
 
 # Grouping
@@ -688,14 +684,6 @@ class Table(Stream, kind="table"):
 
     __hash__ = Stream.__hash__
 
-    def __post_init__(self) -> None:
-        check_deletions(self)
-        super().__post_init__()
-        if self.null_key != "quarantine":
-            raise TopologyError(
-                f"{self.name}: a table cannot keep records without a key; leave null_key out"
-            )
-
     @property
     def is_table(self) -> bool:
         """Always true."""
@@ -772,7 +760,7 @@ class Table(Stream, kind="table"):
         foreign_key: str | Sequence[str] | None = None,
     ) -> Table:
         both = f"the tables {self.name!r} and {table.name!r}"
-        check_join(name, both, history, grace_period, foreign_key, "corrected_for" in shown)
+        _check_table_join(name, both, history, grace_period, foreign_key, "corrected_for" in shown)
         if foreign_key is None:
             operator = TableTableJoin if history == "latest" else HistoryJoin
             return operator(self, table, kind, name, **about).result(**shown)
@@ -823,6 +811,39 @@ class Table(Stream, kind="table"):
     def to_stream(self, *, name: str, **shown: Any) -> Stream:
         """Converts the table's changelog into a stream; see ``ToStream``."""
         return ToStream(self, name).result(**shown)
+
+
+def _check_table_join(
+    name: str,
+    both: str,
+    history: object,
+    grace_period: object,
+    foreign_key: object,
+    corrected: bool,
+) -> None:
+    """Raises TopologyError for settings that a join of two tables does not have.
+
+    Args:
+        both: the two tables, for messages.
+        corrected: whether ``corrected_for`` is given.
+    """
+    if grace_period is not None:
+        raise TopologyError(
+            f"{name}: a grace period is only for a join of a stream with a table, but a join of {both} "
+            "is updated at each change: remove grace_period"
+        )
+    if corrected:
+        raise TopologyError(
+            f"{name}: corrected_for is only for a join of a stream; a join of {both} already follows "
+            "every change of both: remove corrected_for"
+        )
+    if history not in ("latest", "complete"):
+        raise TopologyError(f"{name}: history must be 'latest' or 'complete', got {history!r}")
+    if history == "complete" and foreign_key is not None:
+        raise TopologyError(
+            f"{name}: history='complete' is for a join by the common key, got the foreign key "
+            f"{foreign_key!r}; remove one of the two"
+        )
 
 
 @dataclass(frozen=True)
@@ -877,21 +898,6 @@ class VersionedTable(Table, kind="versioned_table"):
 
     __hash__ = Stream.__hash__
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_duration(self.name, "history_retention", self.history_retention)
-        if self.broadcast:
-            raise TopologyError(
-                f"{self.name}: a versioned table cannot be broadcast, since its history need not fit "
-                "into an executor's memory; leave broadcast out, or declare it as a plain Table"
-            )
-        if self.segment_interval is not None and self.segment_interval <= timedelta(0):
-            raise TopologyError(
-                f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
-                "leave it out for the default"
-            )
-        check_versions(self)
-
     @property
     def retention(self) -> Duration:
         """Its history retention."""
@@ -900,15 +906,64 @@ class VersionedTable(Table, kind="versioned_table"):
     @property
     def has_partial_updates(self) -> bool:
         """Whether a record may provide only some value columns."""
-        return has_partial_updates(self)
+        return self.only_columns is not None or bool(self.ignore_null_updates)
+
+
+# Options as arguments
+
+
+class StreamOptions(TypedDict, total=False):
+    """The options of a stream without a source, as arguments: see :class:`Stream`."""
+
+    key: Required[str | Sequence[str]]
+    schema: Required[Any]
+    timestamp: str
+    tombstone: str | None
+    partitions: int
+    partition_by: str | None
+    null_key: Literal["quarantine", "keep"]
+    renamed: Mapping[str, str]
+    description: str | None
+    group: str | None
+    owners: Sequence[str]
+    key_prefix: str | Sequence[str]
+    log_retention: timedelta | None
+
+
+class _TableOptions(StreamOptions, total=False):
+    freshness: Freshness
+    deleted_when: str | None
+    deleted_at: str | None
+
+
+class TableOptions(_TableOptions, total=False):
+    """The options of a table without a source, as arguments: see :class:`Table`."""
+
+    broadcast: bool
+
+
+class VersionedTableOptions(_TableOptions, total=False):
+    """The options of a versioned table without a source, as arguments: see :class:`VersionedTable`."""
+
+    history_retention: Required[Duration]
+    segment_interval: timedelta | None
+    ready: Ready
+    tie_break: str | None
+    valid_until: str | None
+    new_version_on: Sequence[str] | None
+    only_columns: str | Sequence[str] | None
+    ignore_null_updates: bool | Sequence[str]
 
 
 __all__ = [
     "Duration",
     "Source",
     "Stream",
+    "StreamOptions",
     "Table",
+    "TableOptions",
     "VersionedTable",
+    "VersionedTableOptions",
     "replace",
     "topological",
 ]

@@ -19,8 +19,9 @@ from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration, check_duration, spoken
+from vt_dagster.topology.durations import Duration, spoken
 from vt_dagster.topology.expressions import check_expressions
+from vt_dagster.topology.options import check_options
 from vt_dagster.topology.schema import (
     Names,
     as_struct,
@@ -200,11 +201,6 @@ class Operator(Called, ABC):
         return {}
 
     @property
-    def needs_whole_log(self) -> tuple[Input, ...]:
-        """The inputs whose whole logs it may need at any time."""
-        return ()
-
-    @property
     def stored(self) -> bool:
         """Whether the result has a store of its own, which gives the latest and previous row of a key;
         otherwise its input gives both (filter, map_values)."""
@@ -270,15 +266,7 @@ class Node:
             self.source.check(self.name, key, self.schema)
             self._check_kind(self.source)
         names_before(self.name, self.renamed, self.schema)
-        if self.partitions < 1:
-            raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
-        if self.null_key not in ("quarantine", "keep"):
-            raise TopologyError(
-                f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
-            )
-        self._check_freshness()
-        if self.log_retention is not None:
-            check_duration(self.name, "log_retention", self.log_retention)
+        check_options(self)
         if self.operator is not None:
             self._check_logs(self.operator)
         check_expressions(self)
@@ -291,29 +279,8 @@ class Node:
                 "to_stream()"
             )
 
-    def _check_freshness(self) -> None:
-        wanted = self.freshness
-        length = isinstance(wanted, timedelta) and wanted >= timedelta(0)
-        if not (wanted in ("every_run", "on_growth") or length):
-            raise TopologyError(
-                f"{self.name}: freshness must be 'on_growth', 'every_run' or a timedelta of 0 or more, "
-                f"got {wanted!r}"
-            )
-        if wanted != "on_growth" and not self.is_table:
-            raise TopologyError(
-                f"{self.name}: freshness applies to a table's view, but a stream only has a log, "
-                "which each run appends to: remove freshness"
-            )
-
     def _check_logs(self, operator: Operator) -> None:
         """Raises TopologyError if an input's log is truncated before the operator is done with it."""
-        for node in operator.needs_whole_log:
-            if node.log_retention is not None:
-                raise TopologyError(
-                    f"{self.name}: as_known needs the whole log of {node.name!r}, which has a "
-                    f"log_retention of {spoken(node.log_retention)}; remove log_retention, or join "
-                    "with as_known='now'"
-                )
         for node in operator.inputs:
             reach = operator.rescan_span.get(node.name, timedelta(0))
             if node.log_retention is not None and reach > node.log_retention:

@@ -22,9 +22,9 @@ from vt_dagster.topology.operators.base import (
     check_emit,
     check_not_time,
     make_table,
-    need_each_record,
     need_table,
 )
+from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import as_struct
 from vt_dagster.topology.specification import (
     AggregatorSpec,
@@ -236,7 +236,7 @@ class TableAggregate(Aggregate):
 
     def __post_init__(self) -> None:
         need_table(self.name, "group_by", self.source)
-        need_each_record(self.name, "group_by", self.source)
+        require_readable(self.name, Consumer.GROUP_BY, self.source)
         check_emit(self.name, self.emit)
         if not self.group_key:
             raise TopologyError(

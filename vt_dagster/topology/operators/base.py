@@ -111,27 +111,6 @@ def check_emit(name: str, emit: Any) -> None:
         raise TopologyError(f"{name}: emit must be 'every_update' or 'per_run', got {emit!r}")
 
 
-def need_each_record(name: str, what: str, node: Any) -> None:
-    """Raises TopologyError if a table's versions do not correspond one to one to its records."""
-    if (column := valid_until_of(node)) is not None:
-        raise TopologyError(
-            f"{name}: {what} processes each record of {node.name!r}, but valid_until={column!r} ends "
-            "versions without a record: expected a table without valid_until. Use a stream-table join "
-            "instead, or remove valid_until"
-        )
-    need_no_repeats(name, what, node)
-
-
-def need_no_repeats(name: str, what: str, node: Any) -> None:
-    """Raises TopologyError if a table has records that make no new version."""
-    if (columns := new_version_on_of(node)) is not None:
-        raise TopologyError(
-            f"{name}: {what} processes each record of {node.name!r}, but with new_version_on="
-            f"{list(columns)} some records make no version: expected a table without new_version_on. "
-            "Use a stream-table join instead, or remove new_version_on"
-        )
-
-
 def valid_until_of(node: Any) -> str | None:
     """Returns the ``valid_until`` column of a table, if any."""
     return getattr(node, "valid_until", None)

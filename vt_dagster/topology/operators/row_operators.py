@@ -27,11 +27,11 @@ from vt_dagster.topology.operators.base import (
     OneInput,
     check_not_time,
     make_table,
-    need_no_repeats,
     need_table,
     new_version_on_of,
     valid_until_of,
 )
+from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
 from vt_dagster.topology.specification import (
     ColumnSpec,
@@ -141,6 +141,7 @@ class Filter(RowByRow):
 
     def __post_init__(self) -> None:
         need_table(self.name, "a filter", self.source)
+        require_readable(self.name, Consumer.FILTER, self.source)
         if not str(self.predicate).strip():
             raise TopologyError(
                 f"{self.name}: a filter needs a SQL condition, for example 'price > 10', got "
@@ -186,6 +187,7 @@ class MapValues(RowByRow):
 
     def __post_init__(self) -> None:
         need_table(self.name, "map_values", self.source)
+        require_readable(self.name, Consumer.MAP_VALUES, self.source)
         object.__setattr__(self, "select", tuple(self.select))
         check_not_time(self.name, [name for name, _ in self.selection().columns])
 
@@ -527,7 +529,7 @@ class ToStream(OneInput):
 
     def __post_init__(self) -> None:
         need_table(self.name, "to_stream", self.source)
-        need_no_repeats(self.name, "to_stream", self.source)
+        require_readable(self.name, Consumer.TO_STREAM, self.source)
 
     @property
     def specification(self) -> ToStreamSpec:

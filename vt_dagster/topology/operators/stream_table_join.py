@@ -32,8 +32,8 @@ from vt_dagster.topology.operators.base import (
     check_keys,
     check_kind,
     make_table,
-    need_each_record,
 )
+from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoinSpec
 
 # Stream table join
@@ -113,6 +113,7 @@ class StreamTableJoin(Join):
         check_kind(self.name, "stream-table join", self.kind, ("inner", "left"))
         object.__setattr__(self, "select", tuple(self.select))
         check_keys(self.name, left, right)
+        require_readable(self.name, Consumer.STREAM_TABLE_JOIN, right)
         if self.grace_period is not None:
             self._check_grace(self.grace_period)
         check_match(self.name, right, self.as_known, self.max_age, self.at)
@@ -127,10 +128,6 @@ class StreamTableJoin(Join):
     @property
     def rescan_span(self) -> dict[str, timedelta]:
         return {self.left.name: longest(self.grace_period or timedelta(0))}
-
-    @property
-    def needs_whole_log(self) -> tuple[Node, ...]:
-        return () if self.as_known == "now" else (self.right,)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -235,7 +232,7 @@ def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) ->
             f"record's timestamp, got {as_known!r}"
         )
     if as_known != "now":
-        need_each_record(name, "a join by what was known", table)
+        require_readable(name, Consumer.AS_KNOWN, table)
     if max_age is not None:
         if not isinstance(max_age, timedelta):
             raise TopologyError(
@@ -298,7 +295,7 @@ class CorrectedJoin(StreamTableJoin):
                 "the record's partition and offset"
             )
         super().__post_init__()
-        need_each_record(self.name, "corrected_for", self.right)
+        require_readable(self.name, Consumer.CORRECTED_JOIN, self.right)
         self._check_promise()
         self._check_columns()
 

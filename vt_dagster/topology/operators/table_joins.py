@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from pyspark.sql.types import StructField, StructType
 
@@ -25,9 +25,9 @@ from vt_dagster.topology.operators.base import (
     check_keys,
     check_kind,
     make_table,
-    need_each_record,
     need_table,
 )
+from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
 from vt_dagster.topology.specification import (
     ForeignKeyJoinSpec,
@@ -58,6 +58,7 @@ class TableTableJoin(Join):
     """
 
     called = ("table_join",)
+    consumer: ClassVar[Consumer] = Consumer.TABLE_JOIN
 
     materialized: Materialized | None = None
     monotone_timestamps: bool | None = None
@@ -67,8 +68,8 @@ class TableTableJoin(Join):
         need_table(self.name, "the left side of a table-table join", self.left)
         need_table(self.name, "the right side of a table-table join", self.right)
         check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
-        need_each_record(self.name, "a table-table join", self.left)
-        need_each_record(self.name, "a table-table join", self.right)
+        for side in self.inputs:
+            require_readable(self.name, self.consumer, side)
         check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         check_keys(self.name, self.left, self.right)
@@ -134,14 +135,16 @@ class ForeignKeyJoin(TableTableJoin):
             a null in any of them references nothing.
     """
 
+    consumer = Consumer.FOREIGN_KEY_JOIN
+
     foreign_key: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         need_table(self.name, "the left side of a foreign-key join", self.left)
         need_table(self.name, "the right side of a foreign-key join", self.right)
         check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
-        need_each_record(self.name, "a foreign-key join", self.left)
-        need_each_record(self.name, "a foreign-key join", self.right)
+        for side in self.inputs:
+            require_readable(self.name, self.consumer, side)
         check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         if len(self.foreign_key) != len(self.right.key):
@@ -204,6 +207,8 @@ class HistoryJoin(TableTableJoin):
         kind: ``inner``, ``left`` or ``outer``.
         materialized: None: the shorter history retention of the two sides.
     """
+
+    consumer = Consumer.HISTORY_JOIN
 
     def __post_init__(self) -> None:
         super().__post_init__()

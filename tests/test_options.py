@@ -1,0 +1,321 @@
+"""The registry of options: what is made from an entry, and which consumer reads a table with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from datetime import timedelta
+from typing import Any, get_origin, get_type_hints
+
+import dagster as dg
+import pytest
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from typing_extensions import Required
+
+from vt_dagster import (
+    Aggregator,
+    FeatureView,
+    FilesSource,
+    Materialized,
+    SnapshotSource,
+    Stream,
+    Table,
+    TopologyError,
+    VersionedTable,
+)
+from vt_dagster.components.topology_component import CONCEPTS, AssetPart, described
+from vt_dagster.errors import StorageError
+from vt_dagster.orchestration.decorators import (
+    StreamAttributes,
+    TableAttributes,
+    VersionedTableAttributes,
+)
+from vt_dagster.orchestration.io_manager import AS_OF
+from vt_dagster.orchestration.metadata import definition_metadata
+from vt_dagster.orchestration.sensors import build_partition_sensor
+from vt_dagster.orchestration.translator import code_version
+from vt_dagster.provenance.lateness import require_computable
+from vt_dagster.storage.asset_store import shape_of
+from vt_dagster.storage.commit_log import Shape
+from vt_dagster.topology.feature_views import TrainingSet
+from vt_dagster.topology.options import OPTIONS, Consumer, Option
+
+DAY = timedelta(days=1)
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("v", StringType()),
+        StructField("n", IntegerType()),
+        StructField("till", TimestampType()),
+        StructField("at", TimestampType()),
+    ]
+)
+WIDER = StructType([*SCHEMA.fields, StructField("w", StringType())])
+NO_OPTIONS = {"name", "operator", "contract"}
+
+VALUES: dict[str, Any] = {
+    "key": ["k", "v"],
+    "schema": WIDER,
+    "timestamp": "till",
+    "tombstone": "n < 0",
+    "partitions": 3,
+    "partition_by": "length(k)",
+    "source": FilesSource("other"),
+    "null_key": "keep",
+    "description": "Prices.",
+    "group": "shop",
+    "owners": ["team:shop"],
+    "key_prefix": "shop",
+    "freshness": "every_run",
+    "renamed": {"before": "v"},
+    "log_retention": DAY,
+    "broadcast": True,
+    "deleted_when": "n < 0",
+    "deleted_at": "till",
+    "history_retention": 2 * DAY,
+    "segment_interval": DAY,
+    "ready": "initial_load",
+    "tie_break": "n",
+    "valid_until": "till",
+    "start": SnapshotSource("dumps", dump_time="modified"),
+    "new_version_on": ["v"],
+    "only_columns": ["v"],
+    "ignore_null_updates": True,
+}
+"""A value of each option, other than its default."""
+
+
+def declared(option: str = "", **more: Any) -> Stream:
+    """A node with one option more; of the kind that has most options, if it allows this one."""
+    about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "timestamp": "at", **more}
+    about |= {"source": FilesSource("landing")} if "source" not in more else {}
+    about |= {option: VALUES[option]} if option else {}
+    if option == "broadcast":
+        return Table("prices", **about)
+    if option == "null_key":
+        return Stream("prices", **about)
+    return VersionedTable("prices", **{"history_retention": DAY, **about})
+
+
+def without(node: Stream) -> Stream:
+    """The same kind of node without the option."""
+    about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "timestamp": "at"}
+    about |= {"history_retention": DAY} if isinstance(node, VersionedTable) else {}
+    return type(node)("prices", source=FilesSource("landing"), **about)
+
+
+def each(of: Any = lambda option: True) -> Any:
+    found = [option for option in OPTIONS if of(option)]
+    return pytest.mark.parametrize("option", found, ids=lambda option: option.name)
+
+
+def test_each_field_is_an_option() -> None:
+    names = [option.name for option in OPTIONS]
+    assert len(set(names)) == len(names)
+    assert set(names) == {f.name for f in fields(VersionedTable)} - NO_OPTIONS == set(VALUES)
+
+
+def test_decorators_and_yaml_have_each_option() -> None:
+    """A function is the source of its table, and has no changes that a start snapshot could precede."""
+    of_function = {"name", "ins", "deps", "partitions_def", "required_resource_keys"}
+    of_function |= {"max_bad_share", "max_clock_skew"}
+    not_of = {Stream: {"freshness"}, Table: set[str](), VersionedTable: {"start", "broadcast"}}
+    kinds = {Stream: StreamAttributes, Table: TableAttributes, VersionedTable: VersionedTableAttributes}
+    concepts = {Stream: "stream", Table: "table", VersionedTable: "versioned_table"}
+    shown = {*AssetPart.model_fields}
+    for kind, attributes in kinds.items():
+        names = {f.name for f in fields(kind)} - NO_OPTIONS
+        assert set(get_type_hints(attributes)) == names - {"source"} - not_of[kind] | of_function
+        hints = get_type_hints(attributes, include_extras=True)
+        required = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
+        assert {n for n, hint in hints.items() if get_origin(hint) is Required} == required - {"name"}
+        assert names <= {*CONCEPTS[concepts[kind]].yaml.model_fields} | shown
+
+
+@each()
+def test_an_option_has_a_text(option: Option) -> None:
+    assert described(VersionedTable, option.name)
+
+
+@each()
+def test_the_code_version_changes_with_the_records(option: Option) -> None:
+    node = declared(option.name)
+    # An alias that is stored as tombstone.
+    defines = option.defines_records or option.name == "deleted_when"
+    assert (code_version(node) != code_version(without(node))) == defines
+
+
+@each()
+def test_metadata_shows_an_option(option: Option) -> None:
+    now, before = (definition_metadata(n) for n in (declared(option.name), without(declared())))
+    name = f"vt_dagster/{option.name}"
+    assert (name in now) == option.shown
+    if option.shown and option.name not in ("key", "source", "history_retention"):
+        assert name not in before
+
+
+def test_values_are_shown_as_text() -> None:
+    shown = {"deleted_at": "till", "tie_break": "n", "new_version_on": "v", "only_columns": "v"}
+    shown |= {"ignore_null_updates": "all", "history_retention": "2 days", "log_retention": "1 day"}
+    shown |= {"key": "k, v", "source": VALUES["source"].describe(), "ready": "initial_load"}
+    shown |= {"start": VALUES["start"].describe(), "valid_until": "till"}
+    assert set(shown) == {option.name for option in OPTIONS if option.shown}
+    for name, text in shown.items():
+        assert definition_metadata(declared(name))[f"vt_dagster/{name}"] == text
+
+
+@each(lambda option: option.in_commit)
+def test_a_commit_keeps_an_option(option: Option) -> None:
+    shape = Shape.model_validate_json(shape_of(declared(option.name)).model_dump_json())
+    value = VALUES[option.name]
+    assert getattr(shape, option.name) == value
+    assert getattr(shape_of(declared()), option.name) is None
+
+
+# -- the matrix of options and consumers ---------------------------------------------------------------
+
+OTHER = VersionedTable("other", key="k", schema=SCHEMA, timestamp="at", history_retention=DAY)
+ORDERS = Stream("orders", key="k", schema=SCHEMA, timestamp="at")
+JOINED: dict[str, Any] = {"name": "m", "select": ["left.k"]}
+KEPT = Materialized(history_retention=DAY)
+
+
+def report_of(table: Stream) -> dg.AssetsDefinition:
+    as_of = dg.AssetIn(dg.AssetKey(table.path), metadata={AS_OF: "partition_end"})
+
+    @dg.asset(partitions_def=dg.DailyPartitionsDefinition("2024-01-01"), ins={"rows": as_of})
+    def report(rows: Any) -> None: ...
+
+    return report
+
+
+def history(one: Any, other: Any) -> Any:
+    return one.join(other, history="complete", **JOINED)
+
+
+BUILD: dict[Consumer, list[Callable[[Any], Any]]] = {
+    Consumer.STREAM_TABLE_JOIN: [
+        lambda t: ORDERS.join(t, **JOINED),
+        lambda t: ORDERS.left_join(t, max_age=DAY, at="before", **JOINED),
+        lambda t: ORDERS.left_join(t, grace_period=DAY, **JOINED),
+    ],
+    Consumer.AS_KNOWN: [
+        lambda t: ORDERS.join(t, as_known="when_recorded", **JOINED),
+        lambda t: ORDERS.join(t, as_known=DAY, **JOINED),
+        lambda t: FeatureView(t),
+    ],
+    Consumer.CORRECTED_JOIN: [
+        lambda t: ORDERS.join(t, corrected_for=DAY, **JOINED),
+        lambda t: ORDERS.left_join(t, corrected_for=DAY, **JOINED),
+    ],
+    Consumer.TABLE_JOIN: [
+        lambda t: t.join(OTHER, **JOINED),
+        lambda t: OTHER.left_join(t, **JOINED),
+        lambda t: OTHER.outer_join(t, **JOINED),
+    ],
+    Consumer.HISTORY_JOIN: [lambda t: history(t, OTHER), lambda t: history(OTHER, t)],
+    Consumer.FOREIGN_KEY_JOIN: [
+        lambda t: t.join(OTHER, foreign_key="v", **JOINED),
+        lambda t: OTHER.left_join(t, foreign_key="v", **JOINED),
+    ],
+    Consumer.GROUP_BY: [
+        lambda t: t.group_by("v").count(name="m"),
+        lambda t: t.group_by("v").aggregate(Aggregator(max, min), name="m"),
+    ],
+    Consumer.FILTER: [
+        lambda t: t.filter("k > 'a'", name="m"),
+        lambda t: t.filter_not("v is null", name="m", materialized=KEPT),
+    ],
+    Consumer.MAP_VALUES: [lambda t: t.map_values("*", name="m")],
+    Consumer.TO_STREAM: [lambda t: t.to_stream(name="m")],
+    Consumer.TRAINING_SET: [
+        lambda t: TrainingSet(
+            "m", ORDERS, (FeatureView(t, columns=["n"], as_known="now", prefix="of_"),)
+        )
+    ],
+    Consumer.SPINE: [lambda t: TrainingSet("m", t, (FeatureView(OTHER, prefix="of_"),))],
+    Consumer.PARTITION_SENSOR: [lambda t: build_partition_sensor(report_of(t), reads=t)],
+    Consumer.LATENESS: [lambda t: require_computable("m", t.name, shape_of(t))],
+}
+"""What builds each consumer of a node."""
+
+LOST: dict[Consumer, list[Callable[[Any], Any]]] = {
+    Consumer.FILTER: [lambda t: t.filter("true", name="m", materialized=Materialized())],
+    Consumer.MAP_VALUES: [
+        lambda t: t.map_values("n", name="m"),
+        lambda t: t.map_values("*", name="m", materialized=Materialized()),
+    ],
+}
+"""What builds a result that cannot keep an option."""
+
+
+def read_by(consumer: Consumer, option: Option) -> Stream | None:
+    """A node with the option that the consumer could read; None if there is none of that kind."""
+    if consumer is not Consumer.SPINE:
+        node = declared(option.name)
+        return node if isinstance(node, VersionedTable) else None
+    if option.name not in {f.name for f in fields(Stream)} - {"freshness"}:
+        return None
+    about = {"key": "k", "schema": SCHEMA, "timestamp": "at", option.name: VALUES[option.name]}
+    return Stream("prices", **about)
+
+
+CELLS = [
+    pytest.param(option, consumer, id=f"{option.name}-{consumer.name}")
+    for option in OPTIONS
+    for consumer in Consumer
+    if option.name != "key" and read_by(consumer, option) is not None
+]
+"""The key is left out: no other input has the key of its example."""
+
+
+@pytest.mark.parametrize(("option", "consumer"), CELLS)
+def test_a_consumer_reads_an_option_or_says_why_not(option: Option, consumer: Consumer) -> None:
+    node = read_by(consumer, option)
+    assert node is not None
+    refusal = option.refused.get(consumer)
+    for build in BUILD[consumer]:
+        if refusal is None:
+            made = build(node)
+            if consumer in option.kept_if:
+                assert getattr(made, option.name) == getattr(node, option.name)
+            continue
+        with pytest.raises((TopologyError, StorageError)) as error:
+            build(node)
+        for part in (option.name, refusal.why, refusal.instead):
+            assert part in str(error.value)
+    for build in LOST[consumer] if consumer in option.kept_if else ():
+        with pytest.raises(TopologyError, match=option.name):
+            build(node)
+
+
+def test_each_refusal_is_in_the_matrix() -> None:
+    assert set(BUILD) == set(Consumer)
+    walked = {one.id for one in CELLS}
+    told = [(o, [*o.refused, *o.kept_if]) for o in OPTIONS]
+    assert walked >= {f"{o.name}-{consumer.name}" for o, some in told for consumer in some}
+
+
+@each(lambda option: option.not_of_results)
+def test_a_result_cannot_have_an_option(option: Option) -> None:
+    about = {option.name: VALUES[option.name]}
+    with pytest.raises(TopologyError, match="the result of an operator") as error:
+        declared().filter("true", name="m", **about)  # type: ignore[attr-defined]
+    assert f"m: {option.name} needs a table with a source" in str(error.value)
+    assert option.not_of_results in str(error.value)
+
+
+@each(lambda option: option.not_of_states)
+def test_whole_states_cannot_have_an_option(option: Option) -> None:
+    with pytest.raises(TopologyError, match="a source of changes") as error:
+        declared(option.name, source=SnapshotSource("dumps", dump_time="modified"))
+    assert f"prices: {option.name} needs" in str(error.value)
+    assert option.not_of_states in str(error.value)
+
+
+@each(lambda option: option.excludes)
+def test_one_option_excludes_another(option: Option) -> None:
+    for other, why in option.excludes.items():
+        with pytest.raises(TopologyError, match=f"does not allow {other}") as error:
+            declared(option.name, **{other: VALUES[other]})
+        assert why in str(error.value)

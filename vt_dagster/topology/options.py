@@ -1,0 +1,609 @@
+"""The options of streams and tables: one entry each, in :data:`OPTIONS`.
+
+The checks of a declaration, the code version, the metadata, the shape in commits, the refusals of
+consumers and the reference page of options are made from these entries. The classes ``Stream``,
+``Table`` and ``VersionedTable`` give an option its type, its default and its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from datetime import datetime, timedelta
+from enum import Enum
+from typing import Any, NamedTuple, cast
+
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    NullType,
+    StringType,
+    StructField,
+    TimestampType,
+)
+
+from vt_dagster import rules
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.durations import check_duration, spoken
+from vt_dagster.topology.schema import holds_map
+
+# Consumers
+
+
+class Consumer(Enum):
+    """What reads a stream or table, in the words of messages and of the reference page."""
+
+    STREAM_TABLE_JOIN = "a stream-table join"
+    AS_KNOWN = "a join by what was known"
+    CORRECTED_JOIN = "a join with corrected_for"
+    TABLE_JOIN = "a table-table join"
+    HISTORY_JOIN = "a table-table join with history='complete'"
+    FOREIGN_KEY_JOIN = "a foreign-key join"
+    GROUP_BY = "group_by"
+    FILTER = "filter"
+    MAP_VALUES = "map_values"
+    TO_STREAM = "to_stream"
+    TRAINING_SET = "a training set"
+    SPINE = "the spine of a training set"
+    PARTITION_SENSOR = "a partition sensor"
+    LATENESS = "lateness"
+
+
+class Refusal(NamedTuple):
+    """Why a consumer does not read a table with an option.
+
+    Args:
+        instead: what to do instead of removing the option.
+    """
+
+    why: str
+    instead: str = "use a stream-table join"
+
+
+# Options
+
+
+class Sql(NamedTuple):
+    """The SQL expression that a text in an option is.
+
+    Args:
+        what: the expected expression, in words.
+        types: its allowed types, which the first run checks over the columns of the source; empty: it
+            uses the columns of the schema, and is checked when it is declared.
+    """
+
+    what: str
+    types: tuple[DataType, ...] = ()
+
+
+def as_text(value: Any) -> str:
+    """Returns the value of an option as text, for metadata."""
+    if isinstance(value, timedelta | Mapping):
+        return spoken(cast(Any, value))
+    if isinstance(value, tuple):
+        return ", ".join(map(str, cast("tuple[Any, ...]", value)))
+    return value.describe() if hasattr(value, "describe") else str(value)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of streams and tables. Its type and default are those of the field, and its text is the
+    entry under ``Args`` of the class that declares it.
+
+    Args:
+        name: the field of ``Stream``, ``Table`` or ``VersionedTable``.
+        check: checks a node with a value other than the default, and may store the value in another
+            form.
+        defines_records: whether another value gives other records, and so another code version.
+        shown: whether the metadata of the asset shows it.
+        text: formats the value for metadata.
+        in_commit: whether commits keep it (a field of ``Shape``), for readers without definitions.
+        outcomes: outcomes of records that only a table with the option has, by name; see ``rules``.
+        sql: the SQL expression that a text is; None: a text is no expression.
+        not_of_results: why the result of an operator cannot have it; empty: it can.
+        not_of_states: why a source of whole states cannot have it; empty: it can.
+        excludes: options that cannot be set beside it, each with the reason.
+        refused: consumers that do not read a table with it.
+        kept_if: consumers whose result keeps the option, each with the condition.
+    """
+
+    name: str
+    check: Callable[[Any], None] | None = None
+    defines_records: bool = False
+    shown: bool = False
+    text: Callable[[Any], str] = as_text
+    in_commit: bool = False
+    outcomes: tuple[str, ...] = ()
+    sql: Sql | None = None
+    not_of_results: str = ""
+    not_of_states: str = ""
+    excludes: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: Mapping[Consumer, Refusal] = field(default_factory=dict[Consumer, Refusal])
+    kept_if: Mapping[Consumer, str] = field(default_factory=dict[Consumer, str])
+
+    def is_set(self, node: Any) -> bool:
+        """Returns whether a node has another value than the default."""
+        declared = type(node).__dataclass_fields__.get(self.name)
+        if declared is None:
+            return False
+        default = declared.default
+        if declared.default_factory is not MISSING:
+            default = declared.default_factory()
+        return default is MISSING or bool(getattr(node, self.name) != default)
+
+
+def check_options(node: Any) -> None:
+    """Checks the options of a stream or table, and stores some in another form.
+
+    Raises:
+        TopologyError: an invalid value, or an option that the node cannot have.
+    """
+    for option in OPTIONS:
+        if not option.is_set(node):
+            continue
+        _check_place(node, option)
+        if option.check is not None:
+            option.check(node)
+
+
+def _check_place(node: Any, option: Option) -> None:
+    """Raises TopologyError if a node cannot have an option, whatever its value."""
+    if option.not_of_results and node.operator is not None:
+        raise TopologyError(
+            f"{node.name}: {option.name} needs a table with a source, got the result of an operator, "
+            f"{option.not_of_results}: declare it on the input"
+        )
+    if option.not_of_states and getattr(node.source, "whole", False):
+        raise TopologyError(
+            f"{node.name}: {option.name} needs a table with a source of changes, got "
+            f"{node.source.describe()}, {option.not_of_states}: remove {option.name}"
+        )
+    for other, why in option.excludes.items():
+        if _BY_NAME[other].is_set(node):
+            raise TopologyError(
+                f"{node.name}: {option.name} does not allow {other}, got {getattr(node, other)!r}: "
+                f"{why}; remove one of the two"
+            )
+
+
+def set_options(node: Any) -> list[Option]:
+    """Returns the options of a node that have another value than the default."""
+    return [option for option in OPTIONS if option.is_set(node)]
+
+
+def definition_of(node: Any) -> dict[str, str]:
+    """Returns the values of the options that define a node's records, for its code version."""
+    found = {o.name: getattr(node, o.name) for o in set_options(node) if o.defines_records}
+    return {n: v.describe() if hasattr(v, "describe") else repr(v) for n, v in found.items()}
+
+
+def shown_options(node: Any) -> dict[str, str]:
+    """Returns the options that a node's metadata shows, as text."""
+    return {o.name: o.text(getattr(node, o.name)) for o in set_options(node) if o.shown}
+
+
+def options_in_commit(owner: Any) -> dict[str, Any]:
+    """Returns the options that commits keep.
+
+    Args:
+        owner: a versioned table, or its ``Shape`` in a commit.
+    """
+    return {option.name: getattr(owner, option.name) for option in OPTIONS if option.in_commit}
+
+
+class Refused(NamedTuple):
+    """An option that a consumer refuses, with its value."""
+
+    option: str
+    value: Any
+    refusal: Refusal
+
+
+def refused_option(consumer: Consumer, owner: Any) -> Refused | None:
+    """Returns the first option that a consumer refuses; None = it reads the table.
+
+    Args:
+        owner: a stream or table, or its ``Shape`` in a commit.
+    """
+    for option in OPTIONS:
+        value = getattr(owner, option.name, None)
+        if consumer in option.refused and value is not None:
+            return Refused(option.name, value, option.refused[consumer])
+    return None
+
+
+def require_readable(name: str, consumer: Consumer, node: Any) -> None:
+    """Raises TopologyError if a consumer refuses an option of a stream or table.
+
+    Args:
+        name: the asset of the consumer, for the message.
+    """
+    found = refused_option(consumer, node)
+    if found is not None:
+        option, value, (why, instead) = found
+        shown = list(value) if isinstance(value, tuple) else value
+        raise TopologyError(
+            f"{name}: {consumer.value} needs an input without {option}, got {node.name!r} with "
+            f"{option}={shown!r}: {why}; {instead}, or remove {option}"
+        )
+
+
+# Checks
+
+
+def _check_partitions(node: Any) -> None:
+    if node.partitions < 1:
+        raise TopologyError(f"{node.name}: partitions must be 1 or more, got {node.partitions}")
+
+
+def _check_null_key(node: Any) -> None:
+    if node.null_key not in ("quarantine", "keep"):
+        raise TopologyError(
+            f"{node.name}: null_key must be 'quarantine' or 'keep', got {node.null_key!r}"
+        )
+    if node.is_table:
+        raise TopologyError(
+            f"{node.name}: a table cannot keep records without a key; leave null_key out"
+        )
+
+
+def _check_freshness(node: Any) -> None:
+    wanted = node.freshness
+    length = isinstance(wanted, timedelta) and wanted >= timedelta(0)
+    if not (wanted in ("every_run", "on_growth") or length):
+        raise TopologyError(
+            f"{node.name}: freshness must be 'on_growth', 'every_run' or a timedelta of 0 or more, "
+            f"got {wanted!r}"
+        )
+    if not node.is_table:
+        raise TopologyError(
+            f"{node.name}: freshness applies to a table's view, but a stream only has a log, "
+            "which each run appends to: remove freshness"
+        )
+
+
+def _check_log_retention(node: Any) -> None:
+    check_duration(node.name, "log_retention", node.log_retention)
+
+
+def _check_broadcast(node: Any) -> None:
+    if node.versioned:
+        raise TopologyError(
+            f"{node.name}: a versioned table cannot be broadcast, since its history need not fit "
+            "into an executor's memory; leave broadcast out, or declare it as a plain Table"
+        )
+
+
+def _check_deleted_when(node: Any) -> None:
+    """Checks ``deleted_when``, and stores it as ``tombstone``."""
+    condition = node.deleted_when
+    if not isinstance(condition, str) or not condition.strip():
+        raise TopologyError(
+            f"{node.name}: expected deleted_when to be a SQL condition over the columns of the source, "
+            f"like \"op = 'D'\", got {condition!r}; correct it, or leave it out"
+        )
+    if node.tombstone is not None:
+        raise TopologyError(
+            f"{node.name}: expected only one of deleted_when and its alias tombstone, got "
+            f"{condition!r} and {node.tombstone!r}; remove one, or combine both conditions with OR"
+        )
+    object.__setattr__(node, "tombstone", condition)
+    object.__setattr__(node, "deleted_when", None)
+
+
+def _check_deleted_at(node: Any) -> None:
+    if not isinstance(node.deleted_at, str) or not node.deleted_at.strip():
+        raise TopologyError(
+            f"{node.name}: expected deleted_at to be a SQL expression of type timestamp over the "
+            f'columns of the source, like "removed_on" or "record_time", got {node.deleted_at!r}; '
+            "correct it, or leave it out"
+        )
+
+
+def _check_history_retention(node: Any) -> None:
+    check_duration(node.name, "history_retention", node.history_retention)
+
+
+def _check_segment_interval(node: Any) -> None:
+    if node.segment_interval <= timedelta(0):
+        raise TopologyError(
+            f"{node.name}: segment_interval must be longer than 0, got {node.segment_interval}; "
+            "leave it out for the default"
+        )
+
+
+def _check_ready(node: Any) -> None:
+    ready = node.ready
+    timed = isinstance(ready, datetime) and ready.tzinfo is not None
+    if ready != "initial_load" and not timed:
+        raise TopologyError(
+            f"{node.name}: ready must be 'initial_load', a datetime with a time zone or None, got "
+            f"{ready!r}"
+        )
+
+
+def _check_start(node: Any) -> None:
+    """Raises TopologyError if ``start`` is no snapshot source, or the table's source has no changes."""
+    name, start, source = node.name, node.start, node.source
+    if not getattr(start, "whole", False):
+        raise TopologyError(
+            f"{name}: expected start to be a source of snapshots, SnapshotSource(...) or "
+            f"DeltaSource(..., mode='snapshots'), got {start!r}; pass one, or remove start"
+        )
+    if not hasattr(source, "news") or getattr(source, "whole", False):
+        raise TopologyError(
+            f"{name}: start needs a source of changes (files, topics or a Delta table), got "
+            f"{source!r}; set such a source, or remove start"
+        )
+    start.check(name, node.key, node.schema)
+
+
+def _check_tie_break(node: Any) -> None:
+    """Raises TopologyError if ``tie_break`` is not a value column with ordered values."""
+    values = _values(node)
+    found = next((f for f in values if f.name == node.tie_break), None)
+    if found is None:
+        raise TopologyError(
+            f"{node.name}: expected tie_break to be a value column, one of {[f.name for f in values]}, "
+            f"got {node.tie_break!r}; correct it, or remove tie_break"
+        )
+    if holds_map(found.dataType):
+        raise TopologyError(
+            f"{node.name}: expected tie_break to be a column whose values have an order, got "
+            f"{node.tie_break!r} of type {found.dataType.simpleString()}; name another column, for "
+            "example a number"
+        )
+
+
+def _check_valid_until(node: Any) -> None:
+    """Raises TopologyError if ``valid_until`` is not a value column of type timestamp."""
+    values = _values(node)
+    found = next((f for f in values if f.name == node.valid_until), None)
+    if found is None or not isinstance(found.dataType, TimestampType):
+        kinds = [f"{f.name} {f.dataType.simpleString()}" for f in values]
+        raise TopologyError(
+            f"{node.name}: expected valid_until to be a value column of type timestamp, got "
+            f"{node.valid_until!r} among {kinds}; correct it, or remove valid_until"
+        )
+
+
+def _check_new_version_on(node: Any) -> None:
+    """Checks ``new_version_on``, and stores it as a tuple.
+
+    Raises:
+        TopologyError: it has columns that cannot be compared, or lacks ``valid_until``.
+    """
+    values, otherwise = _values(node), "every record makes a version"
+    columns = _distinct(node, "new_version_on", node.new_version_on, values, otherwise)
+    kinds = {f.name: f.dataType for f in values}
+    maps = [f"{c} {kinds[c].simpleString()}" for c in columns if holds_map(kinds[c])]
+    if maps:
+        raise TopologyError(
+            f"{node.name}: expected new_version_on to name columns whose values can be compared, got "
+            f"{maps}; name other columns, for example a string made from the map"
+        )
+    if node.valid_until is not None and node.valid_until not in columns:
+        raise TopologyError(
+            f"{node.name}: expected new_version_on to include valid_until, {node.valid_until!r}, got "
+            f"{list(columns)}: a record that only changes the end would make no version, and its end "
+            "would be lost; add the column, or remove one of the two settings"
+        )
+    object.__setattr__(node, "new_version_on", columns)
+
+
+def _check_only_columns(node: Any) -> None:
+    """Checks ``only_columns``, and stores a list as a tuple."""
+    only = node.only_columns
+    _check_added_columns(node, "only_columns")
+    if isinstance(only, str) and only.strip():
+        return
+    if isinstance(only, str):
+        raise TopologyError(
+            f"{node.name}: expected only_columns to be a list of value columns or a SQL expression "
+            f"that returns their names, got {only!r}; correct it, or remove only_columns"
+        )
+    otherwise = "every record provides its whole row"
+    columns = _distinct(node, "only_columns", only, _provided(node), otherwise)
+    object.__setattr__(node, "only_columns", columns)
+
+
+def _check_ignore_null_updates(node: Any) -> None:
+    """Checks ``ignore_null_updates``, and stores a list as a tuple."""
+    _check_added_columns(node, "ignore_null_updates")
+    nulls = node.ignore_null_updates
+    if isinstance(nulls, bool):
+        return
+    otherwise = "a null sets a column to null"
+    columns = _distinct(node, "ignore_null_updates", nulls, _provided(node), otherwise)
+    object.__setattr__(node, "ignore_null_updates", columns)
+
+
+def _check_added_columns(node: Any, setting: str) -> None:
+    """Raises TopologyError if a column has the name of one that partial updates add to the log."""
+    taken = {"provided_columns", "propagated_from"} & {f.name.lower() for f in _values(node)}
+    if taken:
+        raise TopologyError(
+            f"{node.name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a "
+            f"table with {setting}: rename them"
+        )
+
+
+def _values(node: Any) -> list[StructField]:
+    return [node.schema[c] for c in node.value_columns]
+
+
+def _provided(node: Any) -> list[StructField]:
+    """Returns the columns that a partial update may omit."""
+    return [f for f in _values(node) if f.name not in (node.timestamp, node.valid_until)]
+
+
+def _distinct(
+    node: Any, setting: str, columns: object, values: Sequence[StructField], otherwise: str
+) -> tuple[str, ...]:
+    """Returns a list of distinct value columns as a tuple.
+
+    Args:
+        otherwise: the behaviour without the setting, for messages.
+    """
+    listed = isinstance(columns, list | tuple) and all(isinstance(c, str) for c in columns)
+    found = tuple(cast("Sequence[str]", columns)) if listed else ()
+    if not found or len({*found}) < len(found):
+        raise TopologyError(
+            f"{node.name}: expected {setting} to be a list of value columns, each once, some of "
+            f"{[f.name for f in values]}, got {columns!r}; correct it, or remove {setting}: then "
+            f"{otherwise}"
+        )
+    unknown = [c for c in found if c not in {f.name for f in values}]
+    if unknown:
+        raise TopologyError(
+            f"{node.name}: expected {setting} to name value columns, some of "
+            f"{[f.name for f in values]}, got {unknown}, which are key columns or not in the schema; "
+            "correct it"
+        )
+    return found
+
+
+# Entries
+
+_FOLLOW_RECORDS = (
+    *(Consumer.TABLE_JOIN, Consumer.HISTORY_JOIN, Consumer.FOREIGN_KEY_JOIN, Consumer.GROUP_BY),
+    *(Consumer.CORRECTED_JOIN, Consumer.AS_KNOWN, Consumer.TRAINING_SET),
+)
+"""Consumers that read the log of a table and take each record for a change of a row."""
+_NO_RECORD = Refusal("it follows records, and a version that ends by itself has no record of its end")
+_NO_VERSION = Refusal("it follows records, and some records make no version")
+_WHOLE_LOG = Refusal(
+    "it reads versions as of earlier system times, which needs the whole log",
+    "join with as_known='now'",
+)
+_WHOLE_ROWS = "which provides whole rows"
+_ONE_OF_TWO = "it would refuse one of two partial updates with equal timestamps"
+_UNCHANGED = "the result has a history retention, and selects"
+
+OPTIONS: tuple[Option, ...] = (
+    Option("key", defines_records=True, shown=True),
+    Option("schema", defines_records=True),
+    Option("timestamp", defines_records=True, sql=Sql("a SQL expression of type timestamp")),
+    Option(
+        "tombstone",
+        defines_records=True,
+        sql=Sql("a SQL condition", (BooleanType(), NullType())),
+    ),
+    Option("partitions", _check_partitions),
+    Option("partition_by", sql=Sql("a SQL expression over the key columns")),
+    Option("source", shown=True),
+    Option("null_key", _check_null_key, defines_records=True),
+    Option("description"),
+    Option("group"),
+    Option("owners"),
+    Option("key_prefix"),
+    Option("freshness", _check_freshness),
+    Option("renamed"),
+    Option(
+        "log_retention",
+        _check_log_retention,
+        shown=True,
+        refused={
+            Consumer.AS_KNOWN: _WHOLE_LOG,
+            Consumer.SPINE: Refusal("each run reads the whole log", "use another stream"),
+        },
+    ),
+    Option("broadcast", _check_broadcast),
+    Option("deleted_when", _check_deleted_when),
+    Option(
+        "deleted_at",
+        _check_deleted_at,
+        defines_records=True,
+        shown=True,
+        sql=Sql("a SQL expression of type timestamp", (TimestampType(), NullType())),
+        not_of_results="whose deletions have the times of its inputs",
+    ),
+    Option("history_retention", _check_history_retention, defines_records=True, shown=True),
+    Option("segment_interval", _check_segment_interval),
+    Option(
+        "ready",
+        _check_ready,
+        shown=True,
+        not_of_results="which is ready when its inputs are",
+    ),
+    Option(
+        "tie_break",
+        _check_tie_break,
+        defines_records=True,
+        shown=True,
+        outcomes=(rules.LOST_TIE.name,),
+        not_of_results="whose inputs decide which of several records counts",
+    ),
+    Option(
+        "valid_until",
+        _check_valid_until,
+        defines_records=True,
+        shown=True,
+        in_commit=True,
+        refused=dict.fromkeys(_FOLLOW_RECORDS, _NO_RECORD),
+        kept_if={
+            Consumer.FILTER: "the result has a history retention",
+            Consumer.MAP_VALUES: f"{_UNCHANGED} the column unchanged",
+        },
+    ),
+    Option(
+        "start",
+        _check_start,
+        defines_records=True,
+        shown=True,
+        outcomes=(rules.COVERED.name,),
+        not_of_results="which starts with the rows of its inputs",
+    ),
+    Option(
+        "new_version_on",
+        _check_new_version_on,
+        defines_records=True,
+        shown=True,
+        in_commit=True,
+        refused={
+            **dict.fromkeys(_FOLLOW_RECORDS, _NO_VERSION),
+            Consumer.TO_STREAM: _NO_VERSION,
+            Consumer.PARTITION_SENSOR: Refusal(
+                "a late record may change versions after the next record too, which the timestamps do "
+                "not show",
+                "request partitions with a schedule",
+            ),
+            Consumer.LATENESS: Refusal(
+                "the cost of another grace period cannot be computed",
+                "run vt-dagster explain for a single row",
+            ),
+        },
+        kept_if={
+            Consumer.FILTER: "the result has a history retention, and the condition is over the key "
+            "and these columns",
+            Consumer.MAP_VALUES: f"{_UNCHANGED} these columns unchanged",
+        },
+    ),
+    Option(
+        "only_columns",
+        _check_only_columns,
+        defines_records=True,
+        shown=True,
+        sql=Sql(
+            "a SQL expression that gives an array of names or a text",
+            (ArrayType(StringType()), StringType()),
+        ),
+        not_of_results=_WHOLE_ROWS,
+        not_of_states=_WHOLE_ROWS,
+        excludes={"tie_break": _ONE_OF_TWO},
+    ),
+    Option(
+        "ignore_null_updates",
+        _check_ignore_null_updates,
+        defines_records=True,
+        shown=True,
+        text=lambda value: "all" if value is True else as_text(value),
+        not_of_results=_WHOLE_ROWS,
+        not_of_states=_WHOLE_ROWS,
+        excludes={"tie_break": _ONE_OF_TWO},
+    ),
+)
+"""The options of ``Stream``, ``Table`` and ``VersionedTable``, in the order of their checks."""
+
+_BY_NAME = {option.name: option for option in OPTIONS}
