@@ -1,35 +1,25 @@
-"""Writes the classes that Spark loads to a file, from which later JVMs take them: ``FILE``.
+"""Writes the classes that Spark loads to a file, from which the JVMs of tests take them: ``FILE``.
 
-A JVM that runs one asset takes a third less of a processor with it, and tests start some fifty. Where a
-JVM finds that the file is not of its own version and jars, it does without.
+A JVM that runs one asset takes a third less of a processor with it, and tests start some fifty. Tests
+have a file of their own, so that none depends on the user's cache. Where a JVM finds that the file is
+not of its own version and jars, it does without.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
-
-from pyspark import SparkContext
 
 from tests.conftest import JVM
 from tests.market import healthy_market
-from vt_dagster.spark.session import build_session
+from vt_dagster.cli.class_archive import write
 
 
 def main(file: Path) -> None:
+    os.environ["JDK_JAVA_OPTIONS"] = JVM
     half = file.with_suffix(".half")
-    os.environ["JDK_JAVA_OPTIONS"] = f"{JVM} -XX:ArchiveClassesAtExit={half}"
-    spark = build_session("vt_dagster classes", master="local[2]")
-    with tempfile.TemporaryDirectory() as root:
-        healthy_market(Path(root), spark)
-    spark.stop()
-    gateway = SparkContext._gateway
-    assert gateway is not None
-    process = gateway.proc  # pyright: ignore[reportAttributeAccessIssue]
-    process.stdin.close()  # so it ends, and writes the file
-    process.wait(300)
+    write(half, lambda spark, root: healthy_market(root, spark))
     if half.is_file():
         half.rename(file)
 

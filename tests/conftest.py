@@ -26,6 +26,7 @@ BIN = Path(sys.executable).parent
 JVM = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -Xlog:cds=off,cds+dynamic=off"
 CLASSES = Path(sys.prefix) / ".classes.jsa"
 """What ``make test`` writes first (``class_archive.py``); without it tests take longer."""
+os.environ["VT_DAGSTER_CLASS_ARCHIVE"] = "off"  # no test makes the user's archive
 os.environ.setdefault(
     "JDK_JAVA_OPTIONS", f"{JVM} -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else JVM
 )

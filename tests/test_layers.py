@@ -68,7 +68,6 @@ LATE_IMPORTS = {
     },
     "vt_dagster.spark.server": {
         "filelock": "only where a server is started",
-        "pyspark": "the same",
     },
     "vt_dagster.spark.session": {
         "pyspark": "it starts a JVM, and the wrong PySpark is to be an error that says so",

@@ -29,6 +29,7 @@ COMMANDS = {
     "erase": "vt_dagster.cli.tables",
     "restate": "vt_dagster.cli.tables",
     "spark": "vt_dagster.cli.spark",
+    "class-archive": "vt_dagster.cli.class_archive",
     "what-if": "vt_dagster.cli.tables",
 }
 """The module of each command: it has a function, or a group of commands, of the command's name. It is

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.spark.class_archive import archive_of
 from vt_dagster.spark.jars import cache_dir, resolve_jars
 from vt_dagster.spark.session import (
     check_connect,
@@ -149,10 +150,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _launch(master: str, conf: Mapping[str, str]) -> Server:
-    import pyspark
-
-    check_spark_home()
-    check_java()
+    home = check_spark_home()
+    archive = archive_of(check_java(), home, conf)
+    if archive:
+        conf = archive.added_to(conf)
+        archive.make_at_exit()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -165,7 +167,6 @@ def _launch(master: str, conf: Mapping[str, str]) -> Server:
     }
     # Settings (with the token) go to a file: every user of the machine can read a command line.
     _write(_file("conf"), "".join(f"{name} {value}\n" for name, value in settings.items()))
-    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
     command = [str(home / "bin" / "spark-submit"), "--properties-file", str(_file("conf"))]
     environment = {k: v for k, v in os.environ.items() if k != "SPARK_REMOTE"}
     environment.setdefault("PYSPARK_PYTHON", sys.executable)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.spark.class_archive import JVM_OPTIONS, archive_of
 from vt_dagster.spark.jars import DELTA, PYSPARK_SERIES, one_line, resolve_jars
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ __all__ = ["build_session", "resolve_jars"]
 JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login fails
 FEW_QUERIES = {
     # With C1 only, the default code cache is too small, and the JVM stops compiling when it is full.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
+    JVM_OPTIONS: "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 }
 """For a process with few queries over few rows: optimizing them takes longer than running them."""
 
@@ -314,10 +315,9 @@ def _classic(
     if master.startswith("spark://"):
         _check_reachable(master)
     own_jvm = SparkContext._gateway is None
-    if own_jvm:
-        check_spark_home()
-        check_java()
-    settings = session_settings(app_name, master, resolve_jars(), conf)
+    archive = archive_of(check_java(), check_spark_home(), conf) if own_jvm else None
+    jvm_conf = archive.added_to(conf) if archive else conf
+    settings = session_settings(app_name, master, resolve_jars(), jvm_conf)
     if master.startswith("local"):
         python = conf.get("spark.pyspark.python", sys.executable)
         os.environ.setdefault("PYSPARK_PYTHON", python)
@@ -328,6 +328,8 @@ def _classic(
         if not own_jvm:  # a JVM started elsewhere may lack the jars: load a class of Delta
             session.catalog.currentDatabase()
     _remember_classes(session)
+    if archive:
+        archive.make_at_exit()
     return session
 
 
@@ -393,16 +395,14 @@ def session_settings(
         given = [item for item in conf.get(key, "").split(separator) if item]
         return separator.join([*own, *(item for item in given if item not in own)])
 
-    driver = conf.get("spark.driver.extraJavaOptions", "")
+    driver = conf.get(JVM_OPTIONS, "")
     executor = conf.get("spark.executor.extraJavaOptions", "")
     # The JVM uses the last value of a repeated property, so the user's log4j file overrides ours, and
     # our UTC overrides the user's time zone.
     settings |= {
         "spark.jars": joined("spark.jars", ",", *(jar.as_uri() for jar in jars)),
         EXTENSIONS: joined(EXTENSIONS, ",", DELTA_EXTENSION),
-        "spark.driver.extraJavaOptions": (
-            f"-Dlog4j2.configurationFile={log4j} {driver} -Duser.timezone=UTC"
-        ),
+        JVM_OPTIONS: (f"-Dlog4j2.configurationFile={log4j} {driver} -Duser.timezone=UTC"),
         "spark.executor.extraJavaOptions": f"{executor} -Duser.timezone=UTC".strip(),
         TIME_ZONE: "UTC",
     }
@@ -433,18 +433,23 @@ def _check_files(jars: str) -> None:
         )
 
 
-def check_spark_home() -> None:
-    """Checks the version of Spark in SPARK_HOME: PySpark starts it, whichever version it is."""
+def check_spark_home() -> Path:
+    """Returns the directory of Spark; checks the version of that in SPARK_HOME: PySpark starts it,
+    whichever version it is."""
+    import pyspark
+
     home = os.environ.get("SPARK_HOME")
     if home and not any(Path(home, "jars").glob(f"spark-core_2.13-{PYSPARK_SERIES}.*.jar")):
         raise SparkUnavailableError(
             f"Expected Spark {PYSPARK_SERIES} with Scala 2.13 in SPARK_HOME={home}, found no "
             "such jars there. Unset SPARK_HOME to use the Spark that PySpark ships."
         )
+    return Path(home or Path(pyspark.__file__).parent)
 
 
-def check_java() -> None:
-    """Checks that the java which Spark's launcher uses has a supported version."""
+def check_java() -> str:
+    """Returns path and version of the java that Spark's launcher uses; checks that the version is
+    supported."""
     wanted = f"Java {JAVA_VERSIONS[0]} or {JAVA_VERSIONS[-1]}"
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home, "bin")) if home else None)
@@ -466,6 +471,7 @@ def check_java() -> None:
             f"Expected {wanted} for Spark {PYSPARK_SERIES}, got {got} from {java}. "
             f"Set JAVA_HOME to a {wanted} installation."
         )
+    return f"{Path(java).resolve()} {output}"
 
 
 def _check_reachable(url: str, default_port: int | None = None) -> None:

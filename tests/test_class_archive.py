@@ -1,0 +1,195 @@
+"""The archive of Spark's classes in a cache: when it is made and used, and that it does no harm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from vt_dagster.spark.class_archive import ARCHIVE_ENV, JVM_OPTIONS, ClassArchive, archive_of
+from vt_dagster.spark.jars import resolve_jars
+
+SESSION = """
+from vt_dagster.spark.session import build_session
+
+log = "-Xlog:class+load:file=classes.log"
+spark = build_session(master="local[1]", conf={"spark.driver.extraJavaOptions": log})
+print(spark.range(3).count())
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of a user, in a path with a space."""
+    home = tmp_path / "a home"
+    home.mkdir()
+    monkeypatch.setenv("VT_DAGSTER_JARS", str(resolve_jars()[0].parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in (ARCHIVE_ENV, "JDK_JAVA_OPTIONS", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    return home / "vt_dagster" / "classes"
+
+
+@pytest.fixture
+def spark_home(tmp_path: Path) -> Path:
+    (tmp_path / "jars").mkdir()
+    (tmp_path / "jars" / "spark.jar").write_bytes(b"1")
+    return tmp_path
+
+
+def process(code: str, cwd: Path, *words: str) -> str:
+    """What a Python process prints, warnings and errors too."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        cwd=cwd,
+    )
+    return done.stdout
+
+
+def archived(cwd: Path) -> int:
+    """The classes that the JVM of ``SESSION`` took from the archive."""
+    return (cwd / "classes.log").read_text().count("shared objects file (top)")
+
+
+def test_each_java_and_spark_has_its_own(cache: Path, spark_home: Path) -> None:
+    first = ClassArchive.of("/java 17.0.15", spark_home)
+    assert first == ClassArchive.of("/java 17.0.15", spark_home)
+    assert first != ClassArchive.of("/java 21.0.2", spark_home)
+    (spark_home / "jars" / "spark.jar").write_bytes(b"12")
+    assert first != ClassArchive.of("/java 17.0.15", spark_home)
+
+
+def test_a_truncated_archive_is_not_used(cache: Path, spark_home: Path, tmp_path: Path) -> None:
+    """A JVM that maps it dies."""
+    archive = ClassArchive.of("/java 17", spark_home)
+    assert archive.file() is None
+    cache.mkdir(parents=True)
+    made = tmp_path / "made"
+    made.write_bytes(b"classes")
+    kept = archive.keep(made)
+    assert archive.file() == kept
+    kept.write_bytes(b"class")
+    assert archive.file() is None
+    assert archive.added_to({JVM_OPTIONS: "-Dx=1"}) == {JVM_OPTIONS: "-Dx=1"}
+
+
+def test_options_of_the_user_come_last(cache: Path, spark_home: Path, tmp_path: Path) -> None:
+    archive = ClassArchive.of("/java 17", spark_home)
+    cache.mkdir(parents=True)
+    (tmp_path / "made").write_bytes(b"classes")
+    file = archive.keep(tmp_path / "made")
+    options = archive.added_to({JVM_OPTIONS: "-Dx=1", "spark.a": "b"})
+    assert options["spark.a"] == "b"
+    assert options[JVM_OPTIONS].startswith(f'"-XX:SharedArchiveFile={file}"')
+    assert options[JVM_OPTIONS].endswith(" -Dx=1")
+
+
+def test_unused_archives_and_remains_are_removed(cache: Path, spark_home: Path, tmp_path: Path) -> None:
+    cache.mkdir(parents=True)
+    names = ("unused-1.jsa", "used-1.jsa", ".made-dead", ".made-alive")
+    unused, used, dead, alive = (cache / name for name in names)
+    for file in (unused, used):
+        file.touch()
+    for folder in (dead, alive):
+        folder.mkdir()
+    os.utime(unused, (0, time.time() - 31 * 86_400))
+    os.utime(dead, (0, time.time() - 2 * 86_400))
+    (tmp_path / "made").write_bytes(b"classes")
+    kept = ClassArchive.of("/java 17", spark_home).keep(tmp_path / "made")
+    assert {*cache.iterdir()} == {kept, used, alive}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        (ARCHIVE_ENV, "off"),
+        ("JDK_JAVA_OPTIONS", "-XX:SharedArchiveFile=/my.jsa"),
+        ("JAVA_TOOL_OPTIONS", "-Xshare:off"),
+    ],
+)
+def test_the_user_decides(
+    variable: str, value: str, cache: Path, spark_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert archive_of("/java 17", spark_home, {}) is not None
+    assert archive_of("/java 17", spark_home, {JVM_OPTIONS: "-XX:ArchiveClassesAtExit=/my.jsa"}) is None
+    monkeypatch.setenv(variable, value)
+    assert archive_of("/java 17", spark_home, {}) is None
+
+
+AT_EXIT = """
+import sys
+from vt_dagster.spark.class_archive import ClassArchive
+
+sys.executable = sys.argv[1]
+ClassArchive("a_key").make_at_exit()
+"""
+TELLS = """#!/bin/sh
+echo "$(nice) $(pwd) $@" >> "$0.told"
+"""
+"""In place of Python, which at low priority needs minutes to import anything on a busy machine."""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    made = tmp_path / "python"
+    made.write_text(TELLS)
+    made.chmod(0o700)
+    return made
+
+
+def test_one_process_of_low_priority_makes_it(cache: Path, tmp_path: Path, python: Path) -> None:
+    told = tmp_path / "python.told"
+    assert process(AT_EXIT, tmp_path, str(python)) == ""
+    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first has begun
+    (began,) = cache.iterdir()
+    os.utime(began, (0, time.time() - 2 * 86_400))
+    assert process(AT_EXIT, tmp_path, str(python)) == ""  # and has not ended well, yesterday
+    line = f"19 {cache} -m vt_dagster.cli class-archive\n"
+    end = time.monotonic() + 60
+    while not (told.exists() and told.read_text() == 2 * line):
+        assert time.monotonic() < end, told.read_text() if told.exists() else "nothing"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("reason", ["CI", "no directory"])
+def test_none_is_made_on_ci_or_without_a_cache(
+    reason: str, cache: Path, tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "CI":
+        monkeypatch.setenv("CI", "true")
+    else:
+        cache.parent.touch()  # a file where the directory should be
+    assert process(AT_EXIT, tmp_path, str(python)) == ""
+    assert not cache.exists()
+
+
+@pytest.mark.jvm
+@pytest.mark.timeout(1800)
+def test_a_session_uses_it_unless_it_is_damaged(cache: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    command = [sys.executable, "-m", "vt_dagster.cli", "class-archive"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=project)
+    (archive,) = cache.iterdir()
+    assert done.stdout.startswith(f"wrote {archive}, "), done.stderr
+    assert not [*project.iterdir()]
+
+    assert process(SESSION, tmp_path) == "3\n"
+    assert archived(tmp_path) > 5_000
+
+    archive.chmod(0o600)
+    with archive.open("r+b") as file:  # the right size, but other contents
+        file.seek(archive.stat().st_size // 2)
+        file.write(bytes(100_000))
+    assert process(SESSION, tmp_path) == "3\n"
+    assert archived(tmp_path) == 0
