@@ -273,7 +273,7 @@ def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
     assert moved is not None
     assert {*moved.inputs} == {"s", f"topic {target}", f"topic {other}"}
     # a topic that ends before what was sent
-    short = TopicState(moved.topics[other], {0: 0}, {0: 1})
+    short = TopicState(moved.topics[other], {0: 0}, {0: 1}, {0: 1})
     with pytest.raises(RecordsGoneError, match=r"partition 0, ended at offset 3 .* ends at 1 now"):
         elsewhere._require_topic(moved, short)  # pyright: ignore[reportPrivateUsage]
 

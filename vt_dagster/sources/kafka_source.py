@@ -10,7 +10,6 @@ The offset ranges that a run reads from Kafka topics.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -51,6 +50,7 @@ from vt_dagster.sources.kafka_cluster import (
     lost,
     reached,
     read_messages,
+    reason_of,
 )
 from vt_dagster.sources.message_formats import Decoded, Format, Json
 from vt_dagster.sources.value_reader import require_units
@@ -150,13 +150,29 @@ class PinnedTopics:
         return with_source_recorded_at(rows, self.source.recorded_at, WORDS)
 
     def consumed(self) -> None:
-        """Returns None: the commit holds the offsets."""
+        """Returns None: the commit holds the offsets.
+
+        Raises:
+            RecordsGoneError: a topic was recreated since the run started, so the run has perhaps read
+                records of the new topic at offsets of the old one.
+        """
+        if not self.records:
+            return
+        now = self.source.cluster.topic_ids(list(self.ids))
+        changed = [topic for topic, known in self.ids.items() if now[topic] != known]
+        if changed:
+            raise RecordsGoneError(
+                f"topic {changed[0]} was deleted and recreated while the run read it (its id was "
+                f"{self.ids[changed[0]]}, now {now[changed[0]]}); nothing was committed. Run again"
+            )
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        # A topic that the source no longer has may come back: it goes on where it was.
+        ends = {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()}
         return {
             "taken": self.taken,
-            "inputs": {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()},
-            "topics": self.ids,
+            "inputs": {**before.inputs, **ends},
+            "topics": {**before.topics, **self.ids},
             "gaps": self.gaps,
         }
 
@@ -185,12 +201,12 @@ class PinnedTopics:
                 "committed. Let the connector skip them (skipped.operations=t), or set "
                 "Debezium(truncate='quarantine') and delete the keys in another way"
             )
-        said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+        said = reason_of(error)
         if said is None:
             return None
         return SourceError(
-            f"the {self.source.describe()} could not be read to their end: {said[1].strip()}; nothing "
-            "was committed. Run again, and check the topic's retention"
+            f"the {self.source.describe()} could not be read to their end: {said}; nothing was "
+            "committed. Run again, and check the topic's retention"
         )
 
     @property
@@ -250,7 +266,8 @@ class KafkaSource:
         key: the format of the message's key; None = the key is not read.
         headers: the column, of type ``HEADERS``, for the message's headers; None = headers are dropped.
         start: where the first run begins: ``earliest``, ``latest``, a time (inclusive), or offsets
-            ``{topic: {partition: offset}}``. Partitions not named, or added later, begin at 0.
+            ``{topic: {partition: offset}}``. Partitions not named, or added later, begin at 0. A topic
+            that was recreated begins at its earliest offset, or at the time.
         max_records_per_run: the limit of a run, shared fairly between partitions; None = no limit.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
         max_clock_skew: how far ahead of this machine's clock a timestamp may be.
@@ -426,19 +443,26 @@ class KafkaSource:
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
     ) -> dict[int, tuple[int, int]]:
         """Returns the unconsumed ``[start, end)`` by partition; adds lost ranges to ``gaps``."""
-        position: Offsets | None = None
-        if before is not None and topic in before.topics:
-            position = before.inputs[topic]
-            if before.topics[topic] != state.id:
-                gaps[topic] = {p: (offset, offset) for p, offset in position.items()}
-                position = None
-        first = self._first(topic, state) if position is None else position
+        if before is None or topic not in before.topics:
+            first = self._first(topic, state)
+        elif before.topics[topic] == state.id:
+            first = before.inputs[topic]
+        else:
+            gaps[topic] = {p: (offset, offset) for p, offset in before.inputs[topic].items()}
+            # ``latest``, or offsets of the old topic, would skip records of the new one.
+            timed = isinstance(self.start, datetime)
+            first = self._first(topic, state) if timed else dict(state.earliest)
         found: dict[int, tuple[int, int]] = {}
         for partition, end in sorted(state.ends.items()):
             start, earliest = first.get(partition, 0), state.earliest[partition]
             if start < earliest:
                 gaps.setdefault(topic, {})[partition] = (start, earliest)
                 start = earliest
+            if start > end and (before is None or topic not in before.topics):
+                raise SourceError(
+                    f"topic {topic}, partition {partition}: expected start to be an offset up to the "
+                    f"end of the partition, {end}, got {start}; correct start"
+                )
             if start > end:
                 raise RecordsGoneError(
                     f"topic {topic}, partition {partition}: consumed up to offset {start}, but the "
