@@ -245,12 +245,22 @@ class KafkaCluster:
         return min(seen.values(), default=None)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        confluent = _confluent()
+        confluent, reasons = _confluent(), list[str]()
+
+        def noticed(error: Any) -> None:
+            if error.code() != confluent.KafkaError._ALL_BROKERS_DOWN:
+                reasons.append(error.str())
+
+        settings = {**self.client_settings(), "error_cb": noticed, "log_level": 0}
+        admin = confluent.admin.AdminClient(settings)
         try:
-            return question(confluent.admin.AdminClient(self.client_settings()))
+            return question(admin)
         except confluent.KafkaException as error:
             said = error.args[0]
             why = said.str() if hasattr(said, "str") else str(said)
+            # The request only times out; why there is no connection is an event of its own.
+            admin.poll(0)
+            why += f" ({reasons[-1]})" if reasons else ""
             raise SourceError(
                 f"Kafka at {self.servers} did not answer as expected: {why}; check that it runs, that "
                 "it can be reached from here, and that the security settings match the cluster"
@@ -447,6 +457,19 @@ def reason_of(error: Exception) -> str | None:
     """Returns what Kafka's client says in an error of Spark; None = the error is not Kafka's."""
     said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
     return None if said is None else said[1].strip().rstrip(".;")
+
+
+def advice_on_reading(reason: str) -> str:
+    """Returns what to do about a result of :func:`reason_of`."""
+    found = (advice for why, advice in _ADVICE.items() if why in reason)
+    return next(found, "check the topic's retention")
+
+
+_ADVICE = {
+    "Authentication failed": "correct username and password of the cluster",
+    "Timed out": "check that the brokers run and that Spark can reach them",
+    "Timeout": "check that the brokers run and that Spark can reach them",
+}
 
 
 def in_order_of_arrival(messages: DataFrame, topics: Sequence[str]) -> DataFrame:

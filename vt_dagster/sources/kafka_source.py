@@ -45,6 +45,7 @@ from vt_dagster.sources.base import (
 from vt_dagster.sources.kafka_cluster import (
     KafkaCluster,
     TopicState,
+    advice_on_reading,
     bounded,
     in_order_of_arrival,
     lost,
@@ -206,7 +207,7 @@ class PinnedTopics:
             return None
         return SourceError(
             f"the {self.source.describe()} could not be read to their end: {said}; nothing was "
-            "committed. Run again, and check the topic's retention"
+            f"committed. Run again, and {advice_on_reading(said)}"
         )
 
     @property
