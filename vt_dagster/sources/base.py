@@ -263,7 +263,7 @@ class News:
 
     Args:
         config: the run config of the asset's op; None = nothing new.
-        says: a description of the new input.
+        says: a description of the new input; if there is none, what holds it back, or nothing.
         records: the number of waiting records; None = unknown.
     """
 

@@ -304,8 +304,8 @@ def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str
     every = [TopicPartition(n, p.id) for n, topic in about.items() for p in topic.partitions]
     first = _offsets(admin, dict.fromkeys(every, OffsetSpec.earliest()))
     committed = {"isolation_level": IsolationLevel.READ_COMMITTED}
-    stable = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()), **committed)
     last = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()))
+    stable = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()), **committed)
     return {
         name: TopicState(
             str(topic.topic_id),

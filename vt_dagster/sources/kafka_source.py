@@ -106,6 +106,7 @@ class PinnedTopics:
         gaps: accepted ranges of lost offsets; of a recreated topic an empty range at the consumed
             offset, since the number of lost records is unknown.
         ends: the end offset of each partition when the run started (exclusive).
+        held_back: the number of offsets after these: records in an open transaction, or behind one.
     """
 
     source: Topics
@@ -114,6 +115,7 @@ class PinnedTopics:
     ids: dict[str, str]
     gaps: Ranges
     ends: dict[str, Offsets]
+    held_back: int
 
     bytes = None
 
@@ -417,7 +419,12 @@ class KafkaSource:
         ids = {topic: state.id for topic, state in states.items()}
         ends = {topic: dict(state.ends) for topic, state in states.items()}
         taken = bounded(ranges, self.max_records_per_run)
-        return PinnedTopics(self, before, taken, ids, gaps, ends)
+        held_back = sum(
+            max(0, last - state.ends[p])
+            for state in states.values()
+            for p, last in state.high_watermarks.items()
+        )
+        return PinnedTopics(self, before, taken, ids, gaps, ends, held_back)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """Returns the run config with the new offset ranges. Does not use Spark."""
@@ -428,7 +435,8 @@ class KafkaSource:
             ranges = pinned.ranges  # commit the start offsets, or ``latest`` would move on
         config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
         if not config:
-            return News()
+            held = f"{pinned.held_back} offset(s) are in open transactions, or behind one"
+            return News(says=held if pinned.held_back else "")
         return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
 
     def _require_append_time(self) -> None:
