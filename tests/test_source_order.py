@@ -438,7 +438,7 @@ class Topic(Records):
 
         source: Any = node.source
         taken = {"x": dict.fromkeys(range(self.partitions), (0, 99))}
-        return PinnedTopics(source, None, taken, {}, {}, {})
+        return PinnedTopics(source, None, taken, {}, {}, {}, 0)
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         return self.pinned(node).read(spark, node)

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from vt_dagster import Stream, VersionedTable
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError
 from vt_dagster.kafka import KafkaSource
 from vt_dagster.runs.run import Receipt, Run
+from vt_dagster.storage.commit_log import Commit, Shape
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def own_broker(tmp_path: Path) -> Iterator[KafkaBroker]:
         yield running
 
 
-def stream(pipeline: Pipeline, topics: Topics, topic: str, **options: Any) -> Stream:
+def stream(pipeline: Pipeline, topics: Topics, topic: str | Sequence[str], **options: Any) -> Stream:
     source = pipeline.source(topics, topic, **options)
     return Stream("s", key="k", schema=SCHEMA, timestamp="at", source=source)
 
@@ -99,6 +100,75 @@ def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> N
     assert pipeline.head(node).inputs == {topic: {0: 5}}
     pipeline.runs_idle(node)
     assert sorted(r.n for r in pipeline.log(node)) == [0, 1, 2, 3, *range(100, 105)]
+
+
+def test_topic_created_anew_while_a_run_reads(topics: Topics, pipeline: Pipeline) -> None:
+    """The new topic has records at the same offsets: read as those of the old one, they would be taken
+    twice, for the next run begins at the new topic's start."""
+    topic = topics.create()
+    topics.produce(topic, records(range(10)))
+    node = stream(pipeline, topics, topic)
+    run = pin(pipeline, node)
+    topics.delete(topic)
+    topics.create(topic)
+    topics.produce(topic, records(range(100, 120)))
+    with pytest.raises(RecordsGoneError, match=f"{topic} was deleted and recreated while the run read"):
+        finish(run)
+    assert pipeline.store(node).head() is None
+    pipeline.run(node)
+    assert [r.n for r in pipeline.log(node)] == [*range(100, 120)]
+
+
+def test_where_a_source_begins(topics: Topics, pipeline: Pipeline) -> None:
+    """By offsets of which records are gone, or that are not there yet; in a new or recreated topic."""
+    topic = topics.create(partitions=2)
+    for partition in (0, 1):
+        topics.produce(topic, records(range(10), partition=partition))
+    topics.expire(topic, {0: 5})
+
+    def source(start: Any) -> KafkaSource:
+        return pipeline.source(topics, topic, start=start)
+
+    def commit(topic_id: str | None) -> Commit:
+        topics = {"other": "id"} if topic_id is None else {topic: topic_id}
+        inputs = {name: {0: 7, 1: 7} for name in topics}
+        shape = Shape(kind="stream", key=["k"])
+        return Commit(asset="s", batch=1, attempt="", shape=shape, topics=topics, inputs=inputs)
+
+    for before in (None, commit(None)):  # a first run, and a topic added to the source
+        for start, first in (({topic: {0: 2}}, 2), ({topic: {1: 0}}, 0)):
+            said = (
+                f"partition 0: {5 - first} offsets are gone: {first} is the next offset to consume, 5"
+            )
+            with pytest.raises(RecordsGoneError, match=said):
+                source(start).pin(before)
+            pinned = source(start).pin(before, accept_gap=True)
+            assert pinned.ranges == {topic: {0: (5, 10), 1: (0, 10)}}
+            assert pinned.gaps == {topic: {0: (first, 5)}}
+        with pytest.raises(SourceError, match=r"partition 1: expected start .* up to .* 10, got 11;"):
+            source({topic: {0: 5, 1: 11}}).pin(before)
+    # of a recreated topic all records are new, wherever the source began in the old one
+    for start in ("earliest", "latest", {topic: {0: 8, 1: 40}}):
+        with pytest.raises(RecordsGoneError, match="was deleted and recreated since batch 1"):
+            source(start).pin(commit("old"))
+        pinned = source(start).pin(commit("old"), accept_gap=True)
+        assert pinned.ranges == {topic: {0: (5, 10), 1: (0, 10)}}
+    assert source("latest").pin(commit(topics.cluster.topic_ids([topic])[topic])).ranges == {
+        topic: {0: (7, 10), 1: (7, 10)}
+    }
+
+
+def test_topic_taken_out_of_a_source_and_put_back(topics: Topics, pipeline: Pipeline) -> None:
+    one, two = topics.create(), topics.create()
+    topics.produce(one, records([1]))
+    topics.produce(two, records([11]))
+    both = stream(pipeline, topics, [one, two])
+    pipeline.run(both)
+    topics.produce(one, records([2]))
+    topics.produce(two, records([12]))
+    pipeline.run(stream(pipeline, topics, one))
+    assert pipeline.run(both)["taken"] == {two: {"0": [1, 2]}}
+    assert sorted(r.n for r in pipeline.log(both)) == [1, 2, 11, 12]
 
 
 def test_partitions_are_added(topics: Topics, pipeline: Pipeline) -> None:

@@ -18,6 +18,7 @@ from vt_dagster.cli import app
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import Raw
 from vt_dagster.runs.replay import compare, replay, swap
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import commits
@@ -101,6 +102,44 @@ def test_replay_from_a_place(topics: Topics, pipeline: Pipeline, spark: SparkSes
         replay(warehouse, files, "g", spark)
     with pytest.raises(SourceError, match="start must be"):
         pipeline.source(topics, topic, start={"another": {0: 1}})
+
+
+def test_replay_of_records_that_are_gone(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession
+) -> None:
+    """A replay or restatement never takes fewer or other records without saying so."""
+    topic = topics.create()
+    topics.produce(topic, records(range(3)))
+    source = pipeline.source(topics, topic, start="latest", max_records_per_run=4)
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=source)
+    warehouse = str(pipeline.root / "warehouse")
+    stores = stores_of(warehouse, spark)
+    run_once(node, stores)
+    topics.produce(topic, records(range(3, 9)))
+    run_once(node, stores)
+    # it begins where the live asset began, wherever ``latest`` is now
+    same = replay(warehouse, node, "same", spark)
+    assert sorted(r.n for r in same.read().collect()) == [3, 4, 5, 6]
+    topics.expire(topic, {0: 5})
+    with pytest.raises(SourceError, match=r"s: .* 2 offsets are gone: 3 is the next .* --from-offsets"):
+        replay(warehouse, node, "short", spark)
+    late = replay(warehouse, node, "late", spark, {topic: {0: 5}})
+    assert sorted(r.n for r in late.read().collect()) == [5, 6]
+    topics.delete(topic)
+    topics.create(topic)
+    topics.produce(topic, records(range(100, 109)))
+    said = (
+        f"s: expected the topic {topic} that batch 1 consumed, got one that was deleted and recreated"
+    )
+    with pytest.raises(SourceError, match=said):
+        replay(warehouse, node, "other", spark)
+    with pytest.raises(SourceError, match=said):
+        restate(warehouse, node, "2020-01-01T00:00:00Z", spark)
+    with pytest.raises(SourceError, match="run it once with accept_gap: true first"):
+        replay(warehouse, node, "new", spark, {topic: {0: 1}})
+    run_once(node, stores, accept_gap=True)
+    new = replay(warehouse, node, "new", spark, {topic: {0: 1}})
+    assert sorted(r.n for r in new.read().collect()) == [101, 102, 103]
 
 
 def test_an_interrupted_swap_is_brought_to_its_end(tmp_path: Path) -> None:

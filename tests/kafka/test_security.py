@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pytest
-from pyspark.sql import SparkSession
+from confluent_kafka.admin import (
+    AdminClient,
+    ScramCredentialInfo,  # pyright: ignore[reportPrivateImportUsage]
+    ScramMechanism,  # pyright: ignore[reportPrivateImportUsage]
+    UserScramCredentialUpsertion,  # pyright: ignore[reportPrivateImportUsage]
+)
+from pyspark.sql import DataFrame, SparkSession
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, records
@@ -17,6 +24,9 @@ from tests.market import materialized, messages, run
 from vt_dagster import Stream, build_asset, build_sensor
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, build_publication
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources.kafka_sink import Publication, advice_for, producing
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing_kafka import KafkaBroker
 
 PASSWORD = "sesame-4711"
@@ -62,18 +72,18 @@ def test_no_secret_anywhere(
         assert materialized(done, "s")["records_applied"] == 20
         assert len(topics.consume(target)) == 20
         said.append(everything_said(instance, done.run_id))
-        # a wrong password, a broken authority, a variable that is not set: messages without secrets
-        for wrong in (
-            {"password": "wrong-secret-0815"},
-            {"ca_location": None},
-            {"password": dg.EnvVar("NO_SUCH_VARIABLE")},
+        # a wrong password, an unknown authority, a variable that is not set: messages without secrets
+        for wrong, said_of_it in (
+            ({"password": "wrong-secret-0815"}, "SASL authentication error: Authentication failed"),
+            ({"ca_location": None}, "certificate verify failed"),
+            ({"password": dg.EnvVar("NO_SUCH_VARIABLE")}, "NO_SUCH_VARIABLE"),
         ):
             cluster = replace(secure, **wrong)
             source = KafkaSource(cluster, origin)
             broken = Stream("b", key="k", schema=SCHEMA, timestamp="at", source=source)
             failed = run([build_asset(broken)], tmp_path / "warehouse", instance=instance)
             assert not failed.success
-            assert "did not answer" in messages(failed) or "NO_SUCH_VARIABLE" in messages(failed)
+            assert said_of_it in messages(failed)
             said += [messages(failed), everything_said(instance, failed.run_id)]
         said.append(str(tick(node, tmp_path)))
     spark.read.format("kafka").options(**secure.spark_options()).option(
@@ -97,3 +107,65 @@ def tick(node: Stream, root: Path) -> Any:
 def test_password_is_asked_for(broker: KafkaBroker) -> None:
     with pytest.raises(SourceError, match="expected username and password"):
         KafkaCluster(broker.secure_servers, security_protocol="SASL_SSL")
+
+
+def test_a_password_changes_while_a_run_reads_or_publishes(
+    broker: KafkaBroker, topics: Topics, tmp_path: Path, spark: SparkSession
+) -> None:
+    """Between offsets and read, and before a publication looks into its topic or sends. The next run,
+    with the new password, goes on."""
+
+    def let_in(password: str) -> None:
+        scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096)
+        user = UserScramCredentialUpsertion("bob", scram, password.encode())
+        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
+        for done in admin.alter_user_scram_credentials([user]).values():
+            done.result(30)
+
+    def cluster(password: str, **options: str) -> KafkaCluster:
+        return KafkaCluster(
+            broker.secure_servers,
+            security_protocol="SASL_SSL",
+            sasl_mechanism="SCRAM-SHA-256",
+            username="bob",
+            password=password,
+            ca_location=str(broker.ca_location),
+            options=options,
+        )
+
+    let_in("first")
+    origin, target = topics.create(), topics.create()
+    topics.produce(origin, records(range(5)))
+    topics.produce(target, records([7]))
+    stores = stores_of(str(tmp_path), spark)
+
+    def node(password: str) -> Stream:
+        source = KafkaSource(cluster(password), origin)
+        return Stream("s", key="k", schema=SCHEMA, timestamp="at", source=source)
+
+    pinned = Run.pin(node("first"), stores)
+    let_in("second")
+    with pytest.raises(SourceError, match=r"Authentication failed .* correct username and password"):
+        pinned.commit(pinned.operate(pinned.read()))
+    assert run_once(node("second"), stores).commit is not None
+
+    class Changing(Publication):
+        """The password is another one when the publication begins to read its topic."""
+
+        def _send(self, messages: DataFrame) -> dict[int, int]:
+            let_in("third")
+            return super()._send(messages)
+
+    sink = KafkaSink(cluster("second"), target)
+    with pytest.raises(SourceError, match=r"Authentication failed .* correct username and password"):
+        Changing(str(tmp_path), "out", node("second"), sink, spark).run()
+    batch = pa.RecordBatch.from_pylist(
+        [{"partition": 0, "key": "a", "value": "{}", "millis": 1, "place": "s/0/0/x"}]
+    )
+    hasty = cluster("second", **{"delivery.timeout.ms": "2000"})
+    ((failed,),) = (one.to_pylist() for one in producing(hasty, target, "h")(iter([batch])))
+    assert "Message timed out" in failed["error"]
+    assert advice_for(failed["error"]) == "correct username and password of the cluster"
+    sink = KafkaSink(cluster("third"), target)
+    assert Publication(str(tmp_path), "out", node("third"), sink, spark).run() is not None
+    assert len(topics.consume(target)) == 6

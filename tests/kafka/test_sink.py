@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pytest
-from confluent_kafka import Message
+from confluent_kafka import Message, Producer
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructField, StructType
 
@@ -30,7 +32,8 @@ from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka_cluster import TopicState
-from vt_dagster.sources.kafka_sink import Publication
+from vt_dagster.sources.kafka_sink import Publication, producing
+from vt_dagster.storage import parquet
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing_kafka import KafkaBroker
 
@@ -273,7 +276,7 @@ def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
     assert moved is not None
     assert {*moved.inputs} == {"s", f"topic {target}", f"topic {other}"}
     # a topic that ends before what was sent
-    short = TopicState(moved.topics[other], {0: 0}, {0: 1})
+    short = TopicState(moved.topics[other], {0: 0}, {0: 1}, {0: 1})
     with pytest.raises(RecordsGoneError, match=r"partition 0, ended at offset 3 .* ends at 1 now"):
         elsewhere._require_topic(moved, short)  # pyright: ignore[reportPrivateUsage]
 
@@ -363,3 +366,94 @@ def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
     commit = way.run()
     assert commit is not None
     assert commit.counts["published"] == 1
+
+
+def test_the_topic_changes_while_a_publication_runs(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recreated before or after it got the records; expired before the publication looked into it."""
+    origin, target = topics.create(), topics.create()
+    topics.produce(origin, records(range(5)))
+    topics.produce(target, records([7, 7]))
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    sink = KafkaSink(topics.cluster, target)
+    way = Publication(str(pipeline.root / "warehouse"), "out", node, sink, spark)
+
+    def beside(name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Something happens before a step of the publication, and something after it."""
+        step = getattr(Publication, name)
+
+        def with_more(self: Publication, *args: Any) -> Any:
+            before()
+            found = step(self, *args)
+            after()
+            return found
+
+        monkeypatch.setattr(Publication, name, with_more)
+
+    def nothing() -> None:
+        pass
+
+    def recreate() -> None:
+        topics.delete(target)
+        topics.create(target)
+        time.sleep(1)  # until all of the broker knows it
+
+    beside("_arrived", lambda: topics.expire(target, {0: 2}), nothing)
+    with pytest.raises(SourceError, match=f"which records the topic {target} .* nothing was committed"):
+        way.run()
+    monkeypatch.undo()
+    beside("_send", nothing, recreate)
+    with pytest.raises(
+        RecordsGoneError, match=f"{target} was deleted and recreated while records were"
+    ):
+        way.run()
+    monkeypatch.undo()
+    assert way.head() is None
+    assert way.run() is not None
+    assert numbers(topics, target) == [0, 1, 2, 3, 4]
+
+
+def test_an_open_transaction_hides_what_a_killed_publication_has_sent(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, target = topics.create(), topics.create()
+    topics.produce(origin, records(range(5)))
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    other = Producer({"bootstrap.servers": topics.cluster.servers, "transactional.id": target})
+    other.init_transactions(30)
+    other.begin_transaction()
+    topics.send(other, target, records([66]))
+    other.flush(10)
+    sink = KafkaSink(topics.cluster, target)
+    way = Publication(str(pipeline.root / "warehouse"), "out", node, sink, spark)
+
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(parquet, "write", die)
+        with pytest.raises(KeyboardInterrupt):
+            way.run()
+    commit = way.run()
+    assert commit is not None
+    assert commit.counts == {"in": 5, "published": 0}
+    other.abort_transaction(30)
+    assert way.run() is None
+    assert numbers(topics, target) == [0, 1, 2, 3, 4]
+
+
+def test_records_that_a_topic_does_not_take_are_counted(topics: Topics) -> None:
+    """All of the call, not the errors so far: the client gives up at the first one."""
+    topic = topics.create(max_message_bytes="100000")
+    values = ["x", "x", "x" * 150_000, "x"]
+    rows = [
+        {"partition": 0, "key": "a", "value": value, "millis": n + 1, "place": f"s/0/{n}/log"}
+        for n, value in enumerate(values)
+    ]
+    send = producing(topics.cluster, topic, "vt_dagster")
+    ((failed,),) = (one.to_pylist() for one in send(iter([pa.RecordBatch.from_pylist(rows)])))
+    assert "Message size too large" in failed["error"]
+    assert 4 - len(topics.consume(topic)) <= failed["records"] <= 4

@@ -31,6 +31,7 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.pin import Stores, times_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.sources.kafka_cluster import lost
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, stores_of
@@ -123,7 +124,7 @@ def replay(
     Args:
         into: the name of the new tables, in the same warehouse.
         start: start position of a Kafka source: a time (inclusive) or offsets ``{topic: {partition:
-            offset}}``; None = the source's own ``start``.
+            offset}}``; None = where the live asset began.
         tell: is called with one line per run.
         keep_recorded: whether records of topics and files keep their original system times; they are
             then read in the same runs as the original. Results of an operator, and files whose run is
@@ -156,6 +157,8 @@ def replay(
                 "remove the start to reprocess everything"
             )
         source = replace(source, start=start)
+    else:
+        source = from_beginning(node, AssetStore(warehouse, node, spark)).source
     copy = replace(node, name=into, source=source)
     if copy.operator is not None:
         copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
@@ -194,7 +197,15 @@ def _runs_of(
     source: Any = live.node.source
     then = commit_log.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, KafkaSource):
+        ids = source.cluster.topic_ids(source.topics)
+        for topic in _recreated(head.commit, ids):
+            raise SourceError(
+                f"{live.node.name}: expected the topic {topic} that its last run consumed, got one "
+                "that was deleted and recreated since; run it once with accept_gap: true first"
+            )
         for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
+            if _recreated(commit, ids):  # only with a start position in the new topic
+                continue
             yield as_far_as(source, commit), commit.recorded_at if keep_recorded else None
         return
     taken = source.taken_by(live.consumed_files(head)) if isinstance(source, FilesSource) else {}
@@ -202,6 +213,72 @@ def _runs_of(
         for commit in then:
             yield {"only": [f for f, n in taken.items() if n and n <= commit.batch]}, commit.recorded_at
     yield {}, None
+
+
+def from_beginning(node: Stream, live: AssetStore) -> Stream:
+    """Returns a node whose Kafka source starts where the live asset began; any other node as it is.
+
+    Raises:
+        SourceError: the topics no longer have all records that the live asset consumed.
+    """
+    source: Any = node.source
+    if not isinstance(source, KafkaSource):
+        return node
+    require_same_topics(live)
+    return replace(node, source=replace(source, start=_beginning_of(source, live)))
+
+
+def _beginning_of(source: KafkaSource, live: AssetStore) -> Any:
+    """Returns the offsets at which an asset began; the source's own ``start``, if the asset's first
+    commits are no longer known."""
+    begun = dict[str, dict[int, int]]()
+    for commit in commit_log.commits(live.root):
+        if not begun and commit.batch > 1:
+            return source.start
+        for topic, ranges in commit.taken.items():
+            begun.setdefault(topic, {p: first for p, (first, _) in ranges.items()})
+    if set(source.topics) - set(begun):
+        return source.start
+    states = source.cluster.topics(source.topics)
+    gone = {
+        topic: {p: (s, at.earliest[p]) for p, s in begun[topic].items() if s < at.earliest.get(p, s)}
+        for topic, at in states.items()
+    }
+    if any(gone.values()):
+        raise SourceError(
+            f"{live.node.name}: expected all records since its first run, got fewer: "
+            f"{lost(gone, states, None)}. {_ELSEWHERE}"
+        )
+    return {topic: begun[topic] for topic in source.topics}
+
+
+_ELSEWHERE = (
+    "Replay from a position that the topic has (--from or --from-offsets), or replay only the assets "
+    "derived from it: its log has its records"
+)
+
+
+def require_same_topics(live: AssetStore) -> None:
+    """Requires that no topic was recreated since an asset consumed its records.
+
+    Raises:
+        SourceError: names the topic.
+    """
+    source: Any = live.node.source
+    if not isinstance(source, KafkaSource):
+        return
+    ids = source.cluster.topic_ids(source.topics)
+    for commit in commit_log.commits(live.root):
+        for topic in _recreated(commit, ids):
+            raise SourceError(
+                f"{live.node.name}: expected the topic {topic} that batch {commit.batch} consumed, got "
+                f"one that was deleted and recreated since (its id was {commit.topics[topic]}, now "
+                f"{ids[topic]}): its offsets refer to other records. {_ELSEWHERE}"
+            )
+
+
+def _recreated(commit: Commit, ids: Mapping[str, str]) -> list[str]:
+    return [topic for topic, known in commit.topics.items() if ids.get(topic, known) != known]
 
 
 def as_far_as(source: Any, commit: Commit) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
-from vt_dagster.runs.replay import as_far_as, require_history, require_logs
+from vt_dagster.runs.replay import as_far_as, require_history, require_logs, require_same_topics
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, head_of
@@ -115,6 +115,7 @@ class Planner:
                 f"{node.name}: nothing was ever committed, so there is nothing to restate; run it first"
             )
         if node.operator is None:
+            require_same_topics(self._live(node))
             taken = head.commit.totals.get("in", 0)
             return Step(path=path_of(node), why="its source is read again", taken=taken)
         keep, why = self._kept(node, head.commit, plan)

@@ -23,6 +23,7 @@ from vt_dagster.runs.replay import (
     as_json,
     comparable,
     differing_rows,
+    from_beginning,
     make_anew,
     require_history,
     require_logs,
@@ -169,7 +170,7 @@ def _made(
         if one.operator is not None:
             require_logs(one, processor_of(one).plan().consumed, stores, None)
             require_history(one, stores, None, _LONGER)
-        make_anew(one, stores, there, f"{_RUN}:{node.name}")
+        make_anew(from_beginning(one, there), stores, there, f"{_RUN}:{node.name}")
     return stores(node), tuple(remade)
 
 

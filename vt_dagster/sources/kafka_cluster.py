@@ -42,12 +42,16 @@ class TopicState:
     Args:
         id: the topic id; a topic that is deleted and recreated under its name gets another one.
         earliest: the first available offset by partition (inclusive).
-        ends: the offset after the last committed record by partition (exclusive).
+        ends: the last stable offset by partition (exclusive): records from it on are in open
+            transactions, or behind one.
+        high_watermarks: the offset after the last record by partition (exclusive), whether it is in an
+            open transaction or not.
     """
 
     id: str
     earliest: dict[int, int]
     ends: dict[int, int]
+    high_watermarks: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,15 @@ class KafkaCluster:
         """
         return self._ask(lambda admin: _states(self, admin, names))
 
+    def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
+        """Returns the current ids of topics.
+
+        Raises:
+            SourceError: the cluster does not answer, or has no such topic.
+        """
+        found = self._ask(lambda admin: _described(self, admin, names))
+        return {name: str(topic.topic_id) for name, topic in found.items()}
+
     def timestamp_types(self, names: Sequence[str]) -> dict[str, str]:
         """Returns ``message.timestamp.type`` by topic: ``CreateTime`` or ``LogAppendTime``.
 
@@ -228,12 +241,22 @@ class KafkaCluster:
         return min(seen.values(), default=None)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        confluent = _confluent()
+        confluent, reasons = _confluent(), list[str]()
+
+        def noticed(error: Any) -> None:
+            if error.code() != confluent.KafkaError._ALL_BROKERS_DOWN:
+                reasons.append(error.str())
+
+        settings = {**self.client_settings(), "error_cb": noticed, "log_level": 0}
+        admin = confluent.admin.AdminClient(settings)
         try:
-            return question(confluent.admin.AdminClient(self.client_settings()))
+            return question(admin)
         except confluent.KafkaException as error:
             said = error.args[0]
             why = said.str() if hasattr(said, "str") else str(said)
+            # The request only times out; why there is no connection is an event of its own.
+            admin.poll(0)
+            why += f" ({reasons[-1]})" if reasons else ""
             raise SourceError(
                 f"Kafka at {self.servers} did not answer as expected: {why}; check that it runs, that "
                 "it can be reached from here, and that the security settings match the cluster"
@@ -251,15 +274,8 @@ def _confluent() -> Any:
     return confluent_kafka
 
 
-def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str, TopicState]:
-    from confluent_kafka import (
-        IsolationLevel,
-        KafkaError,
-        KafkaException,
-        TopicCollection,
-        TopicPartition,
-    )
-    from confluent_kafka.admin import OffsetSpec  # pyright: ignore[reportPrivateImportUsage]
+def _described(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str, Any]:
+    from confluent_kafka import KafkaError, KafkaException, TopicCollection
 
     asked = admin.describe_topics(TopicCollection(list(names)), request_timeout=_SECONDS)
     about: dict[str, Any] = {}
@@ -273,14 +289,24 @@ def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str
                 f"expected a topic {name!r} at {cluster.servers}, got none; create it, or correct "
                 "the name"
             ) from None
+    return about
+
+
+def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str, TopicState]:
+    from confluent_kafka import IsolationLevel, TopicPartition
+    from confluent_kafka.admin import OffsetSpec  # pyright: ignore[reportPrivateImportUsage]
+
+    about = _described(cluster, admin, names)
     every = [TopicPartition(n, p.id) for n, topic in about.items() for p in topic.partitions]
     first = _offsets(admin, dict.fromkeys(every, OffsetSpec.earliest()))
     committed = {"isolation_level": IsolationLevel.READ_COMMITTED}
-    last = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()), **committed)
+    last = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()))
+    stable = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()), **committed)
     return {
         name: TopicState(
             str(topic.topic_id),
             {p.id: first[name, p.id] for p in topic.partitions},
+            {p.id: stable[name, p.id] for p in topic.partitions},
             {p.id: last[name, p.id] for p in topic.partitions},
         )
         for name, topic in about.items()
@@ -392,11 +418,14 @@ def read_messages(
     spark: SparkSession,
     ranges: Mapping[str, Mapping[int, tuple[int, int]]],
     headers: bool = False,
+    uncommitted: bool = False,
 ) -> DataFrame:
-    """Returns the committed messages of offset ranges, in the columns of Spark's Kafka source.
+    """Returns the messages of offset ranges, in the columns of Spark's Kafka source.
 
     Args:
         ranges: ``[start, end)`` by topic and partition; none of them empty.
+        uncommitted: whether to read also messages of open and aborted transactions, and those that an
+            open transaction hides.
     """
 
     def offsets(which: int) -> str:
@@ -414,10 +443,29 @@ def read_messages(
         .option("startingOffsets", offsets(0))
         .option("endingOffsets", offsets(1))
         .option("includeHeaders", str(headers).lower())
-        .option("kafka.isolation.level", "read_committed")
+        .option("kafka.isolation.level", "read_uncommitted" if uncommitted else "read_committed")
         .option("failOnDataLoss", "true")
         .load()
     )
+
+
+def reason_of(error: Exception) -> str | None:
+    """Returns what Kafka's client says in an error of Spark; None = the error is not Kafka's."""
+    said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+    return None if said is None else said[1].strip().rstrip(".;")
+
+
+def advice_on_reading(reason: str) -> str:
+    """Returns what to do about a result of :func:`reason_of`."""
+    found = (advice for why, advice in _ADVICE.items() if why in reason)
+    return next(found, "check the topic's retention")
+
+
+_ADVICE = {
+    "Authentication failed": "correct username and password of the cluster",
+    "Timed out": "check that the brokers run and that Spark can reach them",
+    "Timeout": "check that the brokers run and that Spark can reach them",
+}
 
 
 def in_order_of_arrival(messages: DataFrame, topics: Sequence[str]) -> DataFrame:
@@ -490,13 +538,13 @@ def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) 
     """Returns a description of lost offsets for an error message.
 
     Args:
-        before: the asset's last commit.
+        before: the asset's last commit; None = no commit yet.
     """
-    assert before is not None
     said: list[str] = []
     for topic, missing in gaps.items():
-        old, new = before.topics[topic], states[topic].id
-        if old != new:
+        new = states[topic].id
+        old = new if before is None else before.topics.get(topic, new)
+        if before is not None and old != new:
             said.append(
                 f"topic {topic} was deleted and recreated since batch {before.batch} (its id "
                 f"was {old}, now {new}): its offsets refer to other records"

@@ -19,12 +19,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError
-from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState, read_messages
+from vt_dagster.sources.kafka_cluster import (
+    KafkaCluster,
+    TopicState,
+    advice_on_reading,
+    read_messages,
+    reason_of,
+)
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape
@@ -41,6 +49,8 @@ _ADVICE = {
     "Invalid timestamp": "raise message.timestamp.after.max.ms of the topic: the broker refuses "
     "records that are further ahead of its clock",
     "Topic authorization failed": "allow the user to write to the topic",
+    "Authentication failed": "correct username and password of the cluster",
+    "Unknown topic or partition": "create the topic, or correct its name",
 }
 
 
@@ -61,8 +71,8 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
 
     Returns:
         a function that yields rows ``partition, records, error``: the number of records sent by
-        partition; or, on failure, one row with a null partition, the number of rejected records and the
-        first error.
+        partition; or, on failure, one row with a null partition, the number of records that the topic
+        has not acknowledged and the first error.
     """
     settings = _settings(cluster)
 
@@ -71,12 +81,23 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         from collections import Counter
 
         import pyarrow as pa
-        from confluent_kafka import KafkaException, Producer
+        from confluent_kafka import KafkaError, KafkaException, Producer
 
-        producer, failed = Producer(settings), list[str]()
+        failed, reasons, acknowledged = list[str](), list[str](), 0
+
+        def noticed(error: Any) -> None:
+            if error.code() != KafkaError._ALL_BROKERS_DOWN:
+                reasons.append(error.str())
+
+        producer = Producer({**settings, "error_cb": noticed})
 
         def delivered(error: Any, _: Any) -> None:
-            if error is not None:
+            nonlocal acknowledged
+            if error is None:
+                acknowledged += 1
+            elif error.code() == KafkaError._MSG_TIMED_OUT and reasons:
+                failed.append(f"{error.str()} ({reasons[-1]})")
+            else:
                 failed.append(error.str())
 
         def poll(seconds: float) -> None:
@@ -113,9 +134,10 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         if len(producer) and not failed:
             failed.append(f"{len(producer)} records were not acknowledged within 90 s")
         producer.purge()
+        poll(0)
         rows = {"partition": [*sent], "records": [*sent.values()], "error": [None] * len(sent)}
         if failed:
-            rows = {"partition": [None], "records": [len(failed)], "error": [failed[0]]}
+            rows = {"partition": [None], "records": [sent.total() - acknowledged], "error": [failed[0]]}
         kinds = [("partition", pa.int32()), ("records", pa.int64()), ("error", pa.string())]
         yield pa.RecordBatch.from_pydict(rows, schema=pa.schema(kinds))
 
@@ -247,7 +269,7 @@ class Publication:
         rows = self._rows(head, done, ends)
         self._require_times(rows)
         messages = self._messages(rows, head.commit.log)
-        arrived = self._arrived(self._since(before, topic), topic.ends, head.commit.log)
+        arrived = self._arrived(self._since(before, topic), topic.high_watermarks, head.commit.log)
         if arrived is not None:
             # Records of a key arrive in order, so all records up to the last one have arrived. The
             # topic may have deleted some since; sent again, they would follow newer records of the key.
@@ -256,6 +278,12 @@ class Publication:
             messages = messages.join(arrived, there, "left_anti")
         counted = self._send(messages)
         after = self._topic()
+        if after.id != topic.id:
+            raise RecordsGoneError(
+                f"{self.name}: topic {self.sink.topic} was deleted and recreated while records were "
+                f"sent to it (its id was {topic.id}, now {after.id}): the old topic has some of them. "
+                "Nothing was committed: run again"
+            )
         topics = {} if before is None else {t: e for t, e in before.inputs.items() if _is_topic(t)}
         commit = Commit(
             asset=self.name,
@@ -266,7 +294,7 @@ class Publication:
             consumed=consumed_commits({self.node.name: head.commit}),
             run_id=run_id,
             taken={self.node.name: {p: (done.get(p, 0), e) for p, e in ends.items()}},
-            inputs={self.node.name: {**done, **ends}, **topics, self._target: after.ends},
+            inputs={self.node.name: {**done, **ends}, **topics, self._target: after.high_watermarks},
             topics={self.sink.topic: after.id},
             counts={
                 "in": sum(e - done.get(p, 0) for p, e in ends.items()),
@@ -318,13 +346,13 @@ class Publication:
             )
         else:
             sent = before.inputs.get(self._target, {})
-            cut = {p: end for p, end in sent.items() if topic.ends.get(p, 0) < end}
+            cut = {p: end for p, end in sent.items() if topic.high_watermarks.get(p, 0) < end}
             if cut:
                 partition, end = min(cut.items())
                 said = (
                     f"topic {name}, partition {partition}, ended at offset {end} after batch "
-                    f"{before.batch}, and ends at {topic.ends.get(partition, 0)} now: it was truncated "
-                    "or restored"
+                    f"{before.batch}, and ends at {topic.high_watermarks.get(partition, 0)} now: it "
+                    "was truncated or restored"
                 )
         if said:
             raise RecordsGoneError(
@@ -377,7 +405,7 @@ class Publication:
         if before is not None and before.topics == {self.sink.topic: topic.id}:
             sent = before.inputs.get(self._target, {})
         # In a truncated partition all records may be uncommitted.
-        known = {p: s for p, s in sent.items() if s <= topic.ends.get(p, 0)}
+        known = {p: s for p, s in sent.items() if s <= topic.high_watermarks.get(p, 0)}
         return {p: max(first, known.get(p, first)) for p, first in topic.earliest.items()}
 
     def _arrived(self, since: Offsets, now: Offsets, log: str) -> DataFrame | None:
@@ -391,8 +419,14 @@ class Publication:
         ranges = {p: (since[p], end) for p, end in now.items() if end > since[p]}
         if not ranges:
             return None
+        # A record that follows one of another producer's open transaction is hidden from readers of
+        # committed records, but it is in the topic.
         messages = read_messages(
-            self.sink.cluster, self._store.spark, {self.sink.topic: ranges}, headers=True
+            self.sink.cluster,
+            self._store.spark,
+            {self.sink.topic: ranges},
+            headers=True,
+            uncommitted=True,
         )
         # Other producers may write to the topic, even with a header of this name.
         ours = F.try_element_at(F.filter("headers", lambda h: h["key"] == HEADER), F.lit(1))
@@ -427,12 +461,22 @@ class Publication:
         ordered = messages.repartition(PARTITION).sortWithinPartitions(PARTITION, OFFSET)
         send = producing(self.sink.cluster, self.sink.topic, HEADER)
         sent = ordered.mapInArrow(send, f"{_SENT}, error string")
-        told = sent.groupBy(PARTITION).agg(F.sum("records"), F.max("error")).collect()
+        try:
+            told = sent.groupBy(PARTITION).agg(F.sum("records"), F.max("error")).collect()
+        except (PySparkException, Py4JJavaError) as error:
+            said = reason_of(error)
+            if said is None:
+                raise
+            raise SourceError(
+                f"{self.name}: expected to read which records the topic {self.sink.topic} at "
+                f"{self.sink.cluster.servers} already has, got: {said}; nothing was committed. Run "
+                f"again, and {advice_on_reading(said)}"
+            ) from error
         for _, count, error in told:
             if error is not None:
                 raise SourceError(
                     f"{self.name}: expected the topic {self.sink.topic} at {self.sink.cluster.servers} "
-                    f"to accept all records, got {count:,} or more that it rejected: {error}. Nothing "
+                    f"to accept all records, got {count:,} or more that it did not: {error}. Nothing "
                     "was committed; the next run skips the records that the topic already has. First "
                     f"{advice_for(error)}"
                 )

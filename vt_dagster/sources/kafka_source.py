@@ -6,7 +6,6 @@ offset ranges when it starts and reads only committed transactions (``read_commi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -42,11 +41,13 @@ from vt_dagster.sources.base import (
 from vt_dagster.sources.kafka_cluster import (
     KafkaCluster,
     TopicState,
+    advice_on_reading,
     bounded,
     in_order_of_arrival,
     lost,
     reached,
     read_messages,
+    reason_of,
 )
 from vt_dagster.sources.message_formats import Decoded, Format, Json
 from vt_dagster.sources.value_reader import require_units
@@ -101,6 +102,7 @@ class PinnedTopics:
         gaps: accepted ranges of lost offsets; of a recreated topic an empty range at the consumed
             offset, since the number of lost records is unknown.
         ends: the end offset of each partition when the run started (exclusive).
+        held_back: the number of offsets after these: records in an open transaction, or behind one.
     """
 
     source: Topics
@@ -109,6 +111,7 @@ class PinnedTopics:
     ids: dict[str, str]
     gaps: Ranges
     ends: dict[str, Offsets]
+    held_back: int
 
     bytes = None
 
@@ -146,13 +149,29 @@ class PinnedTopics:
         return with_source_recorded_at(rows, self.source.recorded_at, WORDS)
 
     def consumed(self) -> None:
-        """Returns None: the commit holds the offsets."""
+        """Returns None: the commit holds the offsets.
+
+        Raises:
+            RecordsGoneError: a topic was recreated since the run started, so the run has perhaps read
+                records of the new topic at offsets of the old one.
+        """
+        if not self.records:
+            return
+        now = self.source.cluster.topic_ids(list(self.ids))
+        changed = [topic for topic, known in self.ids.items() if now[topic] != known]
+        if changed:
+            raise RecordsGoneError(
+                f"topic {changed[0]} was deleted and recreated while the run read it (its id was "
+                f"{self.ids[changed[0]]}, now {now[changed[0]]}); nothing was committed. Run again"
+            )
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        # A topic that the source no longer has may come back: it goes on where it was.
+        ends = {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()}
         return {
             "taken": self.taken,
-            "inputs": {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()},
-            "topics": self.ids,
+            "inputs": {**before.inputs, **ends},
+            "topics": {**before.topics, **self.ids},
             "gaps": self.gaps,
         }
 
@@ -181,12 +200,12 @@ class PinnedTopics:
                 "committed. Let the connector skip them (skipped.operations=t), or set "
                 "Debezium(truncate='quarantine') and delete the keys in another way"
             )
-        said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+        said = reason_of(error)
         if said is None:
             return None
         return SourceError(
-            f"the {self.source.describe()} could not be read to their end: {said[1].strip()}; nothing "
-            "was committed. Run again, and check the topic's retention"
+            f"the {self.source.describe()} could not be read to their end: {said}; nothing was "
+            f"committed. Run again, and {advice_on_reading(said)}"
         )
 
     @property
@@ -246,7 +265,8 @@ class KafkaSource:
         key: the format of the message's key; None = the key is not read.
         headers: the column, of type ``HEADERS``, for the message's headers; None = headers are dropped.
         start: where the first run begins: ``earliest``, ``latest``, a time (inclusive), or offsets
-            ``{topic: {partition: offset}}``. Partitions not named, or added later, begin at 0.
+            ``{topic: {partition: offset}}``. Partitions not named, or added later, begin at 0. A topic
+            that was recreated begins at its earliest offset, or at the time.
         max_records_per_run: the limit of a run, shared fairly between partitions; None = no limit.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
         max_clock_skew: how far ahead of this machine's clock a timestamp may be.
@@ -395,7 +415,12 @@ class KafkaSource:
         ids = {topic: state.id for topic, state in states.items()}
         ends = {topic: dict(state.ends) for topic, state in states.items()}
         taken = bounded(ranges, self.max_records_per_run)
-        return PinnedTopics(self, before, taken, ids, gaps, ends)
+        held_back = sum(
+            max(0, last - state.ends[p])
+            for state in states.values()
+            for p, last in state.high_watermarks.items()
+        )
+        return PinnedTopics(self, before, taken, ids, gaps, ends, held_back)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """Returns the run config with the new offset ranges. Does not use Spark."""
@@ -406,7 +431,8 @@ class KafkaSource:
             ranges = pinned.ranges  # commit the start offsets, or ``latest`` would move on
         config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
         if not config:
-            return News()
+            held = f"{pinned.held_back} offset(s) are in open transactions, or behind one"
+            return News(says=held if pinned.held_back else "")
         return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
 
     def _require_append_time(self) -> None:
@@ -422,19 +448,26 @@ class KafkaSource:
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
     ) -> dict[int, tuple[int, int]]:
         """Returns the unconsumed ``[start, end)`` by partition; adds lost ranges to ``gaps``."""
-        position: Offsets | None = None
-        if before is not None and topic in before.topics:
-            position = before.inputs[topic]
-            if before.topics[topic] != state.id:
-                gaps[topic] = {p: (offset, offset) for p, offset in position.items()}
-                position = None
-        first = self._first(topic, state) if position is None else position
+        if before is None or topic not in before.topics:
+            first = self._first(topic, state)
+        elif before.topics[topic] == state.id:
+            first = before.inputs[topic]
+        else:
+            gaps[topic] = {p: (offset, offset) for p, offset in before.inputs[topic].items()}
+            # ``latest``, or offsets of the old topic, would skip records of the new one.
+            timed = isinstance(self.start, datetime)
+            first = self._first(topic, state) if timed else dict(state.earliest)
         found: dict[int, tuple[int, int]] = {}
         for partition, end in sorted(state.ends.items()):
             start, earliest = first.get(partition, 0), state.earliest[partition]
             if start < earliest:
                 gaps.setdefault(topic, {})[partition] = (start, earliest)
                 start = earliest
+            if start > end and (before is None or topic not in before.topics):
+                raise SourceError(
+                    f"topic {topic}, partition {partition}: expected start to be an offset up to the "
+                    f"end of the partition, {end}, got {start}; correct start"
+                )
             if start > end:
                 raise RecordsGoneError(
                     f"topic {topic}, partition {partition}: consumed up to offset {start}, but the "
