@@ -487,7 +487,7 @@ class _Restatement:
             self.fs.makedirs(posixpath.dirname(old), exist_ok=True)
             self.say(f"{path}: replaces the old tables by the new ones")
             self.fs.mv(live, old, recursive=True)
-        elif self.fs.exists(live):
+        if self.fs.exists(live):
             raise StorageError(
                 f"{path}: expected that nothing runs while it is restated, but somebody has written to "
                 f"{live} between its old tables and the new ones; move that away and run it again"

@@ -295,6 +295,7 @@ class _Log:
             over=head.version,
             replaced=file_before(cut.next_offset),
             pinned=True,
+            after=head.commit.attempt,
         )
 
     def forget_bases(self, keep: timedelta) -> None:

@@ -501,11 +501,36 @@ def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
     delta.require_place(str(warehouse))
     found = delta.last_commit(posixpath.join(str(warehouse), name, "log"))
     if found is None:
+        require_in_place(warehouse, name)
         raise StorageError(
             f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; "
             f"materialize it first, or choose one of {asset_names(warehouse)}"
         )
     return found.version, Commit.model_validate(found.document)
+
+
+def require_in_place(warehouse: str, name: str) -> None:
+    """Checks that no swap or restatement has moved the tables of an asset away, without the new ones in
+    their place yet: the asset would look as if it had never run.
+
+    Raises:
+        StorageError: the tables were moved away.
+    """
+    fs, root = delta.filesystem(str(warehouse))
+    there = fs.ls(root, detail=False, refresh=True) if fs.exists(root) else []
+    for folder in map(posixpath.basename, there):
+        swapped, restated = folder.removeprefix("_").split(".swap."), f"{folder}/old/{name}"
+        if len(swapped) == 2 and name.replace("/", ".") in swapped:
+            what, where = "swap", folder
+        elif folder.endswith(".restate") and fs.exists(posixpath.join(root, restated)):
+            what, where = "restate", restated
+        else:
+            continue
+        raise StorageError(
+            f"{name}: expected its tables in {warehouse}, but a {what} that is under way or was "
+            f"interrupted has moved them to {where}; wait for it, or complete it: run vt-dagster "
+            f"{what} again with the same arguments"
+        )
 
 
 def asset_names(warehouse: str) -> list[str]:

@@ -186,6 +186,7 @@ def rewrite(
     document: dict[str, Any],
     asset: str,
     parted: bool = False,
+    after: str | None = None,
 ) -> None:
     """Rewrites the files with the key in one commit.
 
@@ -193,6 +194,7 @@ def rewrite(
         version: table version of ``found``.
         values: columns that are null in an emptied row.
         document: document of the commit, with its ``batch``.
+        after: see ``parquet.write``.
 
     Raises:
         ConcurrentRunError: another writer has committed since ``version``.
@@ -212,6 +214,7 @@ def rewrite(
         replaced=found.wanted,
         pinned=True,
         like=found.like,
+        after=after,
     )
     found.version = done.version
 

@@ -159,6 +159,7 @@ def write(
     replaced: Wanted = everything,
     pinned: bool = False,
     like: StructType | None = None,
+    after: str | None = None,
     before: Callable[[], None] | None = None,
 ) -> Committed:
     """Writes rows in one commit with a document. A batch is written once: a second write is a conflict.
@@ -171,6 +172,8 @@ def write(
         replaced: files that an overwrite replaces.
         pinned: whether a compaction since ``over`` is a conflict too.
         like: schema that lists the earlier names of the columns.
+        after: attempt of the commit of ours that this one must follow; empty = none may exist, None =
+            not checked.
         before: called right before the commit; raises to prevent it, if staged data that the document
             names is gone.
 
@@ -178,13 +181,14 @@ def write(
         the commit.
 
     Raises:
-        ConcurrentRunError: another run committed this batch, or wrote at the same time; or the written
-            files are gone before the commit.
+        ConcurrentRunError: another run committed this batch, or wrote at the same time; the table was
+            replaced; or the written files are gone before the commit.
         StorageError: the table's columns cannot evolve to those of the rows, see ``schema_evolution``.
     """
     app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
         raise _conflict(asset, batch)
+    _require_last(path, asset, after)
     folder = f"{batch}-{uuid4().hex}"
     try:
         with writing(path):
@@ -207,6 +211,7 @@ def write(
                     break
                 if pinned and _of(table) != over:
                     break
+                _require_last(path, asset, after)
                 try:
                     _commit(path, table, adds, columns, mode, parted, replaced, about, before)
                 except (DeltaError, OSError):
@@ -389,6 +394,21 @@ def writing(path: str) -> Iterator[None]:
                 "unchanged. Give the process write permission there, or free disk space, and run again"
             ) from error
         raise
+
+
+def _require_last(path: str, asset: str, attempt: str | None) -> None:
+    """Checks that the newest commit of a table is the one that a run continues. It is another one if
+    the table was exchanged or restored during the run; its offsets then mean other records."""
+    last = last_of_ours(path)
+    found = "" if last is None else last.document["attempt"]
+    if attempt is None or found == attempt:
+        return
+    got = "no table" if last is None else f"batch {last.document['batch']} of run {found}"
+    raise ConcurrentRunError(
+        f"{asset}: expected run {attempt or 'none'} to be the last one in {path}, because this run "
+        f"continues it, got {got}: the log was swapped, restated or restored from a backup during the "
+        "run; nothing was committed. Run again when that is finished"
+    )
 
 
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:
