@@ -110,7 +110,8 @@ def test_one_that_is_killed_in_a_run(
 ) -> None:
     """Spark's client would retry for ten minutes, and once more for rows that are to be released."""
     market = Market(tmp_path, spark)
-    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    for name in ("prices", "sales", "rates"):
+        market.land(name, "1.jsonl", record("a", "p1", "1 00:00"))
     code, started = spark_command(environment, "start", "--master", "local[2]")
     assert code == 0, started
     found = re.search(r"process (\d+) ", started)

@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.erase_files import purge
@@ -140,6 +142,63 @@ def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
     for crc in state.parent.glob(".*.crc"):
         crc.unlink()
     assert topology.run("paid", spark).commit is not None
+
+
+def test_a_consumed_file_list_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+    head = topology.store("orders", spark).head()
+    assert head is not None
+    consumed = folder(topology, "orders", "attempts", head.commit.attempt, "files.json.gz")
+    content = consumed.read_bytes()
+    topology.land("orders", "3.jsonl", [("a", 5, 8)])
+    for damage in (empty, cut_in_half, Path.unlink):
+        damage(consumed)
+        with pytest.raises(StorageError, match=r"orders: expected the data that batch 2 staged"):
+            topology.run("orders", spark)
+        consumed.write_bytes(content)
+    assert topology.run("orders", spark).commit is not None
+
+
+def test_a_base_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+    """The rows of a truncated log are there and nowhere else, once the view is gone."""
+    rates = replace(topology.rates, log_retention=timedelta(0))
+    assert truncate_logs(topology.warehouse, spark, [rates]) == {"rates": 4}
+    shutil.rmtree(folder(topology, "rates", "view"))
+    wanted = read("rates", warehouse=topology.warehouse, what="versions").num_rows
+    (file,) = folder(topology, "rates", "bases").glob("*/*/*.parquet")
+    content = file.read_bytes()
+    for crc in file.parent.glob(".*.crc"):
+        crc.unlink()
+    topology.land("rates", "3.jsonl", [("a", 9, 9)])
+    for damage in (empty, cut_in_half, Path.unlink):
+        damage(file)
+        for use in (
+            lambda: run_once(rates, stores_of(topology.warehouse, spark)),
+            lambda: topology.store("rates", spark).read(),
+            lambda: read("rates", warehouse=topology.warehouse),
+        ):
+            with pytest.raises(StorageError, match=rf"^rates: expected the data file .*{file.name}"):
+                use()
+        file.write_bytes(content)
+    assert topology.store("rates", spark).read("versions").count() == wanted
+
+
+def test_files_without_some_of_the_rows(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if Spark had lost rows, or computed them twice, between the gate and the files."""
+    write_files = parquet._write_files  # pyright: ignore
+    topology.land("orders", "3.jsonl", [("a", 5, 8), ("b", 6, 8)])
+    for change in (lambda rows: rows.limit(1), lambda rows: rows.union(rows)):
+
+        def changed(rows: Any, *rest: Any, change: Callable[[Any], Any] = change) -> None:
+            write_files(change(rows), *rest)
+
+        monkeypatch.setattr(parquet, "_write_files", changed)
+        with pytest.raises(StorageError, match=r"orders: expected 2 rows in the files .* got [14]: "):
+            topology.run("orders", spark)
+    monkeypatch.undo()
+    assert topology.run("orders", spark).commit is not None
+    assert len(rows(topology, "orders", spark)) == 6
 
 
 # ---------------------------------------------------------------------------------- a backup put back

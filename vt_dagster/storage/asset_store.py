@@ -141,6 +141,7 @@ class AssetStore(AssetReader):
             batch=commit.batch,
             asset=self.node.name,
             like=log_schema(self.node),
+            count=count,
             after=commit.previous,
             before=still_there,
         )

@@ -159,6 +159,7 @@ def write(
     replaced: Wanted = everything,
     pinned: bool = False,
     like: StructType | None = None,
+    count: int | None = None,
     after: str | None = None,
     before: Callable[[], None] | None = None,
 ) -> Committed:
@@ -172,6 +173,7 @@ def write(
         replaced: files that an overwrite replaces.
         pinned: whether a compaction since ``over`` is a conflict too.
         like: schema that lists the earlier names of the columns.
+        count: expected number of rows; None = not checked.
         after: attempt of the commit of ours that this one must follow; empty = none may exist, None =
             not checked.
         before: called right before the commit; raises to prevent it, if staged data that the document
@@ -183,7 +185,8 @@ def write(
     Raises:
         ConcurrentRunError: another run committed this batch, or wrote at the same time; the table was
             replaced; or the written files are gone before the commit.
-        StorageError: the table's columns cannot evolve to those of the rows, see ``schema_evolution``.
+        StorageError: the table's columns cannot evolve to those of the rows, see ``schema_evolution``;
+            or the written files have another number of rows than expected.
     """
     app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
@@ -195,6 +198,8 @@ def write(
             _write_files(rows, posixpath.join(path, folder), parted)
             require_seen(posixpath.join(path, folder), asset)
             adds = _adds(path, folder)
+            if count is not None:
+                _require_count(asset, adds, count)
             about = CommitProperties(
                 custom_metadata={"userMetadata": json.dumps({MARK: document, FILES: len(adds)})},
                 app_transactions=[Transaction(app, batch)],
@@ -331,6 +336,18 @@ def _adds(path: str, folder: str) -> list[AddAction]:
         size, stats = fs.size(name), json.dumps(_statistics(told))
         found.append(AddAction(place, size, _parts(place), now, True, stats))
     return found
+
+
+def _require_count(asset: str, adds: list[AddAction], expected: int) -> None:
+    """Checks that the files have the rows that were counted: Spark computes rows again if it has lost
+    an executor."""
+    found = sum(json.loads(one.stats)["numRecords"] for one in adds)
+    if found != expected:
+        raise StorageError(
+            f"{asset}: expected {expected:,} rows in the files that Spark has written, as the run has "
+            f"counted, got {found:,}: Spark has computed them again with another result, or a file "
+            "system has lost or added files; nothing was committed. Run again"
+        )
 
 
 def _parts(place: str) -> dict[str, str | None]:
