@@ -26,7 +26,7 @@ from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.truncate_log import truncate_logs
-from vt_dagster.storage import delta, parquet
+from vt_dagster.storage import arrow_reader, delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.erase_files import purge
 from vt_dagster.storage.maintenance import maintain
@@ -417,6 +417,30 @@ def test_a_log_that_is_exchanged_during_a_run(
     found = topology.store("orders", spark).read("log").collect()
     assert sorted(row["n"] for row in found) == [1, 2, 3, 4, 5]
     assert sorted(row["offset"] for row in found) == [0, 1, 2, 3, 4]
+
+
+def test_a_log_that_is_exchanged_during_a_read(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions of one log mean other rows in the other one, which has been made in fewer runs."""
+    topology.land("rates", "3.jsonl", [("a", 3, 8)])
+    run_once(replace(topology.rates, name="rates2"), stores_of(topology.warehouse, spark))
+    head_of = arrow_reader.head_of
+
+    def exchanged(warehouse: str, name: str) -> Any:
+        head = head_of(warehouse, name)
+        monkeypatch.setattr(arrow_reader, "head_of", head_of)
+        swap(topology.warehouse, "rates", "rates2")
+        return head
+
+    for what in ("log", "versions", "current") * 2:
+        asked: dict[str, Any] = {"warehouse": topology.warehouse, "what": what}
+        monkeypatch.setattr(arrow_reader, "head_of", exchanged)
+        found = read("rates", **asked)
+        assert found.equals(read("rates", **asked)), what
+    head = exchanged(topology.warehouse, "rates")  # as one that notes what was read
+    with pytest.raises(ConcurrentRunError, match="swapped or restated during the read; read again"):
+        arrow_reader.look_up(topology.warehouse, "rates", head=head)
 
 
 def test_a_run_that_two_others_overtake(

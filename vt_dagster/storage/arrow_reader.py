@@ -46,7 +46,7 @@ from vt_dagster.columns import (
     VALID_TO,
     WAS,
 )
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import (
     Checkpoint,
@@ -470,13 +470,43 @@ def look_up(
 
     Args:
         key: values of the key columns; texts are accepted. None = all keys.
-        head: last commit from :func:`head_of`; None = it is looked up.
+        head: last commit from :func:`head_of`; None = it is looked up, again if the log was swapped
+            or restated during the read.
 
     Raises:
+        ConcurrentRunError: the log of ``head`` was swapped or restated during the read.
         StorageError: the asset does not exist or does not have ``what``, nothing was recorded by
             ``as_known_at``, or a value does not fit the key.
     """
-    version, commit = head or head_of(warehouse, name)
+    at = head or head_of(warehouse, name)
+    try:
+        rows = _look_up(warehouse, name, what, key, as_of, partial, as_known_at, at)
+    except (ConcurrentRunError, StorageError):
+        if head_of(warehouse, name)[1].log == at[1].log:
+            raise
+    else:
+        if head_of(warehouse, name)[1].log == at[1].log:
+            return rows
+    # Versions of the new log mean other rows.
+    if head is not None:
+        raise ConcurrentRunError(
+            f"{name}: expected to read the log {head[1].log}, but it was swapped or restated "
+            "during the read; read again"
+        )
+    return look_up(warehouse, name, what, key, as_of, partial, as_known_at)
+
+
+def _look_up(
+    warehouse: str,
+    name: str,
+    what: str | None,
+    key: Sequence[Any] | None,
+    as_of: str | None,
+    partial: bool,
+    as_known_at: str | None,
+    head: tuple[int, Commit],
+) -> pa.Table:
+    version, commit = head
     shape, root, last = commit.shape, posixpath.join(str(warehouse), name), commit.recorded_at
     what = choose(name, shape.kind, what, as_of)
     known = None if as_known_at is None else parse_time(as_known_at)
