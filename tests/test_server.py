@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,17 @@ from pyspark.sql import SparkSession
 from tests.conftest import ROOT, server_environment, spark_command
 from tests.market import Market, record
 
+KILLS = """
+import os, signal, time
+from vt_dagster.storage.asset_store import AssetStore
+
+commit = AssetStore.commit
+def after_its_server(*given):
+    os.kill({pid}, signal.SIGKILL)
+    time.sleep(1)
+    return commit(*given)
+AssetStore.commit = after_its_server
+"""
 RUN = """
 from pathlib import Path
 import dagster as dg
@@ -35,10 +48,10 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     spark_command(made, "stop")
 
 
-def run_on(environment: dict[str, str], root: Path, remote: str | None) -> str:
+def run_on(environment: dict[str, str], root: Path, remote: str | None, before: str = "") -> str:
     without_java = {"JAVA_HOME": "/there/is/none", "SPARK_CONNECT_AUTHENTICATE_TOKEN": ""}
     done = subprocess.run(
-        [sys.executable, "-c", RUN.format(root=str(root), remote=remote)],
+        [sys.executable, "-c", before + RUN.format(root=str(root), remote=remote)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -89,6 +102,31 @@ def test_runs_use_it_while_it_is_there(
     assert "stopped the Spark server" in spark_command(environment, "stop")[1]
     assert spark_command(environment, "stop") == (0, "no Spark server was running\n")
     assert spark_command(environment, "status")[0] == 1
+
+
+@pytest.mark.endurance
+def test_one_that_is_killed_in_a_run(
+    environment: dict[str, str], tmp_path: Path, spark: SparkSession
+) -> None:
+    """Spark's client would retry for ten minutes, and once more for rows that are to be released."""
+    market = Market(tmp_path, spark)
+    for name in ("prices", "sales", "rates"):
+        market.land(name, "1.jsonl", record("a", "p1", "1 00:00"))
+    code, started = spark_command(environment, "start", "--master", "local[2]")
+    assert code == 0, started
+    found = re.search(r"process (\d+) ", started)
+    assert found is not None
+    at = time.monotonic()
+    said = run_on(environment, tmp_path, "server", KILLS.format(pid=found[1]))
+    assert "to answer, but it has ended" in said
+    assert "vt-dagster spark start" in said
+    assert time.monotonic() - at < 120
+    assert market.store(market.prices).head() is None
+    assert spark_command(environment, "status") == (1, "no Spark server is running\n")
+    code, started = spark_command(environment, "start", "--master", "local[2]")
+    assert code == 0, started
+    assert "done" in run_on(environment, tmp_path, "server")
+    assert market.store(market.prices).read("log").count() == 1
 
 
 @pytest.mark.jvm

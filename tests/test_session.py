@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,12 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
+from pyspark.sql.connect.client.retries import RetryPolicy
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark import jars, session
@@ -114,6 +119,31 @@ def test_wrong_address_or_zone(arguments: str, says: str):
     began = time.monotonic()
     assert says in refusal(arguments)
     assert time.monotonic() - began < 30
+
+
+class Unavailable(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_server_that_has_ended_is_not_waited_for(host: str):
+    """One that is there, or on another machine, is tried again as Spark does."""
+    policies: list[RetryPolicy] = []
+    asked: Any = SimpleNamespace(client=SimpleNamespace(set_retry_policies=policies.extend))
+    session._retry_while_it_runs(asked, "sc://elsewhere:15002/;token=secret")  # pyright: ignore
+    assert policies == []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        session._retry_while_it_runs(asked, f"sc://{host}:{port}/;token=secret")  # pyright: ignore
+        (policy,) = policies
+        assert policy.can_retry(Unavailable())
+        assert not policy.can_retry(ValueError())
+    with pytest.raises(
+        SparkUnavailableError, match=rf"{host}:{port} to answer, but it has ended"
+    ) as told:
+        policy.can_retry(Unavailable())
+    assert "secret" not in str(told.value)
 
 
 def test_wrong_spark_home(tmp_path: Path):

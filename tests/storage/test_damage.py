@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from tests.storage.test_commit_format import edit
-from tests.storage.topology import Topology
+from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError
 from vt_dagster.runs import commit_document as run_commit
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay, swap
-from vt_dagster.runs.run import run_once
-from vt_dagster.storage import delta, parquet
+from vt_dagster.runs.restate import restate
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.runs.truncate_log import truncate_logs
+from vt_dagster.storage import arrow_reader, delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.erase_files import purge
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.read import read
 
@@ -139,6 +143,63 @@ def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
     for crc in state.parent.glob(".*.crc"):
         crc.unlink()
     assert topology.run("paid", spark).commit is not None
+
+
+def test_a_consumed_file_list_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+    head = topology.store("orders", spark).head()
+    assert head is not None
+    consumed = folder(topology, "orders", "attempts", head.commit.attempt, "files.json.gz")
+    content = consumed.read_bytes()
+    topology.land("orders", "3.jsonl", [("a", 5, 8)])
+    for damage in (empty, cut_in_half, Path.unlink):
+        damage(consumed)
+        with pytest.raises(StorageError, match=r"orders: expected the data that batch 2 staged"):
+            topology.run("orders", spark)
+        consumed.write_bytes(content)
+    assert topology.run("orders", spark).commit is not None
+
+
+def test_a_base_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+    """The rows of a truncated log are there and nowhere else, once the view is gone."""
+    rates = replace(topology.rates, log_retention=timedelta(0))
+    assert truncate_logs(topology.warehouse, spark, [rates]) == {"rates": 4}
+    shutil.rmtree(folder(topology, "rates", "view"))
+    wanted = read("rates", warehouse=topology.warehouse, what="versions").num_rows
+    (file,) = folder(topology, "rates", "bases").glob("*/*/*.parquet")
+    content = file.read_bytes()
+    for crc in file.parent.glob(".*.crc"):
+        crc.unlink()
+    topology.land("rates", "3.jsonl", [("a", 9, 9)])
+    for damage in (empty, cut_in_half, Path.unlink):
+        damage(file)
+        for use in (
+            lambda: run_once(rates, stores_of(topology.warehouse, spark)),
+            lambda: topology.store("rates", spark).read(),
+            lambda: read("rates", warehouse=topology.warehouse),
+        ):
+            with pytest.raises(StorageError, match=rf"^rates: expected the data file .*{file.name}"):
+                use()
+        file.write_bytes(content)
+    assert topology.store("rates", spark).read("versions").count() == wanted
+
+
+def test_files_without_some_of_the_rows(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if Spark had lost rows, or computed them twice, between the gate and the files."""
+    write_files = parquet._write_files  # pyright: ignore
+    topology.land("orders", "3.jsonl", [("a", 5, 8), ("b", 6, 8)])
+    for change in (lambda rows: rows.limit(1), lambda rows: rows.union(rows)):
+
+        def changed(rows: Any, *rest: Any, change: Callable[[Any], Any] = change) -> None:
+            write_files(change(rows), *rest)
+
+        monkeypatch.setattr(parquet, "_write_files", changed)
+        with pytest.raises(StorageError, match=r"orders: expected 2 rows in the files .* got [14]: "):
+            topology.run("orders", spark)
+    monkeypatch.undo()
+    assert topology.run("orders", spark).commit is not None
+    assert len(rows(topology, "orders", spark)) == 6
 
 
 # ---------------------------------------------------------------------------------- a backup put back
@@ -339,6 +400,144 @@ def test_a_run_that_slept_longer_than_maintenance_keeps(
     assert topology.store("rates", spark).read().count() == 4
 
 
+def put_orders_back(topology: Topology, _: SparkSession) -> None:
+    put_back(topology, "orders")
+
+
+def swap_orders(topology: Topology, spark: SparkSession) -> None:
+    replay(topology.warehouse, topology.orders, "orders2", spark)
+    swap(topology.warehouse, "orders", "orders2")
+
+
+def restate_orders(topology: Topology, spark: SparkSession) -> None:
+    restate(topology.warehouse, topology.orders, EPOCH, spark, topology.nodes)
+
+
+@pytest.mark.parametrize("exchange", [put_orders_back, swap_orders, restate_orders])
+def test_a_log_that_is_exchanged_during_a_run(
+    topology: Topology,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    exchange: Callable[[Topology, SparkSession], None],
+) -> None:
+    """The run's offsets are those of the other log."""
+    topology.land("orders", "3.jsonl", [("d", 5, 9)])
+    read_records = Run.read
+
+    def exchanged(run: Run) -> Any:
+        monkeypatch.setattr(Run, "read", read_records)
+        exchange(topology, spark)
+        return run.read()
+
+    monkeypatch.setattr(Run, "read", exchanged)
+    with pytest.raises(ConcurrentRunError, match=r"swapped, restated or restored .* during the run"):
+        topology.run("orders", spark)
+    topology.run("orders", spark)
+    topology.run("orders", spark)
+    found = topology.store("orders", spark).read("log").collect()
+    assert sorted(row["n"] for row in found) == [1, 2, 3, 4, 5]
+    assert sorted(row["offset"] for row in found) == [0, 1, 2, 3, 4]
+
+
+def test_a_log_that_is_exchanged_during_a_read(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions of one log mean other rows in the other one, which has been made in fewer runs."""
+    topology.land("rates", "3.jsonl", [("a", 3, 8)])
+    run_once(replace(topology.rates, name="rates2"), stores_of(topology.warehouse, spark))
+    head_of = arrow_reader.head_of
+
+    def exchanged(warehouse: str, name: str) -> Any:
+        head = head_of(warehouse, name)
+        monkeypatch.setattr(arrow_reader, "head_of", head_of)
+        swap(topology.warehouse, "rates", "rates2")
+        return head
+
+    for what in ("log", "versions", "current") * 2:
+        asked: dict[str, Any] = {"warehouse": topology.warehouse, "what": what}
+        monkeypatch.setattr(arrow_reader, "head_of", exchanged)
+        found = read("rates", **asked)
+        assert found.equals(read("rates", **asked)), what
+    head = exchanged(topology.warehouse, "rates")  # as one that notes what was read
+    with pytest.raises(ConcurrentRunError, match="swapped or restated during the read; read again"):
+        arrow_reader.look_up(topology.warehouse, "rates", head=head)
+
+
+def test_a_run_that_two_others_overtake(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have removed the state that it would continue from: nothing is to be restored."""
+    for file in (1, 2):
+        topology.land("payments", f"{file}.jsonl", [("a", file, file)])
+        topology.run("payments", spark)
+        if file == 1:
+            topology.run("paid", spark)
+    read_records = Run.read
+
+    def overtaken(run: Run) -> Any:
+        monkeypatch.setattr(Run, "read", read_records)
+        topology.run("paid", spark)
+        topology.land("payments", "3.jsonl", [("b", 3, 4)])
+        topology.run("payments", spark)
+        topology.run("paid", spark)
+        return run.read()
+
+    monkeypatch.setattr(Run, "read", overtaken)
+    with pytest.raises(ConcurrentRunError, match=r"staged was removed: another run.*Run again"):
+        topology.run("paid", spark)
+    assert topology.run("paid", spark).commit is None
+
+
+def test_a_version_that_is_removed_during_a_run(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last step of an erase removes it."""
+    topology.land("orders", "3.jsonl", [("d", 5, 9)])
+    topology.run("orders", spark)
+    read_records = Run.read
+
+    def erased(run: Run) -> Any:
+        monkeypatch.setattr(Run, "read", read_records)
+        topology.land("orders", "4.jsonl", [("e", 6, 9)])
+        topology.run("orders", spark)
+        purge(str(folder(topology, "orders", "log")), batch=4)
+        return run.read()
+
+    monkeypatch.setattr(Run, "read", erased)
+    with pytest.raises(ConcurrentRunError, match=r"orders: expected version 2 of .* run again"):
+        topology.run("priced", spark)
+    topology.run("priced", spark)
+    taken = topology.store("priced", spark).head()
+    assert taken is not None
+    assert taken.commit.totals["in"] == 6
+
+
+def test_a_run_between_the_halves_of_an_exchange(topology: Topology, spark: SparkSession) -> None:
+    """It does not begin again from nothing, and what another program writes meanwhile stays apart."""
+    wanted = rows(topology, "orders", spark)
+    replay(topology.warehouse, topology.orders, "orders2", spark)
+    folder(topology, "orders").rename(folder(topology, "_orders.swap.orders2"))
+    for use in (
+        lambda: topology.run("orders", spark),
+        lambda: topology.store("orders", spark).read(),
+        lambda: read("orders", warehouse=topology.warehouse),
+    ):
+        with pytest.raises(StorageError, match="run vt-dagster swap again with the same arguments"):
+            use()
+    folder(topology, "orders").mkdir()
+    with pytest.raises(StorageError, match=r"both exist .* move the one away .* and run it again"):
+        swap(topology.warehouse, "orders", "orders2")
+    folder(topology, "orders").rmdir()
+    swap(topology.warehouse, "orders", "orders2")
+    assert rows(topology, "orders", spark) == wanted
+    assert read("orders2", warehouse=topology.warehouse).num_rows == len(wanted)
+
+    folder(topology, "orders.restate", "old").mkdir(parents=True)
+    folder(topology, "orders").rename(folder(topology, "orders.restate", "old", "orders"))
+    with pytest.raises(StorageError, match="run vt-dagster restate again with the same arguments"):
+        topology.run("orders", spark)
+
+
 def test_another_run_begins_before_the_quarantine_is_there(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +610,23 @@ def test_a_clock_that_was_ahead(
     with warnings.catch_warnings():
         warnings.simplefilter("error", ClockWarning)
         read("rates", warehouse=topology.warehouse, as_known_at=at)
+
+
+def test_all_commits_are_gone_but_a_checkpoint(topology: Topology, spark: SparkSession) -> None:
+    """The asset has run: it does not begin again."""
+    table = folder(topology, "orders", "log")
+    DeltaTable(str(table)).create_checkpoint()
+    for commit in (table / "_delta_log").glob("*.json"):
+        commit.unlink()
+    topology.land("orders", "3.jsonl", [("d", 5, 9)])
+    for use in (
+        lambda: topology.run("orders", spark),
+        lambda: topology.run("priced", spark),
+        lambda: topology.store("orders", spark).read(),
+        lambda: read("orders", warehouse=topology.warehouse),
+    ):
+        with pytest.raises(StorageError, match=r"orders: expected the commits .* got only checkpoints"):
+            use()
 
 
 @pytest.mark.parametrize("damage", [empty, cut_in_half, Path.unlink])

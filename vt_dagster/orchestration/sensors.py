@@ -160,7 +160,7 @@ def build_sensor(
         seen = _Cursor.read(context.cursor, batch, news.config is not None)
         context.update_cursor(seen.text)  # so that a table that goes back from here is noticed
         if news.config is None:
-            held = f"; {news.says}" if news.says else ""
+            held = f"; {news.description}" if news.description else ""
             return dg.SkipReason(f"no new {source.describe()}: {_consumed(head)}{held}")
         waited = timedelta(seconds=round(time.time() - (seen.since or 0)))
         few = news.records is not None and news.records < minimum_records

@@ -48,7 +48,7 @@ from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import RAW, SOURCE
-from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
+from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.sources.base import read_by_all_names
@@ -932,16 +932,7 @@ class _Erase:
     def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> Commit:
         found = erase_files.find(self.spark, store.log_path, head.version, marked, log_schema(one.node))
         attempt, commit = store.new_attempt(), head.commit
-        try:
-            self._stage(store, head, one, marked, attempt)
-        except StorageError:
-            now = store.head()
-            if now is None or now.commit.batch == commit.batch:
-                raise
-            raise ConcurrentRunError(
-                f"{one.name}: expected that nothing runs while a key is erased, but batch "
-                f"{now.commit.batch} was committed meanwhile; stop other runs and run the erase again"
-            ) from None
+        self._stage(store, head, one, marked, attempt)
         after = self._after(commit, attempt, one, found)
         after.staged, after.erasures = store.staged(attempt), erasures(store, head, marked, found)
         # An earlier attempt was killed between its commit and the certificate: count its rows too.
@@ -958,6 +949,7 @@ class _Erase:
             one.values,
             document=after.model_dump(),
             asset=one.node.name,
+            after=commit.attempt,
         )
         found.rows += before
         self._tell(f"{one.name}/log", found)

@@ -395,4 +395,10 @@ def swap(warehouse: str, live: str, other: str) -> None:
         fs.mv(paths[live], aside, recursive=True)
     if not fs.exists(paths[live]):
         fs.mv(paths[other], paths[live], recursive=True)
+    elif fs.exists(paths[other]):  # moved there, the tables would lie within those that exist
+        raise StorageError(
+            f"expected that nothing runs during a swap, but {live} and {other} both exist in "
+            f"{warehouse}, while {aside} has the earlier tables of {live}; move the one away that was "
+            "written since, and run it again"
+        )
     fs.mv(aside, paths[other], recursive=True)

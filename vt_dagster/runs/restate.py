@@ -504,7 +504,7 @@ class _Restatement:
             # After a kill between the two moves `old` exists and `live` does not: the next call makes
             # the second move.
             self.fs.mv(live, old, recursive=True)
-        elif self.fs.exists(live):
+        if self.fs.exists(live):
             raise StorageError(
                 f"{path}: expected that nothing runs while it is restated, but somebody has written to "
                 f"{live} between its old tables and the new ones; move that away and run it again"

@@ -301,6 +301,7 @@ class _Log:
             # A compaction after this version would have put the kept rows into files that are not
             # replaced.
             pinned=True,
+            after=head.commit.attempt,
         )
 
     def forget_bases(self, keep: timedelta) -> None:

@@ -258,7 +258,7 @@ class News:
 
     Args:
         config: the run config of the asset's op; None = nothing new.
-        description: the new input, for the tick's message; if there is none, what holds it back, or nothing.
+        description: the new input, for the tick's message; if there is none, what holds it back.
         records: the number of waiting records; None = unknown.
     """
 

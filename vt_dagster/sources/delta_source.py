@@ -35,7 +35,7 @@ from vt_dagster.core.source_records import (
     VERSION,
     changes,
 )
-from vt_dagster.errors import RecordsGoneError, SourceError, StorageError
+from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError, StorageError
 from vt_dagster.sources.base import End, News, Uncounted, Whole, by_name, require_limits
 from vt_dagster.sources.snapshot_source import (
     UNREAD,
@@ -167,7 +167,7 @@ class ForeignTable:
             return self._table
         try:
             found = delta.open_table(self.path, version)
-        except StorageError as error:
+        except (ConcurrentRunError, StorageError) as error:
             raise SourceError(
                 f"expected version {version} of {self.path}, got: {one_line(error)}; run again"
             ) from None

@@ -432,7 +432,7 @@ class KafkaSource:
         config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
         if not config:
             held = f"{pinned.held_back} offset(s) are in open transactions, or behind one"
-            return News(says=held if pinned.held_back else "")
+            return News(description=held if pinned.held_back else "")
         return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
 
     def _require_append_time(self) -> None:

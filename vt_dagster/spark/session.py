@@ -184,6 +184,8 @@ FEW_QUERIES = {
 }
 """For a process with few queries over few rows: optimizing them takes longer than running them."""
 
+_CONNECT_PORT = 15002
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _CONNECT_SECONDS = 5.0  # for a TCP connection to a master
 _ANSWER_SECONDS = 20  # for an answer of Spark Connect
 
@@ -281,11 +283,43 @@ def _connect(
             f"Expected no local Spark session while connecting to {remote}, but one is active "
             "in this process; stop it (spark.stop()) or use a new process."
         )
-    _check_reachable(remote, default_port=15002)
+    _check_reachable(remote, default_port=_CONNECT_PORT)
     check_connect(remote)
     # Windows over whole tables are intended; a classic session has this warning in its log only.
     warnings.filterwarnings("ignore", "WARN WindowExpression: No Partition", UserWarning)
-    return create(connect_settings(app_name, remote, conf))
+    session = create(connect_settings(app_name, remote, conf))
+    _retry_while_it_runs(session, remote)
+    return session
+
+
+def _retry_while_it_runs(session: SparkSession, remote: str) -> None:
+    """Lets operations fail at once when a server on this machine has ended, and its sessions with it.
+    Spark's client would retry each of them for ten minutes."""
+    from pyspark.sql.connect.client.retries import DefaultPolicy
+
+    parts = urlsplit(f"//{_authority(remote)}")
+    host, port = parts.hostname or "", parts.port or _CONNECT_PORT
+    if host not in _THIS_MACHINE:
+        return
+
+    class WhileItRuns(DefaultPolicy):
+        def can_retry(self, e: BaseException) -> bool:
+            if not super().can_retry(e):
+                return False
+            if is_open(host, port):
+                return True
+            raise SparkUnavailableError(
+                f"Expected the Spark server on {host}:{port} to answer, but it has ended: it was "
+                "stopped, or killed, perhaps for lack of memory. Only what was committed counts. Start "
+                "it again (vt-dagster spark start), and run again."
+            )
+
+    client: Any = getattr(session, "client")  # noqa: B009  a classic session has none
+    client.set_retry_policies([WhileItRuns()])
+
+
+def _authority(url: str) -> str:
+    return re.split(r"[/;]", url.partition("://")[2], maxsplit=1)[0]
 
 
 def _classic(
@@ -478,7 +512,7 @@ def _check_reachable(url: str, default_port: int | None = None) -> None:
     """Checks that one of the hosts of ``spark://a:7077,b:7077`` or ``sc://host:15002/;...`` accepts
     connections."""
     problems: list[str] = []
-    for address in re.split(r"[/;]", url.partition("://")[2], maxsplit=1)[0].split(","):
+    for address in _authority(url).split(","):
         try:
             parts = urlsplit(f"//{address}")
             host, port = parts.hostname, parts.port or default_port

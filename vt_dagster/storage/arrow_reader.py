@@ -38,7 +38,7 @@ from vt_dagster.columns import (
     VALID_TO,
     WAS,
 )
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import (
     Checkpoint,
@@ -462,13 +462,43 @@ def look_up(
 
     Args:
         key: values of the key columns; texts are accepted. None = all keys.
-        head: last commit from :func:`head_of`; None = it is looked up.
+        head: last commit from :func:`head_of`; None = it is looked up, again if the log was swapped
+            or restated during the read.
 
     Raises:
+        ConcurrentRunError: the log of ``head`` was swapped or restated during the read.
         StorageError: the asset does not exist or does not have ``what``, nothing was recorded by
             ``as_known_at``, or a value does not fit the key.
     """
-    version, commit = head or head_of(warehouse, name)
+    at = head or head_of(warehouse, name)
+    try:
+        rows = _look_up(warehouse, name, what, key, as_of, partial, as_known_at, at)
+    except (ConcurrentRunError, StorageError):
+        if head_of(warehouse, name)[1].log == at[1].log:
+            raise
+    else:
+        if head_of(warehouse, name)[1].log == at[1].log:
+            return rows
+    # Versions of the new log mean other rows.
+    if head is not None:
+        raise ConcurrentRunError(
+            f"{name}: expected to read the log {head[1].log}, but it was swapped or restated "
+            "during the read; read again"
+        )
+    return look_up(warehouse, name, what, key, as_of, partial, as_known_at)
+
+
+def _look_up(
+    warehouse: str,
+    name: str,
+    what: str | None,
+    key: Sequence[Any] | None,
+    as_of: str | None,
+    partial: bool,
+    as_known_at: str | None,
+    head: tuple[int, Commit],
+) -> pa.Table:
+    version, commit = head
     shape, root, last = commit.shape, posixpath.join(str(warehouse), name), commit.recorded_at
     what = choose(name, shape.kind, what, as_of)
     known = None if as_known_at is None else parse_time(as_known_at)
@@ -493,11 +523,36 @@ def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
     delta.require_place(str(warehouse))
     found = delta.last_commit(posixpath.join(str(warehouse), name, "log"))
     if found is None:
+        require_in_place(warehouse, name)
         raise StorageError(
             f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; "
             f"materialize it first, or choose one of {asset_names(warehouse)}"
         )
     return found.version, Commit.model_validate(found.document)
+
+
+def require_in_place(warehouse: str, name: str) -> None:
+    """Checks that no swap or restatement has moved the tables of an asset away, without the new ones in
+    their place yet: the asset would look as if it had never run.
+
+    Raises:
+        StorageError: the tables were moved away.
+    """
+    fs, root = delta.filesystem(str(warehouse))
+    there = fs.ls(root, detail=False, refresh=True) if fs.exists(root) else []
+    for folder in map(posixpath.basename, there):
+        swapped, restated = folder.removeprefix("_").split(".swap."), f"{folder}/old/{name}"
+        if len(swapped) == 2 and name.replace("/", ".") in swapped:
+            what, where = "swap", folder
+        elif folder.endswith(".restate") and fs.exists(posixpath.join(root, restated)):
+            what, where = "restate", restated
+        else:
+            continue
+        raise StorageError(
+            f"{name}: expected its tables in {warehouse}, but a {what} that is under way or was "
+            f"interrupted has moved them to {where}; wait for it, or complete it: run vt-dagster "
+            f"{what} again with the same arguments"
+        )
 
 
 def asset_names(warehouse: str) -> list[str]:

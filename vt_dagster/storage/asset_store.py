@@ -24,7 +24,7 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.arrow_reader import asset_names
+from vt_dagster.storage.arrow_reader import asset_names, require_in_place
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
 from vt_dagster.storage.delta import gone_before_commit, require_seen
 from vt_dagster.storage.spark_reader import AssetReader, Head, Snapshot, shape_of
@@ -145,6 +145,8 @@ class AssetStore(AssetReader):
             batch=commit.batch,
             asset=self.node.name,
             like=log_schema(self.node),
+            count=count,
+            after=commit.previous,
             before=still_there,
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
@@ -194,6 +196,7 @@ class AssetStore(AssetReader):
         just_made, head = head is not None, head or self.head()
         found = self._snapshot(head, base)
         if head is None:
+            require_in_place(self.warehouse, "/".join(self.node.path))
             return found
         self._publish_rejected(head)
         if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):

@@ -255,13 +255,20 @@ def open_table(path: str, version: int | None = None) -> DeltaTable | None:
 
     Raises:
         StorageError: the transaction log is unreadable.
+        ConcurrentRunError: the version is no longer there.
     """
     if not exists(path):
         return None
     try:
         return DeltaTable(location(path), version=version)
     except TableNotFoundError:
-        return None
+        if version is None:
+            return None
+        raise ConcurrentRunError(
+            f"{asset_of(path)}: expected version {version} of {path}, but the commits that it needs "
+            "were removed: a key was erased during this run, the table was exchanged, or a clean-up "
+            "kept too little. Nothing was written: run again"
+        ) from None
     except (DeltaError, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 
@@ -424,6 +431,13 @@ def last_commit(path: str) -> Committed | None:
             return found._replace(version=newer[0]["version"]) if upkeep else found
         newer.append(info)
     if not newer:
+        checkpoints = sorted(name for name in log_files(path) if ".checkpoint." in name)
+        if checkpoints:
+            raise StorageError(
+                f"{asset_of(path)}: expected the commits of the table in {path}, got only checkpoints, "
+                f"{checkpoints}: its commits were removed, and the next run would begin again. "
+                f"{way_out(path)}"
+            )
         return None
     raise StorageError(
         f"{path} is a Delta table, but none of its {len(newer)} commits was written by "

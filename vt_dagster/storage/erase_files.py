@@ -188,6 +188,7 @@ def rewrite(
     document: dict[str, Any],
     asset: str,
     parted: bool = False,
+    after: str | None = None,
 ) -> None:
     """Rewrites the files with the key in one commit.
 
@@ -195,6 +196,7 @@ def rewrite(
         version: table version of ``found``.
         values: columns that are null in an emptied row.
         document: document of the commit, with its ``batch``.
+        after: see ``parquet.write``.
 
     Raises:
         ConcurrentRunError: another writer has committed since ``version``.
@@ -214,6 +216,7 @@ def rewrite(
         replaced=found.wanted,
         pinned=True,
         like=found.like,
+        after=after,
     )
     found.version = done.version
 

@@ -160,6 +160,8 @@ def write(
     replaced: Wanted = everything,
     pinned: bool = False,
     like: StructType | None = None,
+    count: int | None = None,
+    after: str | None = None,
     before: Callable[[], None] | None = None,
 ) -> Committed:
     """Writes rows in one commit with a document. A batch is written once: a second write is a conflict.
@@ -172,6 +174,9 @@ def write(
         replaced: files that an overwrite replaces.
         pinned: whether a compaction since ``over`` is a conflict too.
         like: schema that lists the earlier names of the columns.
+        count: expected number of rows; None = not checked.
+        after: attempt of the commit of ours that this one must follow; empty = none may exist, None =
+            not checked.
         before: called right before the commit; raises to prevent it, if staged data that the document
             names is gone.
 
@@ -179,19 +184,23 @@ def write(
         the commit.
 
     Raises:
-        ConcurrentRunError: another run committed this batch, or wrote at the same time; or the written
-            files are gone before the commit.
-        StorageError: the table's columns cannot evolve to those of the rows, see ``schema_evolution``.
+        ConcurrentRunError: another run committed this batch, or wrote at the same time; the table was
+            replaced; or the written files are gone before the commit.
+        StorageError: the table's columns cannot evolve to those of the rows, see ``schema_evolution``;
+            or the written files have another number of rows than expected.
     """
     app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
         raise _conflict(asset, batch)
+    _require_last(path, asset, after)
     folder = f"{batch}-{uuid4().hex}"
     try:
         with writing(path):
             _write_files(rows, posixpath.join(path, folder), parted)
             require_seen(posixpath.join(path, folder), asset)
             adds = _adds(path, folder)
+            if count is not None:
+                _require_count(asset, adds, count)
             about = CommitProperties(
                 custom_metadata={
                     "userMetadata": json.dumps({MARK: with_format(document), FILES: len(adds)})
@@ -214,6 +223,7 @@ def write(
                     break
                 if pinned and _of(table) != over:
                     break
+                _require_last(path, asset, after)
                 try:
                     _commit(path, table, adds, columns, mode, parted, replaced, about, before)
                 except (DeltaError, OSError):
@@ -338,6 +348,18 @@ def _adds(path: str, folder: str) -> list[AddAction]:
     return found
 
 
+def _require_count(asset: str, adds: list[AddAction], expected: int) -> None:
+    """Checks that the files have the rows that were counted: Spark computes rows again if it has lost
+    an executor."""
+    found = sum(json.loads(one.stats)["numRecords"] for one in adds)
+    if found != expected:
+        raise StorageError(
+            f"{asset}: expected {expected:,} rows in the files that Spark has written, as the run has "
+            f"counted, got {found:,}: Spark has computed them again with another result, or a file "
+            "system has lost or added files; nothing was committed. Run again"
+        )
+
+
 def _parts(place: str) -> dict[str, str | None]:
     """Returns the partition value of a file by its path."""
     found = re.search(rf"(?:^|/){SEGMENT}=([^/]+)/", place)
@@ -399,6 +421,21 @@ def writing(path: str) -> Iterator[None]:
                 "unchanged. Give the process write permission there, or free disk space, and run again"
             ) from error
         raise
+
+
+def _require_last(path: str, asset: str, attempt: str | None) -> None:
+    """Checks that the newest commit of a table is the one that a run continues. It is another one if
+    the table was exchanged or restored during the run; its offsets then mean other records."""
+    last = last_of_ours(path)
+    found = "" if last is None else last.document["attempt"]
+    if attempt is None or found == attempt:
+        return
+    got = "no table" if last is None else f"batch {last.document['batch']} of run {found}"
+    raise ConcurrentRunError(
+        f"{asset}: expected run {attempt or 'none'} to be the last one in {path}, because this run "
+        f"continues it, got {got}: the log was swapped, restated or restored from a backup during the "
+        "run; nothing was committed. Run again when that is finished"
+    )
 
 
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:

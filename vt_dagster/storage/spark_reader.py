@@ -34,9 +34,9 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import with_finality
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.storage import commit_log, delta, parquet
-from vt_dagster.storage.arrow_reader import head_of
+from vt_dagster.storage.arrow_reader import head_of, require_in_place
 from vt_dagster.storage.commit_log import (
     Checkpoint,
     Commit,
@@ -378,10 +378,19 @@ class AssetReader:
 
         Raises:
             StorageError: the data or some of its files are missing, or have another size.
+            ConcurrentRunError: the same, because the log has gone on since, or is another one now.
         """
         path = self._attempt_path(commit.attempt, what)
         expected, found = commit.staged.get(what), self.staged(commit.attempt).get(what)
         if found is None or (expected is not None and found != expected):
+            now = self.head()
+            if now is not None and now.commit.attempt != commit.attempt:
+                raise ConcurrentRunError(
+                    f"{commit.asset}: expected batch {commit.batch} of run {commit.attempt} to be the "
+                    f"last one of its log, because this run continues it, got batch {now.commit.batch} "
+                    f"of run {now.commit.attempt}, and what the earlier one has staged was removed: "
+                    "another run, an erase or a swap was faster; nothing was committed. Run again"
+                )
             got = "but it was removed"
             if found is not None and expected is not None:
                 got = f"with {_files(expected)}, got {_files(found)}"
@@ -587,6 +596,7 @@ class AssetReader:
         at = at if as_known_at is None else self.known_at(parse_time(as_known_at))
         at = at or (Snapshot(self.head()) if what == "log" else self.snapshot())
         if at.head is None:
+            require_in_place(self.warehouse, "/".join(node.path))
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
         if what == "log":
             return self.log({}, at.head)
