@@ -140,7 +140,6 @@ def test_metrics_are_described_by_the_rules() -> None:
     every = set().union(*told.values())
     assert every == {(name, METRICS[name].description) for name, _ in every}
     assert {name for name, _ in every} == set(METRICS)
-    assert ("late_records_dropped", RULES["window_closed"].description) in told["hourly"] - told[
-        "final"
-    ]
-    assert ("suppression_emit", RULES["released"].description) in told["final"] - told["hourly"]
+    closed, released = RULES["window_closed"].description, RULES["released"].description
+    assert ("late_records_dropped", closed) in told["hourly"] - told["final"]
+    assert ("suppression_emit", released) in told["final"] - told["hourly"]
