@@ -58,6 +58,11 @@ from vt_dagster.storage.log_truncation import base_of, base_path
 # Explanation
 
 
+def same_value(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal as in ``new_version_on``: null equals null, NaN NaN."""
+    return one == other or (one != one and other != other)
+
+
 @dataclass(frozen=True)
 class Record:
     """A record of an asset's log.
