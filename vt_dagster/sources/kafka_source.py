@@ -1,11 +1,7 @@
-"""Kafka topics as a source, and the offset ranges of a run.
-
-Kafka topics as a source: each record is consumed once, by its offset.
+"""Kafka topics as a source: each record is consumed once, by its offset.
 
 The consumed offsets are stored in the asset's own commits, not in a consumer group. A run pins its
 offset ranges when it starts and reads only committed transactions (``read_committed``).
-
-The offset ranges that a run reads from Kafka topics.
 """
 
 from __future__ import annotations
