@@ -46,11 +46,13 @@ from vt_dagster.orchestration.sensors import _require_reader
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.training_set_run import TrainingRun
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage import view as view_module
 from vt_dagster.storage.arrow_reader import fold, look_up
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.feature_views import TrainingSet
 
 RETENTION = timedelta(seconds=20)
 START = datetime(2024, 6, 1, tzinfo=timezone.utc)
@@ -480,6 +482,184 @@ def test_a_row_that_was_deleted_is_not_there_again(spark: SparkSession, tmp_path
     assert live.versions(plain) == [("y", 2, 21, None), ("other", 1, 30, None)]
 
 
+# -- what follows versions -----------------------------------------------------------------------------
+
+PLACES = StructType([SCHEMA["k"], StructField("name", StringType()), SCHEMA["timestamp"]])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A result of a join of the accounts with their names, or a group of accounts."""
+
+    key: Any
+    values: tuple[Any, ...] | None
+    second: int
+
+
+class Followed:
+    """The results by the definition, record by record: what repeats its version gives none."""
+
+    def __init__(self, left: bool) -> None:
+        self.left = left
+        self.newest: dict[str, dict[str, Change]] = {"accounts": {}, "names": {}}
+        self.now: dict[str, int] = {}
+        self.joined: list[Joined] = []
+        self.counted: list[Joined] = []
+        self._times: dict[Any, int] = {}
+        self._groups: dict[Any, int] = {}
+        self._ends: dict[Any, int] = {}
+
+    def put(self, name: str, one: Change) -> None:
+        now = self.now.get(name, one.second)
+        if one.second < now - 20:
+            return
+        self.now[name] = max(now, one.second)
+        old = self.newest[name].get(one.k)
+        if old is not None and one.second < old.second:
+            return
+        self.newest[name][one.k] = one
+        before = None if old is None or old.deleted else old
+        after = None if one.deleted else one
+        told = [None if row is None else (row.tier, row.city) for row in (before, after)]
+        if name == "accounts" and told[0] is not None and told[0] == told[1]:
+            return
+        self._join(name, one, before)
+        if name == "accounts":
+            self._count(one, before, after)
+
+    def _join(self, name: str, one: Change, before: Change | None) -> None:
+        account, place = (self.newest[n].get(one.k) for n in ("accounts", "names"))
+        account = None if account is None or account.deleted else account
+        place = None if place is None or place.deleted else place
+        other = place if name == "accounts" else account
+        if self.left:
+            says = account or (name == "accounts" and (place or before))
+            gone = account is None
+        else:
+            says, gone = other, account is None or place is None
+        if not says:
+            return
+        second = max([one.second] if other is None else [one.second, other.second])
+        # Results of two versioned tables never go back in time.
+        second = self._times[one.k] = max(second, self._times.get(one.k, second))
+        values = None if gone else (account.tier, account.city, place.tier if place else None)  # type: ignore[union-attr]
+        self.joined.append(Joined(one.k, values, second))
+
+    def _count(self, one: Change, before: Change | None, after: Change | None) -> None:
+        for gone, there in (
+            ((before, None), (None, after))
+            if (before is None or after is None or before.tier != after.tier)
+            else ((before, after),)
+        ):
+            if gone is None and there is None:
+                continue
+            tier = (gone or there).tier  # type: ignore[union-attr]
+            self._groups[tier] = self._groups.get(tier, 0) + (there is not None) - (gone is not None)
+            second = self._ends[tier] = max(one.second, self._ends.get(tier, one.second))
+            self.counted.append(Joined(tier, (self._groups[tier],), second))
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "inner"])
+def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -> None:
+    """Whatever the order of arrival and the runs: late records, ties, deletions, and nulls."""
+    random = Random(f"followed {left}")
+    names = VersionedTable(
+        "names", key="k", schema=PLACES, history_retention=RETENTION, tombstone="name is null"
+    )
+    accounts = table()
+    chosen = ["left.k", "left.tier", "left.city", "right.name"]
+    join = accounts.left_join if left else accounts.join
+    joined = join(names, name="joined", select=chosen)
+    counted = accounts.group_by("tier").count(name="counted")
+    driver, model = TopologyTestDriver(joined, counted, spark=spark), Followed(left)
+    arrived: dict[str, list[Change]] = {}
+    for name in ("accounts", "names"):
+        some = [one for n in range(6) for one in some_changes(random, f"k{n}", 9, 60)]
+        random.shuffle(some)
+        arrived[name] = sorted(some, key=lambda one: one.second + random.choice([0, 0, 10, 30]))
+    for start in (0, 27):
+        for name in ("names", "accounts"):
+            part = arrived[name][start : start + 27]
+            for one in part:
+                model.put(name, one)
+            rows = [one.row for one in part]
+            if name == "names":
+                rows = [{"k": r["k"], "name": r["tier"], "timestamp": r["timestamp"]} for r in rows]
+            driver.pipe(name, *rows)
+    found = [
+        Joined(
+            r["k"],
+            None if r["is_tombstone"] else (r["tier"], r["city"], r["name"]),
+            seconds(r["timestamp"]) or 0,
+        )
+        for r in driver.read("joined")
+    ]
+    assert found == model.joined
+    groups = [
+        Joined(r["tier"], (r["count"],), seconds(r["timestamp"]) or 0) for r in driver.read("counted")
+    ]
+    assert groups == model.counted
+    repeats = len(arrived["accounts"]) - len({(one.k, one.second) for one in arrived["accounts"]})
+    assert repeats
+    assert 10 < len(found) < 80
+
+
+def test_an_explanation_names_the_record_that_made_the_version(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Not one that repeats it, which has no result."""
+    live = Live(tmp_path, spark)
+    accounts, sales = live.table(), live.sales()
+    counted = accounts.group_by("tier").count(name="counted")
+    seen = sales.to_table(name="seen")
+    joined = accounts.left_join(seen, name="joined", select=["left.k", "left.tier"])
+    live.run(accounts, change("x", 0, 10), change("x", 1, 20), change("y", 2, 40))
+    live.run(sales, {"timestamp": at(30)})
+    for node in (seen, counted, joined):
+        live.run(node)
+
+    def triggers(name: str) -> list[str]:
+        rows = look_up(live.warehouse, name, "log").num_rows
+        found = [explain(name, warehouse=live.warehouse, offset=f"0:{n}") for n in range(rows)]
+        told = [d.because for one in found for d in one.decisions if d.rule == "triggered"]
+        return [because.split(",")[0] for because in told]
+
+    assert triggers("counted") == ["accounts 0:0", "accounts 0:2", "accounts 0:2"]
+    assert triggers("joined") == ["accounts 0:0", "seen 0:0", "accounts 0:2"]
+
+
+def test_a_training_set_takes_versions(spark: SparkSession, tmp_path: Path) -> None:
+    """As of each row's time, by all that is recorded; with the age of the version, not of a record."""
+    live, random = Live(tmp_path, spark), Random(11)
+    accounts, sales = replace(live.table(), history_retention=RETENTION), live.sales()
+    arrived = some_changes(random, "a", 25, 60)
+    arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 15]))
+    live.run(accounts, *[one.row for one in arrived])
+    now = max(one.second for one in arrived)
+    times = range(now - 19, now + 5)
+    live.run(sales, *[{"timestamp": at(second)} for second in times])
+    model = expected(arrived, 20)
+    views = [
+        FeatureView(accounts, columns=["n", "valid_from"], as_known="now"),
+        FeatureView(
+            accounts, columns=["n"], as_known="now", max_age=timedelta(seconds=6), prefix="young_"
+        ),
+    ]
+    declared = TrainingSet("examples", sales, tuple(views))
+    TrainingRun(declared, str(tmp_path / "set"), live.warehouse, spark).run()
+    found = spark.read.format("delta").load(str(tmp_path / "set")).toArrow().to_pylist()
+    answers = {seconds(r["timestamp"]): (r["n"], seconds(r["valid_from"]), r["young_n"]) for r in found}
+    right: dict[int | None, tuple[Any, ...]] = {}
+    for second in times:
+        version = as_of(model, "a", second, now - 20)
+        begin = None if version is None else version[4]
+        young = version is not None and second - version[4] <= 6
+        n = None if version is None else version[3]
+        right[second] = (n, begin, n if young else None)
+    assert answers == right
+    assert len({n for n, _, _ in right.values()}) > 2
+
+
 def test_what_follows_records_alone_is_refused() -> None:
     accounts, other = table(), VersionedTable("o", key="k", schema=SCHEMA, history_retention=RETENTION)
 
@@ -487,13 +667,19 @@ def test_what_follows_records_alone_is_refused() -> None:
     def report() -> None: ...
 
     for make, said in (
-        (lambda: accounts.join(other, name="m", select=["left.n"]), "a table-table join"),
+        (lambda: accounts.join(other, name="m", select=["left.n"]), "a table-table join to use only"),
+        (
+            lambda: other.join(accounts, name="m", select=["right.timestamp as t"]),
+            "got \\['timestamp'\\]",
+        ),
         (lambda: other.join(accounts, name="m", history="complete"), "a table-table join"),
         (lambda: accounts.join(other, foreign_key="city", name="m"), "a foreign-key join"),
-        (lambda: accounts.group_by("city").count(name="m"), "group_by"),
+        (lambda: accounts.group_by("n").count(name="m"), "group_by to use only"),
+        (lambda: accounts.group_by("city").sum("n", name="m"), "group_by to use only"),
+        (lambda: accounts.group_by("year(timestamp) as y").count(name="m"), "got \\['timestamp'\\]"),
         (lambda: stream().join(accounts, name="m", corrected_for=RETENTION), "corrected_for"),
         (lambda: stream().join(accounts, name="m", as_known="when_recorded"), "what was known"),
-        (lambda: FeatureView(accounts), "a training set"),
+        (lambda: FeatureView(accounts), "what was known"),
         (lambda: accounts.to_stream(name="m"), "to_stream"),
         (lambda: accounts.map_values("tier", name="m"), "without \\['city'\\]"),
         (lambda: accounts.map_values("n as tier", "city", name="m"), "without \\['tier'\\]"),

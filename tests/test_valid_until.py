@@ -29,9 +29,11 @@ from vt_dagster.core.versioned_table import clip_at_valid_until
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once, tiles_of
+from vt_dagster.runs.training_set_run import TrainingRun
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Table
 
 DAY = timedelta(days=1)
@@ -209,6 +211,35 @@ def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_p
     assert pc.sum(rows.column("v").is_null()).as_py() == 1
 
 
+def test_a_training_set_finds_nothing_after_the_end(spark: SparkSession, tmp_path: Path) -> None:
+    """A version ends at the next one, or by itself before that."""
+    warehouse, random = str(tmp_path / "warehouse"), Random(11)
+    source = {name: FilesSource(str(tmp_path / name)) for name in ("offers", "sales")}
+    offers = table(source=source["offers"], partitions=1)
+    sales = stream(source=source["sales"], partitions=1)
+    times = random.sample(range(0, 60, 2), 12)
+    ends = {time: random.choice([None, time + 3, time + 9]) for time in times}
+    rows = {
+        "offers": [offer(f"v{time}", time, end) for time, end in ends.items()],
+        "sales": [sale(second) for second in range(70)],
+    }
+    for node in (offers, sales):
+        (tmp_path / node.name).mkdir()
+        lines = "\n".join(json.dumps(one, default=datetime.isoformat) for one in rows[node.name])
+        (tmp_path / node.name / "1.jsonl").write_text(lines)
+        run_once(node, stores_of(warehouse, spark))
+    views = (FeatureView(offers, columns=["v"], as_known="now"),)
+    TrainingRun(TrainingSet("examples", sales, views), str(tmp_path / "set"), warehouse, spark).run()
+    found = spark.read.format("delta").load(str(tmp_path / "set")).toArrow().to_pylist()
+    right: dict[int | None, str | None] = {}
+    for second in range(70):
+        last = max((time for time in times if time <= second), default=None)
+        end = None if last is None else ends[last]
+        right[second] = None if last is None or (end is not None and second >= end) else f"v{last}"
+    assert {seconds(r["timestamp"]): r["v"] for r in found} == right
+    assert list(right.values()).count(None) > 9
+
+
 def test_what_follows_records_alone_is_refused() -> None:
     offers, other = table(), VersionedTable("o", key="k", schema=SCHEMA, history_retention=DAY)
     for make, said in (
@@ -218,7 +249,7 @@ def test_what_follows_records_alone_is_refused() -> None:
         (lambda: offers.group_by("v").count(name="m"), "group_by"),
         (lambda: stream().join(offers, name="m", corrected_for=DAY), "corrected_for"),
         (lambda: stream().join(offers, name="m", as_known="when_recorded"), "what was known"),
-        (lambda: FeatureView(offers), "a training set"),
+        (lambda: FeatureView(offers), "what was known"),
         (lambda: offers.map_values("v", name="m"), "without the column"),
         (lambda: offers.filter("true", name="m", materialized=Materialized()), "without versions"),
         (lambda: table(valid_until="v"), "type timestamp"),

@@ -182,6 +182,8 @@ def option_matrix() -> str:
 def _cell(option: Option, consumer: Consumer) -> str:
     if consumer is Consumer.SPINE and option.name not in Stream.__dataclass_fields__:
         return ""
+    if consumer in option.read_if:
+        return f"yes, if {option.read_if[consumer]}"
     if consumer in option.kept_if:
         return f"kept, if {option.kept_if[consumer]}"
     refusal = option.refused.get(consumer)

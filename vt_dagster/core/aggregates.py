@@ -19,6 +19,7 @@ from pyspark.sql.pandas.types import (
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Outcome, duration, gathered, has_key, union, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
@@ -35,6 +36,7 @@ from vt_dagster.core.processor import (
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
+from vt_dagster.core.versioned_table import repeats_version
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.model import VersionedTable
@@ -83,6 +85,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
             inputs=wanted,
             partition=home_of(node.key, node),
             versioned=source.versioned,
+            new_version_on=table_store.new_version_on_of(source),
         )
         if isinstance(node, VersionedTable):
             changes = refuse(
@@ -124,12 +127,13 @@ def table_entries(
     inputs: Sequence[tuple[str, str]],
     partition: Column,
     versioned: bool,
+    new_version_on: Sequence[str] | None = None,
 ) -> DataFrame:
     """Returns the effect of each change on groups: one row, or two if the row moves to another group.
 
     Within a group the old row is subtracted before the new one is added, as one update; of two groups
     the old one comes first (kip914-probe-aggregate-order-of-calls-versioned). An out-of-order change of
-    a versioned table has no effect.
+    a versioned table has no effect, nor has one that repeats its version (``new_version_on``).
 
     Plan: projections only.
 
@@ -145,6 +149,7 @@ def table_entries(
     Source: KIP-914 "Aggregations", FORMAT 4.8.1, 4.8.2, 4.8.5; kip914-aggregate-versioned.
     """
     taken = changes.where(IS_LATEST) if versioned else changes
+    taken = taken if new_version_on is None else taken.where(~repeats_version(new_version_on))
     sql = {f"_old_{n}": e for n, e in [*group_key, *inputs]}
     seen = with_columns(
         over_old(taken, key, values, sql), {f"_new_{n}": F.expr(e) for n, e in [*group_key, *inputs]}

@@ -30,10 +30,13 @@ from vt_dagster.columns import (
     TURN,
 )
 from vt_dagster.core.arrival_order import Outcome, union
+from vt_dagster.core.versioned_table import repeats_version
 
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"
 """Whether a change counts for a join: it is its key's latest, or its table is not versioned."""
+REPEATS = "_repeats"
+"""Whether a change repeats its key's version; null for a current row."""
 EXISTS = "_exists"
 _STATE, _ROW = "state", "_row"
 _BEHIND = 2**63 - 1
@@ -53,6 +56,7 @@ class TableInput:
         values: the names of the value columns, without timestamp.
         versioned: whether out-of-order changes (``is_latest`` false) are dropped.
         horizon: for a row of ``current``, the time from which on its table retains history; None = all.
+        new_version_on: see ``VersionedTable``: a change that repeats its version gives no result.
     """
 
     changes: DataFrame
@@ -61,6 +65,7 @@ class TableInput:
     values: Sequence[str]
     versioned: bool
     horizon: Column | None = None
+    new_version_on: Sequence[str] | None = None
 
     @property
     def state_columns(self) -> list[str]:
@@ -70,6 +75,11 @@ class TableInput:
     def taken(self) -> Column:
         """Returns whether a change row counts."""
         return F.col(IS_LATEST) if self.versioned else F.lit(True)
+
+    def repeats(self) -> Column:
+        """Returns whether a change row repeats its key's version."""
+        on = self.new_version_on
+        return F.lit(False) if on is None else repeats_version(on)
 
     def row_state(self) -> Column:
         """Returns the state of a current row."""
@@ -146,9 +156,9 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
         asked: rows with the ``match_names`` of the side's key; current rows of other keys are not read.
 
     Returns:
-        ``match_names, timestamp, partition, ORDER, _taken`` and two containers: the state after a
-        change (null: the change does not count) and the state before it. A current row has only the
-        latter, after all changes, and no ``_taken``: it does not trigger.
+        ``match_names, timestamp, partition, ORDER, _taken, _repeats`` and two containers: the state
+        after a change (null: the change does not count) and the state before it. A current row has only
+        the latter, after all changes, and no ``_taken``: it does not trigger.
     """
     now, found = _containers(name)
     rows = side.changes.select(
@@ -157,6 +167,7 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
         PARTITION,
         *ORDER,
         side.taken().alias(TAKEN),
+        side.repeats().alias(REPEATS),
         F.when(side.taken(), _contain(side.new_state())).alias(now),
         _contain(side.old_state()).alias(found),
     )

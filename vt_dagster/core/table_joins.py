@@ -45,6 +45,7 @@ from vt_dagster.core.source_records import home_of
 from vt_dagster.core.table_changes import (
     EXISTS,
     LEFT,
+    REPEATS,
     RIGHT,
     TAKEN,
     TableInput,
@@ -82,7 +83,9 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             there = None
             if one.table is not None and isinstance(node, Table):
                 there = table_store.rows_of(node, one.table)
-            sides.append(TableInput(changes, there, node.key, value_columns(node), node.versioned))
+            on = table_store.new_version_on_of(node)
+            about = changes, there, node.key, value_columns(node), node.versioned
+            sides.append(TableInput(*about, new_version_on=on))
         left, right = sides
         joined = self.at_home(self.joined(left, right))
         return monotone(joined, context.state, self.node.key) if self.operator.monotone else joined
@@ -113,10 +116,11 @@ def join_tables(
     """Joins two tables by equal keys; the key columns may have different names.
 
     An out-of-order change of a versioned side is dropped (kip914-proposal). Any other change gives one
-    result, or none if neither side has or had a row or if the kind of join requires more; equal results
-    and repeated tombstones are results too (kip914-probe-repeated-tombstones-inner, -left, -outer). The
-    timestamp is the larger of the record's and that of the other side's latest row; without such a row
-    it is the record's own (kip914-probe-result-timestamps).
+    result, or none if neither side has or had a row, if the kind of join requires more, or if it
+    repeats its version (``new_version_on``); equal results and repeated tombstones are results too
+    (kip914-probe-repeated-tombstones-inner, -left, -outer). The timestamp is the larger of the record's
+    and that of the other side's latest row; without such a row it is the record's own
+    (kip914-probe-result-timestamps).
 
     Plan: one shuffle and sort of both sides together by key, one pass of windows; before it one
     semi-join per available ``current`` with the keys of the other side's changes.
@@ -145,6 +149,7 @@ def join_tables(
         PARTITION,
         *order,
         TAKEN,
+        REPEATS,
         from_left.alias(_FROM_LEFT),
         state_of(LEFT, on, order).alias(_LEFT_STATE),
         state_of(RIGHT, on, order).alias(_RIGHT_STATE),
@@ -153,6 +158,7 @@ def join_tables(
         .alias(_OLD_STATE),
     ).where(F.col(TAKEN).isNotNull())
     says, tombstone = _outcome(kind)
+    says = says & ~F.col(REPEATS)
     other = F.when(F.col(_FROM_LEFT), F.col(_RIGHT_STATE).getField(TIMESTAMP)).otherwise(
         F.col(_LEFT_STATE).getField(TIMESTAMP)
     )

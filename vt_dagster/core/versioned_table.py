@@ -104,7 +104,7 @@ def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequen
     whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
     marked = rows.withColumns(
         {
-            _REPEATS: _repeats(new_version_on),
+            _REPEATS: repeats_version(new_version_on),
             _END: F.lag(VALID_TO).over(in_order),
             _LAST_END: F.last(VALID_TO).over(whole),
             _FIRST: F.lag(F.lit(1)).over(in_order).isNull(),
@@ -120,7 +120,7 @@ def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequen
 
 def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFrame:
     """Gives rows the values and ``valid_from`` of their version's first record; drops ``old``."""
-    repeats, old = _repeats(new_version_on), F.col(OLD)
+    repeats, old = repeats_version(new_version_on), F.col(OLD)
     kind = rows.schema[OLD].dataType
     assert isinstance(kind, StructType)
     fields = [c for c in kind.names if c in rows.columns]
@@ -129,8 +129,9 @@ def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFr
     return rows.withColumns({**told, VALID_FROM: begin}).drop(OLD)
 
 
-def _repeats(new_version_on: Sequence[str]) -> Column:
-    """Returns whether a row of a view repeats the previous version."""
+def repeats_version(new_version_on: Sequence[str]) -> Column:
+    """Returns whether a row repeats the version in its ``old``: in a view the previous version, in a
+    log the row that was its key's newest."""
     there = ~F.col(IS_TOMBSTONE) & F.col(OLD).isNotNull()
     return F.coalesce(there & _same(new_version_on, F.col(OLD)), F.lit(False))
 

@@ -41,6 +41,7 @@ from vt_dagster.provenance.explain_request import (
     as_time,
     between,
     both,
+    same_value,
     triggering_update,
 )
 from vt_dagster.provenance.expressions import Group, replaced_rows
@@ -158,10 +159,13 @@ def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
     name = request.specification.source
     source = request.inputs[name]
     group = Group(source, keys_of(request.specification, source), request.record.values)
-    columns = [*_OURS, IS_LATEST, OLD, *source.key, *group.columns]
+    on = source.head.shape.new_version_on or ()
+    columns = [*dict.fromkeys((*_OURS, IS_LATEST, OLD, *source.key, *group.columns, *on))]
     rows = source.rows(group.condition(replaced=True), end=request.end(name), only=columns)
     if source.versioned:
         rows = rows.filter(rows.column(IS_LATEST))
+    if on:
+        rows = rows.filter(pa.array(_starts_version(rows, on)))
     new, old = group.has(rows), group.has(replaced_rows(rows))
     if new is None or old is None:
         return cannot_be_told(request, source)
@@ -191,6 +195,25 @@ def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
         request.reasoning.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
     taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
     return _rows_in(request, source, taken, about)
+
+
+def _starts_version(rows: pa.Table, new_version_on: Sequence[str]) -> list[bool]:
+    """Returns which changes do not repeat the version of their key's row before them."""
+    before = replaced_rows(rows)
+    sides = [
+        list(zip(*(one.column(c).to_pylist() for c in new_version_on), strict=True))
+        for one in (rows, before)
+    ]
+    there = zip(
+        rows.column(OLD).is_valid().to_pylist(),
+        rows.column(IS_TOMBSTONE).to_pylist(),
+        *sides,
+        strict=True,
+    )
+    return [
+        deleted or not existed or not all(map(same_value, now, then))
+        for existed, deleted, now, then in there
+    ]
 
 
 def _rows_in(

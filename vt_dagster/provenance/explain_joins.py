@@ -44,6 +44,7 @@ from vt_dagster.provenance.explain_request import (
     at_time,
     between,
     both,
+    same_value,
     triggering_update,
 )
 from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
@@ -88,6 +89,8 @@ def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
     for place, record in Arrivals(request, names).sorted(found):
         old, other = rows[place], rows[1 - place]
         rows[place] = None if record.is_tombstone else record
+        if old is not None and repeats_version(logs[place], record, old):
+            continue
         says, tombstone = _outcome(join.kind, place == LEFT, rows, old)
         if says and request.is_new(names[place], record):
             made_of = [(logs[1 - place], other), (logs[place], old if tombstone else None)]
@@ -125,6 +128,14 @@ def _outcome(
     if kind == "left":
         return anything if from_left else left, not left
     return anything, not (left or right)
+
+
+def repeats_version(log: Log, record: Record, old: Record) -> bool:
+    """Returns whether a record equals its key's row before it in the columns of ``new_version_on``."""
+    on = log.head.shape.new_version_on
+    if on is None or record.is_tombstone:
+        return False
+    return all(same_value(record.values[c], old.values[c]) for c in on)
 
 
 def _counted(log: Log, condition: Condition, end: Mapping[int, int]) -> list[Record]:

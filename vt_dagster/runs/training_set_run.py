@@ -19,6 +19,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.stream_table_join import Feature, with_features
+from vt_dagster.core.table_store import as_read
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside
@@ -211,7 +212,7 @@ class TrainingRun:
                     f"{declared.name}: expected {view.table.name} to have records, got none; "
                     "materialize it first"
                 )
-            versions = recorded_if(True, table.view_at(then))
+            versions = as_read(view.table, recorded_if(True, table.view_at(then)))
             past = TableSystemTimeHistory(view.table, table, then.head, self._persist)
             features.append(Feature(view, versions, by_partition(then.stream_time), past))
         return with_features(rows, features, self._persist)

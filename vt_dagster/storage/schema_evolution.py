@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -335,11 +334,6 @@ def require_said(name: str, found: Evolution, inputs: Sequence[StructType]) -> N
             f"{name}: expected its input to declare its renamed columns, got no renamed={renamed}, but "
             f"rows of {name} have the old names: declare renamed={renamed} there again until it has run"
         )
-
-
-def mentions(expression: str, column: str) -> bool:
-    """Returns whether SQL text contains a column's name."""
-    return re.search(rf"(?<!\w){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None
 
 
 def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> list[str]:

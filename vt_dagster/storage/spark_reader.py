@@ -52,12 +52,12 @@ from vt_dagster.storage.schema_evolution import (
     Evolution,
     evolved,
     kept_by_newest_names,
-    mentions,
     never_null,
     require_said,
 )
 from vt_dagster.storage.view import Base, Progress, View
 from vt_dagster.topology.durations import in_micros, parse_time
+from vt_dagster.topology.expressions import mentions
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
 from vt_dagster.topology.options import options_in_commit

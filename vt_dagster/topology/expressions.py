@@ -212,6 +212,11 @@ def unknown_functions(expression: str) -> set[str]:
     return {name for name in called - known if not hasattr(functions, name)}
 
 
+def mentions(expression: str, column: str) -> bool:
+    """Returns whether SQL text contains a column's name, perhaps in another meaning."""
+    return re.search(rf"(?<!\w){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None
+
+
 class Expression(NamedTuple):
     """An SQL expression of a definition.
 
@@ -573,14 +578,18 @@ class Projection:
 
     def right_columns(self) -> set[str]:
         """Returns the right side's columns that the result uses."""
+        return self.columns_of("right")
+
+    def columns_of(self, side: Literal["left", "right"]) -> set[str]:
+        """Returns the columns of a side that the result uses."""
         used = {
             column.strip("`").lower()
             for _, expression in self.columns
-            for side, column in _REFERENCE.findall(expression)
-            if side.lower() == "right"
+            for found, column in _REFERENCE.findall(expression)
+            if found.lower() == side
         }
-        right = self.sides["right"]
-        names = [*(f.name for f in right.fields), *right.times]
+        of = self.sides[side]
+        names = [*(f.name for f in of.fields), *of.times]
         return {n for n in names if n.lower() in used}
 
     def fields(self) -> list[StructField]:

@@ -105,6 +105,7 @@ class Option:
         not_of_states: why a source of whole states cannot have it; empty: it can.
         excludes: options that cannot be set beside it, each with the reason.
         refused: consumers that do not read a table with it.
+        read_if: consumers that read a table with it on a condition.
         kept_if: consumers whose result keeps the option, each with the condition.
     """
 
@@ -120,6 +121,7 @@ class Option:
     not_of_states: str = ""
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
     refused: Mapping[Consumer, Refusal] = field(default_factory=dict[Consumer, Refusal])
+    read_if: Mapping[Consumer, str] = field(default_factory=dict[Consumer, str])
     kept_if: Mapping[Consumer, str] = field(default_factory=dict[Consumer, str])
 
     def is_set(self, node: Any) -> bool:
@@ -467,8 +469,10 @@ def _distinct(
 # Entries
 
 _FOLLOW_RECORDS = (
-    *(Consumer.TABLE_JOIN, Consumer.HISTORY_JOIN, Consumer.FOREIGN_KEY_JOIN, Consumer.GROUP_BY),
-    *(Consumer.CORRECTED_JOIN, Consumer.AS_KNOWN, Consumer.TRAINING_SET),
+    Consumer.HISTORY_JOIN,
+    Consumer.FOREIGN_KEY_JOIN,
+    Consumer.CORRECTED_JOIN,
+    Consumer.AS_KNOWN,
 )
 """Consumers that read the log of a table and take each record for a change of a row."""
 _NO_RECORD = Refusal("it follows records, and a version that ends by itself has no record of its end")
@@ -541,7 +545,7 @@ OPTIONS: tuple[Option, ...] = (
         defines_records=True,
         shown=True,
         in_commit=True,
-        refused=dict.fromkeys(_FOLLOW_RECORDS, _NO_RECORD),
+        refused=dict.fromkeys((*_FOLLOW_RECORDS, Consumer.TABLE_JOIN, Consumer.GROUP_BY), _NO_RECORD),
         kept_if={
             Consumer.FILTER: "the result has a history retention",
             Consumer.MAP_VALUES: f"{_UNCHANGED} the column unchanged",
@@ -574,6 +578,9 @@ OPTIONS: tuple[Option, ...] = (
                 "run vt-dagster explain for a single row",
             ),
         },
+        read_if=dict.fromkeys(
+            (Consumer.TABLE_JOIN, Consumer.GROUP_BY), "it uses only the key and these columns"
+        ),
         kept_if={
             Consumer.FILTER: "the result has a history retention, and the condition is over the key "
             "and these columns",

@@ -13,8 +13,9 @@ from typing import Any, TypedDict
 
 from pyspark.sql.types import StructField, StructType
 
+from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.expressions import Aggregates, Selection
+from vt_dagster.topology.expressions import Aggregates, Selection, mentions
 from vt_dagster.topology.node import Emit
 from vt_dagster.topology.operators.base import (
     Materialized,
@@ -23,6 +24,7 @@ from vt_dagster.topology.operators.base import (
     check_not_time,
     make_table,
     need_table,
+    require_of_versions,
 )
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import as_struct
@@ -221,7 +223,7 @@ class TableAggregate(Aggregate):
     Late: an out-of-order change of a versioned table is ignored and not counted; a versioned result
     refuses records older than its history retention. Null key: a table has none; a row with a null in
     its group key belongs to no group. Tombstone: subtracts the old row from its group; without an old
-    row it is ignored.
+    row it is ignored. A record that repeats its version (``new_version_on``) is ignored.
 
     Args:
         group_key: new key columns; a row with a null in any of them belongs to no group.
@@ -250,7 +252,17 @@ class TableAggregate(Aggregate):
                 f"{self.name}: min and max cannot subtract a replaced row; aggregate a table with "
                 "count, sum and avg, or write an Aggregator"
             )
-        self.keys()
+        require_of_versions(self.name, Consumer.GROUP_BY, self.source, self._used())
+
+    def _used(self) -> set[str]:
+        """The columns of the table in the group key and the aggregates."""
+        if isinstance(self.aggregates, Aggregator):
+            expressions = [sql for _, sql in self.selection().columns]
+        else:
+            expressions = [sql for _, sql in self.aggregates]
+        expressions += [sql for _, sql in self.keys().columns]
+        there = [*self.source.schema.names, TIMESTAMP]
+        return {c for c in there for sql in expressions if mentions(sql, c)}
 
     def selection(self) -> Selection:
         """The columns passed to an Aggregator."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -14,6 +14,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.expressions import Projection, Side
 from vt_dagster.topology.node import Input, Node, Operator, make_node
+from vt_dagster.topology.options import Consumer
 from vt_dagster.topology.schema import same_types
 from vt_dagster.topology.specification import ColumnSpec, JoinKind
 
@@ -109,6 +110,22 @@ def check_emit(name: str, emit: Any) -> None:
     """Raises TopologyError if ``emit`` is not a known mode."""
     if emit not in ("every_update", "per_run"):
         raise TopologyError(f"{name}: emit must be 'every_update' or 'per_run', got {emit!r}")
+
+
+def require_of_versions(name: str, consumer: Consumer, node: Any, used: Collection[str]) -> None:
+    """Raises TopologyError if a consumer uses columns in which the records of a version may differ.
+
+    Args:
+        used: the columns of ``node`` that the consumer uses.
+    """
+    columns = new_version_on_of(node)
+    others = [] if columns is None else sorted({*used} - {*columns, *node.key})
+    if others:
+        raise TopologyError(
+            f"{name}: expected {consumer.value} to use only {[*node.key, *(columns or ())]}, the "
+            f"columns that are equal in all records of a version of {node.name!r} (new_version_on), "
+            f"got {others}; add them to new_version_on, or leave them out"
+        )
 
 
 def valid_until_of(node: Any) -> str | None:

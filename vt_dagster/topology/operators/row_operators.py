@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pyspark.sql.types import ArrayType, DataType, NullType, StructField, Struct
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.expressions import Selection
+from vt_dagster.topology.expressions import Selection, mentions
 from vt_dagster.topology.node import MIXED, Input, Operator, make_node
 from vt_dagster.topology.operators.base import (
     OneInput,
@@ -99,11 +98,7 @@ class RowByRow(OneInput, ABC):
         # A textual match: it may refuse a condition that has the name in another meaning, never the
         # reverse.
         others = [c for c in source.schema.names if c not in (*columns, *source.key)]
-        named = [
-            c
-            for c in dict.fromkeys((*others, TIMESTAMP))
-            if re.search(rf"(?<!\w){re.escape(c)}(?!\w)", self.condition, re.IGNORECASE)
-        ]
+        named = [c for c in dict.fromkeys((*others, TIMESTAMP)) if mentions(self.condition, c)]
         if named:
             raise TopologyError(
                 f"{self.name}: expected a condition over {[*source.key, *columns]}, the columns that "

@@ -26,6 +26,7 @@ from vt_dagster.topology.operators.base import (
     check_kind,
     make_table,
     need_table,
+    require_of_versions,
 )
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
@@ -47,7 +48,8 @@ class TableTableJoin(Join):
     Late: a change that is out of order for its key in a versioned side is dropped and counted; a
     versioned result refuses records older than its history retention. Null key: a table has none.
     Tombstone: emits a tombstone if the kind of join needs the deleted side, again for each repeated
-    tombstone; emits nothing if neither side has or had a row.
+    tombstone; emits nothing if neither side has or had a row. A record that repeats its version
+    (``new_version_on``) emits nothing; its timestamp counts for later results of the other side.
 
     Args:
         kind: ``inner``, ``left`` or ``outer``.
@@ -73,7 +75,9 @@ class TableTableJoin(Join):
         check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         check_keys(self.name, self.left, self.right)
-        self.projection()
+        used = self.projection()
+        require_of_versions(self.name, self.consumer, self.left, used.columns_of("left"))
+        require_of_versions(self.name, self.consumer, self.right, used.columns_of("right"))
 
     @property
     def monotone(self) -> bool:
