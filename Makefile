@@ -2,12 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 RUNS := .venv/.runs
-# The older of the two series of Dagster that are supported, in an environment over the other one.
+# The older of the two supported series of Dagster; its environment overlays .venv.
 OLDER := 1.12
 OF_DAGSTER := definitions specs components nothing_new executor sensors io_manager
 STAMP := .venv/.installed
 CLASSES := .venv/.classes.jsa
-# uv takes half a minute where pip takes minutes; pip where uv cannot be had. Both take the locked versions.
+# uv installs in half a minute, pip in minutes; pip is used if uv is not available. Both install the locked versions.
 INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$(EXTRAS)]" \
   || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 
@@ -16,7 +16,7 @@ INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(
 
 install: $(STAMP)
 
-# What demo and ui need; tests and benchmarks need more.
+# The packages of demo and ui; tests and benchmarks need more.
 $(RUNS): EXTRAS := kafka,demo,ui,explore
 $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -34,7 +34,7 @@ $(STAMP): $(RUNS)
 	@$(INSTALL)
 	@touch $@
 
-# The versions that are installed: the newest that the bounds allow, for each Python from 3.10 on.
+# Locks the newest versions within the bounds of pyproject.toml, for each Python from 3.10 on.
 lock: $(RUNS)
 	$(BIN)/python -m uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --all-extras --upgrade \
 	  --no-annotate --custom-compile-command "make lock" --output-file constraints.txt
@@ -51,23 +51,23 @@ demo-kafka: $(RUNS)
 kafka: $(RUNS)
 	$(BIN)/python -m vt_dagster.testing_kafka data/kafka
 
-# The classes of Spark, as every JVM of a test would load them from its jars; tests run without them too.
+# A class archive (CDS) of Spark, so that the JVM of a test starts faster; tests run without it too.
 $(CLASSES): $(STAMP)
 	@echo "Writing Spark's classes to $@: a minute, the first time"
 	-@$(BIN)/python -m tests.class_archive $@
 
-# What needs no JVM: an answer in a minute.
+# The tests that need no JVM: a minute.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(SHARED) -m fast
 
 test-kafka: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED) -m kafka
 
-# With a broker and without at once: two processes wait for each other once, not twice.
+# Tests with and without a broker in one call, so that the two processes wait for each other only once.
 test: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED) -m "not endurance"
 
-# By its real path: scripts begin with it, and .venv may be a link that goes.
+# By the real path of .venv: scripts contain it, and .venv may be a link that is removed later.
 .venv/.dagster-$(OLDER): HOME_OF = $(realpath .venv)
 .venv/.dagster-$(OLDER): $(STAMP)
 	@$(PYTHON) -m venv --clear $(HOME_OF)/older
@@ -80,7 +80,7 @@ test-older-dagster: .venv/.dagster-$(OLDER)
 	PYTHONPATH=$(CURDIR) .venv/older/bin/python -m pytest -p no:cacheprovider -m "not kafka and not slow and not endurance" \
 	  -W "ignore::DeprecationWarning" $(OF_DAGSTER:%=tests/test_%.py)
 
-# Chromium, where there is none, for the tests that look at Dagster's pages.
+# Installs Chromium, if there is none, for the tests of Dagster's pages.
 browser:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
@@ -102,7 +102,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-# The site, in build/docs; opens without a network and without a server.
+# Builds the site in build/docs; it can be opened as files, without a server or a network.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(STAMP)
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --strict --quiet

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 from typer.testing import CliRunner, Result
 
+import vt_dagster
 from tests.market import Market, messages, run
+from tests.written import Written
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import app
+from vt_dagster.cli.app import COMMANDS
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc
@@ -111,6 +115,55 @@ def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> No
     assert done.exit_code == 0, done.exception
     assert "days: view at version" in done.output
     assert asked(copy, "history", "days", "9998-01-02", FAR).output == before.output
+
+
+@pytest.mark.parametrize(("command", "said"), [("get", "value for"), ("history", "version of")])
+def test_a_missing_row_names_the_command_that_explains_it(
+    tmp_path: Path, command: str, said: str
+) -> None:
+    Written(tmp_path).run([("apple", "1", 0)], 1)
+    missing = asked(tmp_path, command, "prices", "a pear")
+    assert missing.exit_code == 1
+    way_out = "vt-dagster explain prices --key 'a pear'"
+    assert missing.output == f"prices has no {said} a pear; {way_out} shows why\n"
+    explained = asked(tmp_path, "explain", "prices", "a pear")
+    assert isinstance(explained.exception, SystemExit)
+    assert "a pear" in explained.output
+
+
+def test_a_missing_asset_names_those_of_the_warehouse(tmp_path: Path) -> None:
+    Written(tmp_path).run([("apple", "1", 0)], 1)
+    missing = asked(tmp_path, "get", "price", "apple")
+    assert isinstance(missing.exception, StorageError)
+    assert "expected one of ['prices']" in str(missing.exception)
+    assert "or another warehouse with --warehouse" in str(missing.exception)
+
+
+@pytest.mark.parametrize("command", ["get", "history"])
+def test_rows_as_json(tmp_path: Path, command: str) -> None:
+    Written(tmp_path).run([("apple", "1", 0), ("pear", "2", 0)], 1)
+    about = {"VT_DAGSTER_WAREHOUSE": str(tmp_path)}
+    done = CliRunner().invoke(app, [command, "prices", "--key", "pear", "--json"], env=about)
+    (row,) = map(json.loads, done.output.splitlines())
+    assert (row["k"], row["v"]) == ("pear", "2")
+
+
+def test_help_names_every_command_and_no_value_of_a_flag() -> None:
+    told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    for name in COMMANDS:
+        assert re.search(rf"^│ {name} ", told, re.MULTILINE), name
+    for words in ([], ["demo"], ["spark"], ["spark", "start"], ["get"]):
+        said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"})
+        assert said.exit_code == 0
+        assert "bool" not in said.output
+
+
+def test_the_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"vt-dagster {version('vt-dagster')}\n"
+
+
+def test_public_names_are_listed() -> None:
+    assert {"VersionedTable", "build_definitions", "read"} <= {*dir(vt_dagster)}
 
 
 def test_what_was_known_then(market: Market) -> None:

@@ -569,7 +569,7 @@ def test_every_parameter_is_there() -> None:
 def test_the_guide_is_right() -> None:
     page = Path(__file__).parent.parent / "docs" / "guides" / "yaml.md"
     guide = page.read_text(encoding="utf-8")
-    found = re.search(r"# The same in YAML.*?```yaml\n(.*?)```", guide, re.DOTALL)
+    found = re.search(r"# Topologies in YAML.*?```yaml\n(.*?)```", guide, re.DOTALL)
     assert found is not None
     with project(found.group(1).replace("my_project.schemas", ".schemas")) as defs:
         dg.Definitions.validate_loadable(defs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -303,6 +304,11 @@ def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:
     args = ["lateness", "join0", "--grace", "0s,3m", "--at-most", "10%", "--warehouse", lab.warehouse]
     told = CliRunner().invoke(app, [*args, "--picture", str(drawn)])
     assert told.exit_code == 1, told.output
+    narrow = CliRunner().invoke(app, args, env={"COLUMNS": "40"}).output
+    wide = CliRunner().invoke(app, args, env={"COLUMNS": "200"}).output
+    assert "…" not in narrow
+    numbers = re.compile(r"[\d,.]+ %")
+    assert sorted(numbers.findall(narrow)) == sorted(numbers.findall(wide))
     assert "> at most 10 % wrong: the shortest grace period is" in told.output
     assert drawn.read_text().startswith("<svg")
     said = json.loads(CliRunner().invoke(app, [*args, "--json"]).output)

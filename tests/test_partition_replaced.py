@@ -155,7 +155,7 @@ def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str])
     # the sensor had looked at what is gone; where its cursor is lost, nobody has
     assert copy.asked(said.cursor) == []
     assert copy.asked() == EVERY
-    assert UNDECIDABLE["cut_off"] in capfd.readouterr().err
+    assert UNDECIDABLE["truncated"] in capfd.readouterr().err
     copy.land(record("d", "d7", "7 00:00"))
     assert copy.asked(said.cursor) == [day(7)]
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.storage.topology import Topology
 from vt_dagster import Stream
 from vt_dagster.cli import app
-from vt_dagster.errors import SourceError, StorageError, TopologyError
+from vt_dagster.errors import DefinitionsError, SourceError, StorageError, TopologyError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
@@ -106,6 +106,21 @@ def test_a_join_takes_in_what_came_late(world: World) -> None:
     assert [r["count"] for r in world.rows("counted") if r["k"] == "c"] == [1, 2]
 
 
+def test_a_dry_run_tells_what_would_be_recomputed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = type(sys)("world_module")
+    vars(module).update(joined=world.joined, moved=world.moved, counted=world.counted)
+    monkeypatch.setitem(sys.modules, "world_module", module)
+    files = {path: path.stat().st_mtime_ns for path in Path(world.warehouse).rglob("*")}
+    about = ["--from", LATE, "--module", "world_module", "--warehouse", world.warehouse]
+    done = CliRunner().invoke(app, ["restate", "joined", *about, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "joined: keeps" in done.output
+    assert done.output.endswith("would recompute: joined, moved, counted\n")
+    assert {path: path.stat().st_mtime_ns for path in Path(world.warehouse).rglob("*")} == files
+
+
 def test_what_a_grace_period_holds_back(world: World) -> None:
     lines: list[str] = []
     assert world.restate("priced", tell=lines.append) == ["priced"]
@@ -180,4 +195,7 @@ def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     about = ["--from", LATE, "--module", "world_module", "--warehouse", world.warehouse]
     done = CliRunner().invoke(app, ["restate", "nobody", *about])
     assert isinstance(done.exception, TopologyError)
+    nowhere = CliRunner().invoke(app, ["restate", "joined", "--from", LATE, "--module", "no.where"])
+    assert isinstance(nowhere.exception, DefinitionsError)
+    assert "expected a module 'no.where', found none" in str(nowhere.exception)
     assert not list(Path(world.warehouse).glob("*restate*"))

@@ -99,7 +99,7 @@ def test_fates_and_reasons_are_rules(names: type) -> None:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=str)
 def test_the_documentation_tells_each_rule(rule: Rule) -> None:
-    assert f"| `{rule.name}` | {rule.says} |" in tables.rules()
+    assert f"| `{rule.name}` | {rule.description} |" in tables.rules()
     page = (ROOT / "docs" / "reference" / "rules.md").read_text(encoding="utf-8")
     assert "<!-- made: rules -->" in page
 
@@ -138,7 +138,8 @@ def test_metrics_are_described_by_the_rules() -> None:
     }
     told = {name: set(re.findall(r"- `(\w+)`: (.+)", text)) for name, text in told.items()}
     every = set().union(*told.values())
-    assert every == {(name, METRICS[name].says) for name, _ in every}
+    assert every == {(name, METRICS[name].description) for name, _ in every}
     assert {name for name, _ in every} == set(METRICS)
-    assert ("late_records_dropped", RULES["window_closed"].says) in told["hourly"] - told["final"]
-    assert ("suppression_emit", RULES["released"].says) in told["final"] - told["hourly"]
+    closed, released = RULES["window_closed"].description, RULES["released"].description
+    assert ("late_records_dropped", closed) in told["hourly"] - told["final"]
+    assert ("suppression_emit", released) in told["final"] - told["hourly"]

@@ -309,7 +309,9 @@ def rows_of(state: State) -> pa.Table:
     return pa.Table.from_pylist(rows, ROW)
 
 
-@pytest.mark.parametrize(("seed", "days"), [(1, 36500), (2, 1)])
+@pytest.mark.parametrize(
+    ("seed", "days"), [pytest.param(1, 36500, marks=pytest.mark.endurance), (2, 1)]
+)
 def test_a_table_is_what_the_last_dump_was(
     spark: SparkSession, tmp_path: Path, seed: int, days: int
 ) -> None:

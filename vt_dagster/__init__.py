@@ -122,6 +122,11 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOMES[name]), name)
 
 
+def __dir__() -> list[str]:
+    """Lists the public names: most are imported at first access, so they are in no dictionary yet."""
+    return sorted(__all__)
+
+
 __all__ = [
     "Aggregator",
     "AssetSource",

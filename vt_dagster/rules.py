@@ -13,11 +13,11 @@ class Rule:
 
     Args:
         name: used in counts, the quarantine and explanations.
-        says: the rule, in a sentence.
+        description: the rule, in a sentence.
     """
 
     name: str
-    says: str
+    description: str
 
     def __str__(self) -> str:
         return self.name
@@ -27,8 +27,8 @@ RULES: dict[str, Rule] = {}
 """All rules by name."""
 
 
-def _rule(name: str, says: str) -> Rule:
-    RULES[name] = Rule(name, says)
+def _rule(name: str, description: str) -> Rule:
+    RULES[name] = Rule(name, description)
     return RULES[name]
 
 

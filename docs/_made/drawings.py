@@ -74,9 +74,9 @@ def versions() -> str:
 
 
 def out_of_order() -> str:
-    drawn = [hours(130), label(50, "before"), label(84, "a record comes"), label(116, "after")]
+    drawn = [hours(130), label(50, "before"), label(84, "a late record"), label(116, "after")]
     drawn += [bar(10, 12, 36, "1.0"), bar(12, 15.4, 36, "1.4")]
-    drawn += [dot(11, 80, "price 1.2, true from 11:00, after that of 12:00 had come", RED)]
+    drawn += [dot(11, 80, "price 1.2, valid from 11:00, arrives after that of 12:00", RED)]
     drawn += [bar(10, 11, 102, "1.0"), bar(11, 12, 102, "1.2"), bar(12, 15.4, 102, "1.4")]
     return svg(W, 132, "a record out of order splits one interval", drawn)
 
@@ -94,7 +94,7 @@ def deletions() -> str:
     drawn += [bar(10, 12, 100, "Ann"), _deleted(12, 15.4, 100)]
     drawn += [dot(14, 154, "Ann, updated_at 10:00", GREEN)]
     drawn += [bar(10, 12, 178, "Ann"), bar(12, 15.4, 178, "Ann again, in place of the deletion", GREEN)]
-    return svg(W, 215, "a deletion takes the dump's time, and yields to a row that comes back", drawn)
+    return svg(W, 215, "a deletion has the dump's time; a row that returns replaces it", drawn)
 
 
 def _deleted(start: float, end: float, y: float) -> str:
@@ -115,12 +115,10 @@ def grace() -> str:
     drawn += [dot(11, 42, "waits: stream time 11:00 < 11:00 + grace 1:00")]
     drawn += [dot(10.5, 76, "is in time: the order of 11:00 still waits", AMBER)]
     drawn += [
-        dot(12, 116, "stream time 12:00: the order of 11:00 goes out, with the price of 10:30", GREEN)
+        dot(12, 116, "stream time 12:00: the order of 11:00 is emitted, with the price of 10:30", GREEN)
     ]
-    drawn += [dot(12.5, 150, "waits in its turn")]
-    drawn += [
-        dot(10.75, 186, "10:45 is late: 12:30 less 1:00 is past it. Joined at once, is_late", RED)
-    ]
+    drawn += [dot(12.5, 150, "waits")]
+    drawn += [dot(10.75, 186, "10:45 is late: before 12:30 minus 1:00. Joined at once, is_late", RED)]
     return svg(W, 218, "a stream record waits for the grace period", drawn)
 
 
@@ -129,15 +127,15 @@ def retention() -> str:
     drawn += [
         f'<rect x="{x(11)}" y="36" width="{3 * HOUR}" height="22" fill="{GREEN}" fill-opacity="0.2"/>'
     ]
-    drawn += [text(x(12.5), 51, "what the table remembers and accepts", "middle")]
+    drawn += [text(x(12.5), 51, "the table keeps and accepts these", "middle")]
     drawn += [dot(14, 84, "the largest timestamp so far"), dot(11, 110, "exactly 3 h: accepted", GREEN)]
-    drawn += [dot(10.5, 136, "older: refused, counted, kept in quarantine (late)", RED)]
+    drawn += [dot(10.5, 136, "older: rejected, counted, put into quarantine (late)", RED)]
     return svg(W, 152, "history retention is counted in stream time", drawn)
 
 
 def known() -> str:
     top, step = 44, 44
-    drawn = [hours(top + 3 * step + 6), text(4, 14, "known at ↓   true at →", colour=GREY)]
+    drawn = [hours(top + 3 * step + 6), text(4, 14, "known at ↓   valid at →", colour=GREY)]
     rows = [
         ("Monday", [(10, 15.4, "1.0")], "1.0 of 10:00 is recorded"),
         ("Tuesday", [(10, 12, "1.0"), (12, 15.4, "1.4")], "1.4 of 12:00 is recorded"),
@@ -153,7 +151,7 @@ def known() -> str:
         drawn += [bar(*one[:2], y, one[2]) for one in bars]
     drawn += [f'<path d="M{x(11.5)} 20V{top + 3 * step}" stroke="{RED}" stroke-dasharray="4 3"/>']
     drawn += [text(x(11.5) + 4, top + 3 * step + 4, "as of 11:30: 1.0, 1.0, 1.2", colour=RED)]
-    return svg(W, top + 3 * step + 12, "what is true at a time, by when it was known", drawn)
+    return svg(W, top + 3 * step + 12, "the version valid at a time, as known on three days", drawn)
 
 
 def corrections() -> str:
@@ -167,16 +165,14 @@ def corrections() -> str:
     drawn += [bar(10, 12, 36, "1.0"), bar(12, 15.4, 36, "1.4")]
     drawn += [dot(11.5, 88, "revision 0: price 1.0", GREEN), arrow(x(11.5), 80, x(11.5), 60, GREEN)]
     drawn += [
-        dot(
-            11, 126, "1.2, true from 11:00 to 12:00: who was joined in that time is looked up anew", RED
-        )
+        dot(11, 126, "1.2, valid from 11:00 to 12:00: orders of that interval are joined again", RED)
     ]
     drawn += [dot(11.5, 174, "revision 1: price 1.2; old: 1.0; cause: the late price's offset", GREEN)]
     return svg(W, 198, "a late price corrects the row of an order", drawn)
 
 
 def log_and_view() -> str:
-    drawn = [label(14, "log: what was said, in order of arrival; never changed")]
+    drawn = [label(14, "log: records in order of arrival, never changed")]
     columns = ["offset", "product", "price", "timestamp", "is_latest"]
     rows = [
         ["0", "apple", "1.0", "10:00", "true"],
@@ -185,7 +181,7 @@ def log_and_view() -> str:
     ]
     drawn += _table(4, 26, columns, rows, 70)
     drawn += [arrow(370, 66, 446, 66), text(408, 58, "fold", "middle", GREY)]
-    drawn += [text(456, 14, "view: what is true when", colour=GREY)]
+    drawn += [text(456, 14, "view: versions and their intervals", colour=GREY)]
     columns = ["product", "price", "valid_from", "valid_to"]
     rows = [
         ["apple", "1.0", "10:00", "12:00"],
@@ -193,7 +189,7 @@ def log_and_view() -> str:
         ["apple", "1.4", "14:00", "null"],
     ]
     drawn += _table(456, 26, columns, rows, 95)
-    return svg(W, 116, "a log of three records and the view that is made of it", drawn)
+    return svg(W, 116, "a log of three records and its view", drawn)
 
 
 def _table(left: float, top: float, head: list[str], rows: list[list[str]], width: float) -> list[str]:
@@ -236,7 +232,10 @@ def run() -> str:
             drawn.append(arrow(4 + number * 143 - 21, 40, 4 + number * 143 - 2, 40))
     drawn += [
         text(
-            4, 96, "killed here: nothing has happened; the next run takes the same records", colour=GREY
+            4,
+            96,
+            "killed here: nothing was committed; the next run takes the same records",
+            colour=GREY,
         )
     ]
     drawn += [
@@ -247,7 +246,7 @@ def run() -> str:
         text(
             W - 8,
             112,
-            "killed here: it has happened; the next run brings the view up to date",
+            "killed here: results are committed; the next run brings the view up to date",
             "end",
             GREY,
         )
@@ -271,7 +270,7 @@ def hops() -> str:
     return svg(W, 145, "from files to a joined table, asset by asset", drawn)
 
 
-STEPS = ("pin", "read", "operate", "gate, stage", "commit", "follow, tell")
+STEPS = ("pin", "read", "operate", "gate, stage", "commit", "follow, report")
 BY_PACKAGE: dict[str, list[tuple[int, int, list[str], str]]] = {
     "orchestration": [
         (0, 5, ["asset.py: the one op of an asset", "calls the steps of a Run"], AMBER),
@@ -279,16 +278,16 @@ BY_PACKAGE: dict[str, list[tuple[int, int, list[str], str]]] = {
     ],
     "runs": [
         (0, 1, ["Run.pin", "pin.py → Arrival"], BLUE),
-        (1, 1, ["Run.read", "reading, known"], BLUE),
-        (2, 1, ["Run.operate", "looking.py"], BLUE),
-        (3, 3, ["Run.commit", "gate.py counts and checks, commit.py writes the document"], BLUE),
+        (1, 1, ["Run.read", "read_source.py"], BLUE),
+        (2, 1, ["Run.operate", "run.py"], BLUE),
+        (3, 3, ["Run.commit", "gate.py counts and checks, commit_document.py"], BLUE),
     ],
     "sources": [
         (0, 1, ["Source.pin", "→ Pinned"], BLUE),
         (1, 1, ["Pinned.read", "and the formats"], BLUE),
     ],
     "core": [
-        (1, 1, ["records.prepare", "of a source"], BLUE),
+        (1, 1, ["source_records.py", "of a source"], BLUE),
         (2, 1, ["Processor", ".results"], BLUE),
         (3, 1, ["Processor", ".state_after"], BLUE),
         (4, 1, ["Processor", ".produce"], BLUE),

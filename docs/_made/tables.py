@@ -47,7 +47,7 @@ def rules() -> str:
         [
             "| rule | what it decides |",
             "|---|---|",
-            *(f"| `{r.name}` | {r.says} |" for r in RULES.values()),
+            *(f"| `{r.name}` | {r.description} |" for r in RULES.values()),
         ]
     )
 
@@ -66,7 +66,7 @@ def typed_ops() -> str:
 
 
 def metrics() -> str:
-    rows = (f"| `{name}` | {one.says} |" for name, one in METRICS.items())
+    rows = (f"| `{name}` | {one.description} |" for name, one in METRICS.items())
     return "\n".join(["| number | what it counts |", "|---|---|", *rows])
 
 

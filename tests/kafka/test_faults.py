@@ -233,7 +233,14 @@ def test_a_cluster_id_may_begin_with_a_dash(tmp_path: Path, monkeypatch: pytest.
         assert Topics(running.bootstrap_servers).create()
 
 
-@pytest.mark.parametrize("point", ["before:read", "before:log", "after:log", "during:view"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before:log",
+        "after:log",
+        *(pytest.param(point, marks=pytest.mark.endurance) for point in ("before:read", "during:view")),
+    ],
+)
 def test_run_killed(point: str, topics: Topics, broker: KafkaBroker, pipeline: Pipeline) -> None:
     """Every record once, in log, view and quarantine, wherever the process was killed."""
     topic = topics.create(partitions=2)

@@ -156,8 +156,10 @@ def test_an_interrupted_swap_is_brought_to_its_end(tmp_path: Path) -> None:
         swap(str(copy), "a", "b")
         assert [(copy / name / "is").read_text() for name in ("a", "b")] == ["b", "a"]
         assert sorted(p.name for p in copy.iterdir()) == ["a", "b"]
-    with pytest.raises(StorageError, match=r"found no \['c'\]"):
+    with pytest.raises(StorageError, match=r"found no \['c'\]; replay an asset into"):
         swap(str(tmp_path), "a", "c")
+    with pytest.raises(StorageError, match="name the live asset and its replay"):
+        swap(str(tmp_path), "a", "a")
 
 
 def test_the_commands(

@@ -31,12 +31,17 @@ JOIN_POINTS = [
     ("priced", "before:log"),
     ("corrected", "after:log"),
     ("paid", "during:stage_state"),
-    ("paid", "before:log"),
     ("paid", "after:log"),
-    ("paid", "before:forget"),
     ("amended", "during:stage_state"),
-    ("amended", "after:log"),
     ("amended", "before:view"),
+    *(
+        pytest.param(asset, point, marks=pytest.mark.endurance)
+        for asset, point in (
+            ("paid", "before:log"),
+            ("paid", "before:forget"),
+            ("amended", "after:log"),
+        )
+    ),
 ]
 
 

@@ -274,7 +274,7 @@ def test_beside_a_run(alone: Kept, spark: SparkSession) -> None:
         patched.setattr(AssetStore, "stage_files", slow)
         done, (told,) = alone.cut(3, spark)
     assert done == {}
-    assert "rates: its log was not cut off, a later maintenance will" in told
+    assert "rates: its log was not truncated, a later maintenance will" in told
     assert alone.commit("rates").batch == 5
     assert alone.cut(3, spark)[0]
 

@@ -92,8 +92,8 @@ def test_the_job(grown: Topology, spark: SparkSession) -> None:
     done = defs.resolve_job_def("maintenance").execute_in_process()
     assert done.success
     assert done.output_for_node("maintain")["orders"]["files_compacted"] == 4
-    assert "records_cut_off" not in done.output_for_node("maintain")["orders"]
-    assert done.output_for_node("maintain")["rates"]["records_cut_off"] == 4
+    assert "records_truncated" not in done.output_for_node("maintain")["orders"]
+    assert done.output_for_node("maintain")["rates"]["records_truncated"] == 4
     (schedule,) = defs.schedules or []
     assert isinstance(schedule, dg.ScheduleDefinition)
     assert schedule.cron_schedule == "0 3 * * *"

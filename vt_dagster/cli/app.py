@@ -1,12 +1,13 @@
-"""``vt-dagster``: query tables, check them in CI, run the demo, compare with Kafka Streams."""
+"""Query versioned tables, run and check assets, explain, correct and repair results."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 from vt_dagster.errors import VtDagsterError
 
@@ -42,24 +43,54 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         found = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
-        if isinstance(found, typer.Typer):
-            return typer.main.get_command(found)
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(found)
-        return typer.main.get_command(alone)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            alone.command(cmd_name)(found)
+            found = alone
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        for one in (command, *getattr(command, "commands", {}).values()):
+            _without_types_of_flags(one.get_params(ctx))
+        return command
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
+    """A flag takes no value, but typer's help shows ``<bool>`` for it."""
+    for one in parameters:
+        if isinstance(one, TyperOption) and one.is_flag:
+            one.metavar = ""
+    return parameters
 
 
 app = typer.Typer(
     cls=_Commands,
     help=__doc__,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"vt-dagster {version('vt-dagster')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_tell_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
     pass
 
 

@@ -141,12 +141,26 @@ def _of_file(file: Path) -> dg.Definitions:
 
 
 def _of_module(name: str) -> dg.Definitions:
-    if importlib.util.find_spec(name.split(".")[0]) is None:
+    return _definitions_in(module_of(name), name)
+
+
+def module_of(name: str) -> Any:
+    """Imports a module of the user, also from the working directory.
+
+    Raises:
+        DefinitionsError: there is no such module; what fails within it is raised as it is.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
         raise DefinitionsError(
             f"expected a module {name!r}, found none; correct the name, or run this in the directory "
             "that contains it"
-        )
-    return _definitions_in(importlib.import_module(name), name)
+        ) from None
 
 
 def _definitions_in(module: Any, where: str) -> dg.Definitions:

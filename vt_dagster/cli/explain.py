@@ -63,7 +63,7 @@ def explain(
         for line in _lines(found):
             typer.echo(line)
         for name in dict.fromkeys(rule for one in found.walk() for rule in _rules(one)):
-            typer.echo(f"{name}: {RULES[name].says}")
+            typer.echo(f"{name}: {RULES[name].description}")
     raise typer.Exit(0 if found.record is not None else 1)
 
 

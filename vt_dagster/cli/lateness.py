@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -55,18 +56,37 @@ def _tell(found: Lateness) -> None:
     what = found.what.replace("_", " ")
     several = found.what == "grace_period"
     wrong = _RESULTS.get(found.what, "refused")
-    table = TextTable(title=Text(f"{found.asset} ({found.operator}): the cost of its {what}"))
+    title = f"{found.asset} ({found.operator}): the cost of its {what}"
     names = [what, "of", wrong, "share"]
-    names += ["late", "wait: mean", "most", "now", "later: p50", "p99"] if several else []
+    names += (
+        ["late", "wait: mean", "wait: most", "wait: now", "later: p50", "later: p99"] if several else []
+    )
     names += ["late records", "updates dropped"] if found.what == "grace" else []
-    table.add_column(names[0])
-    for name in names[1:]:
-        table.add_column(name, justify="right")
-    for one in found.choices:
-        table.add_row(*map(Text, _cells(found, one)))
-    Console().print(table)
+    console, rows = Console(), [_cells(found, one) for one in found.choices]
+    table = _table(title, names, rows)
+    if _width(console, table) > console.width:  # else numbers would be truncated
+        (first, *others), *columns = zip(names, *rows, strict=True)
+        table = _table(title, [first, *others], columns)
+        console.width = max(console.width, _width(console, table))
+    console.print(table)
     for line in _lines(found):
         typer.echo(line)
+
+
+def _width(console: Console, table: TextTable) -> int:
+    """Returns the width at which no cell is truncated."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
+
+
+def _table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> TextTable:
+    """Returns a table of texts and numbers that are not wrapped."""
+    table = TextTable(title=Text(title))
+    table.add_column(names[0], no_wrap=True)
+    for name in names[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _cells(found: Lateness, one: Choice) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from shlex import quote
 from typing import Annotated, Any
 
 import pyarrow as pa
@@ -37,6 +40,9 @@ Known = Annotated[
 ]
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each row.")]
+
+
 def get(
     table: str,
     key: Key,
@@ -47,6 +53,7 @@ def get(
         bool, typer.Option(help="For a time before the history: the row, if it still exists.")
     ] = False,
     as_known_at: Known = None,
+    as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
@@ -54,8 +61,11 @@ def get(
     if not rows:
         when = f" as of {as_of}" if as_of else ""
         when += f" as known at {as_known_at}" if as_known_at else ""
-        typer.echo(f"{table} has no value for {'/'.join(key)}{when}", err=True)
+        typer.echo(f"{table} has no value for {'/'.join(key)}{when}; {_explain(table, key)}", err=True)
         raise typer.Exit(1)
+    if as_json:
+        _print_json(rows)
+        return
     width = max(len(c) for c in rows[0])
     for name, value in rows[0].items():
         typer.echo(f"{name:<{width}}  {_text(value)}")
@@ -66,14 +76,18 @@ def history(
     key: Key,
     limit: Annotated[int, typer.Option(help="Number of versions, the newest.")] = 50,
     as_known_at: Known = None,
+    as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the timeline of a key: its versions, oldest first."""
     rows = _of_key(warehouse, table, key, "versions", as_known_at=as_known_at)
     newest = texts(rows.sort_by([(VALID_FROM, "ascending")]))[-limit:]
     if not newest:
-        typer.echo(f"{table} has no version of {'/'.join(key)}", err=True)
+        typer.echo(f"{table} has no version of {'/'.join(key)}; {_explain(table, key)}", err=True)
         raise typer.Exit(1)
+    if as_json:
+        _print_json(newest)
+        return
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
     # Text, so that rich does not read brackets in a value as markup.
     text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
@@ -91,6 +105,12 @@ def history(
     Console().print(text)
 
 
+def _print_json(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints a line of JSON for each row: times as text in UTC, decimals and bytes as text."""
+    for row in rows:
+        typer.echo(json.dumps(row, ensure_ascii=False, default=str))
+
+
 def _of_key(
     warehouse: str,
     table: str,
@@ -102,8 +122,16 @@ def _of_key(
 ) -> pa.Table:
     names = asset_names(warehouse)
     if table not in names:
-        raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")
+        raise StorageError(
+            f"expected one of {names} in {warehouse}, got {table!r}; choose one of them, or another "
+            "warehouse with --warehouse"
+        )
     return look_up(warehouse, table, what, key, as_of, partial, as_known_at)
+
+
+def _explain(table: str, key: list[str]) -> str:
+    keys = " ".join(f"--key {quote(value)}" for value in key)
+    return f"vt-dagster explain {table} {keys} shows why"
 
 
 def _text(value: Any) -> str:

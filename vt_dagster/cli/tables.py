@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import dagster as dg
 import typer
 
+from vt_dagster.cli.check import module_of
 from vt_dagster.cli.lookup import Warehouse
 from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.sensors import runs_with
@@ -121,14 +121,21 @@ def restate(
         str,
         typer.Option(help="The module with the asset and all its consumers as variables."),
     ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be recomputed, and change nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask in a terminal.")] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Recompute an asset and all its consumers in place, from a time on, while nothing runs; resumes
-    an interrupted restatement."""
-    node, known = node_of(module, asset), _nodes(module)
+    an interrupted restatement. Asks first in a terminal."""
+    node, known = node_of(module, asset), [*_nodes(module).values()]
+    if not (dry_run or yes) and sys.stdin.isatty():
+        typer.confirm(f"Recompute {asset} and its consumers from {start} on, in place?", abort=True)
     spark = build_session("vt-dagster")
-    done = restatement.restate(warehouse, node, start, spark, [*known.values()], tell=typer.echo)
-    typer.echo(f"recomputed: {', '.join(done) or 'nothing'}")
+    done = restatement.restate(warehouse, node, start, spark, known, tell=typer.echo, dry_run=dry_run)
+    what = "would recompute" if dry_run else "recomputed"
+    typer.echo(f"{what}: {', '.join(done) or 'nothing'}")
 
 
 def rebuild(asset: str, warehouse: Warehouse = "data/warehouse") -> None:
@@ -206,7 +213,7 @@ def _exports(module: str, asset: str) -> list[str]:
             made.append(node)
     keys = {dg.AssetKey(node.path) for node in made}
     found: list[str] = []
-    for value in vars(import_module(module)).values():
+    for value in vars(module_of(module)).values():
         for spec in value.specs if isinstance(value, dg.AssetsDefinition) else ():
             mine = spec.metadata.get("vt_dagster/kind") == "Export"
             if mine and any(dep.asset_key in keys for dep in spec.deps):
@@ -222,13 +229,15 @@ def node_of(module: str, name: str) -> Stream:
     """
     found = _nodes(module)
     if name not in found:
-        raise TopologyError(f"expected one of {sorted(found)} in {module}, got {name!r}")
+        raise TopologyError(
+            f"expected one of {sorted(found)} in {module}, got {name!r}; choose one of them, or assign "
+            "the stream or table to a variable of the module"
+        )
     return found[name]
 
 
 def _nodes(module: str) -> dict[str, Stream]:
-    sys.path.insert(0, str(Path.cwd()))
-    return {v.name: v for v in vars(import_module(module)).values() if isinstance(v, Stream)}
+    return {v.name: v for v in vars(module_of(module)).values() if isinstance(v, Stream)}
 
 
 # What if

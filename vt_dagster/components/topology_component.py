@@ -1,17 +1,9 @@
 """The component: turns the entries of a YAML file into streams, tables and Dagster definitions.
 
-The component: turns the entries of a YAML file into Dagster definitions.
-
-The kinds of entries in the YAML's ``assets``, with their models and columns.
-
-The kinds of entries in the YAML's ``assets``, and the streams or tables that they make.
-
-Pydantic models of the YAML, made from the parameters of Python classes and methods.
-
-A new parameter of such a class or method is thereby a new YAML setting. This module only converts YAML
-values to Python values and words its errors; the Python classes check the values.
-
-Columns in YAML: Spark types as texts, and pandera checks by name.
+Each kind of entry has a pydantic model, made from the parameters of a Python class or method. A new
+parameter of such a class or method is thereby a new YAML setting. This module only converts YAML values
+to Python values and words its errors; the Python classes check the values. Columns are Spark types as
+texts, with pandera checks by name.
 """
 
 from __future__ import annotations

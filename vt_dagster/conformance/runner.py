@@ -1,8 +1,6 @@
-"""Runs scenarios side by side, compares them, and prints the result.
+"""Reads scenarios, runs those of one shape side by side, compares them, and prints the result.
 
-Reads scenarios, runs those of each operator, and prints the comparison.
-
-Runs and compares scenarios of all operators except the store, those of one shape side by side.
+``store_scenarios`` runs those of the versioned store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Scenario files, their outcomes, and the topologies that they are made of.
+"""Scenario files, their outcomes, and the parts of their topologies.
 
-Scenario files, their outcomes, and the comparison of lists.
-
-What the topologies of scenarios are made of: each scenario is a partition and a part of keys.
+Each scenario is one partition of a topology, and a part of its keys.
 """
 
 from __future__ import annotations

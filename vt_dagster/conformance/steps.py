@@ -1,11 +1,8 @@
-"""A scenario's topology as steps, of streams too; equal steps of many scenarios as one node.
-
-A scenario's topology as steps, and equal steps of many scenarios as one node.
+"""A scenario's topology as steps, and equal steps of many scenarios as one node.
 
 Steps that differ only in numbers and texts have the same *shape* and become one node, which has its
-numbers per partition and looks up its texts by the ``scenario`` column.
-
-Scenarios of stream operators (FORMAT.md, "Streams") as steps, and the node of each step.
+numbers per partition and looks up its texts by the ``scenario`` column. The stream operators of
+FORMAT.md, "Streams", are steps too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Aggregates without windows: of tables and of streams.
 
-Table aggregation: regroups rows; subtracts the old row and adds the new one (KIP-914).
-
-Stream aggregation without windows: adds each record to its group.
+A table's aggregate regroups rows: it subtracts the old row and adds the new one (KIP-914). A stream's
+aggregate adds each record to its group.
 """
 
 from __future__ import annotations

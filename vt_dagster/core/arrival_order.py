@@ -147,6 +147,8 @@ def number(
     if chunk is None:
         place = F.row_number().over(W.partitionBy(PARTITION).orderBy(*order))
         return rows.withColumn(OFFSET, (place - 1 + F.coalesce(first, F.lit(0))).cast("long"))
+    # With the number of rows before each chunk, which is one row per chunk, chunks are numbered in
+    # parallel.
     chunked = rows.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
@@ -182,6 +184,7 @@ def in_order_of_keys(
     bucket = F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), buckets)
     placed = rows.withColumns({_PLACE: place, _BUCKET: bucket})
     order = W.partitionBy(_PLACE, _BUCKET).orderBy(*[F.col(f"`{k}`") for k in key], *then)
+    # With gaps, because no task knows how many rows other buckets have.
     first = (F.col(_PLACE) * MOST_BUCKETS + F.col(_BUCKET)) * STRIDE
     return placed.withColumn(ARRIVAL, first + F.row_number().over(order)).drop(_PLACE, _BUCKET)
 
@@ -228,6 +231,7 @@ def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame
     )
     told = chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
     within = W.partitionBy(PARTITION, _CHUNK).orderBy(ARRIVAL)
+    # A chunk without omitted records keeps the distances between its offsets, so it needs no sort.
     whole = told.where(~F.col(_EXACT)).withColumn(OFFSET, F.col(ARRIVAL) - begins + F.col(_BEFORE))
     others = told.where(_EXACT).withColumn(OFFSET, F.row_number().over(within) - 1 + F.col(_BEFORE))
     both = whole.unionByName(others)

@@ -1,23 +1,20 @@
-"""Looks up the version of a table as of a time: in valid time, and as known at a system time.
+"""Looks up the version of a table that is valid at each row's time, now or as known at a system time.
 
-As-of join: looks up the version of a table that is valid at each row's time.
+**As-of join.** Three strategies give the same result. *Sorted*: rows and versions are shuffled and
+sorted together by key and time. This suits any distribution of keys and times, and nothing has to fit
+into memory. *Broadcast*: all versions go to each executor, and a row is compared with every version of
+its key. This suits a table with few versions. *Tiled*: time is divided into tiles so that each holds
+few versions of a key; rows and versions are shuffled by key and tile, and a row is compared with the
+versions in its tile. Nothing is sorted, and the rows of one key spread over many tasks.
 
-Three strategies give the same result. *Sorted*: rows and versions are shuffled and sorted together by
-key and time. This suits any distribution of keys and times, and nothing has to fit into memory.
-*Broadcast*: all versions go to each executor, and a row is compared with every version of its key. This
-suits a table with few versions. *Tiled*: time is divided into tiles so that each holds few versions of
-a key; rows and versions are shuffled by key and tile, and a row is compared with the versions in its
-tile. Nothing is sorted, and the rows of one key spread over many tasks.
-
-System-time join: the version valid at each row's time, among those recorded up to the row's *cut*.
-
-The cut is a system time. The table's current versions answer most rows: the version found is the newest
-of all at the row's time; if it was recorded up to the cut, it is also the newest of those known then.
-The table's log answers the other rows. Of a key's log rows, in the order of recording, those known at a
-cut are the first n. Such a prefix is split into blocks of 2**l rows, one for each binary digit of n
-that is 1; in each block one sort finds the last row as of the time, and the last of these is the
-version. Each log row is in at most log2(rows of its key) blocks, no row is compared with all rows of a
-key, and any order of arrival is possible.
+**System-time join.** It finds the version among those recorded up to the row's *cut*. The cut is a
+system time. The table's current versions answer most rows: the version found is the newest of all at
+the row's time; if it was recorded up to the cut, it is also the newest of those known then. The table's
+log answers the other rows. Of a key's log rows, in the order of recording, those known at a cut are the
+first n. Such a prefix is split into blocks of 2**l rows, one for each binary digit of n that is 1; in
+each block one sort finds the last row as of the time, and the last of these is the version. Each log
+row is in at most log2(rows of its key) blocks, no row is compared with all rows of a key, and any order
+of arrival is possible.
 """
 
 from __future__ import annotations
@@ -193,6 +190,7 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
     there = table.select(
         *keys, F.col(_BEGIN).alias(at), F.lit(0).alias(_SIDE), F.struct(*version).alias(_VERSION)
     )
+    # By _SIDE: at equal times the version sorts before the row, because valid_from is inclusive.
     so_far = W.partitionBy(*keys).orderBy(at, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
     last = F.last(_VERSION, ignorenulls=True).over(so_far)
     found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
@@ -223,6 +221,7 @@ def _tiled(left: DataFrame, table: DataFrame, key: Sequence[str], tiles: Tiles) 
     rows = rows.select(*[F.col(f"`{c}`") for c in left.columns], mine)
     there = there.select(*table.columns, theirs)
     return rows.repartition(tiles.tasks, *[F.col(k) for k in key], mine).join(
+        # A hash join, since a sort-merge join would sort both sides; a tile has few versions of a key.
         there.repartition(tiles.tasks, *keys, theirs).hint("shuffle_hash"),
         _matches(key) & (F.col(mine) == F.col(theirs)),
         "left",
@@ -331,6 +330,8 @@ def system_time_join(
 
     Source: ``read(as_of, as_known_at)`` of each row.
     """
+    # Tombstones are looked up like rows: a deletion that was recorded by the cut is an answer, and the
+    # log need not be searched.
     seen = versions.withColumns({_DEAD: F.col(IS_TOMBSTONE), IS_TOMBSTONE: F.lit(False)})
     found = as_of_join(
         left,
@@ -344,6 +345,7 @@ def system_time_join(
     recorded = F.col(name)[RECORDED_AT]
     sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(KNOWN_AT)))
     if ends:
+        # A version that has ended by now may have been current at the cut.
         sure = sure & F.col(name)[VALID_TO].isNull()
     told = history.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
     own = [F.col(f"`{c}`") for c in left.columns]

@@ -182,6 +182,7 @@ class _Key:
         left = set(parts) if said is None else set(said)
         for later in self.found[place + 1 :]:
             if later.given is None:
+                # A whole row provides every column, so no value passes it.
                 break
             left -= later.given
             # An equal value here is equal in all later versions that inherit it.
@@ -331,6 +332,8 @@ def _merge_batch(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, li
     yield from batch.passed(quick, sources, names).to_batches()
     columns = [batch.rows.column(c).combine_chunks() for c in parts]
     kept, results = _Key(columns), list[_Result]()
+    # Only keys with a record out of order go through Python, record by record; numpy completes the
+    # others.
     for number in slow:
         kept = _Key(columns)
         low, high = np.searchsorted(batch.group[batch.active], [number, number + 1])

@@ -1,16 +1,12 @@
 """Processors, their arguments in a run, and results with ``emit="per_run"``.
 
-A *processor* (Kafka Streams' word) implements one operator for a run.
+A *processor* (Kafka Streams' word) implements one operator for a run. It defines what the operator
+reads from each input and in which order, the results, the state for the next run, the counts and the
+invariants. It builds lazy DataFrames; a ``Run`` reads, persists and writes them. Each operator's module
+contains its processor; ``processor_registry.py`` lists them.
 
-It defines what the operator reads from each input and in which order, the results, the state for the
-next run, the counts and the invariants. It builds lazy DataFrames; a ``Run`` reads, persists and writes
-them. Each operator's module contains its processor; ``processor_registry.py`` lists them.
-
-The arguments of a processor in a run: its inputs, and the context from earlier runs.
-
-``emit="per_run"``: emits the last update of each key in a run, like Kafka Streams' record cache.
-
-No scenario covers it: they are recorded without a cache. The result is, bit for bit, the last of all
+``emit="per_run"`` emits the last update of each key in a run, like Kafka Streams' record cache. No
+scenario covers it: they are recorded without a cache. The result is, bit for bit, the last of all
 updates. Where a sum does not depend on the order of its terms, the other updates are not computed.
 """
 

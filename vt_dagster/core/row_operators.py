@@ -1,18 +1,12 @@
 """Operators on one record at a time, like filter, map_values, select_key, merge and to_table.
 
-filter, filter_not: keeps the rows of a table that satisfy a condition (KIP-914).
-
-map_values: computes new values for the keys of a table (KIP-914).
-
-flat_map_values: turns each record of a stream into several records, or none.
-
-select_key: gives the records of a stream a new key.
-
-merge: combines the records of several streams into one stream.
-
-to_table: reads a stream's records as changes of a table.
-
-to_stream: emits a table's changes as records of a stream.
+- filter, filter_not: keeps the rows of a table that satisfy a condition (KIP-914).
+- map_values: computes new values for the keys of a table (KIP-914).
+- flat_map_values: turns each record of a stream into several records, or none.
+- select_key: gives the records of a stream a new key.
+- merge: combines the records of several streams into one stream.
+- to_table: reads a stream's records as changes of a table.
+- to_stream: emits a table's changes as records of a stream.
 """
 
 from __future__ import annotations

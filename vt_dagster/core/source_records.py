@@ -1,10 +1,7 @@
-"""Turns the input of a source into records: rows, a change feed, or the difference of two snapshots.
+"""Turns the input of a source into records: timestamp, partition, tombstone or a reason for quarantine.
 
-Turns a source's rows into records: timestamp, partition, tombstone or a reason for quarantine.
-
-Snapshot diff: compares a full snapshot with the rows that a table holds.
-
-Delta's change data feed: turns its rows into puts and tombstones.
+The input is rows, a full snapshot that is compared with the rows that a table holds, or Delta's change
+data feed, whose rows become puts and tombstones.
 """
 
 from __future__ import annotations
@@ -169,6 +166,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     judged = timed.withColumn(REASON, reason).withColumn(OUTCOME, outcome)
     unwanted = {SOURCE_TIME: named, UNCHANGED: not takes_unchanged(node)}
     judged = judged.drop(*[column for column, is_so in unwanted.items() if is_so])
+    # The quarantine is a table too, and its readers fail at times outside the range above.
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
 
 
@@ -363,6 +361,8 @@ def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start
     row = F.xxhash64(*[F.col(f"`{c}`") for c in values if "map<" not in kinds[c]], F.lit(0))
     rows = feed.withColumns({_PUT: F.col(CHANGE).isin(*_PUTS), _ROW: row})
     of_key = W.partitionBy(VERSION, *keys)
+    # By content: the rows of a version have no order in the feed, and a repeated run must get the same
+    # one.
     in_turn = of_key.orderBy(F.col(_PUT).desc(), _ROW)
     # Puts sort first, so a key's first row is a deletion only if the version has no put of the key.
     judged = rows.withColumn(_CHANGE_FEED_FIRST, F.row_number().over(in_turn) == 1)

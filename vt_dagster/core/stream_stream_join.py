@@ -1,26 +1,19 @@
-"""The stream-stream join: window, grace period, unmatched rows, and corrections by later matches.
-
-Stream-stream join: joins records of two streams that are close to each other in time.
+"""The stream-stream join: joins records of two streams that are close to each other in time.
 
 The records that later ones may match are a range of the two logs; they are not stored again. A run
 reads the part of that range that its new records can match. The unmatched records are kept from run to
 run, as offsets only: whether a late record has found a match depends on the order of arrival, which two
 logs do not share.
 
-Window match: pairs records of two sides with the same key and nearby times.
+**Window match.** It pairs records of two sides with the same key and nearby times. Time is divided into
+tiles twice as long as the window. A record of one side is in the tile of its own time, a record of the
+other side in the one or two tiles that its window overlaps; the sides are joined by key and tile. The
+records of one key spread over many tasks, and about three pairs are compared per match.
 
-Time is divided into tiles twice as long as the window. A record of one side is in the tile of its own
-time, a record of the other side in the one or two tiles that its window overlaps; the sides are joined
-by key and tile. The records of one key spread over many tasks, and about three pairs are compared per
-match.
-
-The input of a stream-stream join: the records of both sides with their times and lateness.
-
-Corrected stream-stream join: a later match retracts the unmatched row of a record.
-
-It is a stream-stream join whose records may be late by up to the promise (``corrected_for``). A record
-without a match is emitted as unmatched after its grace period, which is shorter. Until the promise
-expires the record is kept in the state, marked as emitted.
+**Corrections.** A later match retracts the unmatched row of a record. A corrected join's records may be
+late by up to the promise (``corrected_for``). A record without a match is emitted as unmatched after
+its grace period, which is shorter. Until the promise expires the record is kept in the state, marked as
+emitted.
 """
 
 from __future__ import annotations
@@ -122,6 +115,8 @@ def matches(
         (of the later one by arrival)``, _there, _from``, and the positions of both.
     """
     left, right = new
+    # New left records with all right ones, then new right ones with earlier left ones: each pair with a
+    # new record once.
     found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
     if earlier[0] is None:
         return found
@@ -222,6 +217,7 @@ def _narrow(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
 
 def _wide(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
     """Places each record in every tile that its window overlaps."""
+    # Only one side is copied to several tiles: two copies of a pair would be two results.
     return rows.withColumn(_TILE, F.explode(F.sequence(_tile(LOW, width), _tile(HIGH, width))))
 
 

@@ -1,14 +1,10 @@
-"""The stream-table join: grace period, as-of lookup, corrections, and joins with many tables.
+"""The stream-table join: each record joined with the table as of the record's own time (KIP-914).
 
-The stream-table join: grace period, as-of lookup, and corrections when the table changes later.
+A feature join joins one stream with many versioned tables in the same way.
 
-Stream-table join: joins each record with the table as of the record's own time (KIP-914).
-
-The grace period of a stream-table join: records wait until stream time has passed them (KIP-923).
-
-A record waits until stream time >= its timestamp + grace period, so that it still matches table records
-that arrive slightly later. This stream time is the buffer's own: the largest timestamp of a record with
-a key and a value. Only the stream advances it, never the table.
+**Grace period** (KIP-923). A record waits until stream time >= its timestamp + grace period, so that it
+still matches table records that arrive slightly later. This stream time is the buffer's own: the
+largest timestamp of a record with a key and a value. Only the stream advances it, never the table.
 
 The buffer needs no storage of its own. A run emits all records up to a time: ``stream time - grace
 period`` at its end, and never less than in earlier runs. The waiting records are exactly those of the
@@ -16,17 +12,12 @@ stream's log with a larger timestamp, because emitted records and those late on 
 that time. So the buffer is a range of the log, which the next run reads again (pruned by time), and
 the grace period may change between runs: no record is emitted twice or lost.
 
-The time intervals of keys that a table's new records change, and the answers that they replace.
-
-Corrected join: a stream-table join that re-joins records when the table changes.
-
-A record of the table changes its key's value from its timestamp to the next version of the key. The
-stream records of that key and interval that an earlier run has joined are joined again. The run finds
-them by key and time in the stream's log, in the range that its table records reach back to. The table's
-record itself, which the run has read, is the new answer: no version is looked up. A run without table
-records reads no such range and is a plain stream-table join.
-
-Feature join: joins one stream with many versioned tables, each as of the row's own time.
+**Corrections.** A corrected join re-joins records when the table changes. A record of the table changes
+its key's value from its timestamp to the next version of the key. The stream records of that key and
+interval that an earlier run has joined are joined again. The run finds them by key and time in the
+stream's log, in the range that its table records reach back to. The table's record itself, which the
+run has read, is the new answer: no version is looked up. A run without table records reads no such
+range and is a plain stream-table join.
 """
 
 from __future__ import annotations

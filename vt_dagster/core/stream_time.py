@@ -1,13 +1,9 @@
-"""Stream time, and the running maxima of other times in order of arrival.
-
-Stream time: the largest timestamp so far, per partition.
+"""Stream time (the largest timestamp so far, per partition), and running maxima of other times.
 
 Stream time as of a record is a running maximum in order of arrival. A long partition is split into
 chunks of arrivals, so that one task need not process all of it: each chunk's maximum is computed first,
 and a chunk starts with the maximum of those before it. To decide only whether stream time has reached a
 record's deadline, the bounds of a small chunk are enough for most records, without any ordering.
-
-Running maxima of several kinds of times, as of each record.
 """
 
 from __future__ import annotations
@@ -39,6 +35,8 @@ def late_from(wait: Duration) -> Column:
 
     A record may lie up to ``wait`` behind stream time.
     """
+    # + 1: late is timestamp < stream time - wait (KIP-889, KIP-923); a record exactly at the bound is
+    # not. try_add: a timestamp close to the largest BIGINT gives null, which is never late.
     return F.try_add(F.unix_micros(TIMESTAMP), micros(wait) + 1)
 
 
@@ -90,6 +88,8 @@ def running_max(
     if chunk is None:
         every = W.partitionBy(PARTITION).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
         return records.withColumn(name, F.max(value).over(every))
+    # A window over the whole partition is one task. With the maximum before each chunk, which is one
+    # row per chunk, chunks are processed in parallel.
     chunked = records.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (

@@ -1,22 +1,18 @@
-"""suppress: time limits, window ends, full buffers, and ``emit_early``.
-
-suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
+"""suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
 
 Each key has one *place* in the buffer; an update replaces value and timestamp but keeps the place.
 Stream time T is the largest timestamp of an update that has reached suppress, per partition. A run
 is one arrival: due updates are emitted at its end, ordered as in Kafka Streams' buffer: by place, then
 key.
 
-suppress with a limit and ``emit_early``: emits after each update, as in Kafka Streams.
+With a limit and ``emit_early``, it emits after each update, as in Kafka Streams. A record may give
+several updates (a merged session and its tombstone, sliding windows). Which of them leave a full
+buffer, with which value and in which order, depends on each update and on all keys of a partition. A
+Python kernel therefore processes the updates of one partition in order. It holds in memory the updates
+that the limit allows to wait, and one batch.
 
-A record may give several updates (a merged session and its tombstone, sliding windows). Which of them
-leave a full buffer, with which value and in which order, depends on each update and on all keys of a
-partition. A Python kernel therefore processes the updates of one partition in order. It holds in memory
-the updates that the limit allows to wait, and one batch.
-
-The periods of suppress with a time limit: each starts depending on the end of the previous one.
-
-A Python kernel over sorted Arrow batches therefore computes them.
+The start of each period of a time limit depends on the end of the previous one; a Python kernel over
+sorted Arrow batches therefore computes them.
 """
 
 from __future__ import annotations
@@ -158,6 +154,8 @@ class _Buffer:
             heappush(self.order, (at, key))
             self.held[key] = _Held(at, row, size)
         else:
+            # An update takes the place of the one that it replaces: the timer does not restart
+            # (KIP-328).
             self.held[key] = _Held(was.place, row, size)
         self.size += size - (was.size if was else 0)
 
@@ -204,6 +202,7 @@ def _let_out(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
                     out.append(buffer.leave(now))
                 while buffer.full(records, most):
                     out.append(buffer.leave(now))
+            # All others wait: they are the buffer of the next run.
             while last and buffer.order:
                 out.append(buffer.leave(0, False))
         result = rows.select(list(kept)).take(pa.array([o[0] for o in out], pa.int64()))

@@ -1,11 +1,9 @@
 """Joins of two tables: by key, by foreign key, and over their histories.
 
-Table-table join: joins each change of a side with the other side's current row (KIP-914).
-
-Foreign-key join: each left row with the right row that it refers to; both sides trigger
-(KIP-914).
-
-History join: intersects the versions of two tables, with new results where either side changes.
+- Table-table join: joins each change of a side with the other side's current row (KIP-914).
+- Foreign-key join: joins each left row with the right row that it refers to; both sides trigger
+  (KIP-914).
+- History join: intersects the versions of two tables, with new results where either side changes.
 """
 
 from __future__ import annotations

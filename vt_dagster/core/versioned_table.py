@@ -1,6 +1,4 @@
-"""The versioned table: put, fold, reads, retention, and which records define a version.
-
-The versioned table: put, fold and reads (KIP-889).
+"""The versioned table: put, fold, reads, retention, and which records define a version (KIP-889).
 
 A *version* is a row ``key, values, valid_from (inclusive), valid_to (exclusive, null = current),
 is_tombstone, partition, offset``. Versions depend on timestamps, never on arrival: a record that
@@ -9,12 +7,11 @@ arrives out of order splits the interval that contains its timestamp.
 Throughout, ``horizon`` is ``stream time - history retention`` of a row's partition, as a column over
 ``partition``: the table answers for times at or after it.
 
-Versions that only some columns define (``new_version_on``): handles records that repeat a version.
-
-A table's view keeps every record, because a late record may fall between two of one version. Each row
-has as ``old`` the previous version: a STRUCT of the values, ``timestamp`` and ``offset`` of that
-version's first record; null if there is none or it is a tombstone. A row therefore shows by itself
-whether it repeats a version and which one, even if only a part of the key's history is read or left.
+**``new_version_on``.** Only some columns define a version, so a record may repeat one. A table's view
+keeps every record, because a late record may fall between two of one version. Each row has as ``old``
+the previous version: a STRUCT of the values, ``timestamp`` and ``offset`` of that version's first
+record; null if there is none or it is a tombstone. A row therefore shows by itself whether it repeats a
+version and which one, even if only a part of the key's history is read or left.
 """
 
 from __future__ import annotations
@@ -232,6 +229,7 @@ def put(
     if follows:
         judged = records.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
     else:
+        # A record with an outcome is quarantined, and must not advance stream time.
         late, moves = late_from(history_retention), F.col(OUTCOME).isNull()
         seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
         refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
@@ -359,6 +357,8 @@ def fold(
     everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, *over_all_partitions(everything))
     chained = everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
+    # Of two records of one key and timestamp the later offset wins (KIP-889), so the earlier one has an
+    # empty interval.
     replaced = F.coalesce(F.col(VALID_TO) <= F.col(VALID_FROM), F.lit(False))
     if new_version_on is not None:
         return drop_expired(with_version_before(chained, replaced, key, new_version_on), horizon)

@@ -1,28 +1,19 @@
-"""Windowed aggregates: tumbling, hopping, session and sliding windows, grace period, late records.
-
-Windowed aggregates: a stream's records by key and window, with a grace period for late ones
-(KIP-328).
+"""Windowed aggregates: a stream's records by key and window, with a grace period (KIP-328).
 
 An open window is updated; a record whose window has closed is dropped from it and counted. Stream
 time T is the largest timestamp so far of a record that counts (``moves_stream_time``), including the
 record itself, per partition. The state for the next run contains the open windows, and those that a
 later record reads.
 
-Tumbling and hopping windows: assigns records to windows, and computes when a window closes.
+**Session windows.** A session grows and merges as records arrive, and closes as stream time advances.
+The effect of a record depends on all records before it: merging is sequential, and no window expression
+can compute it. A Python kernel over sorted Arrow batches does. It holds only the open sessions of one
+key in memory, however many records or batches a key has.
 
-Session windows: merges the records of a key into sessions, in order of arrival.
-
-A session grows and merges as records arrive, and closes as stream time advances. The effect of a record
-depends on all records before it: merging is sequential, and no window expression can compute it. A
-Python kernel over sorted Arrow batches does. It holds only the open sessions of one key in memory,
-however many records or batches a key has.
-
-Sliding windows: computes the windows of a key that contain each record, in order of arrival.
-
-A record creates a window when it enters or has just left it, from the adjacent windows, and only while
-the window is open. The effect of a record depends on all records before it, and no window expression
-can compute it. A Python kernel over sorted Arrow batches does. It holds in memory only the windows of
-one key that a later record may read, however many records or batches a key has.
+**Sliding windows.** A record creates a window when it enters or has just left it, from the adjacent
+windows, and only while the window is open. The effect of a record depends on all records before it, and
+no window expression can compute it. A Python kernel over sorted Arrow batches does. It holds in memory
+only the windows of one key that a later record may read, however many records or batches a key has.
 
 Kafka's times are whole milliseconds, and a window that a record has just left starts one millisecond
 later. A record's time and stream time are therefore rounded down to milliseconds here.
@@ -380,6 +371,7 @@ def _by_key(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     in_order = W.partitionBy(*group).orderBy(*order)
     return (
         gathered(rows, group)
+        # The kernel gets Arrow batches that may split a key: flags mark where a key begins and ends.
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
         .sortWithinPartitions(*group, *order)

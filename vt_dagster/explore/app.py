@@ -1,12 +1,7 @@
-"""The web application: routes, pages, drawings, security headers, the check of the Host header.
+"""The web application: routes, pages, drawings, security headers, and the check of the Host header.
 
-The web application: routes, pages, security headers, the check of the Host header.
-
-The web application: routes, security headers, and the check of the Host header.
-
-The pages: each reads the warehouse by its query parameters and renders a template.
-
-Draws an explanation: a box for each record, and lines to its inputs.
+A page reads the warehouse by its query parameters and renders a template. The drawing of an explanation
+has a box for each record, and lines to its inputs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The history of a key: its records, versions and lookups, and their timeline.
+"""The history of a key: its records, their versions, the joins that looked it up, and a timeline.
 
-The history of a key: its records, their versions, and the joins that looked it up.
-
-Searches a log for a bounded number of records, and counts the records that are left out.
-
-Timelines with lanes of bars and marks; positions are shares (0 to 1) of the drawn time.
+A search of a log reads a bounded number of records, and counts those that are left out. A timeline has
+lanes of bars and marks; positions are shares (0 to 1) of the drawn time.
 """
 
 from __future__ import annotations

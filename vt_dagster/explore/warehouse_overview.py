@@ -1,8 +1,6 @@
-"""The assets of a warehouse, and those for which lateness cannot be computed.
+"""Lists the assets of a warehouse from Delta's logs and statistics; opens no data file.
 
-Lists the assets of a warehouse from Delta's logs and statistics; opens no data file.
-
-Assets for which the cost of other lengths cannot be computed: the reason, and the alternative.
+For some assets the cost of other lengths cannot be computed: the reason, and the alternative.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ Without new records, the op ends before it needs Spark and logs an observation i
 materialization: downstream assets get no run request, and those in the same run check for new input
 themselves.
 
-Dagster types of values between ops: Spark DataFrames with their required columns.
-
-The run config of an asset: which input of its source a run takes.
+The run config names the input of the source that a run takes. Values between ops have Dagster types:
+Spark DataFrames with their required columns.
 """
 
 import time

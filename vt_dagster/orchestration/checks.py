@@ -1,10 +1,8 @@
-"""Asset checks: of committed data, of freshness, of late records.
+"""Asset checks: of committed data, of freshness, and of late records.
 
-Asset checks: one ``multi_asset_check`` per table, blocking, with a sample of offending rows.
-
-An asset check with a limit on how far stream time is behind the clock.
-
-An asset check with a budget for results that are wrong because of late records.
+- Committed data: one ``multi_asset_check`` per table, blocking, with a sample of offending rows.
+- Freshness: a limit on how far stream time is behind the clock.
+- Late records: a budget for results that are wrong because of them.
 """
 
 import time

@@ -1,11 +1,8 @@
-"""``@stream``, ``@table`` and ``@versioned_table``, and the inputs of functions and assets.
+"""``@stream``, ``@table`` and ``@versioned_table``: a stream or table of the DataFrames of a function.
 
-Decorators that declare a stream or table of the DataFrames that a function returns.
-
-The DataFrame inputs of a run: from the asset's own function, or from an upstream asset.
-
-Dagster identifies the delivery: the run, its partition, or the upstream asset's materialization. The
-asset's own commits record which deliveries were consumed.
+The DataFrames of a run come from the asset's own function or from an upstream asset. Dagster identifies
+the delivery: the run, its partition, or the upstream asset's materialization. The asset's own commits
+record which deliveries were consumed.
 """
 
 from __future__ import annotations

@@ -1,22 +1,16 @@
-"""Metadata of assets and runs in Dagster: texts, counts, timelines and pictures.
+"""Metadata of assets and runs in Dagster: counts, texts, timelines and pictures.
 
-The metadata of a materialization: numbers under stable names, so that Dagster plots them.
+Numbers have stable names, so that Dagster plots them. Only numbers worth a plot are entries of their
+own. Numbers that only count runs are in one entry without a plot, ``versions``. Counts that have always
+been zero are left out, unless zero is itself information (``_told``).
 
-Only numbers worth a plot are entries of their own. Numbers that only count runs are in one entry
-without a plot, ``versions``. Counts that have always been zero are left out, unless zero is itself
-information (``_told``).
+**Text.** Dagster shows the summary of a run as text without a click; a picture needs one. Text is shown
+on every page. Markdown of fewer than 1,000 characters is shown on an asset's pages, and as a link in
+the log of a run; so a drawing must be small.
 
-The names of the ops that make a stream or table: those of ``vt_dagster.ops``.
-
-The summary of a run as text, which Dagster shows without a click; a picture needs one.
-
-Text is shown on every page. Markdown of fewer than 1,000 characters is shown on an asset's pages, and
-as a link in the log of a run; so a drawing must be small.
-
-Pictures in a materialization: what a run brought, for a few keys, and how late its records were.
-
-They are drawn from a bounded sample of the files that the run wrote, read without Spark: a run is
-neither slowed (some 50 ms) nor failed by them.
+**Pictures.** They show what a run brought, for a few keys, and how late its records were. They are
+drawn from a bounded sample of the files that the run wrote, read without Spark: a run is neither slowed
+(some 50 ms) nor failed by them.
 """
 
 from __future__ import annotations
@@ -344,7 +338,9 @@ def _numbers(node: Stream) -> str:
     if processor.reports_lateness:
         closes = node.window is not None and all(up.window is None for up in node.inputs)
         told |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
-    return "\n".join(f"- `{name}`: {rule.says}" for name, rule in METRICS.items() if name in told)
+    return "\n".join(
+        f"- `{name}`: {rule.description}" for name, rule in METRICS.items() if name in told
+    )
 
 
 def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:

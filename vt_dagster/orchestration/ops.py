@@ -1,20 +1,17 @@
-"""The ops that make up assets, for graphs of users.
+"""Ops for graphs of your own: read -> operate -> write, each a step of a ``Run``.
 
-Ops for graphs of your own: read -> operate -> write, each a step of a ``Run``.
+Build a ``@dg.graph_asset`` from them, with your own ops in between. The asset of ``build_asset`` is one
+op that does the same. Ops pass DataFrames to each other in one process, so the job needs
+``in_process_executor``; unlike that one op, they start Spark even without new records. Every op needs
+the resources ``vt_dagster_spark`` (:class:`SparkResource`) and ``vt_dagster_warehouse``
+(:class:`WarehouseResource`); ``resource_prefix`` sets another prefix.
 
-Build a ``@dg.graph_asset`` from them, with your own ops in between; the ops of operators
-stand here too. The asset of ``build_asset`` is one op that does the same. Ops pass DataFrames to each
-other in one process, so the job needs ``in_process_executor``; unlike that one op, they start Spark
-even without new records. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
-``vt_dagster_warehouse`` (:class:`WarehouseResource`); ``resource_prefix`` sets another prefix.
-
-An op for each operator, by its name: ``filter_op``, ``stream_table_join_op``, ``suppress_op`` …
-
-All are generated from the list of operators. Call one with the stream or table that the operator makes,
-as in ``filter_op(cheap)``; it returns an op ``(one DataFrame for each log, arrival) -> results``.
-Inputs and output have the Dagster types of their nodes; ``results`` are :class:`Results`. The grace
-period of a join is a separate step, :func:`grace_buffer_op`: the join then takes the released and the
-waiting records.
+There is an op for each operator, by its name: ``filter_op``, ``stream_table_join_op``, ``suppress_op``
+… All are generated from the list of operators. Call one with the stream or table that the operator
+makes, as in ``filter_op(cheap)``; it returns an op ``(one DataFrame for each log, arrival) ->
+results``. Inputs and output have the Dagster types of their nodes; ``results`` are :class:`Results`.
+The grace period of a join is a separate step, :func:`grace_buffer_op`: the join then takes the released
+and the waiting records.
 """
 
 import time
@@ -483,7 +480,7 @@ def maintenance_op(
             cut = truncate_logs(warehouse, spark(), nodes, **about)
         done = maintain_all(warehouse, spark(), keep)
         for name, rows in cut.items():
-            done[name]["records_cut_off"] = rows
+            done[name]["records_truncated"] = rows
         for name, numbers in done.items():
             context.log.info(f"{name}: {', '.join(f'{n} {what}' for what, n in numbers.items())}")
         return done

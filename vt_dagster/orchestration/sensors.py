@@ -1,10 +1,7 @@
-"""Sensors: of new input, of new partitions, and of events of runs.
+"""Sensors: request a run when a source has something new, and name it in the run config.
 
-Sensors: request a run when a source has something new, and name it in the run config.
-
-Searches Dagster's event storage for runs whose events contain a value, for example in samples.
-
-A sensor that requests the partitions of a user's asset that late changes of a table made stale.
+Another sensor requests the partitions of a user's asset that late changes of a table made stale. The
+search of Dagster's event storage finds runs whose events contain a value, for example in samples.
 """
 
 import hashlib
@@ -162,19 +159,19 @@ def build_sensor(
         seen = _Cursor.read(context.cursor, batch, news.config is not None)
         context.update_cursor(seen.text)  # so that a table that goes back from here is noticed
         if news.config is None:
-            held = f"; {news.says}" if news.says else ""
+            held = f"; {news.description}" if news.description else ""
             return dg.SkipReason(f"no new {source.describe()}: {_consumed(head)}{held}")
         waited = timedelta(seconds=round(time.time() - (seen.since or 0)))
         few = news.records is not None and news.records < minimum_records
         if few and waited < maximum_wait:
             return dg.SkipReason(
-                f"{news.says}: waits for {minimum_records} records or for {maximum_wait} "
+                f"{news.description}: waits for {minimum_records} records or for {maximum_wait} "
                 f"(waited {waited})"
             )
         tags = {_ASSET: node.name}
         unfinished = _unfinished(context, tags)
         if unfinished:
-            return dg.SkipReason(f"{news.says}: the run {unfinished} is still in progress")
+            return dg.SkipReason(f"{news.description}: the run {unfinished} is still in progress")
         tags["vt_dagster/batch"] = str(batch + 1)
         chosen = _without_partitions(context, selection)
         return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags, chosen)])

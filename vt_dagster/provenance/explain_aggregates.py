@@ -1,13 +1,11 @@
 """Explains rows of aggregates, of windows, and of suppress.
 
-Explains aggregates without windows: the rows or records of a group.
-
-Explains windowed aggregates: the records of a window, and those that came too late for it.
+- Aggregates without windows: the rows or records of a group.
+- Windowed aggregates: the records of a window, and those that came too late for it.
+- suppress: the emitted update, since when the key was held, and the replaced updates.
 
 A closed window never opens again: its records in order of arrival are first accepted, then all late.
 The results of a run show how many records it accepted.
-
-Explains suppress: the emitted update, since when the key was held, and the replaced updates.
 """
 
 from __future__ import annotations

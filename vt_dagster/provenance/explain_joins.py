@@ -1,15 +1,9 @@
 """Explains rows of joins: of tables, of a stream with a table, of two streams.
 
-Explains table-table, history and foreign-key joins: the triggering change, and the other row.
-
-Explains rows of joins of a stream, with a table or with another stream.
-
-Explains stream-stream joins: the two records that match, or why a record has no match.
-
-Explains stream-table joins, corrected or not: the version that matched, and when the record left
-the buffer.
-
-Explains corrected joins: the version that matches, and the records that corrected a row.
+- Table-table, history and foreign-key joins: the triggering change, and the other row.
+- Stream-stream joins: the two records that match, or why a record has no match.
+- Stream-table joins: the version that matched, and when the record left the buffer.
+- Corrected joins: the version that matches, and the records that corrected a row.
 """
 
 from __future__ import annotations

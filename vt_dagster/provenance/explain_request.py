@@ -1,11 +1,7 @@
-"""The explanation of a row: its records, the logs that they are read from, and a request.
+"""The request to explain a result, and the explanation: records, their origins, the rules that decided.
 
-The request to explain a result, the shape of the answer, and the order in which a run consumes
-records.
-
-The values of an explanation: records, their origins, and the rules that decided.
-
-Reads a few records of an asset's log by key, time and offset; skips files by their statistics.
+The logs that an explanation reads: a few records by key, time and offset; files are skipped by their
+statistics.
 """
 
 from __future__ import annotations
@@ -104,9 +100,9 @@ class Decision:
     because: str
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """The rule as a sentence."""
-        return RULES[self.rule].says
+        return RULES[self.rule].description
 
 
 @dataclass(frozen=True)
@@ -188,9 +184,9 @@ class Rejected:
     batch: int
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """The reason as a sentence."""
-        return RULES[self.reason].says if self.reason in RULES else self.reason
+        return RULES[self.reason].description if self.reason in RULES else self.reason
 
 
 @dataclass(frozen=True)

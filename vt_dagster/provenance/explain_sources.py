@@ -1,8 +1,7 @@
 """Explains records of sources and versions of tables: where they come from, and which rule decided.
 
-Finds the origin of a source's record, and rejected rows in its quarantine.
-
-The versions of a key, and the place of a record among them.
+It finds the origin of a source's record, rejected rows in its quarantine, the versions of a key, and
+the place of a record among them.
 """
 
 from __future__ import annotations

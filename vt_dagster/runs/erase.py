@@ -1,6 +1,4 @@
-"""Erases a key: plan, dry run, rewritten files, residuals and certificate.
-
-Erases a key from an asset, from assets derived from it under that key, and from exports.
+"""Erases a key from an asset, from assets derived from it under that key, and from exports.
 
 **Rows of the key.** Its log rows are removed, and the commit counts the missing rows (``erased``).
 Offsets of all other rows, stream times and system times do not change: positions of consumers remain
@@ -12,25 +10,15 @@ row becomes a tombstone, because the versions of that other key must not change.
 started earlier is refused. Each step is idempotent, and the certificate counts the work of each, so
 that the same call completes a killed erase.
 
-Plans an erase: resolves the key, and finds its columns in derived assets and exports.
+**Certificate.** It lists the tables searched, and the places where copies of the key may remain that no
+erase reaches, with what to do there. It contains no value of the key. The validity intervals of the
+removed versions are kept, so that stale reads can be reported: only times, of all keys together.
 
-The certificate of an erase: tables searched and copies left elsewhere, without values of the key.
-
-Validity intervals of the versions that an erase removes, so that stale reads can be reported.
-
-Only times are kept, of all keys together; no key is kept.
-
-Lists places where copies of an erased key may remain that no erase reaches, and what to do there.
-
-The texts go into the certificate, so they contain no value of the key.
-
-Dry run of an erase: reports what an erase would remove now, and writes nothing.
-
-The dry run searches the same tables in the same way as an erase, so both report the same rows unless
-something runs in between. An erase first brings a view up to its log. For a view behind its log, the
-dry run therefore counts the rows that readers see, without expired rows that its files may still have;
-the number of files is unknown. Rejected records of a killed run are found only after another run has
-moved them into the quarantine.
+**Dry run.** It reports what an erase would remove now, and writes nothing. It searches the same tables
+in the same way as an erase, so both report the same rows unless something runs in between. An erase
+first brings a view up to its log. For a view behind its log, the dry run therefore counts the rows that
+readers see, without expired rows that its files may still have; the number of files is unknown.
+Rejected records of a killed run are found only after another run has moved them into the quarantine.
 """
 
 from __future__ import annotations
@@ -913,12 +901,16 @@ class _Erase:
 
     def _asset(self, one: Places) -> None:
         store = AssetStore(self.warehouse, one.node, self.spark, None)
+        # First: the quarantine is written from staged data, which may have the key and is removed
+        # below.
         store.catch_up(now=True)
         head = store.head()
         if head is None:
             return
         marked = one.marked(self.key)
+        # Before the rows are erased: the commits of joins that buffer them subtract their number.
         self._note_waiting(store, head, marked)
+        # The log first: its commit is the next batch, so a concurrent run is refused from here on.
         after = self._log(store, head, one, marked)
         committed = time.time()
         bases = bases_of(store.root)

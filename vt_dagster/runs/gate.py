@@ -1,23 +1,17 @@
-"""What is checked before a commit: invariants, pandera's checks, the share of bad records.
+"""The gate before a commit: invariants, pandera's checks and the share of bad records, in one pass.
 
-The gate before a commit: one pass over what is about to be committed.
-
-Invariants of tables with validity intervals and of logs, each a check of a whole DataFrame.
-
-A check is a function ``(frame, *, parameters) -> bool``, as pandera calls it; ``vt_dagster.contracts``
-registers all of them with pandera. Gates and asset checks count the underlying conditions
-(:class:`Violation`), many in one pass.
+**Invariants** of tables with validity intervals and of logs. A check is a function ``(frame, *,
+parameters) -> bool``, as pandera calls it; ``vt_dagster.contracts`` registers all of them with pandera.
+Gates and asset checks count the underlying conditions (:class:`Violation`), many in one pass.
 
 Intervals are half open: ``valid_from`` is inclusive, ``valid_to`` exclusive, and a null ``valid_to``
 means that the version is current. Both may be TIMESTAMP, DATE or any other orderable type. All null
 keys count as one key.
 
-Runs pandera checks as conditions that one pass counts, and compares columns and their types.
-
-pandera's own ``validate`` runs a Spark job per check. Most checks have one shape, though: *no row
-passes this filter*, perhaps over columns that the check adds first. This module records each check's
-filter and added columns, and counts all of them in a single aggregate. A check of any other shape runs
-as pandera runs it.
+**pandera checks.** pandera's own ``validate`` runs a Spark job per check. Most checks have one shape,
+though: *no row passes this filter*, perhaps over columns that the check adds first. This module records
+each check's filter and added columns, and counts all of them in a single aggregate. A check of any
+other shape runs as pandera runs it.
 """
 
 from __future__ import annotations

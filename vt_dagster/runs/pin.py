@@ -1,14 +1,9 @@
-"""The input of a run: what it needs of tables, when inputs are ready, and what it pins.
+"""Pins the records, logs and tables of a run when it starts.
 
-Pins the records, logs and tables of a run when it starts.
+``Store`` is the interface of a run to an asset's tables: on Delta (``storage.asset_store``) or in
+memory (``testing``).
 
-The interface of a run to an asset's tables: on Delta (``storage.asset_store``) or in memory
-(``testing``).
-
-The records, tables and positions of one run, pinned when the run starts.
-
-Decides whether tables are ready to be looked up, see ``VersionedTable.ready``.
-
+**Readiness.** Pinning decides whether tables are ready to be looked up, see ``VersionedTable.ready``.
 The commits of a source table record its offsets when it became ready; a derived table is ready once it
 has consumed its inputs up to these. Readiness depends on offsets only, not on how records are divided
 into runs.
@@ -217,6 +212,7 @@ class Arrival:
         of_each = Counter[int]()
         for ranges in self.taken.values():
             of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
+        # Buffered records are counted over all partitions, and all of them may be in one.
         waiting = self.before.counts.get(Outcome.WAITING, 0)
         return max(of_each.values(), default=0) + waiting <= CHUNK
 
@@ -378,6 +374,7 @@ def _require_remembered(
     assert retention is not None
     known = {p: horizons(retention, {p: moment})[0] for p, moment in now.items()}
     if known and not alike:
+        # The key may be in any partition of the table, so the shortest history must cover the record.
         known = dict.fromkeys(earliest, max(known.values()))
     forgotten = {p: first for p, first in earliest.items() if first < known.get(p, first)}
     if not forgotten:
@@ -473,6 +470,8 @@ def from_logs(
     erased, names = 0, {up.name for up in processor.consumed}
     heads: dict[str, Commit] = {}
     for up in {up.name: up for up in node.inputs}.values():
+        # One snapshot per input, even if it is both consumed and looked up: its log and its view must
+        # be as of the same commit.
         found = stores(up).snapshot()
         if found.head is None:
             continue
@@ -497,6 +496,7 @@ def from_logs(
     not_ready = [up.name for up in node.operator.waits_for if ready.get(up.name, {}) is None]
     waiting = sum(e - s for ranges in taken.values() for s, e in ranges.values())
     if not_ready and not accept_not_ready:
+        # Without records the run commits nothing: a later run, with ready tables, consumes them all.
         taken = {}
     return replace(
         pinned,

@@ -1,8 +1,6 @@
-"""Reads a source's rows as records, and the rows that a full dump is compared with.
+"""Reads and prepares the records of a source for a run.
 
-Reads and prepares the records of a source for a run.
-
-Reads a source of full snapshots as changes against the table's current rows.
+A source of full snapshots is read as changes against the table's current rows.
 """
 
 from __future__ import annotations
@@ -133,6 +131,7 @@ def _with_start(
         own = F.coalesce(F.col(f"`{node.timestamp}`"), F.col(RECORD_TIME))
         rows = rows.withColumn(node.timestamp, own)
     rows = prepare(rows, node, limit).withColumn(ARRIVAL, F.col(ARRIVAL) + _LAST)
+    # The snapshot comes after the changes, and system times of a log never go back.
     if SOURCE_RECORDED_AT in changes.columns:
         rows = rows.withColumn(SOURCE_RECORDED_AT, F.lit(_NOW).cast("timestamp"))
     kinds = dict(changes.dtypes)
@@ -259,6 +258,7 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
     ends = dict(zip(times, horizons(retention, times), strict=True))
     old = F.unix_micros(TIMESTAMP) < by_partition(ends, "long")
     late = records.where(F.col(OUTCOME).isNull() & old)
+    # The log is scanned only if there is a record that is older than what the view keeps.
     if late.isEmpty():
         return None
     key = [F.col(f"`{k}`") for k in arrival.node.key]

@@ -1,13 +1,10 @@
 """The times of records in a run: system times from their source, and stream time.
 
-Assigns system times that a source provides, instead of the time of the run's commit.
-
-A log is append-only, so system time never decreases in it. A record with an earlier time than a row
-already in the log, or than one before it in arrival order, gets the time of that row: later than the
-source's time, never earlier, so that no read returns a row before it was known. A system time is never
-in the future of its run either. If rows provide their own times, these rules hold per partition.
-
-Advances stream time and watermarks of operators that keep their own stream time.
+A source may provide system times, instead of the time of the run's commit. A log is append-only, so
+system time never decreases in it. A record with an earlier time than a row already in the log, or than
+one before it in arrival order, gets the time of that row: later than the source's time, never earlier,
+so that no read returns a row before it was known. A system time is never in the future of its run
+either. If rows provide their own times, these rules hold per partition.
 """
 
 from __future__ import annotations
@@ -151,6 +148,7 @@ def advance_stream_time(
     watermarks: dict[str, dict[int, int]] = {}
     in_time = False
     if not processor.bounded:
+        # First by bounds per chunk: if they show that no record is late, no log has to be sorted.
         chunks = processor.lateness_bounds(inputs)
         found = None
         if chunks is not None:
@@ -193,6 +191,8 @@ def bounds_of(
         return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
 
     bounds = framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
+    # A second job for the chunks with a deadline between their bounds; only those that it returns are
+    # sorted.
     if not bounds.near:
         return bounds
     return framed(bounds.only(processor.undecided_chunks(inputs, bounds).collect()))

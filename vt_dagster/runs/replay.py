@@ -1,8 +1,6 @@
-"""Replays a log with today's declarations, and refuses where the retention has removed records.
+"""Replays an asset into tables beside the live ones, compares the two, and swaps them.
 
-Reprocess an asset into tables beside the live ones, compare the two, and swap them.
-
-Refuses to recompute results from truncated logs or from times before a table's history.
+A replay from truncated logs, or from times before a table's history, is refused.
 """
 
 from __future__ import annotations
@@ -320,7 +318,8 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
     if sorted(ours.columns) != sorted(theirs.columns):
         raise StorageError(
             f"expected the same columns in {one.node.name} and {other.node.name}, got "
-            f"{sorted(ours.columns)} and {sorted(theirs.columns)}"
+            f"{sorted(ours.columns)} and {sorted(theirs.columns)}; choose two assets with the same "
+            "columns, or run vt-dagster what-if, which compares the columns that both have"
         )
     columns = sorted(ours.columns)
     differing = differing_rows(ours.select(as_json(columns)), theirs.select(as_json(columns)))
@@ -378,7 +377,9 @@ def swap(warehouse: str, live: str, other: str) -> None:
         StorageError: one of the assets does not exist, or both names are the same.
     """
     if live == other:
-        raise StorageError(f"expected two assets to swap, got {live!r} twice")
+        raise StorageError(
+            f"expected two assets to swap, got {live!r} twice; name the live asset and its replay"
+        )
     for name in (live, other):
         require_path(name, "asset")
     fs, root = delta.filesystem(str(warehouse))
@@ -388,7 +389,8 @@ def swap(warehouse: str, live: str, other: str) -> None:
         missing = [name for name, path in paths.items() if not fs.exists(posixpath.join(path, "log"))]
         if missing:
             raise StorageError(
-                f"expected the assets {live} and {other} in {warehouse}, found no {missing}"
+                f"expected the assets {live} and {other} in {warehouse}, found no {missing}; replay an "
+                "asset into the missing name first, or choose another warehouse with --warehouse"
             )
         fs.mv(paths[live], aside, recursive=True)
     if not fs.exists(paths[live]):

@@ -1,6 +1,4 @@
-"""Restates tables after a correction of their declaration or source: the plan, and the new logs.
-
-Restates an asset and its consumers from a time on: recomputes their results from logs, in place.
+"""Restates an asset and its consumers from a time on: recomputes their results from logs, in place.
 
 **Kept batches.** A log is a chain of batches, and the division of records into runs does not change any
 result. So batches that consumed only records from before the time are kept, and runs continue after the
@@ -15,8 +13,6 @@ plain table has only current rows.
 they are exchanged, inputs first. The old logs of a versioned table are kept for a while, so that reads
 can be compared with them (``storage.stale_reads``). Each step is idempotent, so that a killed
 restatement continues where it stopped. Nothing else may run meanwhile.
-
-Plans a restatement: the kept batches of each log, and the reasons to refuse.
 """
 
 from __future__ import annotations
@@ -155,6 +151,7 @@ class Planner:
                 ends = self._first_after(up)
                 known = limits.get(up.name)
                 limits[up.name] = ends if known is None else _least(ends, known)
+        # Newest first: the first match keeps the most results.
         for found in delta.commits(self._live(node).log_path):
             commit = Commit.model_validate(found.document)
             if commit.log != last.log or commit.state:
@@ -303,6 +300,8 @@ def restate(
     spark: SparkSession,
     among: Sequence[Stream] = (),
     tell: Tell | None = None,
+    *,
+    dry_run: bool = False,
 ) -> list[str]:
     """Recomputes the results of an asset and of all its consumers from a time on, in place.
 
@@ -315,9 +314,10 @@ def restate(
         start: first time to process again (inclusive; UTC if it has no offset).
         among: the streams and tables that may consume the asset.
         tell: is called with one line per kept log and per run.
+        dry_run: only plans: tells what each log would keep, and changes nothing.
 
     Returns:
-        the names of all recomputed assets, inputs first.
+        the names of all recomputed assets, inputs first; with ``dry_run`` of those that would be.
 
     Raises:
         StorageError: the asset has never run; the history of a looked-up table is too short; records
@@ -325,7 +325,8 @@ def restate(
         SourceError: the source no longer has the records.
     """
     moment = parse_time(start if isinstance(start, str) else start.isoformat())
-    return _Restatement(str(warehouse), node, moment, spark, among, tell).run()
+    restatement = _Restatement(str(warehouse), node, moment, spark, among, tell)
+    return restatement.names(restatement.plan()) if dry_run else restatement.run()
 
 
 class _Restatement:
@@ -345,9 +346,8 @@ class _Restatement:
         self.fs, self.root = delta.filesystem(self.place)
 
     def run(self) -> list[str]:
-        plan = self._plan()
+        plan = self._saved(self.plan())
         if not plan.steps:
-            self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
             return []
         made = {step.path for step in plan.steps}
         steps = [(step, next(n for n in self.nodes if path_of(n) == step.path)) for step in plan.steps]
@@ -364,7 +364,12 @@ class _Restatement:
         # The plan goes first: without it, the next call removes the folder as garbage.
         self.fs.rm_file(posixpath.join(self.root, _PLAN))
         self.fs.rm(self.root, recursive=True)
-        return [node.name for _, node in steps]
+        return self.names(plan)
+
+    def names(self, plan: Plan) -> list[str]:
+        """Returns the names of the assets that a plan recomputes, inputs first."""
+        names = {path_of(node): node.name for node in self.nodes}
+        return [names[step.path] for step in plan.steps]
 
     def _exists(self, *parts: str) -> bool:
         return self.fs.exists(posixpath.join(self.root, *parts))
@@ -377,7 +382,8 @@ class _Restatement:
 
     # -- plan ------------------------------------------------------------------------------------
 
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
+        """Returns the plan of an interrupted restatement, or a new one. Writes nothing."""
         place = posixpath.join(self.root, _PLAN)
         if self.fs.exists(place):
             plan = Plan.model_validate_json(self.fs.cat_file(place))
@@ -390,10 +396,18 @@ class _Restatement:
                 )
             self.say(f"{self.node.name}: continues an interrupted restatement")
             return plan
+        plan = Planner(self.warehouse, self.node, self.moment, self.spark, self.nodes, self.say).plan()
+        if not plan.steps:
+            self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
+        return plan
+
+    def _saved(self, plan: Plan) -> Plan:
+        """Writes a new plan that has steps, so that a killed restatement goes on by it."""
+        place = posixpath.join(self.root, _PLAN)
+        if self.fs.exists(place):
+            return plan
         if self.fs.exists(self.root):
             self.fs.rm(self.root, recursive=True)
-        planner = Planner(self.warehouse, self.node, self.moment, self.spark, self.nodes, self.say)
-        plan = planner.plan()
         if not plan.steps:
             return plan
         self.fs.makedirs(self.root, exist_ok=True)
@@ -487,6 +501,8 @@ class _Restatement:
         if not self.fs.exists(old):
             self.fs.makedirs(posixpath.dirname(old), exist_ok=True)
             self.say(f"{path}: replaces the old tables by the new ones")
+            # After a kill between the two moves `old` exists and `live` does not: the next call makes
+            # the second move.
             self.fs.mv(live, old, recursive=True)
         elif self.fs.exists(live):
             raise StorageError(

@@ -1,6 +1,4 @@
-"""One run: pin, read, operate, look up, gate, commit.
-
-One run of an asset: pin, read, operate, commit, follow. No Dagster.
+"""One run of an asset: pin, read, operate, commit, follow. No Dagster.
 
 All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. The asset's
 ``Processor`` defines the operation; its ``Store`` holds the tables.
@@ -9,18 +7,9 @@ The order of writes is the protocol: first, under the attempt's name, rejected r
 consumed files; then the log (**the commit**); then view and quarantine, which are derived from it. So a
 run can be killed at any point and started again.
 
-Intermediate results of a run: judged records, results before the commit, and the receipt.
-
-Chooses the strategy of an as-of join (``core/as_of_join.py``) from the sizes of the run.
-
-Looks up the records of a run in a table as of their timestamps.
-
-Checks that user-defined functions are deterministic, before a first run writes anything.
-
+**User-defined functions** must be deterministic: a first run checks it before it writes anything.
 Spark's own nondeterministic functions are refused when definitions load, see
 ``vt_dagster.topology.expressions``. Only Spark knows how a registered function was declared.
-
-Inputs and context of a processor in a run: log rows, tables, and the state of earlier runs.
 """
 
 from __future__ import annotations

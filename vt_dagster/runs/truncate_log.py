@@ -108,7 +108,7 @@ def truncate_logs(
             gone = one.truncate(moment - node.log_retention // timedelta(microseconds=1))
         except (ConcurrentRunError, StorageError) as error:
             # A failure concerns this log only: go on with the others.
-            one.say(f"{node.name}: its log was not cut off, a later maintenance will: {error}")
+            one.say(f"{node.name}: its log was not truncated, a later maintenance will: {error}")
             continue
         if gone:
             done["/".join(node.path)] = gone
@@ -150,8 +150,8 @@ class _Log:
             return 0
         self._truncate(head, upto)
         self.say(
-            f"{self.node.name}: {gone:,} records were cut off from its log, which answers for what was "
-            f"known from {in_utc(upto.recorded_at)} on"
+            f"{self.node.name}: {gone:,} records were truncated from its log; it can be read as known "
+            f"at {in_utc(upto.recorded_at)} or later"
         )
         return gone
 
@@ -217,7 +217,10 @@ class _Log:
         )
         with store.planner_settings(is_small(head.commit.total, 0)):
             if isinstance(self.node, Table):
+                # Before the commit: after it no other table has the rows of the removed batches.
                 self._put_aside(store, self.node, head, upto, attempt)
+            # The truncation is a batch: the next run reads state and consumed files from the attempt of
+            # the last batch.
             state = store.state(head)
             if state is not None:
                 store.stage_state(attempt, state)
@@ -252,6 +255,7 @@ class _Log:
         """Returns the commit of the truncation: the last commit's positions, and the removed part."""
         commit = head.commit
         waiting = commit.counts.get(Outcome.WAITING, 0)
+        # A truncation processes no records, and buffered records stay buffered.
         counts = {**dict.fromkeys(commit.counts, 0), **({Outcome.WAITING: waiting} if waiting else {})}
         update = {
             "batch": commit.batch + 1,
@@ -294,6 +298,8 @@ class _Log:
             mode="overwrite",
             over=head.version,
             replaced=file_before(cut.next_offset),
+            # A compaction after this version would have put the kept rows into files that are not
+            # replaced.
             pinned=True,
         )
 

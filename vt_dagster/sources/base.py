@@ -1,9 +1,4 @@
-"""What a source is: how it is pinned and read, and columns matched by name.
-
-The protocols of sources: pinning the input of a run, and reading it.
-
-Conversion of nested values, with fields matched by name.
-"""
+"""The protocols of sources: pinning the input of a run, and reading it with fields matched by name."""
 
 from __future__ import annotations
 
@@ -263,12 +258,12 @@ class News:
 
     Args:
         config: the run config of the asset's op; None = nothing new.
-        says: a description of the new input; if there is none, what holds it back, or nothing.
+        description: the new input, for the tick's message; if there is none, what holds it back.
         records: the number of waiting records; None = unknown.
     """
 
     config: Mapping[str, Any] | None = None
-    says: str = ""
+    description: str = ""
     records: int | None = None
 
 

@@ -1,12 +1,10 @@
-"""The files that a source has consumed, and how a changed file is recognized.
-
-The files of a directory, and which of them were consumed.
+"""The files of a directory, which of them were consumed, and how a changed file is recognized.
 
 A name alone does not identify a file. A file is identified by path, size and modification time. A file
 that was moved or touched is identified by a digest of its content, so that no record is consumed twice,
 and a replaced file of the same name and size is detected.
 
-The kind of a file by its first bytes (magic numbers), not its name. Does not use Spark.
+The kind of a file is told by its first bytes (magic numbers), not by its name. Does not use Spark.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""An external Delta table as a source: its log, the pinned versions, an initial snapshot.
-
-An external Delta table as a source: each of its versions is consumed once.
+"""An external Delta table as a source: each of its versions is consumed once.
 
 The asset's own commits store the next version, the table's id and the commit time of the last consumed
 version. These detect a table that was replaced or restored.
-
-The commits in the log of an external Delta table. Does not use Spark.
-
-The versions that a run reads from an external Delta table.
-
-The initial snapshot of a table, before its changes.
 """
 
 from __future__ import annotations

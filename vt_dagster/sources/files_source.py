@@ -1,15 +1,10 @@
-"""Files as a source: rows, columns from paths, bad files.
-
-A growing directory of files as a source: each file is consumed once.
+"""A growing directory of files as a source: each file is consumed once.
 
 Records arrive in order of file name, then of position in the file. A file that appears later with a
 smaller name is consumed by a later run. A name is the path below the directory.
 
-Partition columns in the path of a file, as in tables of Hive and Spark: ``dt=2026-11-25/a.csv``.
-
-Bad files: detects unreadable files and their faults before Spark reads them.
-
-The rows of files: each record with its columns, its file and its position in the file.
+A path may have partition columns, as in tables of Hive and Spark: ``dt=2026-11-25/a.csv``. Unreadable
+files and their faults are detected before Spark reads them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""DataFrames as sources: functions and upstream assets.
-
-DataFrames as sources: the result of a user's function, or an upstream asset.
+"""DataFrames as sources: the result of a user's function, or an upstream asset.
 
 A *delivery* is the result of one run of a function, one partition, or one materialization of an
 upstream asset. Each is consumed once; the consumed deliveries are stored beside the commit.
 
-DataFrames of pandas, Polars, Arrow and DuckDB, converted to Arrow with the types of a schema.
-
-Does not use Spark. A value that does not fit its column makes the row unreadable. A column of another
-kind of type is an error: only its author knows how to convert it.
-
-Conversion of a DataFrame of any library to the columns and types of a stream or table.
+DataFrames of pandas, Polars, Arrow and DuckDB are converted to Arrow with the types of a schema,
+without Spark. A value that does not fit its column makes the row unreadable. A column of another kind
+of type is an error: only its author knows how to convert it.
 """
 
 from __future__ import annotations

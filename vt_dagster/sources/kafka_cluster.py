@@ -1,10 +1,6 @@
-"""Kafka clusters: connections, offsets, schema registries, messages.
+"""Kafka clusters: connection settings, metadata of topics, schema registries, offset ranges, messages.
 
-Connection settings of a Kafka cluster, and metadata of its topics. Does not use Spark.
-
-Schemas of messages from a schema registry.
-
-Offset ranges of Kafka topics, and the messages in them.
+Does not use Spark.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Publication of results to Kafka topics.
-
-Publishes a log to a Kafka topic: resumable, at least once, with a header for deduplication.
+"""Publishes a log to a Kafka topic: resumable, at least once, with a header for deduplication.
 
 A publication stores its progress in its own Delta log, like any asset. A run that dies after sending
 some records leaves them in the topic without a commit. Each record carries its offset in the log, so
@@ -10,8 +8,6 @@ once*, and consumers can deduplicate by the header ``vt_dagster``.
 
 Offsets are valid only for one log and one topic. The commit therefore records the ids of both, and a
 run with another log or topic is refused.
-
-Produces the records of a DataFrame to a Kafka topic from Spark's workers.
 """
 
 from __future__ import annotations

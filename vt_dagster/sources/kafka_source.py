@@ -1,11 +1,7 @@
-"""Kafka topics as a source, and the offset ranges of a run.
-
-Kafka topics as a source: each record is consumed once, by its offset.
+"""Kafka topics as a source: each record is consumed once, by its offset.
 
 The consumed offsets are stored in the asset's own commits, not in a consumer group. A run pins its
 offset ranges when it starts and reads only committed transactions (``read_committed``).
-
-The offset ranges that a run reads from Kafka topics.
 """
 
 from __future__ import annotations
@@ -436,7 +432,7 @@ class KafkaSource:
         config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
         if not config:
             held = f"{pinned.held_back} offset(s) are in open transactions, or behind one"
-            return News(says=held if pinned.held_back else "")
+            return News(description=held if pinned.held_back else "")
         return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
 
     def _require_append_time(self) -> None:

@@ -1,13 +1,7 @@
-"""Formats of Kafka messages: keys and values as columns, and back.
-
-Formats of Kafka messages: JSON, Avro, Protobuf, raw values, and change events of Debezium.
+"""Formats of Kafka messages: JSON, Avro, Protobuf, raw values, and change events of Debezium.
 
 A format turns a column of bytes into a struct column, as a Spark expression. Bytes that it cannot read
 give a ``reason``, never an error: the record goes to quarantine.
-
-Placeholders of Debezium for unchanged values that a change event omits.
-
-Bytes of Kafka's own serializers: big-endian numbers, booleans, UUIDs and strings.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Protobuf messages as columns.
+"""Protobuf messages as columns, by way of JSON in which every value is a string.
 
-Protobuf messages as columns, by way of JSON in which every value is a string.
-
-Conversion of Protobuf messages to JSON in which every value is a string; runs in Spark's workers.
-
-A mark precedes values other than strings, followed by ``n`` and a number, ``d`` and a double, ``b`` and
-bytes in base64, ``o`` and a boolean, or ``x`` for a value that is not atomic.
+The conversion to JSON runs in Spark's workers. A mark precedes values other than strings, followed by
+``n`` and a number, ``d`` and a double, ``b`` and bytes in base64, ``o`` and a boolean, or ``x`` for a
+value that is not atomic.
 """
 
 from __future__ import annotations

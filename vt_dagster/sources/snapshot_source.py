@@ -1,8 +1,6 @@
-"""Full dumps as a source, and the limits on the changes of a dump.
+"""A directory of full dumps as a source: each dump is the whole state of a table.
 
-A directory of full dumps as a source: each dump is the whole state of a table.
-
-Comparison of a whole state with the table, and the limits within which it is accepted.
+A dump is compared with the table, and accepted within limits on its changes.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """JSON and CSV: options, lines, encodings, rows.
 
-Spark's options of JSON and CSV: each has its effect, or is refused when definitions load.
+Each of Spark's options has its effect, or is refused when definitions load. Files are read line by
+line, values by ``sources.value_reader``, and bad records go to quarantine. A Spark option that
+contradicts this would have no effect, so it is an error that names the alternative.
 
-Files are read line by line, values by ``sources.value_reader``, and bad records go to quarantine. A
-Spark option that contradicts this would have no effect, so it is an error that names the alternative.
-
-Files as numbered lines of text, by encoding and line separator.
-
-Reads a text that is exactly one JSON object, with each value as the text in which it is written.
-
-Spark's JSON reader changes numbers: 1.10 becomes 1.1 in a STRING, 1e400 Infinity, 200 becomes -56 in a
-BYTE. Each number is therefore quoted before Spark parses the object, behind a mark that distinguishes
-it from a string.
-
-Lines of CSV files as records: the header of a file, and the checks that a line is one record.
+A JSON object is read with each value as the text in which it is written. Spark's JSON reader changes
+numbers: 1.10 becomes 1.1 in a STRING, 1e400 Infinity, 200 becomes -56 in a BYTE. Each number is
+therefore quoted before Spark parses the object, behind a mark that distinguishes it from a string.
 """
 
 from __future__ import annotations

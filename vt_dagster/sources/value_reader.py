@@ -1,11 +1,7 @@
-"""Conversion of values to columns' types, nested values too.
-
-The only conversion of values: a text, a number or bytes to a column's type.
+"""The only conversion of values: a text, a number or bytes to a column's type, nested values too.
 
 Every format uses it. A value is read exactly as written, or it is null and the record is
 ``unreadable``: no value is rounded, truncated or guessed.
-
-Nested values: structs by field name, arrays and maps, read from texts at any depth.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Builds the Spark session, starts its JVM, and checks what it has.
-
-Builds the Spark session: UTC, with Delta Lake and Kafka, little log output, tuned for small runs.
+"""Builds the Spark session: UTC, with Delta Lake and Kafka, little log output, tuned for small runs.
 
 Importing this module starts nothing. ``resolve_jars`` finds the jars that PySpark does not ship,
-``build_session`` starts (or reuses) a session with them.
-
-Checks that a Spark session has what the tables need: Delta Lake and UTC.
-
-Starts a JVM for Spark: no output if it works, a one-line reason if it fails.
+``build_session`` starts (or reuses) a session with them, and checks that it has Delta Lake and UTC. A
+JVM that starts prints nothing; one that fails gives a one-line reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Settings of a Spark session for a time, and those of small runs.
-
-Temporary settings of a Spark session.
-
-Spark settings for a run with few new and few matching rows.
-"""
+"""Temporary settings of a Spark session, and those of runs with few new and few matching rows."""
 
 from __future__ import annotations
 

@@ -1,18 +1,10 @@
-"""Reads and folds tables without Spark, by the rules of ``core.versioned_table``.
-
-Reads tables without Spark: ``deltalake`` lists the files, Arrow reads them.
+"""Reads tables without Spark: ``deltalake`` lists the files, Arrow reads them.
 
 The result equals that of ``AssetStore.read``: the view with the log's tail folded in, by the rules of
 ``core.versioned_table`` and ``core.plain_table``. A test compares both on random tables.
 
-Conversion between values of Spark's types and text, without Spark: in UTC, for any year.
-
-Folds the log's tail into a view with Arrow only, by the rules of ``core.versioned_table`` and
-``core.plain_table``.
-
-Renamed columns, for reads with Arrow; ``schema_evolution`` does the same for Spark.
-
-A field's metadata lists the earlier names of its column; old files have the column under those names.
+Times are in UTC, for any year. A field's metadata lists the earlier names of its column; old files have
+the column under those names.
 """
 
 from __future__ import annotations

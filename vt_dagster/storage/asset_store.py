@@ -119,6 +119,8 @@ class AssetStore(AssetReader):
             StorageError: the rows do not fit the log's columns, or another program has changed the log.
         """
         if commit.batch > 1:
+            # Consumers' positions are offsets of this log: rows of another writer would shift their
+            # meaning.
             self._check_nobody_else()
             told = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).told
             if told:
@@ -128,6 +130,8 @@ class AssetStore(AssetReader):
         prepared = self._prepared.get(commit.attempt, {})
         commit = commit.model_copy(update={"staged": prepared})
 
+        # Runs right before the commit: maintenance may have removed staged files while the run was
+        # suspended, and the next run needs all that the commit names.
         def still_there() -> None:
             there = self.staged(commit.attempt)
             gone = [what for what, size in prepared.items() if there.get(what) != size]

@@ -1,15 +1,11 @@
 """Commits of a log: their documents, offsets and system times. No Spark.
 
-The document of each commit: batch, input offsets, stream time, tables read; and what can be computed
-from it alone. No Spark.
+The document of a commit has its batch, input offsets, stream time and the tables read.
 
-Commits of a log by system time, for ``as_known_at``. No Spark.
-
-A log is append-only, so its state at a system time is the rows before the offsets of the last commit
-until then, with the stream time of that commit. A binary search in Delta's log finds the commit. Before
-maintenance removes commits, it copies their documents to ``commits/`` beside the log.
-
-File pruning by offset, from Delta's file statistics. No Spark.
+**System time.** A log is append-only, so its state at a system time is the rows before the offsets of
+the last commit until then, with the stream time of that commit. A binary search in Delta's log finds
+the commit. Before maintenance removes commits, it copies their documents to ``commits/`` beside the
+log.
 """
 
 from __future__ import annotations
@@ -272,7 +268,7 @@ class Commit(BaseModel):
     def missing(self) -> dict[str, int]:
         """Number of removed log records by reason."""
         cut = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
-        told = {"rows_erased": sum(self.erased.values()), "rows_cut_off": cut}
+        told = {"rows_erased": sum(self.erased.values()), "rows_truncated": cut}
         return {why: count for why, count in told.items() if count}
 
     @property

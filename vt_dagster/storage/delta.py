@@ -1,23 +1,17 @@
-"""Transaction logs, files and paths of Delta tables: reads, and checks that files are whole. No Spark.
-
-Reads the transaction logs of Delta tables: commits, documents, files. No Spark.
+"""Reads transaction logs, files and paths of Delta tables, and checks that files are whole. No Spark.
 
 ``deltalake`` reads the transaction log; ``parquet`` writes it, and has Spark read and write the rows. A
 table opens in one or two milliseconds, fast enough for a sensor that polls positions.
 
-Error messages for damaged tables: the asset, and how to recover. No Spark.
+**Damaged tables.** Messages name the asset and how to recover; ``tests/storage/test_damage.py`` follows
+each recovery as the message words it.
 
-``tests/storage/test_damage.py`` follows each recovery as the message words it.
+**Paths.** This process and Spark must resolve a path to the same file: a Spark Connect server has its
+own working directory, and may have its own file system.
 
-Paths that this process and Spark resolve to the same file.
-
-A Spark Connect server has its own working directory, and may have its own file system.
-
-Checks that the data files of a table match its transaction log. No Spark.
-
-Spark reads an empty file as no rows, and reports other damage in a Java stack trace. Comparing file
-sizes before a read needs no Spark job, and with the row counts in the log ensures that all rows are
-read.
+**Data files** must match the transaction log. Spark reads an empty file as no rows, and reports other
+damage in a Java stack trace. Comparing file sizes before a read needs no Spark job, and with the row
+counts in the log ensures that all rows are read.
 """
 
 from __future__ import annotations

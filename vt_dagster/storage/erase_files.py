@@ -160,6 +160,8 @@ def find(
     )
     known = {file.place for file in files}
     for one in told:
+        # Spark's path and ours may differ in scheme and escaping, so a file is recognized by the end of
+        # its path.
         parts = unquote(one[_FILE]).split("/")
         found.places |= {p for k in range(1, len(parts)) if (p := "/".join(parts[-k:])) in known}
         found.rows += one["rows"]

@@ -66,6 +66,8 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         except PySparkException as error:
             if not delta.is_conflict(error):
                 raise
+            # A run has committed meanwhile. Its data counts, and the next maintenance compacts the
+            # table.
             done["conflicts"] += 1
         hours = keep / timedelta(hours=1)
         with settings(spark, _CLEANING):

@@ -194,6 +194,8 @@ def write(
             about = CommitProperties(
                 custom_metadata={"userMetadata": json.dumps({MARK: document, FILES: len(adds)})},
                 app_transactions=[Transaction(app, batch)],
+                # A retry inside deltalake would skip the checks that the loop below makes before each
+                # attempt.
                 max_commit_retries=0,
             )
             columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
@@ -203,6 +205,8 @@ def write(
                 if _version_of(table, app) >= batch:
                     break
                 last = last_of_ours(path)
+                # The rows were computed from version `over`, so they lack the rows of a later commit of
+                # ours. A compaction is not one of ours, and changes no rows.
                 if mode == "overwrite" and last is not None and (over is None or last.version > over):
                     break
                 if pinned and _of(table) != over:
@@ -219,6 +223,7 @@ def write(
                     return done
         raise _conflict(asset, batch)
     except BaseException:
+        # If the commit exists, a later step failed (a checkpoint), and the table has these files.
         if commit_of(path, batch, document["attempt"]) is None:
             _remove(posixpath.join(path, folder))
         raise
@@ -304,6 +309,7 @@ def _commit(
 
 
 def _write_files(rows: DataFrame, folder: str, parted: bool) -> None:
+    # Without the marker file _SUCCESS: only files that the transaction log names belong to a table.
     writer = rows.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
     (writer.partitionBy(SEGMENT) if parted else writer).parquet(folder)
 
@@ -319,6 +325,7 @@ def _adds(path: str, folder: str) -> list[AddAction]:
             continue
         with fs.open(name, "rb") as opened:
             told = pq.read_metadata(opened)
+        # Spark writes a file even if there are no rows; each read would open it.
         if told.num_rows == 0:
             fs.rm_file(name)
             continue

@@ -1,6 +1,4 @@
-"""Changes of columns of a live table: which are applied, and in which commit.
-
-Schema evolution of a live table: which column changes are applied in place, and which are refused.
+"""Schema evolution of a live table: which column changes are applied in place, and which are refused.
 No Spark jobs.
 
 A plain Delta table has one schema, and data files keep the columns that they were written with. So only
@@ -17,11 +15,9 @@ number reads as the wider type. Tested with Spark, Arrow, ``deltalake``, Polars 
   later column of that name would bring its old values back.
 - Types within a struct, an array or a map cannot change, except in ``old``, which holds the columns.
 
-A Delta commit that changes columns and adds files atomically.
-
-``deltalake`` changes columns in a separate commit, and cannot widen a type. A run that died between the
-two commits would leave columns without any row. So this module writes the commit file itself: the file
-of the next version, which must not exist yet.
+**Commit.** ``deltalake`` changes columns in a separate commit, and cannot widen a type. A run that died
+between the two commits would leave columns without any row. So this module writes the commit file
+itself: the file of the next version, which must not exist yet.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""Reads an asset's tables with Spark, and checks them against the declaration.
-
-Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
+"""Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
 
 Reading writes nothing. If a dead run has not updated the view and the quarantine table to its commit,
-they are read as if it had.
-
-A log's commit, and the snapshot of a stream or table as of a commit. No Spark.
-
-Spark conditions on offsets that stay short with many partitions.
-
-The description of a node in its commits, and checks of existing tables against the declaration.
+they are read as if it had. Existing tables are checked against the declaration.
 """
 
 from __future__ import annotations
@@ -147,6 +139,7 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
             begin.setdefault(first, []).append(partition)
     if len(begin) > MANY:
         exact = F.col(OFFSET) >= F.coalesce(by_partition(start, "long"), F.lit(0))
+        # The constant bound can be pushed down to the Parquet files, the look-up in a map cannot.
         return (F.col(OFFSET) >= min(begin)) & exact
     wanted = F.lit(False)
     for first, partitions in begin.items():
@@ -402,6 +395,7 @@ class AssetReader:
     def staged(self, attempt: str) -> dict[str, tuple[int, int]]:
         """Returns what a run has staged under an attempt, see ``Commit.staged``. Does not use Spark."""
         fs, root = delta.filesystem(self._attempt_path(attempt))
+        # Spark has written the files without fsspec, whose cached listing may lack them.
         fs.invalidate_cache()
         found = dict[str, tuple[int, int]]()
         for name, about in fs.find(root, detail=True).items():

@@ -1,16 +1,12 @@
-"""As-of reads that would return something else now, and replaced logs that they are compared with.
-
-Finds as-of reads of a versioned table that would return something else now. No Spark.
+"""Finds as-of reads of a versioned table that would return something else now. No Spark.
 
 A record at ``t`` changes its key from ``t`` until the key's next version. So an as-of read is stale
 only if a record that arrived after the read has changed an interval that contains the read's time.
 
-Valid times at which two logs of a versioned table give different rows. No Spark.
-
-Replaced tables of an asset, kept so that earlier reads can be compared with the new ones. No Spark.
-
-A restatement moves the old tables of a versioned table to ``prices.replaced/<log>/``, until maintenance
-or an erase removes them. A swap leaves them under the other asset's name.
+**Replaced tables** of an asset are kept, so that earlier reads can be compared with the new ones: at
+which valid times do two logs give different rows? A restatement moves the old tables of a versioned
+table to ``prices.replaced/<log>/``, until maintenance or an erase removes them. A swap leaves them
+under the other asset's name.
 """
 
 from __future__ import annotations
@@ -334,7 +330,7 @@ UNDECIDABLE = {
     "another_log": "the log that they have read was replaced (replay and swap, or restate), and was "
     "removed or is too large to compare",
     "erased_before": "rows were erased, and the times of these rows are not recorded",
-    "cut_off": "the log was truncated after the position that they have read",
+    "truncated": "the log was truncated after the position that they have read",
 }
 """Reasons why a read counts as stale although its result is unknown."""
 
@@ -398,7 +394,7 @@ def _not_told(read: Read, commit: Commit) -> _Why:
     if read.erased < erased and not later:
         return "erased_before", str(erased)
     if any(read.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset):
-        return "cut_off", str(read.batch)
+        return "truncated", str(read.batch)
     return None
 
 

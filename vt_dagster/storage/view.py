@@ -1,11 +1,6 @@
-"""The view of a table: a checkpoint of its log, in segments, and when it is updated.
+"""The view of a table: a checkpoint of its log, and the rules when it is updated from the log.
 
-The view of a table, a checkpoint of its log, and the rules when it is updated from the log.
-
-Progress lines of a run.
-
-File layout of a versioned table's view: current rows in one segment, history segmented by valid_to.
-
+**File layout** of a versioned table's view: current rows in one segment, history segmented by valid_to.
 The layout of KIP-889's store, as partitions of a Delta table. A run with records in order rewrites the
 current rows and appends to the history. Records out of order rewrite all segments from the earliest
 such record on. Expired history is dropped by whole segments, without reading them. So an expired
@@ -314,6 +309,7 @@ class View:
         tail = commit.total - then.total
         if wanted == "every_run" or not tail:
             return tail > 0
+        # Each reader folds the tail, so it is bounded whatever `freshness` says.
         many = tail >= MANY or commit.batch - then.batch >= BATCHES
         if isinstance(wanted, timedelta):
             return many or time.time() - then.written / 1e6 >= wanted.total_seconds()

@@ -1,8 +1,6 @@
-"""The stores of tests: logs in memory, and a versioned table with the methods of KIP-889.
+"""The store of the test driver: logs in memory as Arrow tables, and views computed from them.
 
-The store of the test driver: logs in memory as Arrow tables, and views computed from them.
-
-A versioned table in a test, with the methods of KIP-889: put, get, delete and history.
+A versioned table in a test has the methods of KIP-889: put, get, delete and history.
 """
 
 from __future__ import annotations

@@ -1,24 +1,19 @@
 """SQL expressions of operators: selected columns, aggregates, and the refusal of nondeterministic SQL.
 
-Refuses nondeterministic SQL expressions.
-
-A row may be computed more than once: a killed run is repeated, a replay or restatement rewrites a log,
-a plan reads a row twice. ``rand()`` then gives other rows, ``now()`` other times. Definitions load
-without Spark, so this module tokenizes the text as Spark's lexer does: a name in a string, in a comment
-or of a column is no call.
+**Nondeterministic SQL** is refused. A row may be computed more than once: a killed run is repeated, a
+replay or restatement rewrites a log, a plan reads a row twice. ``rand()`` then gives other rows,
+``now()`` other times. Definitions load without Spark, so this module tokenizes the text as Spark's
+lexer does: a name in a string, in a comment or of a column is no call.
 
 User-defined functions are unknown here; ``unknown_functions`` lists them, and a first run checks them
 with Spark (``vt_dagster.runs.run``).
 
-The selected columns of an operator's result, checked when the operator is made.
+**Selected columns** are checked when the operator is made. A join selects ``left.*``, ``right.column``
+or ``expression as name``; an operator with one input ``*``, ``column`` or ``expression as name``.
 
-A join selects ``left.*``, ``right.column`` or ``expression as name``; an operator with one input ``*``,
-``column`` or ``expression as name``.
-
-Parses aggregates such as ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``.
-
-An aggregate is stored as *accumulators*, each merged from record to record by sum, min or max; the
-result columns are SQL expressions over them.
+**Aggregates** are given like ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``. An
+aggregate is stored as *accumulators*, each merged from record to record by sum, min or max; the result
+columns are SQL expressions over them.
 """
 
 from __future__ import annotations

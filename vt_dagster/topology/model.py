@@ -4,13 +4,8 @@ A topology consists of :class:`Stream`, :class:`Table` and :class:`VersionedTabl
 checked on construction: whatever Kafka Streams refuses when it builds a topology raises
 :class:`TopologyError` when definitions load, before any run. Nothing in this module starts Spark.
 
-The results of ``group_by`` and ``windowed_by``, whose methods make aggregates.
-
-The join methods of a stream: with a table, or with another stream within a time window.
-
-``Stream`` and ``Table`` inherit them and are defined later, so they are type variables there.
-
-Changes settings of a declared stream or table, for what-if runs.
+``Stream`` and ``Table`` inherit the join methods and are defined later, so they are type variables
+there.
 """
 
 from __future__ import annotations

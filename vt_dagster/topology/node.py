@@ -1,11 +1,8 @@
 """Base classes of streams, tables and operators, their names, and the checks common to all.
 
-Base classes of streams, tables and operators, and the checks common to all streams and tables.
-
 Operators depend on this module only, not on ``vt_dagster.topology.model``, whose public classes have a
-method for each operator.
-
-Names of assets: a name is a directory of the warehouse and part of names in Dagster.
+method for each operator. The name of an asset is a directory of the warehouse and part of names in
+Dagster.
 """
 
 from __future__ import annotations

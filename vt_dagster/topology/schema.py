@@ -1,12 +1,8 @@
 """The schema of a stream or table: checks, comparison of types, renamed columns.
 
-Checks of the schema of a stream or table, and comparison of Spark types.
-
-Renamed columns: where earlier names are stored, and how they are matched.
-
-Files identify a column by name, so old rows have it under an earlier name. The metadata of a field, in
-a table's schema and in a declared one, lists its earlier names; readers return the value under the
-current name.
+**Renamed columns.** Files identify a column by name, so old rows have it under an earlier name. The
+metadata of a field, in a table's schema and in a declared one, lists its earlier names; readers return
+the value under the current name.
 """
 
 from __future__ import annotations

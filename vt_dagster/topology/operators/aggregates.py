@@ -1,10 +1,7 @@
-"""Aggregates without windows, and the base of all aggregates.
+"""Aggregates without windows, and the base of all aggregates: a group key, a result with that key.
 
-Base of the aggregates: a group key, and a result with that key.
-
-aggregate of a stream without windows: one row per key over all its records.
-
-aggregate of a table: its current rows, grouped by another key.
+An aggregate of a stream has one row per key over all its records; an aggregate of a table has the
+table's current rows, grouped by another key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Parts and checks that several operators share.
-
-Parts and checks that several operators share.
-
-Base of the joins: two sides, and columns selected from both.
-"""
+"""Parts and checks that several operators share, and the base of the joins."""
 
 from __future__ import annotations
 

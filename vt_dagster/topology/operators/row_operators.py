@@ -1,20 +1,12 @@
 """Operators on one record at a time, like filter, map_values, select_key, merge and to_table.
 
-Base of filter and map_values: one row in, one row out.
-
-filter and filter_not: the rows for which a condition holds or does not hold.
-
-map_values: replaces the value columns of a table.
-
-flat_map_values: turns each record of a stream into zero or more records.
-
-select_key: gives the records of a stream a new key.
-
-merge: combines several streams into one.
-
-to_table: reads a stream as the changelog of a table.
-
-to_stream: converts a table's changelog into a stream.
+- filter and filter_not: the rows for which a condition holds or does not hold.
+- map_values: replaces the value columns of a table.
+- flat_map_values: turns each record of a stream into zero or more records.
+- select_key: gives the records of a stream a new key.
+- merge: combines several streams into one.
+- to_table: reads a stream as the changelog of a table.
+- to_stream: converts a table's changelog into a stream.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The stream-stream join, with a grace period or with corrections.
+"""The stream-stream join: the records of two streams within a time window of each other.
 
-Stream-stream join: the records of two streams within a time window of each other.
-
-Corrected stream-stream join: a late match retracts the unmatched row.
+In a corrected join, a late match retracts the unmatched row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The stream-table join, with a grace period or with corrections.
+"""The stream-table join: each record joined with the table as of the record's timestamp.
 
-Stream-table join: each record joined with the table as of the record's timestamp.
-
-Corrected join: a stream-table join that updates its results when late table records arrive.
+A corrected join updates its results when late table records arrive.
 """
 
 from __future__ import annotations

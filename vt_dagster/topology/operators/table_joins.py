@@ -1,10 +1,8 @@
 """Joins of two tables: by key, by foreign key, and over their histories.
 
-Table-table join: the current rows of two tables with the same key.
-
-Foreign-key join: each row of a table joined with the row of another table that it references.
-
-History join: two versioned tables with the same key, joined over their whole histories.
+- Table-table join: the current rows of two tables with the same key.
+- Foreign-key join: each row of a table joined with the row of another table that it references.
+- History join: two versioned tables with the same key, joined over their whole histories.
 """
 
 from __future__ import annotations
