@@ -14,15 +14,19 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.random_runs import RandomChain, RandomRuns, as_scenarios, random_chain
-from tests.through_assets import leave_views_behind
+from tests.through_assets import Warehouse, leave_views_behind
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.errors import TopologyError
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage.maintenance import maintain, maintain_all
+from vt_dagster.topology.model import Stream
 
 SEEDS = (
     *(6, 14, 29, 62, 129, 206, 215, 224, 230, 254),
@@ -33,6 +37,7 @@ ENDURING, TOGETHER = 500, 100
 MAINTAINED = 0.1
 """How many of the assets are maintained after each run."""
 KILLED_SEEDS = SEEDS[:8]
+ERASED_SEEDS = SEEDS[:3]
 KILLS = 10
 STARTED = 12.0
 """Seconds that a process needs before it works, about."""
@@ -95,6 +100,31 @@ def test_many_random_chains_with_maintenance(
             with pytest.raises(TopologyError):
                 nodes_of([layout(scenario)])
     assert differing([c for c in chains if not c.refused], tmp_path, spark, MAINTAINED) == []
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(3600)
+def test_random_chains_truncated_and_erased_in_between(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources keep what their consumers still need, and a key that nobody has takes no rows with it."""
+    source = Warehouse.source
+
+    def truncated(self: Warehouse, kind: type[Stream], name: str, **more: Any) -> Any:
+        return source(self, kind, name, log_retention=timedelta(0), **more)
+
+    monkeypatch.setattr(Warehouse, "source", truncated)
+    runs = RandomRuns([random_chain(seed) for seed in ERASED_SEEDS], tmp_path, spark)
+    warehouse, nodes = str(runs.warehouse.path), list(runs.warehouse.nodes.values())
+    chance, cut = random.Random(1), 0
+    for step in runs.left:
+        runs.step(step)
+        cut += sum(truncate_logs(warehouse, spark, nodes, keep=timedelta(0)).values())
+        begun = [n for n in nodes if n.operator is None and runs.warehouse.commit(n.name) is not None]
+        about: dict[str, Any] = {"key": [-1, "nobody"], "reason": "asked to", "among": nodes}
+        erase(warehouse, chance.choice(begun), spark, **about)
+    assert cut > 0
+    assert told(runs) == []
 
 
 def _start(root: Path) -> subprocess.Popen[str]:

@@ -479,7 +479,10 @@ def _read_map(value: Column, kind: MapType, leaf: Leaf, path: tuple[str, ...]) -
 
 def any_of(conditions: Iterable[Column]) -> Column:
     """Returns whether one of the conditions holds; none of them may be null."""
-    return reduce(or_, conditions, F.lit(False))
+    found = [*conditions] or [F.lit(False)]
+    while len(found) > 1:  # in pairs: a chain of hundreds overflows the stack of Spark's planner
+        found = [reduce(or_, found[i : i + 2]) for i in range(0, len(found), 2)]
+    return found[0]
 
 
 def require_units(where: str, timestamps: object, schema: StructType | None = None) -> None:

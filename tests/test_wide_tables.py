@@ -1,0 +1,41 @@
+"""Tables of hundreds of columns."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import DoubleType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster import FilesSource, VersionedTable
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.asset_store import stores_of
+from vt_dagster.storage.read import read
+
+COLUMNS = [f"c{i}" for i in range(400)]
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        *[StructField(name, DoubleType()) for name in COLUMNS],
+        StructField("timestamp", TimestampType()),
+    ]
+)
+
+
+@pytest.mark.endurance
+def test_a_table_of_many_columns(spark: SparkSession, tmp_path: Path) -> None:
+    """Conditions over all columns are no chain that overflows the stack of Spark's planner."""
+    landing, warehouse = tmp_path / "wide", str(tmp_path / "warehouse")
+    landing.mkdir()
+    source = FilesSource(str(landing))
+    wide = VersionedTable(
+        "wide", key="k", schema=SCHEMA, history_retention=timedelta(minutes=10), source=source
+    )
+    row = {"k": "a", **dict.fromkeys(COLUMNS, 1.0), "timestamp": "2020-01-01T00:00:00Z"}
+    (landing / "1.jsonl").write_text(json.dumps(row) + "\n")
+    assert run_once(wide, stores_of(warehouse, spark)).commit is not None
+    found = read("wide", warehouse=warehouse, what="versions")
+    assert found.column("c399").to_pylist() == [1.0]
