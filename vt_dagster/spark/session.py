@@ -320,7 +320,7 @@ def _classic(
     if master.startswith("spark://"):
         _check_reachable(master)
     own_jvm = SparkContext._gateway is None
-    archive = archive_of(check_java(), check_spark_home(), conf) if own_jvm else None
+    archive = archive_of(check_spark_home(), check_java(), conf) if own_jvm else None
     jvm_conf = archive.added_to(conf) if archive else conf
     settings = session_settings(app_name, master, resolve_jars(), jvm_conf)
     if master.startswith("local"):
