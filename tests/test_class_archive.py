@@ -120,10 +120,10 @@ def test_unused_archives_and_remains_are_removed(cache: Path, spark_home: Path, 
 def test_the_user_decides(
     variable: str, value: str, cache: Path, spark_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert archive_of("/java 17", spark_home, {}) is not None
-    assert archive_of("/java 17", spark_home, {JVM_OPTIONS: "-XX:ArchiveClassesAtExit=/my.jsa"}) is None
+    assert archive_of(spark_home, "/java 17", {}) is not None
+    assert archive_of(spark_home, "/java 17", {JVM_OPTIONS: "-XX:ArchiveClassesAtExit=/my.jsa"}) is None
     monkeypatch.setenv(variable, value)
-    assert archive_of("/java 17", spark_home, {}) is None
+    assert archive_of(spark_home, "/java 17", {}) is None
 
 
 AT_EXIT = """

@@ -143,7 +143,7 @@ class ClassArchive:
         return f"{self.key}-{size}.jsa"
 
 
-def archive_of(java: str, spark_home: Path, conf: Mapping[str, str]) -> ClassArchive | None:
+def archive_of(spark_home: Path, java: str, conf: Mapping[str, str]) -> ClassArchive | None:
     """Returns the archive for a JVM with these settings; None = it shall have none: it is switched off,
     or the JVM's options say something about archives."""
     options = [conf.get(JVM_OPTIONS, ""), *(os.environ.get(name, "") for name in _OF_JVMS)]

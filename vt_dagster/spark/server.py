@@ -151,7 +151,7 @@ def _write(path: Path, text: str) -> None:
 
 def _launch(master: str, conf: Mapping[str, str]) -> Server:
     home = check_spark_home()
-    archive = archive_of(check_java(), home, conf)
+    archive = archive_of(home, check_java(), conf)
     if archive:
         conf = archive.added_to(conf)
         archive.make_at_exit()

@@ -349,10 +349,7 @@ def _classic(
     if master.startswith("spark://"):
         _check_reachable(master)
     own_jvm = SparkContext._gateway is None
-    archive = None
-    if own_jvm:
-        spark_home = check_spark_home()
-        archive = archive_of(check_java(), spark_home, conf)
+    archive = archive_of(check_spark_home(), check_java(), conf) if own_jvm else None
     jvm_conf = archive.added_to(conf) if archive else conf
     settings = session_settings(app_name, master, resolve_jars(), jvm_conf)
     if master.startswith("local"):
