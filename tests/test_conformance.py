@@ -57,7 +57,7 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
     return [s for s in found.values() if len(s["records"]) <= 6]
 
 
-RUNS = 6
+RUNS = 12
 """Of a scenario of more runs, only the records of these are taken for every change."""
 LOOKED_UP = ["stream_table_join", "chain"]
 """Operators whose worked examples run in each other way to join."""

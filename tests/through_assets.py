@@ -44,7 +44,7 @@ SHAPE = StructType(
 )
 WITH_INDEX = StructType([*SHAPE.fields, StructField("index", IntegerType())])
 STORE = "store"
-_FEW_RUNS = 3
+_FEW_RUNS = 4
 
 
 def leave_views_behind(monkeypatch: pytest.MonkeyPatch, many_rows: bool = False) -> None:
