@@ -185,8 +185,9 @@ def test_any_tail_gives_what_the_whole_log_makes(
         if run % 3 != 2:
             continue
         copy = AssetStore(str(tmp_path / f"anew{run}"), topology.rates, spark)
-        first = head.commit.model_copy(update={"rejected": False, "batch": 1})
-        copy.commit(store.log({}, head), first, 1)
+        first = head.commit.model_copy(update={"rejected": False, "batch": 1, "previous": ""})
+        log = store.log({}, head)
+        copy.commit(log, first, log.count())
         copy.catch_up()
         for many in (10**9, -1):
             monkeypatch.setattr(view, "MANY_ROWS", many)
@@ -244,6 +245,7 @@ def test_a_run_opens_the_files_that_it_needs(
             asset="orders",
             batch=batch,
             attempt=str(batch),
+            previous=str(batch - 1) if batch > 1 else "",
             shape=Shape(kind="stream", key=["k"]),
             next_offset=dict(ends),
         )

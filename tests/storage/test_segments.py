@@ -56,7 +56,9 @@ def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[objec
     head = store.head()
     assert head is not None
     copy = AssetStore(str(topology.root / to), topology.rates, spark)
-    copy.commit(store.log({}, head), head.commit.model_copy(update={"rejected": False, "batch": 1}), 1)
+    first = head.commit.model_copy(update={"rejected": False, "batch": 1, "previous": ""})
+    log = store.log({}, head)
+    copy.commit(log, first, log.count())
     return rows_of(copy)
 
 

@@ -249,8 +249,9 @@ def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: Spar
     head = store.head()
     assert head is not None
     changed = store.read("log").withColumn("n", F.col("n").cast("string"))
+    after = {"batch": 2, "previous": head.commit.attempt}
     with pytest.raises(StorageError, match="n: int -> string"):
-        store.commit(changed, head.commit.model_copy(update={"batch": 2}), 1)
+        store.commit(changed, head.commit.model_copy(update=after), 1)
 
 
 def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:
