@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -160,6 +162,17 @@ def test_help_names_every_command_and_no_value_of_a_flag() -> None:
 
 def test_the_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"vt-dagster {version('vt-dagster')}\n"
+
+
+@pytest.mark.parametrize("module", ["cli.lookup", "cli.explain", "cli.lateness", "explore.app"])
+def test_neither_spark_nor_dagster_is_imported(module: str) -> None:
+    """They take seconds, and these commands read without them."""
+    code = (
+        f"import sys, vt_dagster.{module}; "
+        "print(sorted({'pyspark', 'dagster', 'pandera'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_public_names_are_listed() -> None:

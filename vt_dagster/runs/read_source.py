@@ -17,7 +17,10 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
     DataType,
+    NullType,
     StringType,
     StructField,
     StructType,
@@ -81,6 +84,14 @@ def difference(
 
 _HOLD = set[tuple[str, str, str]]()
 """Cache of valid expressions with their columns: analysis is slow for tests with one run per record."""
+_TYPES: dict[str, DataType] = {
+    "array<string>": ArrayType(StringType()),
+    "boolean": BooleanType(),
+    "string": StringType(),
+    "timestamp": TimestampType(),
+    "void": NullType(),
+}
+"""The types that options of expressions have, by Spark's name."""
 _GIVEN, _SINCE, _HELD = "_given", "_since", "_held"
 _LAST = 1 << 61
 """Larger than any arrival number of a source, so that a snapshot sorts after all changes."""
@@ -312,13 +323,13 @@ class _Setting(NamedTuple):
 
     Args:
         what: the expected expression, in words.
-        kinds: the allowed types.
+        kinds: the allowed types, see ``Sql``.
     """
 
     name: str
     expression: str
     what: str
-    kinds: tuple[DataType, ...]
+    kinds: tuple[str, ...]
 
 
 def _asked(node: Stream) -> list[_Setting]:
@@ -348,7 +359,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
             return name
         said = f"which Spark refuses: {str(error).splitlines()[0]}"
     else:
-        if any(same(kind, given) for kind in setting.kinds):
+        if any(same(_TYPES[kind], given) for kind in setting.kinds):
             _HOLD.add(told)
             return None
         said = f"which is {given.simpleString()}"

@@ -55,7 +55,8 @@ from vt_dagster.columns import OLD
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.delta import filesystem
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.schema import Names, earlier_names, named, same, was
+from vt_dagster.topology.schema import earlier_names, named, same, was
+from vt_dagster.topology.specification import Names
 
 # Schema evolution
 

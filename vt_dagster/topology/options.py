@@ -2,7 +2,8 @@
 
 The checks of a declaration, the code version, the metadata, the shape in commits, the refusals of
 consumers and the reference page of options are made from these entries. The classes ``Stream``,
-``Table`` and ``VersionedTable`` give an option its type, its default and its text.
+``Table`` and ``VersionedTable`` give an option its type, its default and its text. This module does not
+import PySpark: ``lateness`` needs the refusals, and no Spark.
 """
 
 from __future__ import annotations
@@ -13,20 +14,9 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
-from pyspark.sql.types import (
-    ArrayType,
-    BooleanType,
-    DataType,
-    NullType,
-    StringType,
-    StructField,
-    TimestampType,
-)
-
 from vt_dagster import rules
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration, spoken
-from vt_dagster.topology.schema import holds_map
 
 # Consumers
 
@@ -69,12 +59,12 @@ class Sql(NamedTuple):
 
     Args:
         what: the expected expression, in words.
-        types: its allowed types, which the first run checks over the columns of the source; empty: it
-            uses the columns of the schema, and is checked when it is declared.
+        types: its allowed types by their names in Spark, which the first run checks over the columns of
+            the source; empty: it uses the columns of the schema, and is checked when it is declared.
     """
 
     what: str
-    types: tuple[DataType, ...] = ()
+    types: tuple[str, ...] = ()
 
 
 def as_text(value: Any) -> str:
@@ -362,7 +352,7 @@ def _check_valid_until(node: Any) -> None:
     """Raises TopologyError if ``valid_until`` is not a value column of type timestamp."""
     values = _values(node)
     found = next((f for f in values if f.name == node.valid_until), None)
-    if found is None or not isinstance(found.dataType, TimestampType):
+    if found is None or found.dataType.typeName() != "timestamp":
         kinds = [f"{f.name} {f.dataType.simpleString()}" for f in values]
         raise TopologyError(
             f"{node.name}: expected valid_until to be a value column of type timestamp, got "
@@ -431,17 +421,22 @@ def _check_added_columns(node: Any, setting: str) -> None:
         )
 
 
-def _values(node: Any) -> list[StructField]:
+def holds_map(kind: Any) -> bool:
+    """Returns whether a type contains a map, which Spark can neither group nor sort by."""
+    return '"type":"map"' in kind.json()
+
+
+def _values(node: Any) -> list[Any]:
     return [node.schema[c] for c in node.value_columns]
 
 
-def _provided(node: Any) -> list[StructField]:
+def _provided(node: Any) -> list[Any]:
     """Returns the columns that a partial update may omit."""
     return [f for f in _values(node) if f.name not in (node.timestamp, node.valid_until)]
 
 
 def _distinct(
-    node: Any, setting: str, columns: object, values: Sequence[StructField], otherwise: str
+    node: Any, setting: str, columns: object, values: Sequence[Any], otherwise: str
 ) -> tuple[str, ...]:
     """Returns a list of distinct value columns as a tuple.
 
@@ -492,7 +487,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "tombstone",
         defines_records=True,
-        sql=Sql("a SQL condition", (BooleanType(), NullType())),
+        sql=Sql("a SQL condition", ("boolean", "void")),
     ),
     Option("partitions", _check_partitions),
     Option("partition_by", sql=Sql("a SQL expression over the key columns")),
@@ -520,7 +515,7 @@ OPTIONS: tuple[Option, ...] = (
         _check_deleted_at,
         defines_records=True,
         shown=True,
-        sql=Sql("a SQL expression of type timestamp", (TimestampType(), NullType())),
+        sql=Sql("a SQL expression of type timestamp", ("timestamp", "void")),
         not_of_results="whose deletions have the times of its inputs",
     ),
     Option("history_retention", _check_history_retention, defines_records=True, shown=True),
@@ -594,7 +589,7 @@ OPTIONS: tuple[Option, ...] = (
         shown=True,
         sql=Sql(
             "a SQL expression that gives an array of names or a text",
-            (ArrayType(StringType()), StringType()),
+            ("array<string>", "string"),
         ),
         not_of_results=_WHOLE_ROWS,
         not_of_states=_WHOLE_ROWS,

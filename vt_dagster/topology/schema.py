@@ -26,14 +26,10 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import OLD, RESERVED, TIMESTAMP, WAS
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.options import holds_map
+from vt_dagster.topology.specification import Names
 
 # Column renames
-
-
-Names = Mapping[str, tuple[str, ...]]
-"""Earlier names by column, the newest first."""
-
-_TOKEN = re.compile(r"'(?:[^']|'')*'|`[^`]+`|\w+|\s+|.", re.DOTALL)
 
 
 def was(field: StructField) -> tuple[str, ...]:
@@ -104,36 +100,6 @@ def names_before(asset: str, renamed: Mapping[str, str], schema: StructType) -> 
             )
         found[new] = (old, *found.get(new, ()))
     return found
-
-
-def same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
-    """Returns whether two SQL texts are equal except for whitespace and renamed columns.
-
-    Args:
-        now, then: SQL with column names, as declared now and in an earlier commit.
-        sides: earlier names of the columns of its inputs, the left one first.
-        own: earlier names of the columns of its result.
-    """
-    if now == then:
-        return True
-    tokens, earlier = (_TOKEN.findall(" ".join(text.split())) for text in (now, then))
-    return len(tokens) == len(earlier) and all(
-        one == other or other.strip("`") in _earlier_names(tokens, i, sides, own)
-        for i, (one, other) in enumerate(zip(tokens, earlier, strict=True))
-    )
-
-
-def _earlier_names(tokens: Sequence[str], place: int, sides: Sequence[Names], own: Names) -> set[str]:
-    """Returns the names of a column with earlier names, its own among them; empty for other tokens."""
-    name = tokens[place].strip("`")
-    side = tokens[place - 2].lower() if place > 1 and tokens[place - 1] == "." else ""
-    if tokens[place].startswith("'"):
-        return set()
-    if side in ("left", "right"):
-        before = sides[0 if side == "left" else -1].get(name, ())
-    else:
-        before = (*(sides[0].get(name, ()) if sides else ()), *own.get(name, ()))
-    return {name, *before} if before else set()
 
 
 # Schema
@@ -341,14 +307,3 @@ def _paths(kind: DataType, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     elif isinstance(kind, MapType):
         yield from _paths(kind.keyType, (*above, "key"))
         yield from _paths(kind.valueType, (*above, "value"))
-
-
-def holds_map(kind: DataType) -> bool:
-    """Returns whether a type contains a map, which Spark can neither group nor sort by."""
-    if isinstance(kind, MapType):
-        return True
-    if isinstance(kind, ArrayType):
-        return holds_map(kind.elementType)
-    if isinstance(kind, StructType):
-        return any(holds_map(f.dataType) for f in kind.fields)
-    return False

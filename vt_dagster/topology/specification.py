@@ -6,6 +6,7 @@ A specification needs neither the operator's definition nor Spark, so that ``exp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -13,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 from pydantic import BaseModel, Field, PlainSerializer
 
 from vt_dagster.topology.durations import Duration, iso8601, length_at, spoken
-from vt_dagster.topology.schema import Names, same_sql
 
 # Parts of a specification
 
@@ -29,6 +29,10 @@ Input = Annotated[str, _INPUT]
 JoinKind = Literal["inner", "left", "outer"]
 Emitted = Annotated[Literal["every_update", "per_run"], _MAY_CHANGE]
 NONE = timedelta(0)
+Names = Mapping[str, tuple[str, ...]]
+"""Earlier names by column, the newest first."""
+
+_TOKEN = re.compile(r"'(?:[^']|'')*'|`[^`]+`|\w+|\s+|.", re.DOTALL)
 
 
 class ColumnSpec(NamedTuple):
@@ -211,13 +215,43 @@ def _same(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
         return now.definition() == then.definition()
     if isinstance(now, ColumnSpec) and isinstance(then, ColumnSpec):
         names = (now.name, *own.get(now.name, ()))
-        return then.name in names and same_sql(now.sql, then.sql, sides, own)
+        return then.name in names and _same_sql(now.sql, then.sql, sides, own)
     if isinstance(now, str) and isinstance(then, str):
-        return same_sql(now, then, sides, own)
+        return _same_sql(now, then, sides, own)
     if isinstance(now, tuple) and isinstance(then, tuple):
         pairs = zip(cast(Sequence[Any], now), cast(Sequence[Any], then), strict=False)
         return len(now) == len(then) and all(_same(one, other, sides, own) for one, other in pairs)
     return now == then
+
+
+def _same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
+    """Returns whether two SQL texts are equal except for whitespace and renamed columns.
+
+    Args:
+        now, then: SQL with column names, as declared now and in an earlier commit.
+        sides: earlier names of the columns of its inputs, the left one first.
+        own: earlier names of the columns of its result.
+    """
+    if now == then:
+        return True
+    tokens, earlier = (_TOKEN.findall(" ".join(text.split())) for text in (now, then))
+    return len(tokens) == len(earlier) and all(
+        one == other or other.strip("`") in _earlier_names(tokens, i, sides, own)
+        for i, (one, other) in enumerate(zip(tokens, earlier, strict=True))
+    )
+
+
+def _earlier_names(tokens: Sequence[str], place: int, sides: Sequence[Names], own: Names) -> set[str]:
+    """Returns the names of a column with earlier names, its own among them; empty for other tokens."""
+    name = tokens[place].strip("`")
+    side = tokens[place - 2].lower() if place > 1 and tokens[place - 1] == "." else ""
+    if tokens[place].startswith("'"):
+        return set()
+    if side in ("left", "right"):
+        before = sides[0 if side == "left" else -1].get(name, ())
+    else:
+        before = (*(sides[0].get(name, ()) if sides else ()), *own.get(name, ()))
+    return {name, *before} if before else set()
 
 
 def _words(value: Any) -> str:
