@@ -173,7 +173,7 @@ def test_none_is_made_on_ci_or_without_a_cache(
     assert not cache.exists()
 
 
-@pytest.mark.jvm
+@pytest.mark.endurance
 @pytest.mark.timeout(1800)
 def test_a_session_uses_it_unless_it_is_damaged(cache: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
