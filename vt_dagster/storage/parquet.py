@@ -192,7 +192,8 @@ def write(
     app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
         raise _conflict(asset, batch)
-    _require_last(path, asset, after)
+    if after is not None:  # asked again before the commit: here, before anything is written
+        _require_last(path, asset, last_of_ours(path), after)
     folder = f"{batch}-{uuid4().hex}"
     try:
         with writing(path):
@@ -223,7 +224,8 @@ def write(
                     break
                 if pinned and _of(table) != over:
                     break
-                _require_last(path, asset, after)
+                if after is not None:
+                    _require_last(path, asset, last, after)
                 try:
                     _commit(path, table, adds, columns, mode, parted, replaced, about, before)
                 except (DeltaError, OSError):
@@ -423,12 +425,11 @@ def writing(path: str) -> Iterator[None]:
         raise
 
 
-def _require_last(path: str, asset: str, attempt: str | None) -> None:
+def _require_last(path: str, asset: str, last: Committed | None, attempt: str) -> None:
     """Checks that the newest commit of a table is the one that a run continues. It is another one if
     the table was exchanged or restored during the run; its offsets then mean other records."""
-    last = last_of_ours(path)
     found = "" if last is None else last.document["attempt"]
-    if attempt is None or found == attempt:
+    if found == attempt:
         return
     got = "no table" if last is None else f"batch {last.document['batch']} of run {found}"
     raise ConcurrentRunError(
