@@ -56,7 +56,7 @@ from vt_dagster.sources.consumed_files import FileInfo, Memory
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta, erase_files, parquet
-from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of
+from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Erasure
 from vt_dagster.storage.delta import address
@@ -255,7 +255,7 @@ def require_free(warehouse: str, node: Stream) -> None:
     Raises:
         StorageError: a restatement was interrupted.
     """
-    place = posixpath.join(warehouse, f"{'.'.join(node.path)}.restate")
+    place = posixpath.join(warehouse, restate_folder(node.path))
     fs, local = delta.filesystem(place)
     if fs.exists(local):
         raise StorageError(

@@ -34,6 +34,7 @@ from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_cluster import lost
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
+from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, horizons
 from vt_dagster.storage.log_truncation import require_not_truncated
@@ -384,7 +385,7 @@ def swap(warehouse: str, live: str, other: str) -> None:
         require_path(name, "asset")
     fs, root = delta.filesystem(str(warehouse))
     paths = {name: posixpath.join(root, name) for name in (live, other)}
-    aside = posixpath.join(root, f"_{live}.swap.{other}".replace("/", "."))
+    aside = posixpath.join(root, swap_folder(live, other))
     if not fs.exists(aside):
         missing = [name for name, path in paths.items() if not fs.exists(posixpath.join(path, "log"))]
         if missing:

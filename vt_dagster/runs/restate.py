@@ -35,7 +35,7 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.replay import as_far_as, require_history, require_logs, require_same_topics
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.arrow_reader import asset_names, head_of
+from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, horizons
 from vt_dagster.storage.log_truncation import require_not_truncated
@@ -290,7 +290,7 @@ def _positions(store: AssetStore) -> Callable[[dict[str, int]], Offsets | None]:
 
 Tell = Callable[[str], None]
 _PLAN, _READY = "plan.json", "ready"
-_BESIDE, _OLD = "new", "old"
+_BESIDE = "new"
 
 
 def restate(
@@ -342,7 +342,7 @@ class _Restatement:
         self.warehouse, self.node, self.moment, self.spark = warehouse, node, moment, spark
         self.nodes = topological([node, *among])
         self.say = tell or (lambda _: None)
-        self.place = posixpath.join(warehouse, f"{'.'.join(node.path)}.restate")
+        self.place = posixpath.join(warehouse, restate_folder(node.path))
         self.fs, self.root = delta.filesystem(self.place)
 
     def run(self) -> list[str]:
@@ -358,7 +358,7 @@ class _Restatement:
         for step in plan.steps:
             self._exchange(step.path)
         for step, node in steps:
-            old = posixpath.join(self.root, _OLD, step.path)
+            old = posixpath.join(self.root, RESTATED, step.path)
             if node.versioned and self.fs.exists(old):
                 put_aside(self.warehouse, step.path, old)
         # The plan goes first: without it, the next call removes the folder as garbage.
@@ -494,7 +494,7 @@ class _Restatement:
 
     def _exchange(self, path: str) -> None:
         """Replaces the old tables of an asset by the new ones, unless that is done."""
-        new, old = posixpath.join(self.root, _BESIDE, path), posixpath.join(self.root, _OLD, path)
+        new, old = posixpath.join(self.root, _BESIDE, path), posixpath.join(self.root, RESTATED, path)
         live = posixpath.join(delta.filesystem(self.warehouse)[1], path)
         if not self.fs.exists(new):
             return

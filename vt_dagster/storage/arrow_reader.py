@@ -531,6 +531,21 @@ def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
     return found.version, Commit.model_validate(found.document)
 
 
+_SWAP, _RESTATE = ".swap.", ".restate"
+RESTATED = "old"
+"""The folder in :func:`restate_folder` with the tables that a restatement has replaced."""
+
+
+def swap_folder(live: str, other: str) -> str:
+    """Returns the folder of a warehouse that has the tables of ``live`` during a swap."""
+    return f"_{live}{_SWAP}{other}".replace("/", ".")
+
+
+def restate_folder(path: Sequence[str]) -> str:
+    """Returns the folder of a warehouse in which an asset is restated."""
+    return f"{'.'.join(path)}{_RESTATE}"
+
+
 def require_in_place(warehouse: str, name: str) -> None:
     """Checks that no swap or restatement has moved the tables of an asset away, without the new ones in
     their place yet: the asset would look as if it had never run.
@@ -541,10 +556,10 @@ def require_in_place(warehouse: str, name: str) -> None:
     fs, root = delta.filesystem(str(warehouse))
     there = fs.ls(root, detail=False, refresh=True) if fs.exists(root) else []
     for folder in map(posixpath.basename, there):
-        swapped, restated = folder.removeprefix("_").split(".swap."), f"{folder}/old/{name}"
+        swapped, restated = folder.removeprefix("_").split(_SWAP), f"{folder}/{RESTATED}/{name}"
         if len(swapped) == 2 and name.replace("/", ".") in swapped:
             what, where = "swap", folder
-        elif folder.endswith(".restate") and fs.exists(posixpath.join(root, restated)):
+        elif folder.endswith(_RESTATE) and fs.exists(posixpath.join(root, restated)):
             what, where = "restate", restated
         else:
             continue
