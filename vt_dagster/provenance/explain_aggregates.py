@@ -41,11 +41,10 @@ from vt_dagster.provenance.explain_request import (
     as_time,
     between,
     both,
-    same_value,
     triggering_update,
 )
 from vt_dagster.provenance.expressions import Group, replaced_rows
-from vt_dagster.storage.arrow_reader import as_key, values_by_partition
+from vt_dagster.storage.arrow_reader import as_key, equals_old, values_by_partition
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.specification import (
     AggregatorSpec,
@@ -165,7 +164,9 @@ def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
     if source.versioned:
         rows = rows.filter(rows.column(IS_LATEST))
     if on:
-        rows = rows.filter(pa.array(_starts_version(rows, on)))
+        # A deletion has no values that could repeat a version.
+        repeats = ~rows.column(IS_TOMBSTONE).to_numpy() & equals_old(rows, on)
+        rows = rows.filter(pa.array(~repeats))
     new, old = group.has(rows), group.has(replaced_rows(rows))
     if new is None or old is None:
         return cannot_be_told(request, source)
@@ -195,25 +196,6 @@ def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
         request.reasoning.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
     taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
     return _rows_in(request, source, taken, about)
-
-
-def _starts_version(rows: pa.Table, new_version_on: Sequence[str]) -> list[bool]:
-    """Returns which changes do not repeat the version of their key's row before them."""
-    before = replaced_rows(rows)
-    sides = [
-        list(zip(*(one.column(c).to_pylist() for c in new_version_on), strict=True))
-        for one in (rows, before)
-    ]
-    there = zip(
-        rows.column(OLD).is_valid().to_pylist(),
-        rows.column(IS_TOMBSTONE).to_pylist(),
-        *sides,
-        strict=True,
-    )
-    return [
-        deleted or not existed or not all(map(same_value, now, then))
-        for existed, deleted, now, then in there
-    ]
 
 
 def _rows_in(

@@ -44,7 +44,6 @@ from vt_dagster.provenance.explain_request import (
     at_time,
     between,
     both,
-    same_value,
     triggering_update,
 )
 from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
@@ -135,7 +134,12 @@ def repeats_version(log: Log, record: Record, old: Record) -> bool:
     on = log.head.shape.new_version_on
     if on is None or record.is_tombstone:
         return False
-    return all(same_value(record.values[c], old.values[c]) for c in on)
+    return all(_same_value(record.values[c], old.values[c]) for c in on)
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal as in ``new_version_on``: null equals null, NaN NaN."""
+    return one == other or (one != one and other != other)
 
 
 def _counted(log: Log, condition: Condition, end: Mapping[int, int]) -> list[Record]:

@@ -59,11 +59,6 @@ SOURCE = "source"
 """The operator of an asset with a source."""
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal as in ``new_version_on``: null equals null, NaN NaN."""
-    return one == other or (one != one and other != other)
-
-
 @dataclass(frozen=True)
 class Record:
     """A record of an asset's log.

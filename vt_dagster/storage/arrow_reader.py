@@ -256,16 +256,8 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
     values = [null_codes(rows.column(c)) for c in new_version_on]
     same[1:] = lives[:-1] & np.logical_and.reduce([code[1:] == code[:-1] for code in values])
     old = rows.column(OLD).combine_chunks() if OLD in rows.column_names else None
-    fields = {} if old is None else dict(zip([f.name for f in old.type], old.flatten(), strict=True))
-    if old is not None:
-        as_old = old.is_valid().to_numpy(zero_copy_only=False)
-        for c in new_version_on:
-            both = pa.chunked_array([*rows.column(c).chunks, fields[c].cast(rows.column(c).type)])
-            both_codes = null_codes(both)
-            as_old = as_old & (both_codes[: len(rows)] == both_codes[len(rows) :])
-        same = np.where(first, as_old, same)
-    else:
-        same &= ~first
+    fields = {} if old is None else _fields(old)
+    same = same & ~first if old is None else np.where(first, equals_old(rows, new_version_on), same)
     repeats = lives & same
     opens = np.flatnonzero(~repeats | first)
     last = np.append(opens[1:], rows.num_rows)[: len(opens)] - 1
@@ -282,6 +274,22 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
             then = field.take(pa.array(opens)).cast(now.type)
             begun = begun.set_column(place, name, pc.call_function("if_else", [told, then, now]))
     return begun.drop_columns([OLD])
+
+
+def equals_old(rows: pa.Table, columns: Sequence[str]) -> Any:
+    """Returns whether each row equals its ``old`` in some columns, a BOOLEAN array; false if it has
+    none. Null equals null, and NaN NaN."""
+    old = rows.column(OLD).combine_chunks()
+    fields, found = _fields(old), old.is_valid().to_numpy(zero_copy_only=False)
+    for c in columns:
+        both = pa.chunked_array([*rows.column(c).chunks, fields[c].cast(rows.column(c).type)])
+        codes = null_codes(both)
+        found = found & (codes[: len(rows)] == codes[len(rows) :])
+    return found
+
+
+def _fields(struct: pa.StructArray) -> dict[str, Any]:
+    return dict(zip([f.name for f in struct.type], struct.flatten(), strict=True))
 
 
 def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.Table:
