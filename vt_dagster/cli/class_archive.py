@@ -21,7 +21,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.run import Run
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.class_archive import HALF, JVM_OPTIONS, QUIET, ClassArchive
 from vt_dagster.spark.session import FEW_QUERIES, build_session, check_java, check_spark_home
@@ -105,8 +105,7 @@ def work(spark: SparkSession, root: Path) -> None:
         for name in ("prices", "orders"):
             _land(root / name / f"{start}.jsonl", range(start, start + _RECORDS))
         for node in nodes:
-            run = Run.pin(node, stores)
-            run.commit(run.operate(run.read()), f"run {start}")
+            run_once(node, stores, run_id=f"run {start}")
             audit(stores(node), f"run {start}")
 
 
