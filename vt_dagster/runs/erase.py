@@ -55,6 +55,7 @@ from vt_dagster.sources.base import read_by_all_names
 from vt_dagster.sources.consumed_files import FileInfo, Memory
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.jars import one_line
+from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, erase_files, parquet
 from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -871,6 +872,14 @@ class _Erase:
         self.done = unwritten(name, asked, reason) if dry_run else begun(warehouse, name, asked, reason)
 
     def run(self) -> Certificate:
+        # Views, exports and consumed files have about as many rows as their logs.
+        logs = (posixpath.join(self.warehouse, name, "log") for name in asset_names(self.warehouse))
+        there = (one for one in map(delta.last_commit, logs) if one is not None)
+        rows = sum(Commit.model_validate(one.document).total for one in there)
+        with small_run(self.spark, is_small(0, rows)):
+            return self._run()
+
+    def _run(self) -> Certificate:
         left = dict[str, DataFrame]()
         if self.dry_run:
             look = self.warehouse, self.spark, self.key, self.plan, self.exports

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, cast
@@ -448,8 +448,12 @@ class Run:
         latest, now = None, now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = int((now + source.max_clock_skew).timestamp())
-        with self._explained():
+        with self._explained(), self._settings_of_source():
             return records_of(self.arrival, source, self.store, latest)
+
+    def _settings_of_source(self) -> AbstractContextManager[None]:
+        """Returns the planner settings of jobs that read the source and compare it with the table."""
+        return self.store.planner_settings(self._small(Judged(rows_read=self.arrival.view_rows)))
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
         """Returns the rows that were read, with the tables that the plan reads."""
@@ -527,13 +531,13 @@ class Run:
             table_time is not None or reads_twice(read[0], self.arrival)
         ):
             # The records are used twice, and reading them from the source takes most of the time.
-            with self._explained():
+            with self._explained(), self._settings_of_source():
                 read = [self.store.persist(rows) for rows in read]
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 read = [rows]
         if table_time is not None:
-            with self._explained():
+            with self._explained(), self._settings_of_source():
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(table_time, self._inputs(read), before, spark)
                 context = replace(context, bounds=bounds)

@@ -56,6 +56,7 @@ from vt_dagster.core.source_records import (
 from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.pin import Store
 from vt_dagster.sources.base import Uncounted
+from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import Progress
@@ -186,7 +187,8 @@ class MemoryStore(Store):
     # -- writing ---------------------------------------------------------------------------------
 
     def planner_settings(self, small: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # the driver's session always has them
+        few = self._spark.conf.get("spark.sql.codegen.factoryMode", None) == "NO_CODEGEN"
+        return nullcontext() if few else small_run(self._spark, small)  # the driver's session has them
 
     def persist(self, rows: DataFrame) -> DataFrame:
         self.held = rows.toArrow()

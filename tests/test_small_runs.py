@@ -1,0 +1,108 @@
+"""A run with few records on small tables plans each of its jobs for few rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import write_deltalake
+from pyspark.sql import DataFrameWriter, SparkSession
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster import DeltaSource, FilesSource, SnapshotSource, VersionedTable
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.base import Source
+from vt_dagster.storage.asset_store import stores_of
+
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("v", IntegerType()),
+        StructField("at", TimestampType()),
+    ]
+)
+JOBS = ("collect", "count", "isEmpty", "persist", "toArrow")
+
+
+@pytest.fixture
+def general(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The actions that are planned with the session's own settings."""
+    found: list[str] = []
+
+    def noted(name: str, action: Any) -> Callable[..., Any]:
+        def act(self: Any, *words: Any, **more: Any) -> Any:
+            if spark.conf.get("spark.sql.codegen.factoryMode", None) != "NO_CODEGEN":
+                found.append(name)
+            return action(self, *words, **more)
+
+        return act
+
+    kind = type(spark.range(1))
+    for name in JOBS:
+        monkeypatch.setattr(kind, name, noted(name, getattr(kind, name)))
+    monkeypatch.setattr(DataFrameWriter, "parquet", noted("parquet", DataFrameWriter.parquet))
+    spark.range(1).count()
+    assert found == ["count"], "an action outside of a run is noted"
+    found.clear()
+    return found
+
+
+def rows(day: int) -> list[dict[str, Any]]:
+    """Two keys that stay, one of each day, and one whose value changes."""
+    at = datetime(2024, 1, day, tzinfo=timezone.utc)
+    first = datetime(2024, 1, 1, tzinfo=timezone.utc)
+    kept = [{"k": k, "v": 1, "at": first} for k in "ab"]
+    return [*kept, {"k": f"day {day}", "v": 1, "at": at}, {"k": "changing", "v": day, "at": at}]
+
+
+def land_lines(place: Path, day: int) -> None:
+    lines = [json.dumps(row | {"at": row["at"].isoformat()}) for row in rows(day)]
+    (place / f"2024-01-{day:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def land_delta(place: Path, day: int) -> None:
+    kinds = pa.schema([("k", pa.string()), ("v", pa.int32()), ("at", pa.timestamp("us", "UTC"))])
+    feed = {"delta.enableChangeDataFeed": "true"}
+    write_deltalake(place, pa.Table.from_pylist(rows(day), kinds), mode="overwrite", configuration=feed)
+
+
+SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Source]]] = {
+    "files": (land_lines, lambda place: FilesSource(place)),
+    "dumps": (
+        land_lines,
+        lambda place: SnapshotSource(place, "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0),
+    ),
+    "whole versions": (land_delta, lambda place: DeltaSource(place, "snapshots", max_shrink=1.0)),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_job_of_a_small_run(
+    source: str, spark: SparkSession, tmp_path: Path, general: list[str]
+) -> None:
+    land, made = SOURCES[source]
+    place = tmp_path / "in"
+    place.mkdir()
+    table = VersionedTable(
+        "prices",
+        key="k",
+        schema=SCHEMA,
+        timestamp="at",
+        source=made(str(place)),
+        history_retention=timedelta(days=30),
+    )
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    for day in (1, 2):
+        land(place, day)
+        receipt = run_once(table, stores)
+        assert receipt.commit is not None
+        assert receipt.commit.counts["applied"] >= 2
+    assert general == []
+    erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
+    assert general == []
