@@ -32,6 +32,9 @@ RANDOM = [
 RUNS = 4
 """Of a scenario that needs more runs, only the records of these are taken for every change: its other
 ones run in memory (``test_conformance.py``), and here when asked for."""
+OF_EACH = 6
+"""So many scenarios of an operator and a group run for every change; the others in memory, and here
+when asked for."""
 
 
 def chosen() -> list[Scenario]:
@@ -60,6 +63,7 @@ def is_refused(scenario: Scenario) -> bool:
 
 
 STORE = "store"
+ENDURING = "when asked for: "
 
 
 def groups() -> dict[str, list[Scenario]]:
@@ -67,11 +71,22 @@ def groups() -> dict[str, list[Scenario]]:
     every = [s for s in chosen() if not is_refused(s)]
     others = [s for s in every if s.operator != "versioned_store"]
     long = [s for s in others if runs_of(s) > RUNS and s.name not in RANDOM]
-    found = ThroughAssets.groups([beginning(s) for s in others])
-    return {
-        STORE: [s for s in every if s.operator == "versioned_store"],
-        **{about_runs(group): group for group in [*found, long]},
-    }
+    found = {STORE: [s for s in every if s.operator == "versioned_store"]}
+    for group in ThroughAssets.groups([beginning(s) for s in others]):
+        now = spread(group)
+        found[about_runs(group)] = now
+        found[ENDURING + about_runs(group)] = [s for s in group if s not in now]
+    return {**found, ENDURING + about_runs(long): long}
+
+
+def spread(group: list[Scenario]) -> list[Scenario]:
+    """Some of each operator, from the first to the last, and the random ones."""
+    found = []
+    for operator in {s.operator: None for s in group}:
+        of_it = [s for s in group if s.operator == operator]
+        places = {round(i * (len(of_it) - 1) / (OF_EACH - 1)) for i in range(OF_EACH)}
+        found += [s for place, s in enumerate(of_it) if place in places or s.name in RANDOM]
+    return found
 
 
 def about_runs(group: list[Scenario]) -> str:
@@ -90,7 +105,7 @@ def test_every_scenario_is_in_a_group() -> None:
     assert len(refused) == 11, "scenarios whose topology is refused when it is built"
     *short, long = GROUPS.values()
     assert sum(map(len, short)) == 157 + len(RANDOM) - len(refused)
-    assert [len(group) for group in short] == [12, 85, 53]
+    assert [len(group) for group in short] == [12, 45, 40, 29, 24]
     assert len(long) == 11, "scenarios of which only the first runs are taken for every change"
 
 
@@ -98,7 +113,7 @@ def test_every_scenario_is_in_a_group() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "group",
-    [pytest.param(g, marks=pytest.mark.endurance if g == "up to 9 runs" else ()) for g in GROUPS],
+    [pytest.param(g, marks=pytest.mark.endurance if g.startswith(ENDURING) else ()) for g in GROUPS],
 )
 def test_assets_give_what_kafka_streams_gave(
     group: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

