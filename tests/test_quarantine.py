@@ -22,6 +22,7 @@ from pyspark.sql.types import (
 from tests.market import Market, messages, record
 from vt_dagster import FilesSource, Stream
 from vt_dagster.errors import SourceError
+from vt_dagster.spark.settings import settings
 
 ROW = StructType([StructField("k", StringType()), StructField("n", IntegerType())])
 
@@ -231,6 +232,24 @@ def test_long_file_is_numbered_across_blocks(spark: SparkSession, tmp_path: Path
     assert [r["_arrival"] for r in rows] == list(range(600))
     assert [r["n"] for r in rows] == list(range(600))
     assert [r["_position"] for r in rows] == [*range(1, 501), *range(1, 101)]
+
+
+@pytest.mark.parametrize(("largest", "scans"), [("128MB", 1), ("2000", 2), ("2kb", 2)])
+def test_lines_of_a_single_file(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: str, scans: int
+) -> None:
+    """One scan if a single task reads it; then line numbers need no second scan."""
+    write(tmp_path, "1.jsonl", "".join(f'{{"k":"{i}","n":{i}}}\n' for i in range(500)))
+    source = FilesSource(str(tmp_path))
+    with settings(spark, {"spark.sql.files.maxPartitionBytes": largest}):
+        rows = source.read(spark, source.pending({}), ROW)
+        found = rows.collect()
+        plan: str = rows._jdf.queryExecution().executedPlan().toString()
+        # An adaptive plan shows its final and its initial plan, each with the same scans.
+        assert plan.split("Initial Plan")[0].count("FileScan text") == scans
+    assert [(r["_arrival"], r["n"], r["_position"]) for r in sorted(found, key=lambda r: r["n"])] == [
+        (i, i, i + 1) for i in range(500)
+    ]
 
 
 def test_times_are_utc(spark: SparkSession, tmp_path: Path) -> None:

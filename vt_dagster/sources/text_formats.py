@@ -384,13 +384,18 @@ def _line(
     return text[: longest + 1]
 
 
+_SPLITS = ("maxPartitionBytes", "openCostInBytes")
+"""Spark splits no file that is smaller than both."""
+
+
 def numbered_lines(
     spark: SparkSession, files: Sequence[FileInfo], options: Mapping[str, str]
 ) -> DataFrame:
     """Returns the lines of files, in order of arrival.
 
     Plan: two scans, one of them for the number of lines per block, which is then broadcast; no shuffle
-    of lines. In an encoding other than UTF-8, lines go through Python in Arrow batches.
+    of lines. A single file that one task reads takes one scan. In an encoding other than UTF-8, lines
+    go through Python in Arrow batches.
 
     Returns:
         ``_raw`` (the line; its bytes if it is not text in the encoding), ``_file``, ``_arrival``
@@ -405,6 +410,9 @@ def numbered_lines(
         more = _lines_of(spark, some, one, options.get("lineSep"))
         lines = more if lines is None else lines.unionByName(more)
     assert lines is not None
+    if encoding == UTF_8 and _in_one_task(spark, files):
+        position, decoded = F.col(_ID) + 1, F.lit(False).alias(UNDECODED)
+        return lines.select(RAW, FILE, F.col(_ID).alias(ARRIVAL), position.alias(POSITION), decoded)
     blocks = lines.groupBy(FILE, _BLOCK).agg(F.count(F.lit(1)).alias(START), F.min(_ID).alias("_first"))
     starts = running_start(blocks, [FILE, _BLOCK])
     within_file = W.partitionBy(FILE)
@@ -424,6 +432,17 @@ def numbered_lines(
     if encoding in WIDE and "lineSep" not in options:
         text = F.regexp_replace(text, r"\r\z", "")
     return decoded.withColumns({RAW: F.coalesce(text, RAW), UNDECODED: F.col(_TEXT).isNull()})
+
+
+def _in_one_task(spark: SparkSession, files: Sequence[FileInfo]) -> bool:
+    """Returns whether one task reads all lines in order: there is one file, and Spark does not split a
+    file of its size."""
+    if len(files) > 1:
+        return False
+    settings = [spark.conf.get(f"spark.sql.files.{name}") or "" for name in _SPLITS]
+    found = [re.fullmatch(r"(\d+)([bkm]?)b?", text.lower()) for text in settings]
+    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20}
+    return all(one and files[0].size <= int(one[1]) * units[one[2]] for one in found)
 
 
 def _lines_of(
