@@ -14,7 +14,7 @@ from deltalake import write_deltalake
 from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster import DeltaSource, FilesSource, SnapshotSource, VersionedTable
+from vt_dagster import DeltaSource, FilesSource, SnapshotSource, Stream, VersionedTable
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.base import Source
@@ -105,4 +105,30 @@ def test_each_job_of_a_small_run(
         assert receipt.commit.counts["applied"] >= 2
     assert general == []
     erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
+    assert general == []
+
+
+def test_each_job_of_a_join_of_streams(spark: SparkSession, tmp_path: Path, general: list[str]) -> None:
+    """It computes the matches of a run once, before it corrects earlier results."""
+    sides = []
+    for name in ("orders", "payments"):
+        (tmp_path / name).mkdir()
+        about = {"key": "k", "schema": SCHEMA, "timestamp": "at"}
+        sides.append(Stream(name, source=FilesSource(str(tmp_path / name)), **about))
+    orders, payments = sides
+    paid = orders.outer_join(
+        payments,
+        name="paid",
+        select=["left.*", "right.v as payment"],
+        within=timedelta(days=1),
+        corrected_for=timedelta(days=30),
+    )
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    for day in (1, 2):
+        for node in sides:
+            land_lines(tmp_path / node.name, day)
+            run_once(node, stores)
+        receipt = run_once(paid, stores)
+        assert receipt.commit is not None
+        assert receipt.commit.counts["out"] > 0
     assert general == []

@@ -448,12 +448,8 @@ class Run:
         latest, now = None, now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = int((now + source.max_clock_skew).timestamp())
-        with self._explained(), self._settings_of_source():
+        with self._explained(), self._settings_for(self.arrival.view_rows):
             return records_of(self.arrival, source, self.store, latest)
-
-    def _settings_of_source(self) -> AbstractContextManager[None]:
-        """Returns the planner settings of jobs that read the source and compare it with the table."""
-        return self.store.planner_settings(self._small(Judged(rows_read=self.arrival.view_rows)))
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
         """Returns the rows that were read, with the tables that the plan reads."""
@@ -531,20 +527,21 @@ class Run:
             table_time is not None or reads_twice(read[0], self.arrival)
         ):
             # The records are used twice, and reading them from the source takes most of the time.
-            with self._explained(), self._settings_of_source():
+            with self._explained(), self._settings_for(self.arrival.view_rows):
                 read = [self.store.persist(rows) for rows in read]
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 read = [rows]
         if table_time is not None:
-            with self._explained(), self._settings_of_source():
+            with self._explained(), self._settings_for(self.arrival.view_rows):
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(table_time, self._inputs(read), before, spark)
                 context = replace(context, bounds=bounds)
         inputs = self._inputs(read)
         judged = self._judged(inputs, context)
         if judged is None:
-            return Results(self.processor.results(inputs, context), context)
+            with self._settings_for(self._own_rows):
+                return Results(self.processor.results(inputs, context), context)
         return self._joined(judged, context)
 
     def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
@@ -577,9 +574,17 @@ class Run:
         return results
 
     def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        own = self.arrival.view_rows if self.plan.reads_own_table else 0
-        with self.store.planner_settings(self._small(Judged(rows_read=own))):
+        with self._settings_for(self._own_rows):
             return self.processor.judge(inputs, context)
+
+    def _settings_for(self, rows_read: int) -> AbstractContextManager[None]:
+        """Returns the planner settings of jobs that read the input and so many rows of tables."""
+        return self.store.planner_settings(self._small(Judged(rows_read=rows_read)))
+
+    @property
+    def _own_rows(self) -> int:
+        """How many rows of the asset's own table the operator reads."""
+        return self.arrival.view_rows if self.plan.reads_own_table else 0
 
     def _joined(self, judged: DataFrame, context: RunContext) -> Results:
         with self.store.planner_settings(self.arrival.small):
