@@ -37,6 +37,7 @@ class Order(pa.DataFrameModel):
 
 
 class Payment(pa.DataFrameModel):
+    payment_id: T.StringType = pa.Field(nullable=True)
     product: T.StringType
     amount: T.DoubleType
     at: T.TimestampType

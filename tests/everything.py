@@ -127,6 +127,7 @@ def sources() -> dict[str, Stream]:
         Table("plain", **ABOUT, tombstone="n is null", source=files("plain", format="parquet")),
         Stream("clicks", **ABOUT, null_key="keep", source=files("clicks")),
         Stream("views", **ABOUT, source=files("views", recorded_at="file_time")),
+        Stream("once", **ABOUT, unique_by=["k", "n"], within=4 * MINUTE, source=files("once")),
         Table("dumped", **ABOUT, source=SnapshotSource("data/landing/dumped", dump_time="timestamp")),
         Stream("appended", **ABOUT, source=DeltaSource("data/theirs", max_clock_skew=LONG)),
         VersionedTable(
@@ -288,9 +289,11 @@ def table(records: list[dict[str, Any]]) -> pa.Table:
 def land(place: int) -> None:
     """What arrives before a run, in each place that a source reads."""
     root = Path("data/landing")
-    for i, name in enumerate(("versions", "others", "parts", "plain", "clicks", "views", "returned")):
+    names = ("versions", "others", "parts", "plain", "clicks", "views", "returned", "once")
+    for i, name in enumerate(names):
         (root / name).mkdir(parents=True, exist_ok=True)
         records = _records(random.Random(10 * place + i), place)
+        records += records[:3] if name == "once" else []
         if name in ("plain", "returned"):
             pq.write_table(table(records), root / name / f"{place}.parquet")
         elif name == "others":

@@ -213,6 +213,13 @@ def test_ties_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     assert quarantine is not None
     assert [r["reason"] for r in quarantine.collect()] == ["lost_tie"]
     assert [one.name for one in audit(store) if not one.passed] == []
+    # Without the option, too, what it has refused is accounted for.
+    without = replace(node, tie_break=None)
+    (folder / "4.jsonl").write_text(json.dumps(put("a", "4", "2024-01-01T00:00:00Z", lsn=1)))
+    assert run([build_asset(without)], tmp_path / "warehouse").success
+    store = AssetStore(str(tmp_path / "warehouse"), without, spark)
+    assert [r["v"] for r in store.read("versions").collect()] == ["4"]
+    assert [one.name for one in audit(store) if not one.passed] == []
 
 
 def test_ties_that_cannot_be_decided() -> None:

@@ -81,6 +81,8 @@ attributes:
         key: product
         columns: {{product: string, ordered_at: timestamp, amount: "decimal(10,2)", tags: array<int>}}
         timestamp: ordered_at
+        unique_by: [product, ordered_at]
+        within: 7d
         source:
           files: {{path: {landing}/orders, recorded_at: ordered_at}}
     - name: products
@@ -224,7 +226,10 @@ def test_everything_is_there(shop: str) -> None:
         clicks = graph.get(dg.AssetKey("clicks")).metadata
         assert clicks["vt_dagster/source"] == "records of the Kafka topics clicks, taps"
         assert "sesame" not in str(clicks)
-        orders = graph.get(dg.AssetKey("orders")).metadata["dagster/column_schema"].columns
+        about = graph.get(dg.AssetKey("orders")).metadata
+        told = (about["vt_dagster/unique_by"], about["vt_dagster/within"])
+        assert told == ("product, ordered_at", "7 days")
+        orders = about["dagster/column_schema"].columns
         assert {"amount": "decimal(10,2)", "tags": "array<int>"}.items() <= {
             c.name: c.type for c in orders
         }.items()

@@ -69,6 +69,8 @@ VALUES: dict[str, Any] = {
     "freshness": "every_run",
     "renamed": {"before": "v"},
     "log_retention": DAY,
+    "unique_by": ["v"],
+    "within": DAY,
     "broadcast": True,
     "deleted_when": "n < 0",
     "deleted_at": "till",
@@ -83,16 +85,24 @@ VALUES: dict[str, Any] = {
     "ignore_null_updates": True,
 }
 """A value of each option, other than its default."""
+OF_STREAMS = ("null_key", "unique_by", "within")
+"""Options that a table has, but refuses."""
+
+
+def with_its_pair(option: str) -> dict[str, Any]:
+    """An option, with the other one that it needs."""
+    pair = ("unique_by", "within")
+    return {name: VALUES[name] for name in (pair if option in pair else (option,) if option else ())}
 
 
 def declared(option: str = "", **more: Any) -> Stream:
     """A node with one option more; of the kind that has most options, if it allows this one."""
     about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "timestamp": "at", **more}
     about |= {"source": FilesSource("landing")} if "source" not in more else {}
-    about |= {option: VALUES[option]} if option else {}
+    about |= with_its_pair(option)
     if option == "broadcast":
         return Table("prices", **about)
-    if option == "null_key":
+    if option in OF_STREAMS:
         return Stream("prices", **about)
     return VersionedTable("prices", **{"history_retention": DAY, **about})
 
@@ -157,7 +167,13 @@ def test_metadata_shows_an_option(option: Option) -> None:
 def test_values_are_shown_as_text() -> None:
     shown = {"deleted_at": "till", "tie_break": "n", "new_version_on": "v", "only_columns": "v"}
     shown |= {"ignore_null_updates": "all", "history_retention": "2 days", "log_retention": "1 day"}
-    shown |= {"key": "k, v", "source": VALUES["source"].describe(), "ready": "initial_load"}
+    shown |= {
+        "key": "k, v",
+        "unique_by": "v",
+        "within": "1 day",
+        "source": VALUES["source"].describe(),
+        "ready": "initial_load",
+    }
     shown |= {"start": VALUES["start"].describe(), "valid_until": "till"}
     assert set(shown) == {option.name for option in OPTIONS if option.shown}
     for name, text in shown.items():
@@ -264,8 +280,8 @@ def read_by(consumer: Consumer, option: Option) -> Stream | None:
         return node if isinstance(node, VersionedTable) else None
     if option.name not in {f.name for f in fields(Stream)} - {"freshness"}:
         return None
-    about = {"key": "k", "schema": SCHEMA, "timestamp": "at", option.name: VALUES[option.name]}
-    return Stream("prices", **about)
+    about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "timestamp": "at"}
+    return Stream("prices", **(about | with_its_pair(option.name)))
 
 
 CELLS = [

@@ -31,6 +31,7 @@ import tables  # pyright: ignore[reportMissingImports]
 SHOWN = {
     "applied": "kip889-validity-interval",
     "late": "kip889-grace-rejects-old-writes",
+    "duplicate": "test_a_value_is_remembered_for_within",
     "lost_tie": "test_the_order_of_arrival_does_not_matter",
     "carried": "test_what_a_late_record_says_holds_in_later_versions",
     "unknown_columns": "test_what_a_record_says_must_be_known",
@@ -109,7 +110,7 @@ def test_metrics_are_described_by_the_rules() -> None:
     kinds = {"k": StringType(), "n": IntegerType(), "timestamp": TimestampType()}
     values = StructType([StructField(name, kind) for name, kind in kinds.items()])
     about: dict[str, Any] = {"key": "k", "schema": values}
-    orders = Stream("orders", **about)
+    orders = Stream("orders", **about, unique_by="n", within=timedelta(days=1))
     hourly = (
         orders.group_by()
         .windowed_by(TumblingWindow(timedelta(hours=1)))

@@ -13,9 +13,11 @@ Terms, here and in messages:
 - *stream time*: the largest timestamp so far, per partition. Only records advance it, never a clock.
 - *history retention*: how far behind stream time a table keeps versions and accepts records.
 - *grace period*: how far stream time passes a record, or a window's end, before the result is final.
-- *late*: behind stream time by more than the grace period or history retention.
-- *outcome* of a record: *applied*, *late*, *waiting* (in a buffer, for example of a grace period),
-  *dropped* (unusable; counted), *quarantined* (bad; kept aside), or *no result* (produced no output).
+- *late*: behind stream time by more than the grace period or history retention (of a stream with
+  ``unique_by``: than ``within``).
+- *outcome* of a record: *applied*, *late*, *duplicate* (of a stream with ``unique_by``), *waiting* (in
+  a buffer, for example of a grace period), *dropped* (unusable; counted), *quarantined* (bad; kept
+  aside), or *no result* (produced no output).
 - *released*: buffered records that were emitted, and the time up to which they were.
 - *arrival*: the input of a run, pinned when the run starts.
 - *delivery*: one input of a source of DataFrames: of one run of a function, of one partition, or of one

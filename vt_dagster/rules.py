@@ -40,12 +40,18 @@ APPLIED = _rule(
 LATE = _rule(
     "late",
     "on arrival its timestamp was behind stream time by more than the history retention (a table "
-    "rejects it) or the grace period (a join joins it at once)",
+    "rejects it), the grace period (a join joins it at once) or within (a stream with unique_by "
+    "rejects it, unless it is a duplicate)",
 )
 LOST_TIE = _rule(
     "lost_tie",
     "the table has a record of the same key and timestamp with a larger value of tie_break: the record "
     "is not applied",
+)
+DUPLICATE = _rule(
+    "duplicate",
+    "an earlier record of its partition has the same value of unique_by, and stream time is at most "
+    "within ahead of the latest such record: the record is not applied",
 )
 CARRIED = _rule(
     "carried",
@@ -156,7 +162,7 @@ SUPPRESSED = _rule("suppressed", "the update is held until a time limit, or unti
 CORRECTED = _rule("corrected", "records that came later give another result than the one given before")
 
 _COUNTED = (
-    *(APPLIED, CARRIED, LATE, LOST_TIE, COVERED, NOTHING_NEW, DROPPED, WAITING, QUARANTINED),
+    *(APPLIED, CARRIED, LATE, LOST_TIE, DUPLICATE, COVERED, NOTHING_NEW, DROPPED, WAITING, QUARANTINED),
     CORRECTED,
 )
 METRICS = {

@@ -43,6 +43,7 @@ class Outcome:
     APPLIED = rules.APPLIED.name
     LATE = rules.LATE.name
     LOST_TIE = rules.LOST_TIE.name
+    DUPLICATE = rules.DUPLICATE.name
     CARRIED = rules.CARRIED.name
     COVERED = rules.COVERED.name
     NOTHING_NEW = rules.NOTHING_NEW.name
@@ -56,9 +57,9 @@ class Outcome:
     QUARANTINED = rules.QUARANTINED.name
 
 
-REFUSED = (Outcome.LATE, Outcome.LOST_TIE)
-"""Outcomes of valid records that a table refuses. They are in its quarantine, with the outcome as the
-reason."""
+REFUSED = (Outcome.LATE, Outcome.LOST_TIE, Outcome.DUPLICATE)
+"""Outcomes of valid records that a table, or a stream with ``unique_by``, refuses. They are in its
+quarantine, with the outcome as the reason."""
 
 
 def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:

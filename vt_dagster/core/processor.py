@@ -103,7 +103,8 @@ class RunContext:
         state: the state that the processor stored; None = nothing yet.
         view: the current rows of the result; None = nothing yet.
         stream_time: before the run, of a row's partition of the result.
-        stream_time_after: at the end of the run, if the processor has a stream time of its own.
+        stream_time_after: at the end of the run; for ``state_after`` only, unless the processor has a
+            stream time of its own.
         emitted_up_to: the time up to which held-back records were emitted before the run.
         emitted_up_to_after: the time up to which they are emitted at the end of the run.
         persist_rows: persists the run's records; None if the view has not many more keys than they

@@ -11,6 +11,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, PROPAGATED_FROM
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import FINE, REFUSED, Outcome, with_columns
+from vt_dagster.core.duplicates import mark_duplicates, remembered_after
 from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -110,9 +111,10 @@ class SourceCounts(RunCounts):
 class SourceProcessor(Processor[None]):
     """Puts a source's prepared records (``source_records.prepare``) into its stream or table.
 
-    A stream and a plain table apply every record. A versioned table refuses records older than its
-    history retention, and those that lose a tie; if it follows its source's order, no record is late.
-    Records with a reason for quarantine are passed through.
+    A stream and a plain table apply every record; a stream with ``unique_by`` refuses duplicates, see
+    ``core.duplicates``. A versioned table refuses records older than its history retention, and those
+    that lose a tie; if it follows its source's order, no record is late. Records with a reason for
+    quarantine are passed through.
     """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
@@ -146,9 +148,14 @@ class SourceProcessor(Processor[None]):
         # The raw record is needed only in quarantine.
         raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
         if not isinstance(node, Table):
-            rejected = F.col(OUTCOME).isNotNull()
-            kept = with_columns(records, {c: F.when(rejected, F.col(c)) for c in raw})
-            return kept.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
+            judged = records.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
+            if node.unique_by is not None:
+                now = context.stream_time
+                judged = mark_duplicates(
+                    node, records, context.state, stream_time=now, chunk=self.chunk
+                )
+            rejected = F.col(OUTCOME) != Outcome.APPLIED
+            return with_columns(judged, {c: F.when(rejected, F.col(c)) for c in raw})
         return table_store.put(
             node,
             records,
@@ -163,3 +170,8 @@ class SourceProcessor(Processor[None]):
             first_changes=context.first_changes,
             last=context.last,
         )
+
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
+        if self.node.unique_by is None:
+            return None
+        return remembered_after(self.node, rows, context.state, context.stream_time_after)

@@ -690,8 +690,9 @@ class CorrectedJoinCounts(RunCounts):
             f"{self.name}: expected one record of {operator.left.name!r} for each key "
             f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} with the key of "
             f"another record, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
-            "committed. Add columns to key, or remove it: each record then has a row of its own, keyed "
-            "by partition and offset",
+            "committed. If a producer sent a record twice, set unique_by of the stream, and replay it; "
+            "else add columns to key, or remove it: each record then has a row of its own, keyed by "
+            "partition and offset",
             list(wrong),
         )
 

@@ -424,12 +424,12 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
     zero, and if its zero is information by itself.
 
     The latter are quarantined and late records: an alert on ``records_quarantined`` or ``records_late``
-    must tell zero from a missing count. Only where the count is possible: a plain table and a stream
-    accept every record, whatever its time.
+    must tell zero from a missing count. Only where the count is possible: a plain table, and a stream
+    without ``unique_by``, accept every record, whatever its time.
     """
     waits = bool(getattr(node.operator, "waits", False))
     if name == Outcome.LATE:
-        promised = waits or isinstance(node, VersionedTable)
+        promised = waits or isinstance(node, VersionedTable) or node.unique_by is not None
     elif name in REFUSED:
         promised = any(name in option.outcomes for option in set_options(node))
     elif name == Outcome.WAITING:

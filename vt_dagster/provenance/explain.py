@@ -42,7 +42,7 @@ from vt_dagster.provenance.explain_request import (
     written,
 )
 from vt_dagster.provenance.explain_row_operators import PASSING, row_by_row
-from vt_dagster.provenance.explain_sources import origin, place_of, rejected
+from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_of, rejected
 from vt_dagster.provenance.expressions import asked_for, in_micros
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
@@ -188,7 +188,11 @@ class Explainer:
         if commit is None:
             told.notes.append("the commit that wrote it is gone")
         elif operator is None:
-            found = replace(found, origin=origin(log, record, commit))
+            again, count = duplicates_of(log, record)
+            found = replace(found, origin=origin(log, record, commit), rejected=tuple(again))
+            if count:
+                columns = ", ".join(log.head.shape.unique_by or ())
+                told.notes.append(f"duplicates in quarantine that mention its {columns}: {count}")
         else:
             found = self._made(found, log, record, commit, told, depth)
         if not isinstance(operator, _BY_TIME_ALONE):

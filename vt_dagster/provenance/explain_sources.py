@@ -51,6 +51,7 @@ from vt_dagster.storage.arrow_reader import (
     values_by_partition,
 )
 from vt_dagster.storage.commit_log import Commit, horizons
+from vt_dagster.topology.durations import spoken
 
 # Source origins
 
@@ -145,13 +146,14 @@ def quarantine(log: Log, condition: Any) -> pa.Table | None:
     return None if found is None else rows_of(path, found.version, lambda _: condition)
 
 
-def rejected(log: Log, key: Sequence[Any]) -> tuple[list[Rejected], int]:
+def rejected(log: Log, key: Sequence[Any], reason: str | None = None) -> tuple[list[Rejected], int]:
     """Returns rows of an asset's quarantine that mention a key, newest first, and the number of all.
 
     Args:
         key: the key's values; a row mentions the key if its raw text contains all of them.
+        reason: only rows with this reason; None = any.
     """
-    rows = quarantine(log, None)
+    rows = quarantine(log, None if reason is None else pc.field("reason") == reason)
     if rows is None:
         return [], 0
     for value in key:
@@ -282,7 +284,7 @@ def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
 def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
     """Adds the place of a record in the history of its key."""
     if log.head.shape.kind == "stream":
-        reasoning.decide(rules.APPLIED, "a stream takes every record, whatever its time")
+        reasoning.decide(rules.APPLIED, _first_of_its_value(log, record))
         return
     history = History(log, log.same_key(record.values))
     others, _, repeats = history.versions(log.commit, record.timestamp, forgotten=False)
@@ -321,6 +323,28 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
         )
     until = "now" if here.end is None else str(here.end)
     reasoning.notes.append(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
+
+
+def _first_of_its_value(log: Log, record: Record) -> str:
+    """Returns why a stream has applied a record."""
+    commit = log.commit_of(record)
+    shape = log.head.shape if commit is None else commit.shape
+    if shape.unique_by is None or shape.within is None:
+        return "a stream takes every record, whatever its time"
+    named = ", ".join(shape.unique_by)
+    if any(record.values.get(c) is None for c in shape.unique_by):
+        return f"it has a null in {named}, so it is compared with no other record"
+    return f"when it came, no record of the last {spoken(shape.within)} of stream time had its {named}"
+
+
+def duplicates_of(log: Log, record: Record) -> tuple[list[Rejected], int]:
+    """Returns the duplicates of a record in quarantine, newest first, and the number of all: those that
+    mention its value of ``unique_by``."""
+    columns = log.head.shape.unique_by
+    values = [record.values.get(c) for c in columns or ()]
+    if columns is None or any(value is None for value in values):
+        return [], 0
+    return rejected(log, values, rules.DUPLICATE.name)
 
 
 def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:

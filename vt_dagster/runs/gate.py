@@ -631,7 +631,7 @@ class Passed:
     Args:
         counts: records by outcome, and the processor's tallies.
         by_partition: these counts per partition.
-        times: per partition, the largest timestamp of an applied row.
+        times: per partition, the largest timestamp of an applied row or a duplicate.
         earliest: the smallest timestamp of an applied row that is not its key's latest.
     """
 
@@ -658,12 +658,14 @@ def gate(node: Stream, plan: RunPlan, rows: DataFrame, stream_time: Column) -> P
     rules, probes = contract_of(node, rows.columns)
     rules += invariants_before_commit(node, plan, rows.columns, stream_time)
     applied = F.col(OUTCOME) == Outcome.APPLIED
+    # A duplicate is a record: whether the next one is a duplicate depends on its time too.
+    moves = applied | (F.col(OUTCOME) == Outcome.DUPLICATE)
     tallies = plan.counts.tallies(rows.columns)
     wanted: dict[str, Column] = {
         "in": F.count(F.lit(1)),
         **{outcome: F.count_if(F.col(OUTCOME) == outcome) for outcome in _COUNTED},
         **tallies,
-        "_time": F.max(F.when(applied, F.unix_micros(TIMESTAMP))),
+        "_time": F.max(F.when(moves, F.unix_micros(TIMESTAMP))),
         **{f"_rule{i}": F.count_if(applied & rule.violated) for i, rule in enumerate(rules)},
     }
     if IS_LATEST in rows.columns:

@@ -115,7 +115,7 @@ class Arrival:
         view_rows: how many current rows the asset's own table has.
         erased: how many of the consumed log records have been erased, so that their rows are missing.
         rows_read: how many rows of tables the run reads, as estimated before the run.
-        state_bytes: size of the operator's state.
+        state_bytes: size of the state of the operator, or of a stream with ``unique_by``.
         persisted: DataFrames that stay persisted until the commit.
         ready: per input, the offsets of its log when it became ready, see ``upstream``.
         not_ready: the tables that a join looks up and that are not ready; the run then takes nothing,
@@ -441,6 +441,7 @@ def from_source(
         taken=pinned.taken,
         view_rows=at.reach(),
         rows_read=at.reach(),
+        state_bytes=store.state_bytes(at.head),
     )
 
 

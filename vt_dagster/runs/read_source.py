@@ -30,6 +30,7 @@ from pyspark.sql.types import (
 from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
+from vt_dagster.core.duplicates import remembered_of_log
 from vt_dagster.core.log_columns import value_columns, view_schema
 from vt_dagster.core.processor import RunContext
 from vt_dagster.core.source_order import LAST, follows_source
@@ -155,6 +156,18 @@ def first_changes_of(arrival: Arrival, store: Store) -> DataFrame | None:
         return None
     of_key = store.log({}, arrival.previous).groupBy(*[F.col(f"`{k}`") for k in arrival.node.key])
     return of_key.agg(F.min(TIMESTAMP).alias(FIRST))
+
+
+def state_of(arrival: Arrival, store: Store) -> DataFrame | None:
+    """Returns the state that the processor stored in the last run; of a stream with ``unique_by`` that
+    of its log, if the last run did not remember its values, or not as long. None = there is none."""
+    node, at = arrival.node, arrival.previous
+    if at is None or node.unique_by is None or node.within is None:
+        return store.state(at)
+    then = at.commit.shape
+    if then.unique_by == [*node.unique_by] and then.within is not None and node.within <= then.within:
+        return store.state(at)
+    return remembered_of_log(node, store.log({}, at), by_partition(at.commit.stream_time))
 
 
 def reads_twice(records: DataFrame, arrival: Arrival) -> bool:

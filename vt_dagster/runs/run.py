@@ -77,6 +77,7 @@ from vt_dagster.runs.read_source import (
     first_changes_of,
     reads_twice,
     records_of,
+    state_of,
     with_table_history,
     without_spark_logs,
 )
@@ -482,7 +483,7 @@ class Run:
         arrival, plan, store, before = self.arrival, self.plan, self.store, self.arrival.before
         view = state = None
         if with_tables and arrival.previous is not None:
-            state = store.state(arrival.previous)
+            state = state_of(arrival, store)
             own = isinstance(self.node, Table) and plan.reads_own_table
             view = store.current() if own else None
             view = None if view is None else view.drop(RECORDED_AT)
@@ -523,6 +524,10 @@ class Run:
         if self.arrival.empty:
             return Results(nothing_of(self.node, self.store.spark), context)
         require_deterministic_functions(self.arrival, self.store)
+        if self.arrival.source is not None and self.node.unique_by and not self.arrival.single_task:
+            # Their stream time takes a pass over the records of its own.
+            with self._explained():
+                read = [self._persist(rows) for rows in read]
         if self.arrival.source is not None and (
             table_time is not None or reads_twice(read[0], self.arrival)
         ):
@@ -702,7 +707,11 @@ class Run:
         counting.check(passed.by_partition)
         counts = counting.of_run(arrival.new_records - arrival.erased, passed.counts, judged.counts)
         counts |= {"erased": arrival.erased} if arrival.erased else {}
-        state = self.processor.state_after(rows, results.context)
+        times = passed.times if plan.stream_time is None else arrival.stream_time
+        ends = {p: max(moment, before.stream_time.get(p, moment)) for p, moment in times.items()}
+        after = by_partition({**before.stream_time, **ends})
+        context = replace(results.context, stream_time_after=after)
+        state = self.processor.state_after(rows, context)
         buffer = counting.fullness(state)
         gauges = dict(arrival.gauges)
         if buffer is not None:
@@ -728,7 +737,7 @@ class Run:
             passed,
             counts,
             judged.by_partition or passed.by_partition,
-            stream_time=passed.times if plan.stream_time is None else arrival.stream_time,
+            stream_time=times,
             gauges=gauges,
             strategy=judged.strategy,
             state=state is not None,

@@ -29,7 +29,7 @@ from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.delta import File, Wanted
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
-from vt_dagster.topology.specification import OperatorSpec
+from vt_dagster.topology.specification import Length, OperatorSpec
 
 # Commit log
 
@@ -64,6 +64,11 @@ class Shape(BaseModel):
     """Of a versioned table: the column with the end of a version."""
     new_version_on: list[str] | None = None
     """Of a versioned table: columns whose change starts a version; None = every record starts one."""
+
+    unique_by: list[str] | None = None
+    """Of a stream: the columns that identify a record; None = no record is a duplicate."""
+    within: Length | None = None
+    """Of a stream with ``unique_by``: how long a value is remembered, in stream time."""
 
     has_partial_updates: bool = False
     """Of a versioned table: whether a record may update only some columns of its row."""
@@ -215,7 +220,8 @@ class Commit(BaseModel):
     next_offset: Offsets = Field(default_factory=dict)
     """The first free offset of each partition of this log."""
     stream_time: dict[int, int] = Field(default_factory=dict)
-    """Largest timestamp by partition; of a join with grace, that of its buffer."""
+    """Largest timestamp by partition; of a join with grace, that of its buffer; of a stream with
+    ``unique_by``, also of duplicates."""
     emitted_up_to: dict[int, int] = Field(default_factory=dict)
     """Of a join: the largest timestamp by partition up to which every record has been joined."""
     watermarks: dict[str, dict[int, int]] = Field(default_factory=dict)
@@ -262,7 +268,8 @@ class Commit(BaseModel):
     rejected: bool = False
     """Whether the attempt's directory holds records for the quarantine."""
     state: bool = False
-    """Whether the attempt's directory holds the operator's state."""
+    """Whether the attempt's directory holds the state of the operator, or of a stream with
+    ``unique_by``."""
     erased: Offsets = Field(default_factory=dict)
     """Number of erased rows by partition: this many offsets of the log are missing."""
     erased_before: Offsets = Field(default_factory=dict)

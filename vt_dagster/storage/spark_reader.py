@@ -167,9 +167,10 @@ def shape_of(node: Stream) -> Shape:
     """Returns the description of a node for its commits."""
     about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names}
     about["specification"] = None if node.operator is None else node.operator.specification
+    about |= options_in_commit(node)
     if not isinstance(node, VersionedTable):
         return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
-    about |= {"history_retention": in_micros(node.history_retention), **options_in_commit(node)}
+    about["history_retention"] = in_micros(node.history_retention)
     about["has_partial_updates"] = node.has_partial_updates
     about["ordered_by_source"] = follows_source(node)
     return Shape(kind="versioned", **about)

@@ -161,10 +161,10 @@ class TopologyTestDriver:
             partition: count one partition only.
 
         Returns:
-            ``applied``, ``carried``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and its
-            reasons (``quarantined/null_key``, …), ``waiting``; outcomes with count 0 are omitted,
-            except ``waiting``. ``late`` records of a join were joined at once; those of a table were
-            refused.
+            ``applied``, ``carried``, ``late``, ``lost_tie``, ``duplicate``, ``dropped``,
+            ``quarantined`` and its reasons (``quarantined/null_key``, …), ``waiting``; outcomes with
+            count 0 are omitted, except ``waiting``. ``late`` records of a join were joined at once;
+            those of a table, or of a stream with ``unique_by``, were refused.
         """
         self._node(name)
         store = self._stores[name]

@@ -593,6 +593,14 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
             consumer has read them and none may need them again. Reads as known after that time still
             work; earlier reads, and consumers that start at the beginning, fail with an error that
             names the limit. None (default): the log is never truncated.
+        unique_by: column, or several, that identify a record, for producers that may send it twice:
+            the first record of each value enters the log, in the order of its partition. Later ones are
+            duplicates: counted, and in quarantine (``duplicate``). Null in any of the columns: the
+            record is never a duplicate. Only for a stream with a source, and with ``within``.
+        within: how long a value of ``unique_by`` is remembered, in stream time of its partition: until
+            stream time is more than this ahead of the latest record with the value, duplicates
+            included. A record with ``timestamp < stream time - within`` cannot be compared any more:
+            unless its value is remembered, it is refused, counted and in quarantine (``late``).
     """
 
     def __hash__(self) -> int:
@@ -928,6 +936,8 @@ class StreamOptions(TypedDict, total=False):
     owners: Sequence[str]
     key_prefix: str | Sequence[str]
     log_retention: timedelta | None
+    unique_by: str | Sequence[str] | None
+    within: timedelta | None
 
 
 class _TableOptions(StreamOptions, total=False):
@@ -988,7 +998,12 @@ def with_settings(node: Stream, settings: Mapping[str, str]) -> Stream:
     Raises:
         TopologyError: an unknown setting, or an invalid value.
     """
+    own = {n: t for n, t in settings.items() if node.operator is None and n in settable(node)}
+    # Together: one option may need another.
+    node = replace(node, **{n: _value(getattr(node, n), t) for n, t in own.items()})
     for name, text in settings.items():
+        if name in own:
+            continue
         first = name.partition(".")[0]
         operator: Any = node.operator
         if operator is not None and first in settable(operator):

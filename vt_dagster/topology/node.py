@@ -231,6 +231,8 @@ class Node:
     freshness: Freshness = field(default="on_growth", kw_only=True)
     renamed: Mapping[str, str] = field(default_factory=dict[str, str], kw_only=True)
     log_retention: timedelta | None = field(default=None, kw_only=True)
+    unique_by: str | Sequence[str] | None = field(default=None, kw_only=True)
+    within: timedelta | None = field(default=None, kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
 

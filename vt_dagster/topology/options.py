@@ -142,8 +142,9 @@ def check_options(node: Any) -> None:
 def _check_place(node: Any, option: Option) -> None:
     """Raises TopologyError if a node cannot have an option, whatever its value."""
     if option.not_of_results and node.operator is not None:
+        kind = "table" if node.is_table else "stream"
         raise TopologyError(
-            f"{node.name}: {option.name} needs a table with a source, got the result of an operator, "
+            f"{node.name}: {option.name} needs a {kind} with a source, got the result of an operator, "
             f"{option.not_of_results}: declare it on the input"
         )
     if option.not_of_states and getattr(node.source, "whole", False):
@@ -179,9 +180,9 @@ def options_in_commit(owner: Any) -> dict[str, Any]:
     """Returns the options that commits keep.
 
     Args:
-        owner: a versioned table, or its ``Shape`` in a commit.
+        owner: a stream or table, or its ``Shape`` in a commit.
     """
-    return {option.name: getattr(owner, option.name) for option in OPTIONS if option.in_commit}
+    return {option.name: getattr(owner, option.name, None) for option in OPTIONS if option.in_commit}
 
 
 class Refused(NamedTuple):
@@ -257,6 +258,54 @@ def _check_freshness(node: Any) -> None:
 
 def _check_log_retention(node: Any) -> None:
     check_duration(node.name, "log_retention", node.log_retention)
+
+
+def _check_unique_by(node: Any) -> None:
+    """Checks ``unique_by``, and stores it as a tuple.
+
+    Raises:
+        TopologyError: it is on a table, lacks ``within``, or names no columns that can be compared.
+    """
+    _refuse_on_table(node, "unique_by")
+    if node.within is None:
+        raise TopologyError(
+            f"{node.name}: expected within beside unique_by, the stream time for which a value is "
+            "remembered, got none; set for example within=timedelta(days=7)"
+        )
+    named = (node.unique_by,) if isinstance(node.unique_by, str) else node.unique_by
+    columns = _distinct(node, "unique_by", named, node.schema.fields, "no record is a duplicate", "")
+    kinds = {c: node.schema[c].dataType for c in columns}
+    maps = [f"{c} {kind.simpleString()}" for c, kind in kinds.items() if holds_map(kind)]
+    if maps:
+        raise TopologyError(
+            f"{node.name}: expected unique_by to name columns whose values can be compared, got "
+            f"{maps}; name other columns, for example a string made from the map"
+        )
+    object.__setattr__(node, "unique_by", columns)
+
+
+def _check_within(node: Any) -> None:
+    _refuse_on_table(node, "within")
+    if node.unique_by is None:
+        raise TopologyError(
+            f"{node.name}: expected unique_by beside within, the columns that identify a record, got "
+            "none; set unique_by, or remove within"
+        )
+    check_duration(node.name, "within", node.within)
+    if not isinstance(node.within, timedelta) or not node.within:
+        raise TopologyError(
+            f"{node.name}: within must be one duration longer than 0, got {node.within!r}; set for "
+            "example within=timedelta(days=7)"
+        )
+
+
+def _refuse_on_table(node: Any, setting: str) -> None:
+    if node.is_table:
+        raise TopologyError(
+            f"{node.name}: {setting} is for streams, got a {type(node).__name__}, in which a repeated "
+            "record replaces its row by an equal one; remove it, or declare a Stream and use its "
+            "to_table()"
+        )
 
 
 def _check_broadcast(node: Any) -> None:
@@ -436,27 +485,34 @@ def _provided(node: Any) -> list[Any]:
 
 
 def _distinct(
-    node: Any, setting: str, columns: object, values: Sequence[Any], otherwise: str
+    node: Any,
+    setting: str,
+    columns: object,
+    values: Sequence[Any],
+    otherwise: str,
+    kind: str = "value ",
 ) -> tuple[str, ...]:
-    """Returns a list of distinct value columns as a tuple.
+    """Returns a list of distinct columns as a tuple.
 
     Args:
+        values: the columns that it may name.
         otherwise: the behaviour without the setting, for messages.
+        kind: which columns these are, for messages.
     """
     listed = isinstance(columns, list | tuple) and all(isinstance(c, str) for c in columns)
     found = tuple(cast("Sequence[str]", columns)) if listed else ()
     if not found or len({*found}) < len(found):
         raise TopologyError(
-            f"{node.name}: expected {setting} to be a list of value columns, each once, some of "
+            f"{node.name}: expected {setting} to be a list of {kind}columns, each once, some of "
             f"{[f.name for f in values]}, got {columns!r}; correct it, or remove {setting}: then "
             f"{otherwise}"
         )
     unknown = [c for c in found if c not in {f.name for f in values}]
     if unknown:
         raise TopologyError(
-            f"{node.name}: expected {setting} to name value columns, some of "
-            f"{[f.name for f in values]}, got {unknown}, which are key columns or not in the schema; "
-            "correct it"
+            f"{node.name}: expected {setting} to name {kind}columns, some of "
+            f"{[f.name for f in values]}, got {unknown}, which are "
+            f"{'key columns or ' if kind else ''}not in the schema; correct it"
         )
     return found
 
@@ -479,6 +535,7 @@ _WHOLE_LOG = Refusal(
 _WHOLE_ROWS = "which provides whole rows"
 _ONE_OF_TWO = "it would refuse one of two partial updates with equal timestamps"
 _UNCHANGED = "the result has a history retention, and selects"
+_SENT_ONCE = "which no producer sends twice"
 
 OPTIONS: tuple[Option, ...] = (
     Option("key", defines_records=True, shown=True),
@@ -507,6 +564,23 @@ OPTIONS: tuple[Option, ...] = (
             Consumer.AS_KNOWN: _WHOLE_LOG,
             Consumer.SPINE: Refusal("each run reads the whole log", "use another stream"),
         },
+    ),
+    Option(
+        "unique_by",
+        _check_unique_by,
+        defines_records=True,
+        shown=True,
+        in_commit=True,
+        outcomes=(rules.DUPLICATE.name,),
+        not_of_results=_SENT_ONCE,
+    ),
+    Option(
+        "within",
+        _check_within,
+        defines_records=True,
+        shown=True,
+        in_commit=True,
+        not_of_results=_SENT_ONCE,
     ),
     Option("broadcast", _check_broadcast),
     Option("deleted_when", _check_deleted_when),
