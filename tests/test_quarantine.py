@@ -242,7 +242,7 @@ def test_lines_of_a_single_file(
     write(tmp_path, "1.jsonl", "".join(f'{{"k":"{i}","n":{i}}}\n' for i in range(500)))
     source = FilesSource(str(tmp_path))
     with settings(spark, {"spark.sql.files.maxPartitionBytes": largest}):
-        rows = source.read(spark, source.pending({}), ROW)
+        rows: Any = source.read(spark, source.pending({}), ROW)
         found = rows.collect()
         plan: str = rows._jdf.queryExecution().executedPlan().toString()
         # An adaptive plan shows its final and its initial plan, each with the same scans.

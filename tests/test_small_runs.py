@@ -17,7 +17,6 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType, 
 from vt_dagster import DeltaSource, FilesSource, SnapshotSource, Stream, VersionedTable
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.base import Source
 from vt_dagster.storage.asset_store import stores_of
 
 SCHEMA = StructType(
@@ -72,7 +71,7 @@ def land_delta(place: Path, day: int) -> None:
     write_deltalake(place, pa.Table.from_pylist(rows(day), kinds), mode="overwrite", configuration=feed)
 
 
-SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Source]]] = {
+SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any]]] = {
     "files": (land_lines, lambda place: FilesSource(place)),
     "dumps": (
         land_lines,
