@@ -46,6 +46,11 @@ class StorageError(VtDagsterError):
     """A log or a view on storage is missing or damaged, or does not match its asset's declaration."""
 
 
+class NeedsReplayError(StorageError):
+    """A log cannot go on with its asset's declaration: it would mix the results of two. A replay under
+    another name and a swap make it anew."""
+
+
 class ExecutorError(VtDagsterError):
     """The executor spreads a run over processes, between which DataFrames cannot be passed."""
 

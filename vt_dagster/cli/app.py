@@ -22,6 +22,7 @@ COMMANDS = {
     "explain": "vt_dagster.cli.explain",
     "explore": "vt_dagster.cli.explore",
     "lateness": "vt_dagster.cli.lateness",
+    "plan": "vt_dagster.cli.plan",
     "replay": "vt_dagster.cli.tables",
     "compare": "vt_dagster.cli.tables",
     "swap": "vt_dagster.cli.tables",

@@ -129,7 +129,7 @@ def restate(
 ) -> None:
     """Recompute an asset and all its consumers in place, from a time on, while nothing runs; resumes
     an interrupted restatement. Asks first in a terminal."""
-    node, known = node_of(module, asset), [*_nodes(module).values()]
+    node, known = node_of(module, asset), [*nodes_of(module).values()]
     if not (dry_run or yes) and sys.stdin.isatty():
         typer.confirm(f"Recompute {asset} and its consumers from {start} on, in place?", abort=True)
     spark = build_session("vt-dagster")
@@ -173,7 +173,11 @@ def erase(
     if module is None:
         node, known, found = AssetStore.open(warehouse, asset, spark).node, [], []
     else:
-        node, known, found = node_of(module, asset), [*_nodes(module).values()], _exports(module, asset)
+        node, known, found = (
+            node_of(module, asset),
+            [*nodes_of(module).values()],
+            _exports(module, asset),
+        )
     done = erasure.erase(
         warehouse,
         node,
@@ -206,7 +210,7 @@ def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
 
 def _exports(module: str, asset: str) -> list[str]:
     """Returns the existing paths of a module's exports of an asset and of assets derived from it."""
-    nodes = _nodes(module)
+    nodes = nodes_of(module)
     made = [nodes[asset]]
     for node in topological([*nodes.values()]):
         if any(up.name in {one.name for one in made} for up in node.inputs):
@@ -227,7 +231,7 @@ def node_of(module: str, name: str) -> Stream:
     Raises:
         TopologyError: the module has none of that name.
     """
-    found = _nodes(module)
+    found = nodes_of(module)
     if name not in found:
         raise TopologyError(
             f"expected one of {sorted(found)} in {module}, got {name!r}; choose one of them, or assign "
@@ -236,7 +240,8 @@ def node_of(module: str, name: str) -> Stream:
     return found[name]
 
 
-def _nodes(module: str) -> dict[str, Stream]:
+def nodes_of(module: str) -> dict[str, Stream]:
+    """Returns the streams and tables among a module's variables, by name."""
     return {v.name: v for v in vars(module_of(module)).values() if isinstance(v, Stream)}
 
 

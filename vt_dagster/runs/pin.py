@@ -29,7 +29,13 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.stream_table_join import moves_stream_time
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.core.table_store import start_of
-from vt_dagster.errors import ConcurrentRunError, RefusedRecordsError, SourceError, StorageError
+from vt_dagster.errors import (
+    ConcurrentRunError,
+    NeedsReplayError,
+    RefusedRecordsError,
+    SourceError,
+    StorageError,
+)
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.spark.settings import is_small
@@ -152,13 +158,7 @@ class Arrival:
 
     def __post_init__(self) -> None:
         for name, head in self.inputs.items():
-            known = self.before.logs.get(name, head.commit.log)
-            if known != head.commit.log:
-                raise StorageError(
-                    f"{self.node.name}: expected the log of {name} that batch {self.before.batch} "
-                    "consumed, got another log: its offsets mean other records. Replay "
-                    f"{self.node.name} under another name, compare the two, and swap them"
-                )
+            _require_known_log(self.node.name, name, self.before, head.commit)
 
     @property
     def empty(self) -> bool:
@@ -168,9 +168,7 @@ class Arrival:
     @property
     def before(self) -> Commit:
         """The commit that the run starts from."""
-        if self.previous is not None:
-            return self.previous.commit
-        return Commit(asset=self.node.name, batch=0, attempt="", shape=shape_of(self.node))
+        return before_of(self.node, self.previous)
 
     @property
     def times(self) -> RunTimes:
@@ -230,6 +228,13 @@ class Arrival:
         """Whether records and tables are so small that planning takes most of the run's time."""
         size = self.state_bytes + (self._bytes or 0)
         return size <= _SMALL_BYTES and is_small(self.records, self.rows_read)
+
+
+def before_of(node: Stream, head: Head | None) -> Commit:
+    """Returns the commit that a run starts from: the last one, or one of batch 0."""
+    if head is not None:
+        return head.commit
+    return Commit(asset=node.name, batch=0, attempt="", shape=shape_of(node))
 
 
 def times_of(commit: Commit) -> RunTimes:
@@ -493,10 +498,7 @@ def from_logs(
         if up.name not in names:
             continue
         inputs[up.name] = found.head
-        before = None if at.head is None else at.head.commit
-        require_same_log(node.name, up.name, before, found.head.commit, stores(up).attempt_of)
-        require_not_truncated(node.name, up.name, start.get(up.name, {}), found.head.commit)
-        require_reach(node, up, pinned.before, found.head.commit)
+        require_consumable(node, up, at.head, found.head.commit, stores)
         ends, first = found.head.commit.next_offset, start.get(up.name, {})
         ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
         if ranges:
@@ -534,6 +536,37 @@ def _last(node: Stream, pinned: Mapping[str, Commit], stores: Stores) -> Commit 
 def _looks_into(plan: RunPlan, table: Table, consumed: Collection[str]) -> bool:
     of_times = plan.looked_up is not None and plan.looked_up.name == table.name
     return plan.reads_tables or of_times or table.name not in consumed
+
+
+def require_consumable(
+    node: Stream, up: Stream, head: Head | None, commit: Commit, stores: Stores
+) -> None:
+    """Checks that an operator can go on with the log of an input. Does not use Spark.
+
+    Args:
+        node: the operator's result.
+        up: an input that it consumes; ``commit``: its last commit.
+        head: the operator's last commit; None = nothing consumed.
+
+    Raises:
+        NeedsReplayError: another log has replaced the consumed one under its name.
+        StorageError: the log was restored from a backup, or has been truncated too far.
+    """
+    before = before_of(node, head)
+    consumed = None if head is None else head.commit
+    require_same_log(node.name, up.name, consumed, commit, stores(up).attempt_of)
+    require_not_truncated(node.name, up.name, before.inputs.get(up.name, {}), commit)
+    require_reach(node, up, before, commit)
+    _require_known_log(node.name, up.name, before, commit)
+
+
+def _require_known_log(name: str, of: str, before: Commit, commit: Commit) -> None:
+    if before.logs.get(of, commit.log) != commit.log:
+        raise NeedsReplayError(
+            f"{name}: expected the log of {of} that batch {before.batch} consumed, got another log: "
+            f"its offsets mean other records. Replay {name} under another name, compare the two, and "
+            "swap them"
+        )
 
 
 def require_reach(node: Stream, up: Stream, before: Commit, commit: Commit) -> None:

@@ -118,15 +118,11 @@ class AssetStore(AssetReader):
                 because it was suspended for longer than maintenance keeps uncommitted files.
             StorageError: the rows do not fit the log's columns, or another program has changed the log.
         """
+        self.require_writable(commit.batch)
         if commit.batch > 1:
-            # Consumers' positions are offsets of this log: rows of another writer would shift their
-            # meaning.
-            self._check_nobody_else()
             told = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).told
             if told:
                 self.progress.done(f"! {told}")
-        else:
-            self._check_name()
         prepared = self._prepared.get(commit.attempt, {})
         commit = commit.model_copy(update={"staged": prepared})
 
@@ -151,6 +147,20 @@ class AssetStore(AssetReader):
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)
+
+    def require_writable(self, batch: int) -> None:
+        """Checks that a run may write a batch of the log. Does not use Spark.
+
+        Raises:
+            StorageError: for the first batch, another asset is in the way of the name; for others,
+                another program has changed the log.
+        """
+        if batch > 1:
+            # Consumers' positions are offsets of this log: rows of another writer would shift their
+            # meaning.
+            self._check_nobody_else()
+        else:
+            self._check_name()
 
     def _check_name(self) -> None:
         name, others = "/".join(self.node.path), asset_names(self.warehouse)

@@ -84,6 +84,21 @@ class Shape(BaseModel):
         about = self.model_dump(mode="json", exclude={"specification"})
         return {**about, "specification": None if operator is None else operator.definition()}
 
+    def changed_settings(self, then: Shape) -> list[str]:
+        """Returns the differences from an earlier shape in what a live asset may change, without its
+        columns."""
+        found: list[str] = []
+        if self.history_retention != then.history_retention:
+            lengths = spoken(then.retention()), spoken(self.retention())
+            found.append(f"history_retention was {lengths[0]}, is {lengths[1]}")
+        for name in ("valid_until", "new_version_on", "has_partial_updates", "ordered_by_source"):
+            before, now = getattr(then, name), getattr(self, name)
+            if before != now:
+                found.append(f"{name} was {before!r}, is {now!r}")
+        if self.specification is not None and then.specification is not None:
+            found += self.specification.changed_settings(then.specification)
+        return found
+
     def retention(self) -> Duration:
         """Returns the history retention; zero if the table is not versioned."""
         told = self.history_retention or 0

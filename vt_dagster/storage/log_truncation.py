@@ -10,7 +10,7 @@ import posixpath
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import NeedsReplayError, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Consumed, Offsets, Truncation
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
@@ -143,11 +143,11 @@ def require_history(
         new_version_on: declared columns.
 
     Raises:
-        StorageError: the retention covers expired versions, or ``new_version_on`` has changed.
+        NeedsReplayError: the retention covers expired versions, or ``new_version_on`` has changed.
     """
     cut = commit.truncation
     if cut is not None and then.new_version_on != new_version_on:
-        raise StorageError(
+        raise NeedsReplayError(
             f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
             f"{cut.description()}, and its rows as of then were stored with the earlier value; declare "
             "that value, or rebuild the table from its source (vt-dagster replay) and swap"
@@ -157,7 +157,7 @@ def require_history(
         since = then.stream_time[partition] - kept + longer
         if longer > 0 and cut and commit.stream_time.get(partition, since + kept) - kept < since:
             there = timedelta(microseconds=commit.stream_time[partition] - since)
-            raise StorageError(
+            raise NeedsReplayError(
                 f"{name}: expected a history_retention of at most {spoken(there)}, got "
                 f"{spoken(length_at(retention, partition))}: {cut.description()}, and versions that "
                 f"ended before {in_utc(since)} had expired by then; lengthen it as the history grows, "

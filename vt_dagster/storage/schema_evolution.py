@@ -52,7 +52,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import OLD
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import NeedsReplayError, StorageError
 from vt_dagster.storage.delta import filesystem
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import earlier_names, named, same, was
@@ -223,11 +223,11 @@ def evolved(name: str, then: StructType, now: StructType, **about: Any) -> Evolu
     """Returns the evolution of a table of this name, see :func:`evolve`.
 
     Raises:
-        StorageError: the change is refused; names the columns, both types, and what to do.
+        NeedsReplayError: the change is refused; names the columns, both types, and what to do.
     """
     found = evolve(then, now, **about)
     if found.refused:
-        raise StorageError(
+        raise NeedsReplayError(
             f"{name}: expected columns that the stored rows can be read with, got incompatible ones: "
             f"{'; '.join(found.refused)}. {_FOLLOWED}. Restore the earlier declaration, give the new "
             "column another name, or rebuild the asset beside the old one (vt-dagster replay) and swap"

@@ -34,7 +34,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import with_finality
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, NeedsReplayError, StorageError
 from vt_dagster.storage import commit_log, delta, parquet
 from vt_dagster.storage.arrow_reader import head_of, require_in_place
 from vt_dagster.storage.commit_log import (
@@ -183,7 +183,8 @@ def require_shape(node: Stream, shape: Shape) -> None:
         shape: shape in the log's last commit.
 
     Raises:
-        StorageError: the kind, the key or the operator's definition differs.
+        NeedsReplayError: the operator's definition differs.
+        StorageError: the kind or the key differs.
     """
     declared = shape_of(node)
     earlier = node.earlier
@@ -200,7 +201,7 @@ def require_shape(node: Stream, shape: Shape) -> None:
         )
     changed = node.changed_definition(shape.specification)
     if changed:
-        raise StorageError(
+        raise NeedsReplayError(
             f"{node.name}: the declaration differs from the one that wrote its log: "
             f"{'; '.join(changed)}. Its log would mix both results: restore the earlier declaration, "
             "give the new asset another name, or rebuild it beside the old one (vt-dagster replay) and "
@@ -218,7 +219,7 @@ def columns_of(
         head: the log's last commit.
 
     Raises:
-        StorageError: the log cannot take the new columns.
+        NeedsReplayError: the log cannot take the new columns.
     """
     placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
     found = evolved(
@@ -273,7 +274,7 @@ class AssetReader:
         cls,
         warehouse: str,
         name: str,
-        spark: SparkSession,
+        spark: SparkSession | None,
         tell: Callable[[str], None] | None = None,
     ) -> Self:
         """Opens the tables of an asset by name, as described in its last commit.

@@ -85,6 +85,28 @@ class Specification(BaseModel, frozen=True, extra="forbid"):
         """Returns what defines the results, as JSON values: leaves out what may change between runs."""
         return self.model_dump(mode="json", exclude=self._may_change())
 
+    def settings(self) -> dict[str, Any]:
+        """Returns what may change between runs, by name: ``grace_period``, ``window.grace``,
+        ``until.duration``."""
+        found: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value, changes = getattr(self, name), _MAY_CHANGE in field.metadata
+            if isinstance(value, Specification):
+                parts = dict(value) if changes else value.settings()
+                found |= {f"{name}.{inner}": one for inner, one in parts.items()}
+            elif changes:
+                found[name] = value
+        return found
+
+    def changed_settings(self, then: Specification) -> list[str]:
+        """Returns the differences from an earlier specification in what may change between runs."""
+        before = then.settings()
+        return [
+            f"{name} was {_words(before.get(name))}, is {_words(value)}"
+            for name, value in self.settings().items()
+            if value != before.get(name)
+        ]
+
     def _may_change(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():

@@ -1,0 +1,382 @@
+"""``vt-dagster plan``: each verdict on changed definitions is what their runs then do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+from pyspark.sql.types import (
+    DoubleType,
+    IntegerType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+from typer.testing import CliRunner, Result
+
+from vt_dagster.cli import app
+from vt_dagster.errors import NeedsReplayError, TopologyError, VtDagsterError
+from vt_dagster.runs.plan import Planned, plan
+from vt_dagster.runs.replay import replay, swap
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.windows import TumblingWindow
+
+HOUR = timedelta(hours=1)
+ALL = ["prices", "orders", "priced", "dear", "doubled", "hourly"]
+PRICE = {"product": StringType(), "price": DoubleType(), "at": TimestampType()}
+ORDER = {"product": StringType(), "customer": StringType(), "at": TimestampType()}
+Change = Callable[[Path], Sequence[Stream]]
+
+
+def columns(**kinds: Any) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in kinds.items()])
+
+
+def shop(
+    root: Path,
+    *,
+    price: str = "price",
+    more: dict[str, Any] | None = None,
+    of_prices: dict[str, Any] | None = None,
+    of_orders: dict[str, Any] | None = None,
+    grace: timedelta = HOUR,
+    size: timedelta = HOUR,
+    dear: str = "{} > 1",
+) -> list[Stream]:
+    """Prices (versioned), orders, and what is made of them, with some changes."""
+    kinds = {price if name == "price" else name: kind for name, kind in PRICE.items()}
+    prices = VersionedTable(
+        "prices",
+        **{
+            "key": "product",
+            "schema": columns(**kinds, **(more or {})),
+            "timestamp": "at",
+            "history_retention": timedelta(days=1),
+            "source": FilesSource(str(root / "prices"), optional=[*(more or {})]),
+            **(of_prices or {}),
+        },
+    )
+    orders = Stream(
+        "orders",
+        **{
+            "key": "product",
+            "schema": columns(**ORDER),
+            "timestamp": "at",
+            "source": FilesSource(str(root / "orders")),
+            **(of_orders or {}),
+        },
+    )
+    made = prices.filter(dear.format(price), name="dear")
+    return [
+        prices,
+        orders,
+        orders.left_join(
+            prices, name="priced", select=["left.*", f"right.{price} as price"], grace_period=grace
+        ),
+        made,
+        made.map_values("*", f"{price} * 2 as twice", name="doubled"),
+        orders.group_by("customer")
+        .windowed_by(TumblingWindow(size, grace=grace))
+        .aggregate({"orders": "count(*)"}, name="hourly"),
+    ]
+
+
+def land(root: Path, name: str, file: str, *rows: dict[str, Any]) -> None:
+    (root / name).mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps({**row, "at": f"2024-01-01T{row['at']}:00Z"}) + "\n" for row in rows)
+    (root / name / file).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def live(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warehouse after one run of each asset, and the files of the next run."""
+    root = tmp_path_factory.mktemp("plan")
+    land(root, "prices", "1.jsonl", *({"product": p, "price": 2.0, "at": "10:00"} for p in "ab"))
+    land(root, "orders", "1.jsonl", {"product": "a", "customer": "x", "at": "10:30"})
+    for node in shop(root):
+        assert run_once(node, stores_of(str(root / "warehouse"), spark)).commit is not None
+    return root
+
+
+@pytest.fixture
+def copy(live: Path, tmp_path: Path) -> Path:
+    """A copy of the same to run in, with records for the next run of each asset."""
+    root = tmp_path / "copy"
+    shutil.copytree(live, root)
+    land(root, "prices", "2.jsonl", {"product": "a", "price": 3.0, "at": "12:00"})
+    land(root, "orders", "2.jsonl", {"product": "a", "customer": "x", "at": "14:00"})
+    return root
+
+
+def elsewhere(root: Path) -> Sequence[Stream]:
+    land(root, "moved", "1.jsonl", {"product": "a", "price": 2.5, "at": "10:00"})
+    return shop(root, of_prices={"source": FilesSource(str(root / "moved"))})
+
+
+def with_cheap(root: Path) -> Sequence[Stream]:
+    nodes = shop(root)
+    return [*nodes, nodes[0].filter("price <= 1", name="cheap")]
+
+
+def alike(root: Path) -> Sequence[Stream]:
+    nodes = shop(root)
+    return [*nodes, nodes[0].filter("price <= 1", name="Dear")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A change of the definitions; what the plan says of each asset that is not unchanged, with a part
+    of its text; and the inputs that are the cause of a refusal."""
+
+    change: Change
+    says: dict[str, tuple[str, str]]
+    causes: dict[str, str]
+
+
+CASES = {
+    "nothing": Case(shop, {}, {}),
+    "grace period": Case(
+        lambda root: shop(root, grace=2 * HOUR),
+        {
+            "priced": ("goes_on", "grace_period was 1 hour, is 2 hours"),
+            "hourly": ("goes_on", "window.grace was 1 hour, is 2 hours"),
+        },
+        {},
+    ),
+    "history retention": Case(
+        lambda root: shop(root, of_prices={"history_retention": timedelta(days=2)}),
+        dict.fromkeys(
+            ("prices", "dear", "doubled"),
+            ("goes_on", "history_retention was 1 day, is 2 days; the next run rebuilds the view"),
+        ),
+        {},
+    ),
+    "window": Case(
+        lambda root: shop(root, size=2 * HOUR),
+        {"hourly": ("needs_replay", "window was tumbling windows of 1 hour, is tumbling")},
+        {},
+    ),
+    "filter expression": Case(
+        lambda root: shop(root, dear="{} > 5"),
+        {
+            "dear": ("needs_replay", "predicate was 'price > 1', is 'price > 5'"),
+            "doubled": ("refused", "dear: the declaration differs"),
+        },
+        {"doubled": "dear"},
+    ),
+    "new column": Case(
+        lambda root: shop(root, more={"note": StringType()}),
+        dict.fromkeys(
+            ("prices", "dear", "doubled"), ("goes_on", "columns change: new, null in old rows: note")
+        ),
+        {},
+    ),
+    "another type": Case(
+        lambda root: shop(root, of_prices={"schema": columns(**{**PRICE, "price": IntegerType()})}),
+        dict.fromkeys(
+            ("prices", "priced", "dear", "doubled"), ("needs_replay", "price: double -> int")
+        ),
+        {},
+    ),
+    "renamed column": Case(
+        lambda root: shop(root, price="cost", of_prices={"renamed": {"price": "cost"}}),
+        dict.fromkeys(("prices", "dear", "doubled"), ("goes_on", "renamed: price -> cost")),
+        {},
+    ),
+    "renamed column, not declared": Case(
+        lambda root: shop(root, price="cost")[:2],
+        {"prices": ("needs_replay", "declare renamed={'price': 'cost'}")},
+        {},
+    ),
+    "source elsewhere": Case(elsewhere, {}, {}),  # its files are new records
+    "source is missing": Case(
+        lambda root: shop(root, of_prices={"source": FilesSource(str(root / "nowhere"))})[:1],
+        {"prices": ("refused", "expected a directory")},
+        {},
+    ),
+    "key": Case(
+        lambda root: shop(root, of_orders={"key": "customer"}),
+        {
+            "orders": ("refused", "declared as stream keyed by ['customer']"),
+            "priced": ("refused", "declared as stream keyed by ['customer']"),
+            "hourly": ("refused", "orders: declared as stream"),
+        },
+        {"hourly": "orders"},
+    ),
+    "kind": Case(
+        lambda root: [
+            Table(
+                "orders",
+                key="product",
+                schema=columns(**ORDER),
+                timestamp="at",
+                source=FilesSource(str(root / "orders")),
+            )
+        ],
+        {"orders": ("refused", "declared as table keyed by")},
+        {},
+    ),
+    "new asset": Case(with_cheap, {"cheap": ("new", "")}, {}),
+    "new asset, a name that differs in case": Case(
+        alike, {"Dear": ("refused", "the warehouse has an asset 'dear'")}, {}
+    ),
+    "removed asset": Case(lambda root: shop(root)[:-1], {"hourly": ("removed", "")}, {}),
+}
+
+
+def text(one: Planned) -> str:
+    return one.reason or "; ".join(one.changes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_does_what_the_plan_says(spark: SparkSession, copy: Path, name: str) -> None:
+    case, warehouse = CASES[name], str(copy / "warehouse")
+    nodes = case.change(copy)
+    there = {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")}
+    found = {one.asset: one for one in plan(warehouse, nodes)}
+    assert {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")} == there
+
+    declared = {node.name for node in nodes}
+    gone = {n: ("removed", "") for n in ALL if n not in declared}
+    said = {n: one for n, one in found.items() if one.verdict != "unchanged"}
+    expected = {**gone, **case.says}
+    assert {n: one.verdict for n, one in said.items()} == {n: v for n, (v, _) in expected.items()}
+    assert [n for n, (_, part) in expected.items() if part not in text(said[n])] == [], said
+    assert {n: one.cause for n, one in found.items() if one.cause} == case.causes
+
+    for node in nodes:  # what it says is what its run does
+        one = found[node.name]
+        run: Any = lambda node=node: run_once(node, stores_of(warehouse, spark))  # noqa: E731
+        if not one.stops:
+            assert run().commit is not None
+            continue
+        with pytest.raises(VtDagsterError) as raised:
+            run()
+        assert str(raised.value) == one.reason
+        if one.cause is None:
+            assert isinstance(raised.value, NeedsReplayError) == (one.verdict == "needs_replay")
+    # What went on is as declared now; what was refused is refused still.
+    after = {one.asset: one for one in plan(warehouse, nodes)}
+    went_on = {n for n, one in found.items() if one.verdict in ("unchanged", "goes_on", "new")}
+    assert {n for n, one in after.items() if one.verdict == "unchanged"} == went_on
+    assert {n: one for n, one in after.items() if one.stops} == {
+        n: replace(one, rows=after[n].rows, bytes=after[n].bytes)
+        for n, one in found.items()
+        if one.stops
+    }
+
+
+def test_downstream_needs_a_replay_after_the_swap(spark: SparkSession, copy: Path) -> None:
+    """The plan counts what it will touch, and its numbers are those of the files."""
+    warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 5")
+    (dear,) = [one for one in plan(warehouse, nodes, ["dear"]) if one.asset == "dear"]
+    assert dear.downstream == ("doubled",)
+    log = DeltaTable(f"{warehouse}/dear/log")
+    assert dear.rows == log.to_pyarrow_table().num_rows == 2
+    assert dear.bytes == sum(Path(f).stat().st_size for f in log.file_uris())
+
+    replay(warehouse, nodes[3], "dear_new", spark)
+    assert {one.asset for one in plan(warehouse, nodes)} == {*ALL}  # a replay is not a removed asset
+    swap(warehouse, "dear", "dear_new")
+    found = {one.asset: one for one in plan(warehouse, nodes) if one.verdict != "unchanged"}
+    assert {n: one.verdict for n, one in found.items()} == {
+        "doubled": "needs_replay",
+        "dear_new": "removed",
+    }
+    with pytest.raises(NeedsReplayError) as raised:
+        run_once(nodes[4], stores_of(warehouse, spark))
+    assert str(raised.value) == found["doubled"].reason
+    assert "got another log" in found["doubled"].reason
+
+
+def test_another_program_has_written(spark: SparkSession, copy: Path) -> None:
+    log = DeltaTable(f"{copy}/warehouse/orders/log")
+    log.delete("customer = 'x'")
+    (found,) = plan(str(copy / "warehouse"), shop(copy), ["orders"])
+    assert (found.verdict, "another program has changed the log" in found.reason) == ("refused", True)
+    with pytest.raises(VtDagsterError) as raised:
+        run_once(shop(copy)[1], stores_of(str(copy / "warehouse"), spark))
+    assert str(raised.value) == found.reason
+
+
+def test_before_the_first_run(tmp_path: Path) -> None:
+    land(tmp_path, "prices", "1.jsonl")
+    land(tmp_path, "orders", "1.jsonl")
+    found = plan(str(tmp_path / "nothing yet"), shop(tmp_path)[-1:])
+    assert found == [Planned("orders", "new"), Planned("hourly", "new")]
+    with pytest.raises(TopologyError, match=r"expected assets of .*'hourly'.*, got \['other'\]"):
+        plan(str(tmp_path / "nothing yet"), shop(tmp_path), ["other"])
+
+
+def asked(module: str, warehouse: Path, *options: str) -> Result:
+    arguments = ["plan", "--module", module, "--warehouse", str(warehouse), *options]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_the_command(
+    spark: SparkSession, live: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, change in {
+        "as_it_is": "",
+        "longer": "grace=2 * HOUR",
+        "other": "dear='{} > 5', grace=2 * HOUR",
+    }.items():
+        code = (
+            f"from pathlib import Path\nfrom tests.test_plan import HOUR, shop\n*_, {', '.join(ALL)} = "
+        )
+        (tmp_path / f"plan_{name}.py").write_text(f"{code}shop(Path({str(live)!r}), {change})\n")
+    (tmp_path / "plan_nothing.py").write_text("")
+    warehouse = live / "warehouse"
+
+    same = asked("plan_as_it_is", warehouse)
+    assert (same.exit_code, same.output) == (0, "6 unchanged\n")
+    longer = asked("plan_longer", warehouse)
+    assert longer.exit_code == 0
+    assert longer.output.splitlines() == [
+        "priced: goes on",
+        "    grace_period was 1 hour, is 2 hours",
+        "hourly: goes on",
+        "    window.grace was 1 hour, is 2 hours",
+        "4 unchanged, 2 goes on",
+    ]
+    other = asked("plan_other", warehouse, "--asset", "dear", "--asset", "doubled")
+    assert other.exit_code == 3
+    lines = other.output.splitlines()
+    about = AssetStore(str(warehouse), shop(live)[3])
+    size = sum(f.stat().st_size for f in Path(about.log_path).glob("1-*/*.parquet"))
+    assert lines[:3] == [
+        "dear: needs a replay",
+        f"    its log has 2 rows, {size:,} bytes",
+        "    1 asset downstream to replay after it: doubled",
+    ]
+    command = "vt-dagster replay dear --into dear_new --module plan_other --warehouse "
+    assert f"    {command}{warehouse}" in lines
+    assert "    it reads dear, of which a run says:" in lines
+    assert lines[-1] == "1 needs a replay, 1 refused"
+    assert [line for line in lines if len(line) > 80 and str(warehouse) not in line] == []
+
+    told = asked("plan_other", warehouse, "--json")
+    assert told.exit_code == 3
+    document = json.loads(told.output)
+    assert document["stops"] is True
+    by_name = {one["asset"]: one for one in document["assets"]}
+    assert list(by_name) == ALL
+    assert by_name["dear"]["verdict"] == "needs_replay"
+    assert by_name["dear"]["downstream"] == ["doubled"]
+    assert by_name["doubled"]["cause"] == "dear"
+    assert by_name["priced"]["changes"] == ["grace_period was 1 hour, is 2 hours"]
+    assert isinstance(asked("plan_nothing", warehouse).exception, TopologyError)
