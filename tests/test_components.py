@@ -679,6 +679,61 @@ def test_partition_sensors() -> None:
         assert re.search(r"shop/defs\.yaml:1[2-6]", message)
 
 
+ALERTS = """\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: here
+  assets:
+    - name: prices
+      versioned_table:
+        key: product
+        columns: {product: string, at: timestamp}
+        timestamp: at
+        history_retention: 30d
+        source: {files: {path: landing}}
+    - name: cheap
+      filter: {input: prices, predicate: "product < 'c'"}
+  alerts:
+    - to: tests.test_components:send
+      freshness: 2h
+      quarantine_share: 1%
+      running: true
+    - name: cheap_alerts
+      assets: cheap
+      late_share: 0.1%
+      to: tests.test_components.send
+"""
+
+
+def send(alert: object) -> None: ...
+
+
+def test_alerts() -> None:
+    with project(ALERTS) as defs:
+        dg.Definitions.validate_loadable(defs)
+        found = {key.to_user_string() for key in defs.resolve_asset_graph().asset_check_keys}
+        assert {
+            *("prices:is_fresh", "cheap:is_fresh", "prices:few_records_are_quarantined"),
+            "cheap:few_results_are_wrong",
+        } <= found
+        assert "prices:few_results_are_wrong" not in found
+        assert defs.resolve_sensor_def("alerts").default_status == dg.DefaultSensorStatus.RUNNING
+        assert defs.resolve_sensor_def("cheap_alerts")
+    for old, new, said in (
+        ("components:send", "components:page", "got 'tests.test_components.page'"),
+        ("components:send", "components:ALERTS", "expected a function that takes an Alert (to), got"),
+        ("freshness: 2h", "freshness: 0h", "expected at_most to be a positive timedelta"),
+        ("quarantine_share: 1%", "quarantine_share: 1e", "expected a share of the results"),
+        ("assets: cheap", "assets: dear", "expected one of the assets of this file (cheap, prices)"),
+        ("late_share: 0.1%", "waiting: 3", "expected streams or tables to which waiting applies"),
+        ("late_share: 0.1%", "latte_share: 0.1%", "is not known here; did you mean 'late_share'?"),
+    ):
+        assert old in ALERTS
+        message = errors(ALERTS.replace(old, new))
+        assert said in message
+        assert re.search(r"shop/defs\.yaml:(1[4-9]|2[0-3])", message)
+
+
 WORDS = Table(
     "words",
     key="word",

@@ -33,7 +33,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vt_dagster.contracts import contract
     from vt_dagster.errors import TopologyError, VtDagsterError
-    from vt_dagster.orchestration.checks import build_freshness_check, build_lateness_check
+    from vt_dagster.orchestration.alerts import Alert, build_alerts
+    from vt_dagster.orchestration.checks import (
+        build_freshness_check,
+        build_lateness_check,
+        build_quarantine_check,
+        build_waiting_check,
+    )
     from vt_dagster.orchestration.decorators import stream, table, versioned_table
     from vt_dagster.orchestration.export_asset import build_export
     from vt_dagster.orchestration.factory import (
@@ -73,6 +79,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
+    "Alert": "vt_dagster.orchestration.alerts",
     "AssetSource": "vt_dagster.sources.frame_sources",
     "DeltaSource": "vt_dagster.sources.delta_source",
     "FeatureView": "vt_dagster.topology.feature_views",
@@ -98,6 +105,7 @@ _HOMES = {
     "explain": "vt_dagster.provenance.explain",
     "lateness": "vt_dagster.provenance.lateness",
     "read": "vt_dagster.storage.read",
+    "build_alerts": "vt_dagster.orchestration.alerts",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
@@ -106,9 +114,11 @@ _HOMES = {
     "build_lateness_check": "vt_dagster.orchestration.checks",
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_partition_sensor": "vt_dagster.orchestration.sensors",
+    "build_quarantine_check": "vt_dagster.orchestration.checks",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
     "build_training_set": "vt_dagster.orchestration.training_set_asset",
+    "build_waiting_check": "vt_dagster.orchestration.checks",
     "stream": "vt_dagster.orchestration.decorators",
     "table": "vt_dagster.orchestration.decorators",
     "tables_io_manager": "vt_dagster.orchestration.io_manager",
@@ -131,6 +141,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Aggregator",
+    "Alert",
     "AssetSource",
     "DeltaSource",
     "FeatureView",
@@ -152,6 +163,7 @@ __all__ = [
     "VersionedTable",
     "VtDagsterError",
     "WarehouseResource",
+    "build_alerts",
     "build_asset",
     "build_checks",
     "build_definitions",
@@ -160,9 +172,11 @@ __all__ = [
     "build_lateness_check",
     "build_maintenance",
     "build_partition_sensor",
+    "build_quarantine_check",
     "build_resources",
     "build_sensor",
     "build_training_set",
+    "build_waiting_check",
     "contract",
     "explain",
     "lateness",

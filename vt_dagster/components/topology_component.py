@@ -35,6 +35,7 @@ from pydantic import (
 )
 
 from vt_dagster.errors import ContractError, DefinitionsError, TopologyError, VtDagsterError
+from vt_dagster.orchestration.alerts import build_alerts
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
 from vt_dagster.orchestration.resources import SparkResource
@@ -777,6 +778,18 @@ _PARTITION_SENSOR = part(
 )
 
 
+_ALERTS = part(
+    "Alerts",
+    [build_alerts],
+    ["nodes", "severity", "pool", "resource_prefix"],
+    assets=(
+        optional(Texts),
+        Field(default=None, description="Names of assets of this file; without it, all of them."),
+    ),
+    to=(str, Field(description="The function that sends an Alert, my_project.alerts:send.")),
+)
+
+
 class TopologyAttributes(Part):
     """Streams and tables, in any order, and their warehouse."""
 
@@ -799,6 +812,10 @@ class TopologyAttributes(Part):
     partition_sensors: optional(list[_PARTITION_SENSOR]) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
         description="Sensors that re-run partitions of your assets after late changes of a table.",
+    )
+    alerts: optional(list[_ALERTS]) = Field(  # pyright: ignore[reportInvalidTypeForm]
+        default=None,
+        description="Limits on assets, as asset checks, and a sensor that sends each breach once.",
     )
 
 
@@ -868,10 +885,12 @@ class TopologyComponent(dg.Component):
             ],
             resources=resources,
         )
-        if self.attributes.maintenance is None:
-            return made
-        upkeep = build_maintenance(*nodes.values(), **self.attributes.maintenance.values())
-        return dg.Definitions.merge(made, upkeep)
+        more = [
+            builder.alerts(number, about) for number, about in enumerate(self.attributes.alerts or ())
+        ]
+        if self.attributes.maintenance is not None:
+            more.append(build_maintenance(*nodes.values(), **self.attributes.maintenance.values()))
+        return dg.Definitions.merge(made, *more)
 
 
 @cache
@@ -952,6 +971,21 @@ class _Builder:
             return build_partition_sensor(report, reads=reads, **values)
         except VtDagsterError as error:
             raise self._error((*place, "report"), str(error)) from None
+
+    def alerts(self, number: int, about: Part) -> dg.Definitions:
+        """Makes the checks and the sensor of an entry of ``alerts``."""
+        place, values = ("alerts", number), about.values()
+        names = values.pop("assets", None) or [*self.entries]
+        nodes = [self._input((*place, "assets"), name) for name in names]
+        try:
+            # A colon separates the function from its module, as in entry points.
+            to = self._imported("to", values.pop("to").replace(":", "."))
+        except VtDagsterError as error:
+            raise self._error((*place, "to"), str(error)) from None
+        try:
+            return build_alerts(nodes, to=to, **values)
+        except VtDagsterError as error:
+            raise self._error(place, str(error)) from None
 
     def _input(self, path: tuple[Any, ...], name: str) -> Stream:
         if name in self._open:

@@ -1,17 +1,20 @@
-"""Asset checks: of committed data, of freshness, and of late records.
+"""Asset checks: of committed data, of freshness, of late records, and of the last run's counts.
 
 - Committed data: one ``multi_asset_check`` per table, blocking, with a sample of offending rows.
 - Freshness: a limit on how far stream time is behind the clock.
 - Late records: a budget for results that are wrong because of them.
+- Counts of the last run: limits on bad records and on records that wait.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import dagster as dg
 
+from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.drawing import image
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.metadata import as_time
@@ -191,6 +194,135 @@ def build_freshness_check(
     return check
 
 
+# Checks of the last run's counts
+
+
+QUARANTINE_CHECK = "few_records_are_quarantined"
+WAITING_CHECK = "few_records_wait"
+
+
+def counts(node: Stream, outcome: str) -> bool:
+    """Returns whether the runs of a stream or table count an outcome of records."""
+    return outcome in processor_of(node).plan().counts.shown
+
+
+def build_quarantine_check(
+    node: Stream,
+    *,
+    at_most: str | float,
+    severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
+    pool: str | None = None,
+    resource_prefix: str = PREFIX,
+) -> dg.AssetChecksDefinition:
+    """Returns a check that fails if too large a share of the last run's records is bad: unreadable, or
+    without a key or timestamp. It passes if that run had no records. Needs no Spark; it does not block.
+
+    A source's ``max_bad_share`` instead fails the run before its commit. Late records are not bad: see
+    :func:`build_lateness_check`.
+
+    Args:
+        node: a stream or table with a source.
+        at_most: the limit (inclusive), like ``"0.1%"`` or 0.001.
+        severity: of a failure.
+        pool, resource_prefix: as in :func:`build_checks`.
+
+    Raises:
+        TopologyError: the node has no source.
+        StorageError: the limit is no share.
+    """
+    limit = parse_share(at_most)
+    assert limit is not None
+    if not counts(node, Outcome.QUARANTINED):
+        raise TopologyError(
+            f"{node.name}: expected a stream or table with a source, got the result of an operator, "
+            "which quarantines no bad records; check its inputs instead"
+        )
+
+    def result(found: Mapping[str, int]) -> tuple[bool, str, dict[str, Any]]:
+        bad, total = found.get(Outcome.QUARANTINED, 0), found.get("in", 0)
+        actual = bad / total if total else 0.0
+        said = f"Bad records of the last run: {bad:,} of {total:,} ({share(actual)})"
+        numbers = {"quarantined": bad, "of": total, "share": actual, "at_most": limit}
+        return actual <= limit, f"{said}, allowed: {share(limit)}.", numbers
+
+    text = f"At most {at_most} of the records of the last run are bad."
+    return _of_last_run(node, QUARANTINE_CHECK, text, result, severity, pool, resource_prefix)
+
+
+def build_waiting_check(
+    node: Stream,
+    *,
+    at_most: int,
+    severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
+    pool: str | None = None,
+    resource_prefix: str = PREFIX,
+) -> dg.AssetChecksDefinition:
+    """Returns a check that fails if too many records wait after the last run: buffered by the grace
+    period of a join until stream time passes. Needs no Spark; it does not block.
+
+    Args:
+        node: a join of a stream with a table, or of two streams.
+        at_most: the limit, a number of records (inclusive).
+        severity: of a failure.
+        pool, resource_prefix: as in :func:`build_checks`.
+
+    Raises:
+        TopologyError: no record waits for the node, or the limit is negative.
+    """
+    if not counts(node, Outcome.WAITING):
+        raise TopologyError(
+            f"{node.name}: expected a join of a stream with a table, or of two streams, got one for "
+            "which no record waits; remove the check"
+        )
+    if at_most < 0:
+        raise TopologyError(
+            f"{node.name}: expected at_most to be a number of records from 0 on, got {at_most!r}; set "
+            "how many may wait"
+        )
+
+    def result(found: Mapping[str, int]) -> tuple[bool, str, dict[str, Any]]:
+        waiting = found.get(Outcome.WAITING, 0)
+        said = f"Records that wait after the last run: {waiting:,}, allowed: {at_most:,}."
+        return waiting <= at_most, said, {"waiting": waiting, "at_most": at_most}
+
+    text = f"At most {at_most:,} records wait."
+    return _of_last_run(node, WAITING_CHECK, text, result, severity, pool, resource_prefix)
+
+
+def _of_last_run(
+    node: Stream,
+    name: str,
+    description: str,
+    result: Callable[[Mapping[str, int]], tuple[bool, str, dict[str, Any]]],
+    severity: dg.AssetCheckSeverity,
+    pool: str | None,
+    resource_prefix: str,
+) -> dg.AssetChecksDefinition:
+    key = dg.AssetKey(node.path)
+
+    @dg.asset_check(
+        asset=key,
+        name=name,
+        description=description,
+        pool=pool,
+        required_resource_keys={warehouse_key(resource_prefix)},
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        _, commit = head_of(warehouse_of(context, resource_prefix), "/".join(node.path))
+        passed, said, numbers = result(commit.counts)
+        context.log.info(f"{node.name}: {said}")
+        return dg.AssetCheckResult(
+            asset_key=key,
+            check_name=name,
+            passed=passed,
+            severity=severity,
+            description=said,
+            metadata=numbers,
+        )
+
+    return check
+
+
 # Lateness check
 
 
@@ -222,7 +354,12 @@ def build_lateness_check(
         TopologyError: no record can be late for the node.
         StorageError: the budget is invalid.
     """
-    _require_a_length(node)
+    if not has_late_results(node):
+        raise TopologyError(
+            f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
+            "tumbling or hopping windows, or a versioned table, got one for which no record is "
+            "late; remove the check"
+        )
     parse_share(at_most)
     key = dg.AssetKey(node.path)
 
@@ -252,17 +389,13 @@ def build_lateness_check(
     return check
 
 
-def _require_a_length(node: Stream) -> None:
+def has_late_results(node: Stream) -> bool:
+    """Returns whether records can be late for a stream or table, so that its results are wrong."""
     waits = False
     if node.operator is not None and all(one.versioned for one in node.inputs[1:]):
         operator = node.operator.specification
         waits = operator.lateness_option is not None and operator.lateness_unsupported is None
-    if not (waits or node.versioned):
-        raise TopologyError(
-            f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
-            "tumbling or hopping windows, or a versioned table, got one for which no record is "
-            "late; remove the check"
-        )
+    return waits or node.versioned
 
 
 def _metadata(found: Lateness) -> dict[str, Any]:
@@ -282,7 +415,8 @@ def _metadata(found: Lateness) -> dict[str, Any]:
         told["suggestion"] = dg.MetadataValue.text(f"a {what} of {spoken(found.suggested)}")
     if found.notes:
         told["notes"] = dg.MetadataValue.text("\n".join(found.notes))
-    told["choices"] = dg.MetadataValue.table([dg.TableRecord(_row(one)) for one in found.choices])
+    rows = _aligned([_row(one) for one in found.choices])
+    told["choices"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
     told["picture"] = dg.MetadataValue.md(image("lateness", picture(found)))
     return told
 
