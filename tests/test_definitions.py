@@ -87,7 +87,7 @@ def test_workspace_is_valid(tmp_path: Path) -> None:
 def test_public_names() -> None:
     import vt_dagster
 
-    assert len(vt_dagster.__all__) <= 41
+    assert len(vt_dagster.__all__) <= 45
     for name in vt_dagster.__all__:
         assert getattr(vt_dagster, name).__doc__, f"{name} has no docstring"
 
