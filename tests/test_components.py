@@ -126,6 +126,12 @@ attributes:
         window:
           tumbling: {{size: 1h, grace: 5m}}
         aggregates: {{n: count(*), amount: sum(amount)}}
+    - name: daily
+      aggregate:
+        input: orders
+        window:
+          tumbling: {{size: 1 day, zone: Europe/Berlin, grace: 2h}}
+        aggregates: {{n: count(*)}}
     - name: hopping
       aggregate:
         input: orders
@@ -242,6 +248,8 @@ def test_everything_is_there(shop: str) -> None:
         assert followed.metadata["dagster/column_schema"].columns[0].name == "ordered_at"
         assert graph.get(dg.AssetKey("euros")).metadata["vt_dagster/kind"] == "Table"
         assert graph.get(dg.AssetKey("cheap")).metadata["vt_dagster/kind"] == "VersionedTable"
+        daily = graph.get(dg.AssetKey("daily")).description or ""
+        assert "tumbling windows of 1 day in Europe/Berlin, grace 2 hours" in daily
         sensor = defs.resolve_sensor_def("prices_sensor")
         assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
         assert sensor.minimum_interval_seconds == 60
@@ -451,6 +459,18 @@ BROKEN = {
         "until is empty: set a value, {} for defaults, or remove it",
     ),
     "size": ("size: 1h, grace", "size: 0h, grace", "size must be longer than 0"),
+    "zone": (
+        "size: 1h, grace: 5m",
+        "size: 1 day, zone: Europe/Berln",
+        "did you mean 'Europe/Berlin'?",
+    ),
+    "size of a zone": (
+        "size: 1h, grace: 5m",
+        "size: 24h, zone: Europe/Berlin",
+        "size must be one of 1 day, 1 week, 1 month as text",
+    ),
+    "size in no units": ("size: 1h, grace", "size: 2 days, grace", "expected a length of time like 7d"),
+    "zone of other windows": ("advance: 10m", "advance: 10m, zone: UTC", "'zone' is not known here; "),
     "format": ("format: csv", "format: xml", "Input should be 'jsonl', 'csv' or 'parquet'"),
     "share": ("format: csv", "max_bad_share: 3", "max_bad_share must be between 0 and 1, got 3"),
     "concept": ("      filter:", "      filtr:", "'filtr' is not known here; did you mean 'filter'?"),

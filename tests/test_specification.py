@@ -77,6 +77,8 @@ def every_operator() -> dict[str, Any]:
         .aggregate({"rows": "count(*)"}, name="counted")
         for one in windows
     }
+    local = TumblingWindow("1 day", HOUR, zone="Europe/Berlin")
+    counted["CalendarWindow"] = orders.group_by("n as m").windowed_by(local).count(name="counted")
     summed = Aggregator(added, removed, initializer=dict, schema=columns("n"))
     by_n = limits.group_by("n as number")
     return {
@@ -148,6 +150,16 @@ def test_what_is_stored() -> None:
         "grace": "PT0S",
         "retention": None,
     }
+    window = json.loads(shape_of(NODES["CalendarWindow"]).model_dump_json())["specification"]["window"]
+    assert window == {
+        "kind": "calendar",
+        "size": "1 day",
+        "zone": "Europe/Berlin",
+        "grace": "PT1H",
+        "retention": None,
+    }
+    window = json.loads(shape_of(NODES["TumblingWindow"]).model_dump_json())["specification"]["window"]
+    assert window == {"kind": "tumbling", "size": "PT1H", "grace": "PT1H", "retention": None}
     functions = NODES["by functions"].operator.specification.aggregates
     assert (functions.adder, functions.initializer) == ("added", "dict")
 
@@ -222,6 +234,19 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
         counted(SessionWindow(HOUR)),
         ["window was tumbling windows of 1 hour, is sessions with a gap of 1 hour"],
     ),
+    "zone": (
+        counted(TumblingWindow("1 day", zone="Europe/Berlin")),
+        counted(TumblingWindow("1 day", zone="Europe/Paris")),
+        [
+            "window was tumbling windows of 1 day in Europe/Berlin, "
+            "is tumbling windows of 1 day in Europe/Paris"
+        ],
+    ),
+    "length and calendar": (
+        counted(TumblingWindow(DAY)),
+        counted(TumblingWindow("1 day", zone="UTC")),
+        ["window was tumbling windows of 1 day, is tumbling windows of 1 day in UTC"],
+    ),
 }
 
 
@@ -240,6 +265,10 @@ GOES_ON: dict[str, tuple[Any, Any]] = {
     "grace and retention of windows": (
         counted(TumblingWindow(HOUR)),
         counted(TumblingWindow(HOUR, HOUR, DAY), emit="per_run"),
+    ),
+    "grace and retention of a calendar": (
+        counted(TumblingWindow("1 month", zone="UTC")),
+        counted(TumblingWindow("1 month", HOUR, 40 * DAY, zone="UTC")),
     ),
     "grace of streams": (
         stream().join(stream("paid"), name="x", within=HOUR),
@@ -296,7 +325,7 @@ def test_which_option_lateness_knows() -> None:
     known = {case for case, one in found.items() if one.lateness_option is not None}
     assert known == {
         *("join", "as known"),
-        *("TumblingWindow", "HoppingWindow", "SessionWindow", "SlidingWindow"),
+        *("TumblingWindow", "HoppingWindow", "SessionWindow", "SlidingWindow", "CalendarWindow"),
     }
     unsupported = {case: one.lateness_unsupported for case, one in found.items()}
     assert {case: one.settings for case, one in unsupported.items() if one is not None} == {

@@ -56,6 +56,7 @@ from vt_dagster.sources.message_formats import (
 )
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.sources.value_reader import Unit
+from vt_dagster.topology.calendar import CALENDAR_SIZES
 from vt_dagster.topology.durations import parse_length
 from vt_dagster.topology.model import (
     GroupedStream,
@@ -489,11 +490,19 @@ _whole = choice(
     },
 )
 _sensor = _part("Sensor", build_sensor)
+
+
+def _as_size(value: Any) -> Any:
+    return value if value in CALENDAR_SIZES else as_duration(value)
+
+
+_SizeText = Annotated[timedelta | str, BeforeValidator(_as_size, json_schema_input_type=str)]
+_SIZE = Field(description=described(TumblingWindow, "size"))
 _window = choice(
     "Window",
     "The windows of the aggregate.",
     {
-        "tumbling": _part("Tumbling", TumblingWindow),
+        "tumbling": _part("Tumbling", TumblingWindow, size=(_SizeText, _SIZE)),
         "hopping": _part("Hopping", HoppingWindow),
         "session": _part("Session", SessionWindow),
         "sliding": _part("Sliding", SlidingWindow),

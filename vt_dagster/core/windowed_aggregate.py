@@ -74,6 +74,7 @@ from vt_dagster.core.stream_time import (
     undecided_chunks,
     with_stream_time,
 )
+from vt_dagster.topology.calendar import DAY, Calendar
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windows import (
@@ -93,31 +94,63 @@ def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppin
     A record without a key, which is dropped, gives one row without a window. Kafka has no windows that
     start before 1970; here such windows contain records from before 1970 only.
     """
-    first, last = starts(window)
     if isinstance(window, TumblingWindow):
-        rows = fresh.withColumn(WINDOW_START, first)
+        start, end = bounds_of(window)
+        rows = fresh.withColumns({WINDOW_START: start, WINDOW_END: end})
     else:
+        first, last = starts(window)
         first = F.when(has_key(key), first).otherwise(last)
         every = F.sequence(first, last, micros(window.advance))
         rows = fresh.withColumn(WINDOW_START, F.explode(every))
-    rows = rows.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
+        rows = rows.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
     return with_columns(rows, dict(zip((WINDOW_START, WINDOW_END), ends(key), strict=True)))
 
 
-def starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:
+def bounds_of(window: TumblingWindow) -> tuple[Column, Column]:
+    """Returns start and end of a record's window, in epoch microseconds."""
+    if isinstance(window.bounded_by, Calendar):
+        return calendar_bounds(window.bounded_by)
+    size, at = micros(window.bounded_by), F.unix_micros(TIMESTAMP)
+    start = at - F.pmod(at, size)
+    return start, start + size
+
+
+def starts(window: HoppingWindow) -> tuple[Column, Column]:
     """Returns the starts of a record's first and last window, in epoch microseconds."""
     size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
     last = at - F.pmod(at, advance)
-    if isinstance(window, TumblingWindow):
-        return last, last
     least = at - size + advance
     first = least - F.pmod(least, advance)
     return F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first), last
 
 
-def closes_at(window: TumblingWindow | HoppingWindow, start: Column) -> Column:
+def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
+    """Returns start and end of the local day, week or month of a record, in epoch microseconds.
+
+    Local times are kept as timestamps of the same digits in UTC, and their days as dates: functions of
+    whole days alone, since those of timestamps would read the session's time zone.
+    """
+    size, zone = calendar
+    at, local = F.unix_micros(TIMESTAMP), F.unix_micros(F.from_utc_timestamp(TIMESTAMP, zone))
+    days = F.call_function("div", local - F.pmod(local, F.lit(DAY)), F.lit(DAY))
+    today = F.date_from_unix_date(days.cast("int"))
+    if size == "1 month":
+        first = F.trunc(today, "month")
+        near = [F.add_months(first, n) for n in range(-1, 3)]
+    else:
+        first, step = (F.trunc(today, "week"), 7) if size == "1 week" else (today, 1)
+        near = [F.date_add(first, n * step) for n in range(-1, 3)]
+    midnights = [F.timestamp_micros(F.unix_date(one).cast("long") * DAY) for one in near]
+    # A midnight that occurs twice is the first one; one that the clock skips moves on by as much.
+    found = [F.unix_micros(F.to_utc_timestamp(one, zone)) for one in midnights]
+    # By instants, not by local dates: a clock that is put back over midnight repeats the day before.
+    start = F.greatest(*[F.when(one <= at, one) for one in found])
+    return start, F.least(*[F.when(one > at, one) for one in found])
+
+
+def closes_at(window: TumblingWindow | HoppingWindow, end: Column) -> Column:
     """Returns the stream time (epoch microseconds, inclusive) from which on a window is closed."""
-    return F.try_add(start + micros(window.size), micros(window.grace))
+    return F.try_add(end, micros(window.grace))
 
 
 def ends(key: Sequence[str]) -> list[Column]:
@@ -650,13 +683,17 @@ class WindowedAggregateTime(TimePolicy):
         moves = moves_stream_time(key, window)
         if isinstance(window, (SessionWindow, SlidingWindow)):
             return Timed(rows, moves)
-        return Timed(rows, moves, F.when(moves, closes_at(window, starts(window)[0])))
+        if isinstance(window, TumblingWindow):
+            first = bounds_of(window)[1]
+        else:
+            first = starts(window)[0] + micros(window.size)
+        return Timed(rows, moves, F.when(moves, closes_at(window, first)))
 
     def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
         window, timed = self.processor.operator.window, self.rows(inputs)
         assert isinstance(window, (TumblingWindow, HoppingWindow))
         rows = placed(timed.rows, self.processor.grouping, window)
-        deadline = closes_at(window, F.unix_micros(WINDOW_START))
+        deadline = closes_at(window, F.unix_micros(WINDOW_END))
         return undecided_chunks(rows, deadline, self.processor.fine_chunk, bounds)
 
 
@@ -810,7 +847,7 @@ def aggregate(
     fresh = [*key, PARTITION, *ORDER, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
     if isinstance(window, (TumblingWindow, HoppingWindow)):
         rows = placed(records.select(*fresh), key, window)
-        deadline = closes_at(window, F.unix_micros(WINDOW_START))
+        deadline = closes_at(window, F.unix_micros(WINDOW_END))
         chunk = chunk if bounds is None else fine_chunk
         judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
         return _fixed(judged, earlier, key, aggregates, once)

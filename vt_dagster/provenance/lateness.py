@@ -46,7 +46,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -71,9 +71,11 @@ from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.commit_log import EVER, Commit, Offsets, Shape, commits, horizons
+from vt_dagster.topology.calendar import DAY, Calendar, starts_near
 from vt_dagster.topology.durations import parse_length, spoken
 from vt_dagster.topology.options import Consumer, refused_option
 from vt_dagster.topology.specification import (
+    CalendarWindowSpec,
     HoppingWindowSpec,
     LatenessOption,
     StreamTableJoinSpec,
@@ -888,6 +890,15 @@ class Updates:
     windows: list[tuple[Any, Any]]
 
 
+class _Bounds(NamedTuple):
+    """One window of each record: start and end (exclusive) in epoch microseconds, and whether the
+    record is in it."""
+
+    start: Any
+    end: Any
+    there: Any
+
+
 @dataclass
 class WindowCost:
     """Counts for one grace; ``lacking``: whether each window lacks a record."""
@@ -911,15 +922,22 @@ class LateWindows:
 
     def __init__(self, log: Log, operator: WindowedAggregateSpec, stream: Log) -> None:
         self.log, self.stream, self.name = log, stream, operator.source
-        window, size, advance = operator.window, None, None
-        if isinstance(window, TumblingWindowSpec | HoppingWindowSpec):
-            size, advance = window.size, window.advance
-        if not isinstance(size, timedelta) or not isinstance(advance, timedelta):
+        window = operator.window
+        self.bounds: Calendar | tuple[int, int]
+        """The calendar, or the size and advance of all windows in microseconds."""
+        if isinstance(window, CalendarWindowSpec):
+            self.bounds = window.calendar
+        elif (
+            isinstance(window, TumblingWindowSpec | HoppingWindowSpec)
+            and isinstance(window.size, timedelta)
+            and isinstance(window.advance, timedelta)
+        ):
+            self.bounds = window.size // _ONE, window.advance // _ONE
+        else:
             raise StorageError(
                 f"{log.name}: expected tumbling or hopping windows of one size, got {window}: the cost "
                 "of another grace cannot be computed from the logs; try one with vt-dagster what-if"
             )
-        self.size, self.advance = size // _ONE, advance // _ONE
         self.key = _key(log, operator, stream)
         self.merges = bool(operator.group_key)
         if self.merges and len(log.commit.next_offset) > 1:
@@ -955,20 +973,29 @@ class LateWindows:
         there = codes != NONE
         codes, home, moment, now = codes[there], home[there], moment[there], now[there]
         group = codes * _HOMES + home
-        return Updates(now, [self._window(group, moment, back) for back in self._backs()])
+        return Updates(now, [(self._numbers(group, one), one.end) for one in self._windows_of(moment)])
 
-    def _backs(self) -> range:
-        return range(-(-self.size // self.advance))
+    def _windows_of(self, moment: Any) -> Iterator[_Bounds]:
+        """Yields the bounds of one window of each record, then of one before it, and so on."""
+        if isinstance(self.bounds, Calendar):
+            starts = np.array(starts_near(np.unique(moment // DAY).tolist(), self.bounds), np.int64)
+            place = np.searchsorted(starts, moment, "right")
+            yield _Bounds(starts[place - 1], starts[place], np.ones(len(moment), bool))
+            return
+        size, advance = self.bounds
+        for back in range(-(-size // advance)):
+            start = moment - moment % advance - back * advance
+            there = (start + size > moment) & ((start >= 0) | (moment < 0))
+            yield _Bounds(start, start + size, there)
 
-    def _window(self, group: Any, moment: Any, back: int) -> tuple[Any, Any]:
-        """Returns the window that starts ``back`` advances before the last window of each record."""
-        start = moment - moment % self.advance - back * self.advance
-        there = (start + self.size > moment) & ((start >= 0) | (moment < 0))
-        found = np.full(len(moment), NONE, np.int64)
-        places = [pa.chunked_array([pa.array(one[there])]) for one in (group, start)]
+    def _numbers(self, group: Any, bounds: _Bounds) -> Any:
+        """Returns the number of each record's window; ``NONE`` = it is not in that window."""
+        there = bounds.there
+        found = np.full(len(there), NONE, np.int64)
+        places = [pa.chunked_array([pa.array(one[there])]) for one in (group, bounds.start)]
         found[there] = self._windows.of(places)
         self._many = max(self._many, int(found.max(initial=NONE)) + 1)
-        return found, start + self.size
+        return found
 
     # -- a grace -------------------------------------------------------------------------------------
 

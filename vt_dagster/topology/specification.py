@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, Field, PlainSerializer
 
+from vt_dagster.topology.calendar import Calendar, CalendarSize
 from vt_dagster.topology.durations import Duration, iso8601, length_at, spoken
 
 # Parts of a specification
@@ -154,6 +155,22 @@ class TumblingWindowSpec(_Window, frozen=True):
         return f"tumbling windows of {spoken(self.size)}"
 
 
+class CalendarWindowSpec(_Window, frozen=True):
+    """See ``TumblingWindow``: the local days, weeks or months of a time zone."""
+
+    kind: Literal["calendar"] = "calendar"
+    size: CalendarSize
+    zone: str
+
+    @property
+    def calendar(self) -> Calendar:
+        """The calendar that bounds the windows."""
+        return Calendar(self.size, self.zone)
+
+    def __str__(self) -> str:
+        return f"tumbling windows of {self.size} in {self.zone}"
+
+
 class HoppingWindowSpec(_Window, frozen=True):
     """See ``HoppingWindow``."""
 
@@ -185,7 +202,9 @@ class SlidingWindowSpec(_Window, frozen=True):
         return f"sliding windows of {spoken(self.time_difference)}"
 
 
-WindowSpec = TumblingWindowSpec | HoppingWindowSpec | SessionWindowSpec | SlidingWindowSpec
+WindowSpec = (
+    TumblingWindowSpec | CalendarWindowSpec | HoppingWindowSpec | SessionWindowSpec | SlidingWindowSpec
+)
 
 
 # Operators

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
 
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.calendar import (
+    CALENDAR_SIZES,
+    LONGEST,
+    Calendar,
+    CalendarSize,
+    check_zone,
+)
 from vt_dagster.topology.durations import Duration, check_duration, pairs, plus, spoken
 from vt_dagster.topology.specification import (
+    CalendarWindowSpec,
     HoppingWindowSpec,
     SessionWindowSpec,
     SlidingWindowSpec,
@@ -16,39 +26,73 @@ from vt_dagster.topology.specification import (
 )
 
 _NONE = timedelta(0)
+_K = TypeVar("_K", bound=type)
+
+
+def _without_zone(kind: _K) -> _K:
+    """Makes a window refuse ``zone=`` with the reason."""
+    made = kind.__init__
+
+    @wraps(made)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        if "zone" in given:
+            raise TopologyError(
+                f"{kind.__name__}: expected no zone, got {given['zone']!r}: its windows are bounded by "
+                "lengths of time, which are the same in all time zones; for local days, weeks or "
+                "months use TumblingWindow('1 day', zone=...)"
+            )
+        made(self, *args, **given)
+
+    kind.__init__ = checked
+    return kind
 
 
 @dataclass(frozen=True)
 class TumblingWindow:
-    """Adjacent windows of one size: start inclusive, end exclusive.
+    """Adjacent windows of one size: start inclusive, end exclusive. A record belongs to one window.
 
-    Starts are multiples of the size, counted from 1970-01-01 00:00 UTC. A record belongs to one window.
+    Starts are multiples of the size, counted from 1970-01-01 00:00 UTC. With ``zone``, a window is a
+    local day, week or month of a time zone: it starts and ends at a local midnight. So a day of 23 or
+    25 hours is one window, and a week begins on Monday. If the clock passes midnight twice, the day
+    begins at the first; if it is put forward at midnight, at that moment. Kafka Streams has no such
+    windows.
 
     Args:
-        size: length of a window.
+        size: length of a window; with ``zone`` "1 day", "1 week" or "1 month".
         grace: how long after its end a window accepts records, in stream time: it closes when
             stream time >= end + grace.
-        retention: how long Kafka's store keeps a window; at least size + grace. It never changes
-            a result.
+        retention: how long Kafka's store keeps a window; at least size + grace, where a day counts as 2
+            days, a week as 8 and a month as 32. It never changes a result.
+        zone: the time zone of days, weeks and months, for example Europe/Berlin, or UTC.
 
     Raises:
-        TopologyError: a negative length, a size of zero, a retention that is too short.
+        TopologyError: a negative length, a size of zero, a retention that is too short, an unknown
+            zone, a zone with another size, a day, week or month without a zone.
     """
 
-    size: Duration
+    size: Duration | CalendarSize
     grace: Duration = _NONE
     retention: Duration | None = None
+    zone: str | None = None
     end_inclusive: ClassVar[bool] = False
     """Whether a record exactly at the end of a window belongs to it."""
     open_when_due: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_lengths(self, "size")
+        if self.zone is None and self.size not in CALENDAR_SIZES:
+            _check_lengths(self, "size")
+            return
+        _check_calendar(self.size, self.zone)
+        check_duration("TumblingWindow", "grace", self.grace)
+        longest = LONGEST[cast(CalendarSize, self.size)]
+        _check_retention(self, plus(longest, self.grace), f"size (at most {spoken(longest)})")
 
     @property
-    def advance(self) -> Duration:
-        """Time from the start of one window to the start of the next."""
-        return self.size
+    def bounded_by(self) -> Calendar | timedelta | Mapping[int, timedelta]:
+        """The calendar, or the one length of all windows."""
+        if self.zone is not None:
+            return Calendar(cast(CalendarSize, self.size), self.zone)
+        return cast(Duration, self.size)
 
     @property
     def closes_after(self) -> Duration:
@@ -56,15 +100,19 @@ class TumblingWindow:
         return self.grace
 
     @property
-    def specification(self) -> TumblingWindowSpec:
+    def specification(self) -> TumblingWindowSpec | CalendarWindowSpec:
         """The windows as commits store them."""
-        return TumblingWindowSpec(size=self.size, grace=self.grace, retention=self.retention)
+        waits: Any = {"grace": self.grace, "retention": self.retention}
+        if isinstance(self.bounded_by, Calendar):
+            return CalendarWindowSpec(**self.bounded_by._asdict(), **waits)
+        return TumblingWindowSpec(size=self.bounded_by, **waits)
 
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
-        return f"tumbling windows of {spoken(self.size)}, grace {spoken(self.grace)}"
+        return f"{self.specification}, grace {spoken(self.grace)}"
 
 
+@_without_zone
 @dataclass(frozen=True)
 class HoppingWindow:
     """Overlapping windows of one size, one every ``advance``: start inclusive, end exclusive.
@@ -119,6 +167,7 @@ class HoppingWindow:
         )
 
 
+@_without_zone
 @dataclass(frozen=True)
 class SessionWindow:
     """Windows of activity: records of a key at most ``gap`` apart share a session of any length.
@@ -161,6 +210,7 @@ class SessionWindow:
         return f"sessions with a gap of {spoken(self.gap)}, grace {spoken(self.grace)}"
 
 
+@_without_zone
 @dataclass(frozen=True)
 class SlidingWindow:
     """Windows that move with the records: records at most ``time_difference`` apart share a window.
@@ -245,14 +295,39 @@ def _check_lengths(window: Window, first: str, *more: str, times: int = 1) -> No
             if one == _NONE:
                 raise TopologyError(f"{kind}: {what} must be longer than 0, got 0{partition}")
     check_duration(kind, "grace", window.grace)
+    of = first if times == 1 else f"{times} * {first}"
+    _check_retention(window, _times(getattr(window, first), times, window.grace), of)
+
+
+def _check_retention(window: Window, needed: Duration, of: str) -> None:
+    """Checks the retention.
+
+    Args:
+        needed: its least value: ``of`` + grace.
+    """
+    kind = type(window).__name__
     if window.retention is None:
         return
     check_duration(kind, "retention", window.retention)
-    needed = _times(getattr(window, first), times, window.grace)
-    of = first if times == 1 else f"{times} * {first}"
     for partition, (kept, least) in pairs(window.retention, needed):
         if kept < least:
             raise TopologyError(
                 f"{kind}: the retention {kept}{partition} is shorter than {of} + grace = {least}, "
                 "so open windows would expire: lengthen it, or remove retention"
             )
+
+
+def _check_calendar(size: Any, zone: Any) -> None:
+    """Checks a size and a zone, of which at least one is of a calendar."""
+    if size not in CALENDAR_SIZES:
+        raise TopologyError(
+            f"TumblingWindow: with zone={zone!r}, size must be one of {', '.join(CALENDAR_SIZES)} as "
+            f"text, got {size!r}: a length of time is the same in all time zones; choose one of "
+            "them, or remove the zone"
+        )
+    if zone is None:
+        raise TopologyError(
+            f"TumblingWindow: the size {size!r} needs the time zone in which it begins and ends; add "
+            "zone='UTC' or, for example, zone='Europe/Berlin'"
+        )
+    check_zone("TumblingWindow", zone)
