@@ -19,6 +19,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from starlette.testclient import TestClient
 
 from tests.market import lines, materialized, messages, run, unchanged
 from vt_dagster import (
@@ -35,6 +36,9 @@ from vt_dagster import (
 )
 from vt_dagster.core.windowed_aggregate import calendar_bounds
 from vt_dagster.errors import TopologyError
+from vt_dagster.explore.app import application
+from vt_dagster.explore.key_history import key_history, timeline_of_key
+from vt_dagster.explore.warehouse_overview import facts
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology import calendar
 from vt_dagster.topology.calendar import CALENDAR_SIZES, Calendar, CalendarSize, starts_near
@@ -444,6 +448,29 @@ def test_through_dagster_and_delta(tmp_path: Path, spark: SparkSession) -> None:
         times = [one.record.timestamp for one in told.made_of if one.record is not None]
         assert told.made_of_in_all == len(times) == row["visits"]
         assert all(row["window_start"] <= one < row["window_end"] for one in times)
+    # The explorer draws the window, not from the last record's time to now.
+    key = [
+        short["page"],
+        *(f"{short[name]:%Y-%m-%d %H:%M:%S}" for name in ("window_start", "window_end")),
+    ]
+    history = key_history(str(warehouse), "final", key, None, None, None)
+    drawn = timeline_of_key(history, None)
+    assert drawn is not None
+    (bar,) = drawn.lanes[0].bars
+    bounds = [drawn.low + share * (drawn.high - drawn.low) for share in (bar.begin, bar.end)]
+    window = [micros(short[name]) for name in ("window_start", "window_end")]
+    assert bounds == pytest.approx(window, abs=1_000_000)
+    assert bar.look == "answer"
+    assert f"window from {key[1]} to {key[2]}: " in bar.title
+    pages = TestClient(application(str(warehouse)), base_url="http://127.0.0.1:3001")
+    page = pages.get("/key/final", params={"key": key}).text
+    assert f"The window from {key[1]} to {key[2]}," in page
+    last = {"offset": f"0:{rows['final'][-1]['offset']}"}
+    page = pages.get("/row/final", params=last).text
+    assert f"its window ended at {rows['final'][-1]['window_end']:%Y-%m-%d %H:%M:%S};" in page
+    assert "+00:00" not in page
+    assert facts(str(warehouse), "daily").late == model.late > 0
+
     graces = [0 * HOUR, HOUR, 3 * HOUR, 30 * HOUR]
     costs = lateness("daily", grace=graces, warehouse=str(warehouse))
     for choice, one in zip(costs.choices, graces, strict=True):

@@ -153,13 +153,13 @@ def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
     pages = client(warehouse)
     asked = {"key": "apple", "as_of": moment(15).isoformat()}
     now = pages.get("/key/prices", params=asked).text
-    assert "True from 2024-01-01 00:10:00Z to 2024-01-01 00:20:00Z" in now
+    assert "True from 2024-01-01 00:10:00 to 2024-01-01 00:20:00," in now
     then = pages.get("/key/prices", params={**asked, "known": moment(150).isoformat()}).text
-    assert "True from 2024-01-01 00:00:00Z to 2024-01-01 00:20:00Z" in then
+    assert "True from 2024-01-01 00:00:00 to 2024-01-01 00:20:00," in then
     assert "(not known then)" in then
     assert "(not known then)" not in now
     gone = pages.get("/key/prices", params={"key": "pear"}).text
-    assert "It was deleted at 2024-01-01 00:30:00Z" in gone
+    assert "It was deleted at 2024-01-01 00:30:00." in gone
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -266,8 +266,47 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
     rows = re.findall(r'<tr data-x="[\d.]+".*?>(?:<th scope="row">)([^<]+)</th>', page)
     assert rows[:3] == ["0 s", "10 min", "1 h"]
     assert "3,650 d (declared)" in rows
+    assert re.findall(r'<g class="declared" transform="translate\(([\d.]+) 0\)">', page) == ["640.0"]
     with pytest.raises(StorageError, match="expected a join"):
         lateness_curves.lateness_curves(str(warehouse), "evil", [], None)
+
+
+@pytest.mark.parametrize(
+    ("values", "whole", "told"),
+    [
+        ([0.643, 0.1], False, ["0 %", "20 %", "40 %", "60 %", "80 %"]),
+        ([1.0], False, ["0 %", "25 %", "50 %", "75 %", "100 %"]),
+        ([0.0004], False, ["0 %", "0.01 %", "0.02 %", "0.03 %", "0.04 %"]),
+        ([0.0], False, ["0 %", "25 %"]),
+        ([11, 3], True, ["0", "5", "10", "15"]),
+        ([3], True, ["0", "1", "2", "3"]),
+        ([9], True, ["0", "3", "6", "9"]),
+        ([4321], True, ["0", "2,000", "4,000", "6,000"]),
+    ],
+)
+def test_an_axis_has_round_numbers(values: list[float], whole: bool, told: list[str]) -> None:
+    axis = lateness_curves.Axis(values, whole)
+    assert [tick.said for tick in axis.ticks] == told
+    assert [axis.y(0), axis.ticks[-1].y] == [lateness_curves.HEIGHT, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0.1 + 0.2, "0.3"),
+        (123.45678901234567, "123.457"),
+        (1234567.891, "1234567.9"),
+        (-0.000012345678, "-0.0000123457"),
+        (1.23e-30, "1.23e-30"),
+        (2.0, "2.0"),
+        (float("nan"), "nan"),
+        (12345678901234567, "12345678901234567"),
+        (None, "null"),
+        ("0.30000000000000004", "0.30000000000000004"),
+    ],
+)
+def test_how_a_value_is_shown(value: Any, told: str) -> None:
+    assert key_history.value_text(value) == told
 
 
 DAY = timedelta(days=1)

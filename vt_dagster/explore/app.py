@@ -29,13 +29,20 @@ from starlette.staticfiles import StaticFiles
 from vt_dagster.errors import StorageError, VtDagsterError
 from vt_dagster.explore import key_history as key_history_module
 from vt_dagster.explore import lateness_curves, table_diff
-from vt_dagster.explore.key_history import LOOKED_AT, key_history, newest
+from vt_dagster.explore.key_history import (
+    LOOKED_AT,
+    KeyHistory,
+    key_history,
+    newest,
+    time_text,
+    value_text,
+)
 from vt_dagster.explore.warehouse_overview import came_late, facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explain_request import Condition, Explanation, Log, Record, as_micros, both
 from vt_dagster.provenance.lateness import share
 from vt_dagster.storage.arrow_reader import asset_names, of_key
-from vt_dagster.topology.durations import in_utc, parse_time
+from vt_dagster.topology.durations import parse_time
 
 # Lineage drawing
 
@@ -128,7 +135,7 @@ def _lines(one: Explanation, place: str) -> list[str]:
         return ["there is no such row", one.operator]
     deleted = "deleted, " if one.record.is_tombstone else ""
     return [
-        f"{deleted}{one.record.timestamp:%Y-%m-%d %H:%M:%S}",
+        f"{deleted}{time_text(as_micros(one.record.timestamp))}",
         _short(f"{place} · {', '.join(one.rules) or one.operator}"),
     ]
 
@@ -146,6 +153,7 @@ def _short(text: str) -> str:
 NEWEST, MADE_OF = 50, 8
 """Maximum number of listed records, and of named inputs of a record."""
 _LENGTH = re.compile(r"[0-9a-z. ]{1,40}")
+_UTC = re.compile(r"(?<=:\d\d)\+00:00|(?<=\.\d{6})\+00:00")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -208,6 +216,7 @@ class Pages:
             key=key,
             history=found,
             drawn=drawn,
+            spoken=_spoken(found, key),
             runs=runs(self._warehouse, name),
             as_of=asked.get("as_of", ""),
             known=known,
@@ -289,6 +298,12 @@ class Pages:
         return name
 
 
+def _spoken(history: KeyHistory, key: Sequence[str]) -> list[str]:
+    """Returns the values of a key for the heading."""
+    records = history.found.records
+    return [value_text(records[0].values[c]) for c in history.log.key] if records else list(key)
+
+
 def _moment(text: str | None) -> int | None:
     return None if text is None or not text.strip() else parse_time(text)
 
@@ -364,13 +379,14 @@ _FILTERS: dict[str, Any] = {
     "bytes": _bytes,
     "count": lambda n: f"{n:,}",
     "seconds": _seconds,
-    "time": lambda micros: "" if micros is None else in_utc(micros).replace("T", " ").split(".")[0],
-    "utc": in_utc,
-    "stamp": lambda moment: in_utc(as_micros(moment)),
+    "time": lambda micros: "" if micros is None else time_text(micros),
+    "utc": lambda micros: time_text(micros, exact=True),
+    "stamp": lambda moment: time_text(as_micros(moment), exact=True),
     "share": share,
     "said": key_history_module.said,
-    "when": lambda moment: "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}",
-    "value": lambda value: "null" if value is None else str(value)[:2000],
+    "when": lambda moment: "" if moment is None else time_text(as_micros(moment)),
+    "value": value_text,
+    "told": lambda text: _UTC.sub("", text),
 }
 
 

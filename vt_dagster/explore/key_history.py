@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import floor, isfinite, log10
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +23,11 @@ from vt_dagster.columns import (
     REVISION,
     TIMESTAMP,
     VALID_TO,
+    WINDOW_END,
+    WINDOW_START,
 )
 from vt_dagster.explore.warehouse_overview import Files
+from vt_dagster.provenance.explain_aggregates import bounds_of
 from vt_dagster.provenance.explain_request import (
     Candidate,
     Condition,
@@ -31,7 +35,6 @@ from vt_dagster.provenance.explain_request import (
     Record,
     Rejected,
     as_micros,
-    as_time,
     between,
     both,
 )
@@ -39,6 +42,7 @@ from vt_dagster.provenance.explain_sources import horizons_of, rejected
 from vt_dagster.provenance.lateness import split_ranges
 from vt_dagster.storage.arrow_reader import arrival_order, asset_names, fold, head_of, micros, of_key
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.specification import CorrectedJoinSpec, LookupJoinSpec
 
 # Record search
@@ -206,6 +210,15 @@ class KeyHistory:
     lookups: Sequence[Lookups]
     rejected: Sequence[Rejected]
     rejected_in_all: int
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The bounds of the key's window, epoch microseconds; None = its rows have no windows."""
+        log = self.log
+        if not {WINDOW_START, WINDOW_END} <= {*log.key} or not self.found.records:
+            return None
+        kinds = (log.columns.field(one).type for one in (WINDOW_START, WINDOW_END))
+        return bounds_of(self.found.records[0]) if all(map(pa.types.is_timestamp, kinds)) else None
 
     def was_known(self, record: Record) -> bool:
         """Returns whether a record, or a result of a join, was in its log as of ``known``."""
@@ -473,23 +486,25 @@ def timeline_of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
         return None
     times = [as_micros(one.timestamp) for one in records]
     times += [as_micros(r.timestamp) for one in history.lookups for r in one.records]
-    low, high = _with_margin(times)
+    window = history.window
+    low, high = _with_margin([*times, *(window or ())])
     scale = _Scale(low, high)
     seen = [one for one in history.spans if one.begin < high and (one.end is None or one.end > low)]
-    bars = [
-        Bar(
-            scale.at(one.begin),
-            1.0 if one.end is None else scale.at(one.end),
-            "answer"
-            if history.answer is not None and one is history.answer
-            else _band(turn, one.record),
-            f"true from {_text(one.begin)} to {'now' if one.end is None else _text(one.end)}: "
-            f"{said(one.record)}",
-            _place(one.record),
-            one.record.asset,
+    bars: list[Bar] = []
+    for turn, one in enumerate(seen):
+        begin, end = window or (one.begin, one.end)
+        until = "now" if end is None else time_text(end)
+        what = "true" if window is None else "window"
+        bars.append(
+            Bar(
+                scale.at(begin),
+                1.0 if end is None else scale.at(end),
+                "answer" if one is history.answer else _band(turn, one.record),
+                f"{what} from {time_text(begin)} to {until}: {said(one.record)}",
+                _place(one.record),
+                one.record.asset,
+            )
         )
-        for turn, one in enumerate(seen)
-    ]
     found = history.found
     note = f"{found.shown:,} of {found.count:,} records" if found.count > found.shown else ""
     revised = history.revisions or [0] * len(records)
@@ -518,7 +533,8 @@ def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
     assert one.valid_from is not None
     end = one.valid_to if one.known else one.valid_to_now
     look = "answer" if one.chosen else "now" if one.chosen_now else "other"
-    title = f"true from {one.valid_from:%Y-%m-%d %H:%M:%S} to {end or 'now'}: {said(one.record)}"
+    until = "now" if end is None else time_text(as_micros(end))
+    title = f"true from {time_text(as_micros(one.valid_from))} to {until}: {said(one.record)}"
     last = 1.0 if end is None else scale.at(as_micros(end))
     bar = Bar(
         scale.at(as_micros(one.valid_from)), last, look, title, _place(one.record), one.record.asset
@@ -543,8 +559,12 @@ def _mark(scale: _Scale, record: Record, known: bool, look: str | None = None) -
         look = "late" if record.is_late or record.is_latest is False else "dot"
         look = "tombstone" if record.is_tombstone else look
     names = {"late": "late: ", "tombstone": "deleted: ", "corrected": "corrected: "}
-    when = "" if record.recorded_at is None else f", recorded at {record.recorded_at:%Y-%m-%d %H:%M:%S}"
-    title = f"{names.get(look, '')}{record.timestamp:%Y-%m-%d %H:%M:%S}{when}: {said(record)}"
+    when = (
+        ""
+        if record.recorded_at is None
+        else f", recorded at {time_text(as_micros(record.recorded_at))}"
+    )
+    title = f"{names.get(look, '')}{time_text(as_micros(record.timestamp))}{when}: {said(record)}"
     at = scale.at(as_micros(record.timestamp))
     return Mark(at, look, title, _place(record), record.asset, known)
 
@@ -557,17 +577,32 @@ def said(record: Record) -> str:
     """Returns up to 12 of a record's values in one line."""
     if record.is_tombstone:
         return "(deleted)"
-    told = [f"{name}={value}" for name, value in list(record.values.items())[:12]]
+    told = [f"{name}={value_text(value)}" for name, value in list(record.values.items())[:12]]
     more = len(record.values) - len(told)
     return "  ".join([*told, *([f"and {more} more"] if more else [])])[:400]
 
 
+def value_text(value: object) -> str:
+    """Returns a value for the eye; a number with a fraction has some 6 digits."""
+    if isinstance(value, float) and isfinite(value) and value != int(value):
+        digits = 5 - floor(log10(abs(value)))
+        return f"{value:.6g}" if digits > 10 else f"{value:.{max(1, digits)}f}".rstrip("0")
+    return "null" if value is None else str(value)[:2000]
+
+
+def time_text(moment: int, exact: bool = False) -> str:
+    """Returns a time in UTC, as values show times.
+
+    Args:
+        moment: epoch microseconds.
+        exact: with its fraction of a second, if it has one.
+    """
+    text = in_utc(moment).replace("T", " ").removesuffix("Z")
+    return text if exact else text.split(".")[0]
+
+
 def _place(record: Record) -> str:
     return f"{record.partition}:{record.offset}"
-
-
-def _text(moment: int) -> str:
-    return f"{as_time(moment):%Y-%m-%d %H:%M:%S}"
 
 
 def _with_margin(times: Iterable[int]) -> tuple[int, int]:

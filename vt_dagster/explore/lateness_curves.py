@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from math import ceil, floor, log10
 
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log
@@ -21,24 +22,61 @@ WIDTH, HEIGHT = 640, 200
 
 
 @dataclass(frozen=True)
+class Tick:
+    """A number at an axis.
+
+    Args:
+        y: its position, pixels from the top.
+    """
+
+    y: float
+    said: str
+
+
+class Axis:
+    """A vertical axis from 0 to at least the largest of some values, in round steps.
+
+    Args:
+        whole: whether the values are counts.
+    """
+
+    def __init__(self, values: Iterable[float], whole: bool) -> None:
+        highest, self._whole = max(values, default=0.0), whole
+        step = _round_up(highest / 4) if highest else 0.25
+        step = max(1.0, float(ceil(step))) if whole else step
+        self._numbers = (
+            [step * n for n in range(ceil(highest / step - 1e-9) + 1)] if highest else [0, step]
+        )
+
+    def y(self, value: float) -> float:
+        """Returns the position of a value, pixels from the top."""
+        return round(HEIGHT * (1 - value / self._numbers[-1]), 1)
+
+    @property
+    def ticks(self) -> list[Tick]:
+        """The numbers at the axis, from the bottom."""
+        return [Tick(self.y(n), f"{n:,.0f}" if self._whole else share(n)) for n in self._numbers]
+
+
+def _round_up(number: float) -> float:
+    """Returns 1, 2, 2.5 or 5 times a power of ten, at least the number."""
+    unit = 10.0 ** floor(log10(number))
+    return next(n * unit for n in (1, 2, 2.5, 5, 10) if n * unit >= number * (1 - 1e-9))
+
+
+@dataclass(frozen=True)
 class Line:
-    """One cost for each length, drawn on its own scale.
+    """One cost for each length.
 
     Args:
         look: the CSS class.
-        said: the legend: what the line counts, and its maximum.
+        said: the legend: what the line counts, its maximum and its axis.
         ys: the position for each choice, pixels from the top.
     """
 
     look: str
     said: str
     ys: Sequence[float]
-
-    @classmethod
-    def of(cls, look: str, said: str, values: Sequence[float]) -> Line:
-        """Returns a line that is scaled so that its maximum is at the top."""
-        highest = max(*values, 1e-9)
-        return cls(look, said, [round(HEIGHT * (1 - value / highest), 1) for value in values])
 
 
 @dataclass(frozen=True)
@@ -49,16 +87,25 @@ class LatenessCurves:
         found: the costs.
         xs: the position for each choice, pixels from the left.
         lines: one line for each kind of cost.
+        left: the axis of the share of wrong results.
+        right: the axis of records; None = no line needs it.
     """
 
     found: Lateness
     xs: Sequence[float]
     lines: Sequence[Line]
+    left: Axis
+    right: Axis | None
+
+    @property
+    def declared(self) -> int | None:
+        """The index of the declared choice; None = it is not known."""
+        return next((i for i, one in enumerate(self.found.choices) if one.declared), None)
 
     @property
     def chosen(self) -> int:
-        """The index of the declared choice, else 0."""
-        return next((i for i, one in enumerate(self.found.choices) if one.declared), 0)
+        """The index of the choice that is shown first: the declared one, else the first."""
+        return self.declared or 0
 
     def path(self, line: Line) -> str:
         """Returns a line as an SVG path."""
@@ -90,20 +137,25 @@ def lateness_curves(
     found = _lateness(warehouse, name, log.version, tuple(more), at_most)
     step = WIDTH / max(1, len(found.choices) - 1)
     xs = [round(place * step, 1) for place in range(len(found.choices))]
-    return LatenessCurves(found, xs, _lines(found))
+    return _drawn(found, xs)
 
 
-def _lines(found: Lateness) -> list[Line]:
+def _drawn(found: Lateness, xs: Sequence[float]) -> LatenessCurves:
     shares = [one.share for one in found.choices]
     late, held = ([getattr(one, n) or 0 for one in found.choices] for n in ("late", "waiting_most"))
     refused = found.what == "history_retention"
+    counts = {"late": [] if refused else late, "waiting": held}
+    counts = {look: values for look, values in counts.items() if any(values)}
+    left = Axis(shares, whole=False)
+    right = Axis([n for values in counts.values() for n in values], whole=True) if counts else None
     wrong = "refused records" if refused else "wrong results"
-    told = [Line.of("wrong", f"{wrong}: up to {share(max(shares))}", shares)]
-    if any(late) and not refused:
-        told.append(Line.of("late", f"late records: up to {max(late):,}", late))
-    if any(held):
-        told.append(Line.of("waiting", f"waiting records: up to {max(held):,}", held))
-    return told
+    lines = [Line("wrong", f"{wrong}: up to {share(max(shares))} (left)", [*map(left.y, shares)])]
+    if right is not None:
+        lines += [
+            Line(look, f"{look} records: up to {max(values):,} (right)", [*map(right.y, values)])
+            for look, values in counts.items()
+        ]
+    return LatenessCurves(found, xs, lines, left, right)
 
 
 def _total(log: Log, name: str) -> int:

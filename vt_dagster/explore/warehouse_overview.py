@@ -29,6 +29,8 @@ _COUNTS = {
 }
 
 
+_LATE = ("late", "late_records_dropped")
+
 _BY_SOURCE = LatenessUnsupported(
     "It follows the order of its source and accepts each record, however old its timestamp is. So no "
     "record is late for any history retention.",
@@ -116,6 +118,11 @@ class Facts:
     def has_cost(self) -> bool:
         """Whether there is a lateness page, with the cost of other lengths or why it is not known."""
         return self.waits or self.kind == KINDS["versioned"] or self.no_cost is not None
+
+    @property
+    def late(self) -> int:
+        """The number of late records of all runs, also those whose windows had closed."""
+        return sum(self.totals.get(name, 0) for name in _LATE)
 
     @property
     def size(self) -> int:

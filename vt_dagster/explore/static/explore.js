@@ -110,7 +110,10 @@ function soon(form) {
 }
 
 // A time without an offset is UTC, as everywhere.
-const asTime = (text) => Date.parse(/(Z|[+-]\d\d:?\d\d)$/.test(text) ? text : `${text}Z`) * 1000;
+const asTime = (text) => {
+  const iso = text.replace(" ", "T");
+  return Date.parse(/(Z|[+-]\d\d:?\d\d)$/.test(iso) ? iso : `${iso}Z`) * 1000;
+};
 
 function slide(form) {
   if (!by("as_of")) return;
@@ -125,7 +128,7 @@ function times(form) {
     slider.hidden = false;
     slider.addEventListener("input", () => {
       const low = +form.dataset.low, high = +form.dataset.high, share = +slider.value / 1000;
-      text.value = share >= 1 ? "" : `${moment(low + (high - low) * share).replace(" ", "T")}Z`;
+      text.value = share >= 1 ? "" : moment(low + (high - low) * share);
       const cursor = document.querySelector(".cursor");
       cursor.dataset.a = share;
       place(cursor.ownerSVGElement);
