@@ -40,7 +40,6 @@ from vt_dagster.explore.app import application
 from vt_dagster.explore.key_history import key_history, timeline_of_key
 from vt_dagster.explore.warehouse_overview import facts
 from vt_dagster.testing import TopologyTestDriver
-from vt_dagster.topology import calendar
 from vt_dagster.topology.calendar import CALENDAR_SIZES, Calendar, CalendarSize, starts_near
 from vt_dagster.topology.operators import UntilTimeLimit, UntilWindowCloses
 
@@ -390,14 +389,6 @@ def test_runs_are_those_of_the_model_however_records_are_cut(
     mine, other = (sorted(map(repr, map(as_update, d.read("limited")))) for d in (whole, split))
     assert mine == other
     assert mine
-
-
-def test_a_zone_that_java_does_not_know(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calendar, "_zones", lambda: {"Europe/Atlantis"})
-    window = TumblingWindow("1 day", zone="Europe/Atlantis")
-    driver = TopologyTestDriver(windowed(stream(), window, "daily"), spark=spark)
-    with pytest.raises(TopologyError, match="daily: expected a time zone that Python and Spark's Java"):
-        driver.pipe("visits", {"page": "a", "n": 1, "at": utc("2024-01-01 00:00")})
 
 
 def land(where: Path, name: str, records: Sequence[Record]) -> None:

@@ -312,29 +312,6 @@ def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
             )
 
 
-def require_known_zone(arrival: Arrival, store: Store) -> None:
-    """Refuses an asset's first run if its windows have a time zone that Spark's Java does not know.
-    Evaluates one literal; runs no job.
-
-    Raises:
-        TopologyError: names the zone.
-    """
-    zone = getattr(arrival.node.window, "zone", None)
-    if arrival.previous is not None or zone is None:
-        return
-    try:
-        with without_spark_logs():
-            store.spark.sql(f"SELECT from_utc_timestamp(timestamp_micros(0), '{zone}')").collect()
-    except PySparkException as error:
-        if error.getCondition() != "INVALID_TIMEZONE":
-            raise
-        raise TopologyError(
-            f"{arrival.node.name}: expected a time zone that Python and Spark's Java know, got "
-            f"zone={zone!r}, which only Python knows; update Java's time-zone data, or name a zone "
-            "whose clocks are the same"
-        ) from error
-
-
 def _columns(node: Stream, spark: SparkSession, one: Expression) -> DataFrame:
     """Returns an empty DataFrame with the columns that an expression may name."""
     operator: Any = node.operator
@@ -551,7 +528,6 @@ class Run:
             # Their stream time takes a pass over the records of its own.
             with self._explained():
                 read = [self._persist(rows) for rows in read]
-        require_known_zone(self.arrival, self.store)
         if self.arrival.source is not None and (
             table_time is not None or reads_twice(read[0], self.arrival)
         ):
