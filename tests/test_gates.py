@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from tests.market import Market, messages, record
-from vt_dagster import FilesSource, Table, VersionedTable, build_asset, ops
+from vt_dagster import (
+    FilesSource,
+    Stream,
+    Table,
+    VersionedTable,
+    build_asset,
+    build_checks,
+    explain,
+    ops,
+)
 from vt_dagster.runs.gate import contract_of
 from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.testing import TopologyTestDriver
 
 
 def custom_asset(table: VersionedTable, change: Callable[[Any], Any], between: str) -> Any:
@@ -124,6 +136,105 @@ def test_broken_contract_stops_before_the_commit(spark: SparkSession, tmp_path: 
     market.land("prices", "1.jsonl", record("a", "pa", "1 00:00"), record("a", None, "1 03:00"))
     assert market.run([], build_asset(table)).success
     assert AssetStore(str(market.warehouse), table, spark).read("log").count() == 2
+
+
+# -- on_contract_break="quarantine" --------------------------------------------------------------
+
+
+class Wide(Price):
+    """A price whose check of all rows fails where a record of ``b`` is among them."""
+
+    @pa.dataframe_check(name="one_shop")
+    def one_shop(cls, df: DataFrame) -> bool:
+        return df.agg(F.count_distinct("k")).collect()[0][0] <= 1
+
+
+def forgiving(market: Market, **about: Any) -> VersionedTable:
+    return replace(contracted(market), on_contract_break="quarantine", **about)
+
+
+def landing(market: Market, share: float) -> FilesSource:
+    return FilesSource(str(market.root / "landing" / "prices"), max_bad_share=share)
+
+
+def test_rows_that_break_a_check_go_to_quarantine(spark: SparkSession, tmp_path: Path) -> None:
+    market = Market(tmp_path, spark)
+    table = forgiving(market, source=landing(market, 0.6))
+    bad = [record("c", "pc", "1 01:00"), record("b", "xa", "9 00:00"), record("b", "pa", "1 02:00")]
+    good = record("a", "pa", "1 00:00"), record("a", None, "1 03:00")
+    market.land("prices", "1.jsonl", good[0], *bad, good[1])
+    assert market.run([], build_asset(table)).success
+    rejected = market.store(table).quarantine()
+    assert rejected is not None
+    rows = rejected.orderBy("position").collect()
+    assert [(r["source"], r["position"], r["reason"]) for r in rows] == [
+        ("1.jsonl", 2, "broken_contract: known_shop (k)"),
+        ("1.jsonl", 3, "broken_contract: is_a_price (v), price_names_its_shop"),
+        ("1.jsonl", 4, "broken_contract: price_names_its_shop"),
+    ]
+    assert [json.loads(r["raw"]) for r in rows] == bad
+    head = market.store(table).snapshot().head
+    assert head is not None
+    counts = head.commit.counts
+    assert (counts["in"], counts["applied"], counts["quarantined"], counts["late"]) == (5, 2, 3, 0)
+    # The record of the 9th is not applied, so it does not advance stream time.
+    market.land("prices", "2.jsonl", record("a", "pa2", "1 12:00"), record("b", "pb", "1 12:00"))
+    result = market.run([], build_asset(table), build_checks(table))
+    assert result.success, messages(result)
+    rows = market.store(table).read().orderBy("timestamp", "k").collect()
+    assert [(r["k"], r["v"]) for r in rows] == [("a", "pa2"), ("b", "pb")]
+    (told,) = result.get_asset_check_evaluations()[:1]
+    assert told.passed
+
+
+def test_too_many_rows_that_break_a_check_fail_the_run(spark: SparkSession, tmp_path: Path) -> None:
+    market = Market(tmp_path, spark)
+    rows = [record("a", f"pa{i}", "1 00:00") for i in range(8)]
+    market.land("prices", "1.jsonl", *rows, "{broken", record("c", "pc", "1 01:00"))
+    table = forgiving(market, source=landing(market, 0.1))
+    result = market.run([], build_asset(table))
+    assert not result.success
+    assert "2 of 10 records are bad (20.0%), expected at most 10.0%; nothing was" in messages(result)
+    assert "1.jsonl row 10: broken_contract: known_shop (k): {" in messages(result)
+    assert not committed(market)
+    assert market.run([], build_asset(replace(table, source=landing(market, 0.2)))).success
+
+
+def test_a_check_of_all_rows_still_fails_the_run(spark: SparkSession, tmp_path: Path) -> None:
+    market = Market(tmp_path, spark)
+    rows = record("a", "pa", "1 00:00"), record("c", "pc", "1 01:00")
+    market.land("prices", "1.jsonl", *rows)
+    table = forgiving(market, schema=Wide, contract=Wide, source=landing(market, 0.5))
+    assert market.run([], build_asset(table)).success, "the check sees only the rows that are applied"
+    market.land("prices", "2.jsonl", rows[0], record("b", "pb", "1 01:00"))
+    result = market.run([], build_asset(table))
+    assert not result.success
+    assert "one_shop: some record(s)" in messages(result)
+
+
+def test_a_stream_quarantines_what_breaks_a_check(spark: SparkSession) -> None:
+    stream = Stream("sales", key="k", schema=Price, timestamp="at", on_contract_break="quarantine")
+    driver = TopologyTestDriver(stream, spark=spark)
+    driver.pipe("sales", {"k": "a", "v": "pa", "at": 1}, {"k": "c", "v": "pc", "at": 2})
+    driver.pipe("sales", {"k": "b", "v": None, "at": 3}, {"k": "b", "v": "pb", "at": 4})
+    assert [row["v"] for row in driver.read("sales")] == ["pa", "pb"]
+    found = driver.metrics("sales")
+    reasons = {name: n for name, n in found.items() if "/" in name}
+    assert reasons == {
+        "quarantined/broken_contract: known_shop (k)": 1,
+        "quarantined/broken_contract: v_not_null (v)": 1,
+    }
+    assert (found["applied"], found["quarantined"]) == (2, 2)
+
+
+def test_an_explanation_names_the_broken_checks(spark: SparkSession, tmp_path: Path) -> None:
+    market = Market(tmp_path, spark)
+    table = forgiving(market, source=landing(market, 0.5))
+    market.land("prices", "1.jsonl", record("a", "pa", "1 00:00"), record("b", "pa", "1 00:00"))
+    assert market.run([], build_asset(table)).success
+    (rejected,) = explain("prices", key="b", warehouse=str(market.warehouse)).rejected
+    assert rejected.description.startswith("the row breaks row-wise checks of its pandera model")
+    assert rejected.description.endswith(": price_names_its_shop")
 
 
 # -- contracts against pandera itself ------------------------------------------------------------

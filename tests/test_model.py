@@ -119,6 +119,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "partitions": (lambda: stream(partitions=0), ["sales", "partitions must be 1 or more, got 0"]),
     "null key rule": (lambda: stream(null_key="drop"), ["sales", "'quarantine' or 'keep'", "'drop'"]),
+    "contract break rule": (
+        lambda: stream(on_contract_break="drop"),
+        ["sales", "on_contract_break", "'fail' or 'quarantine'", "'drop'"],
+    ),
+    "contract break without checks": (
+        lambda: stream(on_contract_break="quarantine"),
+        ["sales", "expected a pandera model", "got a StructType", "remove on_contract_break"],
+    ),
     "null key of a table": (
         lambda: table(null_key="keep"),
         ["rates", "a table cannot keep records without a key", "leave null_key out"],

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, get_origin, get_type_hints
 
 import dagster as dg
+import pandera.pyspark as pa
 import pytest
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 from typing_extensions import Required
@@ -50,6 +51,18 @@ SCHEMA = StructType(
         StructField("at", TimestampType()),
     ]
 )
+
+
+class Checked(pa.DataFrameModel):
+    """``SCHEMA`` with a check."""
+
+    k: StringType
+    v: StringType = pa.Field(nullable=True)
+    n: IntegerType = pa.Field(nullable=True, ge=0)
+    till: TimestampType = pa.Field(nullable=True)
+    at: TimestampType
+
+
 WIDER = StructType([*SCHEMA.fields, StructField("w", StringType())])
 NO_OPTIONS = {"name", "operator", "contract"}
 
@@ -71,6 +84,7 @@ VALUES: dict[str, Any] = {
     "log_retention": DAY,
     "unique_by": ["v"],
     "within": DAY,
+    "on_contract_break": "quarantine",
     "broadcast": True,
     "deleted_when": "n < 0",
     "deleted_at": "till",
@@ -95,9 +109,14 @@ def with_its_pair(option: str) -> dict[str, Any]:
     return {name: VALUES[name] for name in (pair if option in pair else (option,) if option else ())}
 
 
+def schema_for(option: str) -> Any:
+    """The schema of a node with an option."""
+    return Checked if option == "on_contract_break" else SCHEMA
+
+
 def declared(option: str = "", **more: Any) -> Stream:
     """A node with one option more; of the kind that has most options, if it allows this one."""
-    about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "timestamp": "at", **more}
+    about: dict[str, Any] = {"key": "k", "schema": schema_for(option), "timestamp": "at", **more}
     about |= {"source": FilesSource("landing")} if "source" not in more else {}
     about |= with_its_pair(option)
     if option == "broadcast":
@@ -174,6 +193,7 @@ def test_values_are_shown_as_text() -> None:
         "source": VALUES["source"].describe(),
         "ready": "initial_load",
     }
+    shown |= {"on_contract_break": "quarantine"}
     shown |= {"start": VALUES["start"].describe(), "valid_until": "till"}
     assert set(shown) == {option.name for option in OPTIONS if option.shown}
     for name, text in shown.items():
@@ -280,7 +300,7 @@ def read_by(consumer: Consumer, option: Option) -> Stream | None:
         return node if isinstance(node, VersionedTable) else None
     if option.name not in {f.name for f in fields(Stream)} - {"freshness"}:
         return None
-    about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "timestamp": "at"}
+    about: dict[str, Any] = {"key": "k", "schema": schema_for(option.name), "timestamp": "at"}
     return Stream("prices", **(about | with_its_pair(option.name)))
 
 

@@ -56,6 +56,7 @@ SHOWN = {
     "impossible_timestamp": "test_an_expression_that_fails_is_the_records_fault",
     "null_partition": "test_an_expression_that_fails_is_the_records_fault",
     "null_tombstone": "test_an_expression_that_fails_is_the_records_fault",
+    "broken_contract": "test_rows_that_break_a_check_go_to_quarantine",
     "duplicate_key": "test_bad_rows",
     "out_of_order": "kip914-aggregate-count-versioned",
     "triggered": "test_what_it_names_gives_the_row_and_nothing_else_changes_it",

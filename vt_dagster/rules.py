@@ -107,6 +107,11 @@ NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be comp
 UNKNOWN_COLUMNS = _rule(
     "unknown_columns", "only_columns does not name the columns that the record provides"
 )
+BROKEN_CONTRACT = _rule(
+    "broken_contract",
+    "the row breaks row-wise checks of its pandera model, with on_contract_break='quarantine'; the "
+    "reason names the checks and their columns",
+)
 DUPLICATE_KEY = _rule("duplicate_key", "the key occurs twice in a dump")
 
 # -- decisions of operators ----------------------------------------------------------------------

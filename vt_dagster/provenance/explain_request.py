@@ -191,7 +191,12 @@ class Rejected:
     @property
     def description(self) -> str:
         """The reason as a sentence."""
-        return RULES[self.reason].description if self.reason in RULES else self.reason
+        # The checks of a contract follow the rule's name.
+        rule, _, more = self.reason.partition(": ")
+        if rule not in RULES:
+            return self.reason
+        said = RULES[rule].description
+        return f"{said}: {more}" if more else said
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from vt_dagster.core.arrival_order import CHUNK, REFUSED, Outcome, by_partition,
 from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
-from vt_dagster.core.source_records import START
+from vt_dagster.core.source_records import REASON, START, Reason
 from vt_dagster.core.table_store import horizon_of
 from vt_dagster.errors import ContractError
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -390,12 +390,19 @@ def invariants_of_log(node: Stream) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """An invariant of rows: its name, the condition of an offending row, and further ``columns`` that
-    the condition needs, by name."""
+    """An invariant of rows.
+
+    Args:
+        name: of the invariant.
+        violated: the condition of an offending row.
+        columns: further columns that the condition needs, by name.
+        of: the column that it is about; empty: the whole row.
+    """
 
     name: str
     violated: Column
     columns: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -477,7 +484,7 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
     rules: list[Rule] = []
     probes: list[Probe] = []
 
-    def add(name: str, check: Callable[[Any], Any]) -> None:
+    def add(name: str, check: Callable[[Any], Any], of: str = "") -> None:
         found = rule_of(name, check, [*node.schema.names, *columns])
         if found is None:
             probes.append(Probe(name, check))
@@ -485,21 +492,50 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
             # A window must not mix applied rows with rejected ones or tombstones: filter first.
             probes.append(Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE))))))
         else:
-            rules.append(Rule(name, found.violated & ~F.col(IS_TOMBSTONE)))
+            rules.append(Rule(name, found.violated & ~F.col(IS_TOMBSTONE), of=of))
 
     taken = set[str]()
     for column, declared in schema.columns.items():
         if not declared.nullable:
             present = F.col(column).isNull()
             value = column in node.value_columns
-            rules.append(
-                Rule(f"{column}_not_null", present & ~F.col(IS_TOMBSTONE) if value else present)
-            )
+            absent = present & ~F.col(IS_TOMBSTONE) if value else present
+            rules.append(Rule(f"{column}_not_null", absent, of=column))
         for check in declared.checks:
-            add(check_name(check, column, taken), on_column(check, column))
+            add(check_name(check, column, taken), on_column(check, column), column)
     for check in schema.checks:
         add(check.name or str(check.error), on_frame(check))
     return rules, probes
+
+
+def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
+    """Quarantines the source records that break a row-wise check of the node's pandera model, if the
+    node is declared so; the reason names each broken check and its column.
+
+    Rows of an initial snapshot are left to the gate: their share in the snapshot is not known here.
+
+    Plan: a projection.
+
+    Args:
+        records: prepared, and completed from the table.
+    """
+    if node.on_contract_break != "quarantine":
+        return records
+    rules, _ = contract_of(node, records.columns)
+    if not rules:
+        return records
+    named = [(r.violated, f"{r.name} ({r.of})" if r.of else r.name) for r in rules]
+    broken = F.concat_ws(", ", *[F.when(violated, F.lit(name)) for violated, name in named])
+    judged = F.col(OUTCOME).isNull() & (broken != "")
+    if START in records.columns:
+        judged = judged & ~F.col(START)
+    reason = F.concat(F.lit(f"{Reason.BROKEN_CONTRACT}: "), broken)
+    return records.withColumns(
+        {
+            REASON: F.when(judged, reason).otherwise(F.col(REASON)),
+            OUTCOME: F.when(judged, Outcome.QUARANTINED).otherwise(F.col(OUTCOME)),
+        }
+    )
 
 
 def check_name(check: Any, column: str, taken: set[str]) -> str:

@@ -63,7 +63,7 @@ from vt_dagster.runs.commit_document import (
     stage_rejected,
     system_time_by_clock,
 )
-from vt_dagster.runs.gate import Passed, gate
+from vt_dagster.runs.gate import Passed, gate, quarantine_broken
 from vt_dagster.runs.pin import (
     Arrival,
     Store,
@@ -90,7 +90,7 @@ from vt_dagster.runs.record_times import (
     watermark_columns,
 )
 from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
-from vt_dagster.sources.base import Pinned, Source
+from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.view import MANY_ROWS, in_words
@@ -537,6 +537,11 @@ class Run:
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 read = [rows]
+        source = self.arrival.source
+        # Of a whole state only the changed rows are read, so the share of broken ones is not known.
+        if source is not None and not isinstance(source, Comparing):
+            # After the values that a source omits are filled, and before stream time is computed.
+            read = [quarantine_broken(self.node, rows) for rows in read]
         if table_time is not None:
             with self._explained(), self._settings_for(self.arrival.view_rows):
                 before, spark = self.arrival.before.stream_time, self.store.spark

@@ -601,6 +601,13 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
             stream time is more than this ahead of the latest record with the value, duplicates
             included. A record with ``timestamp < stream time - within`` cannot be compared any more:
             unless its value is remembered, it is refused, counted and in quarantine (``late``).
+        on_contract_break: handling of source records that break a check of the pandera model: ``fail``
+            (default), the run fails before its commit; or ``quarantine``, a record that breaks a
+            row-wise check goes to quarantine with the names of its checks, within the source's
+            ``max_bad_share``. A check is row-wise if it passes exactly when a filter finds no row; a
+            column that is not nullable is such a check. Others, like a sum over all rows, still fail
+            the run, and so do rows of a snapshot that a table starts with. Tombstones break no check of
+            values. A quarantined record does not advance stream time. Not for results of operators.
     """
 
     def __hash__(self) -> int:
@@ -938,6 +945,7 @@ class StreamOptions(TypedDict, total=False):
     log_retention: timedelta | None
     unique_by: str | Sequence[str] | None
     within: timedelta | None
+    on_contract_break: Literal["fail", "quarantine"]
 
 
 class _TableOptions(StreamOptions, total=False):

@@ -233,6 +233,7 @@ class Node:
     log_retention: timedelta | None = field(default=None, kw_only=True)
     unique_by: str | Sequence[str] | None = field(default=None, kw_only=True)
     within: timedelta | None = field(default=None, kw_only=True)
+    on_contract_break: Literal["fail", "quarantine"] = field(default="fail", kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
 

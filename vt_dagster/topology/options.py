@@ -241,6 +241,20 @@ def _check_null_key(node: Any) -> None:
         )
 
 
+def _check_on_contract_break(node: Any) -> None:
+    if node.on_contract_break not in ("fail", "quarantine"):
+        raise TopologyError(
+            f"{node.name}: on_contract_break must be 'fail' or 'quarantine', got "
+            f"{node.on_contract_break!r}"
+        )
+    if not hasattr(node.contract, "to_schema"):
+        raise TopologyError(
+            f"{node.name}: expected a pandera model as the schema, whose checks on_contract_break is "
+            "about, got a StructType, which has no checks; pass a pandera model, or remove "
+            "on_contract_break"
+        )
+
+
 def _check_freshness(node: Any) -> None:
     wanted = node.freshness
     length = isinstance(wanted, timedelta) and wanted >= timedelta(0)
@@ -534,6 +548,7 @@ _WHOLE_LOG = Refusal(
 )
 _WHOLE_ROWS = "which provides whole rows"
 _ONE_OF_TWO = "it would refuse one of two partial updates with equal timestamps"
+_PARTIAL_ROWS = "a partial update is checked with the values that it does not provide, after the merge"
 _UNCHANGED = "the result has a history retention, and selects"
 _SENT_ONCE = "which no producer sends twice"
 
@@ -581,6 +596,15 @@ OPTIONS: tuple[Option, ...] = (
         shown=True,
         in_commit=True,
         not_of_results=_SENT_ONCE,
+    ),
+    Option(
+        "on_contract_break",
+        _check_on_contract_break,
+        shown=True,
+        not_of_results="which must have a row for what its inputs hold, and so cannot leave one out",
+        not_of_states="of which only the changed rows are checked, so that the share of broken rows "
+        "that max_bad_share limits is not known",
+        excludes=dict.fromkeys(("only_columns", "ignore_null_updates"), _PARTIAL_ROWS),
     ),
     Option("broadcast", _check_broadcast),
     Option("deleted_when", _check_deleted_when),
