@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,8 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     assert 20 < made.rows == len(told) < 60
     nulls = {c: told[c].null_count() for c in told.columns[3:]}
     assert 0 < sum(nulls.values()) < len(told) * len(nulls), nulls
+    assert declared.labels == ["then_rates", "now_rates", "shops"]
+    assert made.matched == [len(told) - nulls[c] for c in ("then_n", "now_n", "shop_n")]
 
     # Nothing new: nothing is written. A later backfill: another set now, the same when pinned.
     assert way.run() is None
@@ -140,6 +144,10 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
         ({"at": "nearest"}, "after the record's timestamp, which leaks the future"),
         ({"at": "forward"}, "after the record's timestamp, which leaks the future"),
         ({"matured_after": -timedelta(1)}, "matured_after must be between 0 and"),
+        (
+            {"min_match_rate": 1.5},
+            "expected min_match_rate to be a share of the rows from 0 to 1, got 1.5",
+        ),
     ],
     ids=str,
 )
@@ -149,13 +157,60 @@ def test_refused_when_declared(change: dict[str, Any], said: str, tmp_path: Path
     def declare() -> dg.AssetsDefinition:
         visits = Stream("visits", key="k", schema=schema("k", "shop"))
         ripe, features = about.pop("matured_after", None), about.pop("features", None)
+        rate = about.pop("min_match_rate", None)
         if features is None:
             features = [FeatureView(table(tmp_path, "rates"), **about)]
-        return build_training_set(visits, features, name="examples", to="set", matured_after=ripe)
+        more = {"matured_after": ripe, "min_match_rate": rate}
+        return build_training_set(visits, features, name="examples", to="set", **more)
 
     with pytest.raises(TopologyError) as refused:
         declare()
     assert said in str(refused.value)
+
+
+def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> None:
+    """A version with null values is a match; a view without any is a warning; a bound is a check."""
+    warehouse = str(tmp_path / "warehouse")
+    rates = replace(table(tmp_path, "rates"), tombstone=None)
+    shops = table(tmp_path, "shops")
+    visits = Stream(
+        "visits", key="k", schema=schema("k", "shop"), source=FilesSource(str(tmp_path / "visits"))
+    )
+    then = EPOCH + timedelta(minutes=1)
+    land(tmp_path, rates, 0, [{"k": "a", "n": None, "timestamp": EPOCH}], spark)
+    land(tmp_path, shops, 0, [{"k": "s1", "n": 1, "timestamp": EPOCH}], spark)
+    land(tmp_path, visits, 0, [{"k": k, "shop": "S1", "timestamp": then} for k in "aba"], spark)
+    views = [FeatureView(rates, as_known="now"), FeatureView(shops, key="shop", prefix="s_")]
+
+    def made(least: float | None, to: str) -> dg.ExecuteInProcessResult:
+        where = str(tmp_path / to)
+        asset = build_training_set(visits, views, name="examples", to=where, min_match_rate=least)
+        resources = vt_dagster.build_resources(warehouse)
+        return dg.materialize([asset], resources=resources, instance=instance, raise_on_error=False)
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        ended = made(None, "set")
+        assert ended.success
+        (event,) = ended.get_asset_materialization_events()
+        told = {n: v.value for n, v in event.materialization.metadata.items() if "match_rate" in n}
+        assert told == {"match_rate_rates": 2 / 3, "match_rate_shops": 0.0}
+        logs = instance.all_logs(ended.run_id)
+        (warned,) = [one.user_message for one in logs if one.level == logging.WARNING]
+        assert "got none among 3 (feature view shops)" in warned
+        assert "['shop'] of visits with those of ['k'] of shops" in warned
+        ended = made(0.5, "checked")
+        assert not ended.success, "the check is blocking"
+        (check,) = ended.get_asset_check_evaluations()
+        assert (check.check_name, check.passed) == ("features_match", False)
+        assert check.description == "Expected versions for at least 50 % of the rows, got shops: 0 %"
+        assert pl.read_delta(str(tmp_path / "checked")).height == 3
+        views[1] = FeatureView(rates, key="k", prefix="s_", as_known="now")
+        for to in ("fits", "fits"):  # the second run has nothing new
+            ended = made(2 / 3, to)
+            assert ended.success
+            (check,) = ended.get_asset_check_evaluations()
+            assert check.passed
+        assert ended.get_asset_materialization_events() == []
 
 
 def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(

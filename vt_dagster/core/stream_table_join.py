@@ -1004,6 +1004,10 @@ def with_features(
     Args:
         spine: log rows with ``partition``, ``_arrival`` and ``recorded_at``.
         persist_rows: persists the rows with their versions, which are read several times.
+
+    Returns:
+        the spine's columns, of each feature whether a version was found (``matched_by``), and the
+        features' columns.
     """
     found = spine
     for key in dict.fromkeys(f.view.of_spine for f in features):
@@ -1024,8 +1028,17 @@ def with_features(
             values[_value(i)] = F.coalesce(values[_value(i)], F.col(_answer(i)))
         wanted = [*own, *values]
         told = told.select(*wanted).unionByName(with_columns(late, values).select(*wanted))
-    columns = [c for i, f in enumerate(features) for c in _columns(i, f)]
-    return told.select(*own, *columns)
+    rows = [_row(i, f) for i, f in enumerate(features)]
+    matched = [row.isNotNull().alias(matched_by(i)) for i, row in enumerate(rows)]
+    columns = [
+        row[c].alias(name) for row, f in zip(rows, features, strict=True) for name, c in f.view.named
+    ]
+    return told.select(*own, *matched, *columns)
+
+
+def matched_by(i: int) -> str:
+    """Returns the column that says whether the feature at a position has a version for the row."""
+    return f"_matched{i}"
 
 
 def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[str]) -> DataFrame:
@@ -1105,11 +1118,9 @@ def _by_log(found: DataFrame, i: int, feature: Feature) -> DataFrame | None:
     return best.select(*PLACES, row.alias(_answer(i)))
 
 
-def _columns(i: int, feature: Feature) -> list[Column]:
+def _row(i: int, feature: Feature) -> Column:
     row, age = F.col(_value(i)), feature.view.max_age
-    if age is not None:
-        row = F.when(F.col(TIMESTAMP) - F.lit(age) <= row[VALID_FROM], row)
-    return [row[c].alias(name) for name, c in feature.view.named]
+    return row if age is None else F.when(F.col(TIMESTAMP) - F.lit(age) <= row[VALID_FROM], row)
 
 
 def _values(feature: Feature) -> list[str]:

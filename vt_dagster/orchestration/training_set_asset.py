@@ -1,7 +1,7 @@
 """The asset that makes a training set: a stream's records joined with many versioned tables, one op."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -9,15 +9,25 @@ import dagster as dg
 from typing_extensions import Unpack
 
 from vt_dagster.columns import TIMESTAMP
+from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
-from vt_dagster.runs.training_set_run import TrainingRun, manifest_of, read_manifest
+from vt_dagster.provenance.lateness import share
+from vt_dagster.runs.training_set_run import (
+    Manifest,
+    TrainingRun,
+    manifest_of,
+    match_rates,
+    read_manifest,
+)
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.delta import address
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Stream
+
+MATCH_CHECK = "features_match"
 
 
 class TrainingSetConfig(dg.Config):
@@ -34,6 +44,7 @@ def build_training_set(
     name: str,
     to: str,
     matured_after: timedelta | None = None,
+    min_match_rate: float | None = None,
     pool: str | None = None,
     retry_policy: dg.RetryPolicy | None = None,
     resource_prefix: str = PREFIX,
@@ -49,40 +60,59 @@ def build_training_set(
     ``config={"manifest": path}`` rebuilds exactly that set, or fails. A run without new records writes
     nothing and starts no Spark.
 
+    Its metadata has the match rate of each feature view, ``match_rate_<table>`` (several views of one
+    table: ``match_rate_<prefix><table>``): the share of the rows for which a version was found,
+    whatever its values; 0 to 1. A feature view that matched no row is a warning in the run's log.
+
     Args:
         spine: a stream.
         features: see ``FeatureView``.
         to: the directory or URL of the table, outside of the warehouse; no other writer may use it.
         matured_after: only rows whose timestamp + this is at or before the spine's stream time
             (inclusive) are included.
+        min_match_rate: adds the blocking check ``features_match``, which fails if the match rate of a
+            feature view is below this, 0 to 1 (inclusive). The set is written all the same. It passes
+            without rows. None: no check.
         pool, retry_policy, resource_prefix, attributes: as in :func:`build_asset`.
 
     Raises:
-        TopologyError: keys, columns or names do not match.
+        TopologyError: keys, columns or names do not match, or ``min_match_rate`` is no share.
     """
     declared, to = TrainingSet(name, spine, tuple(features), matured_after), address(to)
+    if min_match_rate is not None and not 0 <= min_match_rate <= 1:
+        raise TopologyError(
+            f"{name}: expected min_match_rate to be a share of the rows from 0 to 1, got "
+            f"{min_match_rate!r}; correct it, or leave it out"
+        )
     spec = _spec(declared, to)
 
     @dg.asset(
         **spec_arguments(spec, attributes),
+        check_specs=[] if min_match_rate is None else [_check(spec.key, min_match_rate)],
         pool=pool,
         retry_policy=retry_policy,
         required_resource_keys=keys_of(resource_prefix),
         io_manager_key=tables_key(resource_prefix),
     )
     def of_training_set(
-        context: dg.AssetExecutionContext, config: TrainingSetConfig
-    ) -> dg.MaterializeResult[Any]:
+        context: dg.AssetExecutionContext,
+        config: TrainingSetConfig,
+        # Beside the output of a check, Dagster knows only the bare class.
+    ) -> dg.MaterializeResult:  # pyright: ignore[reportMissingTypeArgument]
         started, spark = time.monotonic(), spark_for(context, resource_prefix)
         warehouse = warehouse_of(context, resource_prefix)
         way = TrainingRun(declared, to, warehouse, spark, context.log.info)
         pinned = read_manifest(config.manifest) if config.manifest else None
         commit = way.run(pinned, context.run.run_id)
-        if commit is None:
-            commit = way.head()
-            if commit is None or not needs_materialization(context, spec.key, commit):
-                return unchanged(context, spec.key, commit)
-        return _materialized(declared, to, commit, started)
+        if commit is not None:
+            _warn(context, declared, manifest_of(commit))
+        last = commit or way.head()
+        rates = {} if last is None else match_rates(declared, manifest_of(last))
+        checks = [] if min_match_rate is None else [_checked(spec.key, rates, min_match_rate)]
+        if last is None or (commit is None and not needs_materialization(context, spec.key, last)):
+            idle = unchanged(context, spec.key, last)
+            return dg.MaterializeResult(metadata=idle.metadata, check_results=checks)
+        return _materialized(declared, to, last, started, checks)
 
     return cast(dg.AssetsDefinition, of_training_set)
 
@@ -107,6 +137,40 @@ def _spec(declared: TrainingSet, to: str) -> dg.AssetSpec:
     )
 
 
+def _warn(context: dg.AssetExecutionContext, declared: TrainingSet, made: Manifest) -> None:
+    """Warns of feature views that matched no row."""
+    rates = match_rates(declared, made)
+    for label, view in zip(declared.labels, declared.features, strict=True):
+        if rates.get(label) == 0:
+            keys = f"{list(view.of_spine)} of {declared.spine.name}", f"{list(view.table.key)}"
+            context.log.warning(
+                f"{declared.name}: expected rows with a version of {view.table.name!r}, got none among "
+                f"{made.rows:,} (feature view {label}): compare the values of {keys[0]} with those of "
+                f"{keys[1]} of {view.table.name}, and the times; with as_known='when_recorded' no row "
+                "has a version that was recorded after it, such as a backfill"
+            )
+
+
+def _check(key: dg.AssetKey, least: float) -> dg.AssetCheckSpec:
+    about = f"Each feature view has a version for at least {share(least)} of the rows."
+    return dg.AssetCheckSpec(MATCH_CHECK, asset=key, blocking=True, description=about)
+
+
+def _checked(key: dg.AssetKey, rates: Mapping[str, float], least: float) -> dg.AssetCheckResult:
+    few = {label: rate for label, rate in rates.items() if rate < least}
+    said = ", ".join(f"{label}: {share(rate)}" for label, rate in few.items())
+    return dg.AssetCheckResult(
+        asset_key=key,
+        check_name=MATCH_CHECK,
+        passed=not few,
+        severity=dg.AssetCheckSeverity.ERROR,
+        description=f"Expected versions for at least {share(least)} of the rows, got {said}"
+        if few
+        else None,
+        metadata={"at_least": least, **{f"match_rate_{n}": rate for n, rate in rates.items()}},
+    )
+
+
 def _columns(declared: TrainingSet) -> dg.TableSchema:
     def of(node: Stream, column: str, name: str) -> dg.TableColumn:
         found = next(c for c in column_schema(node).columns if c.name == column)
@@ -127,7 +191,11 @@ def _lineage(declared: TrainingSet) -> dg.TableColumnLineage:
 
 
 def _materialized(
-    declared: TrainingSet, to: str, commit: Commit, started: float
+    declared: TrainingSet,
+    to: str,
+    commit: Commit,
+    started: float,
+    checks: Sequence[dg.AssetCheckResult],
 ) -> dg.MaterializeResult[Any]:
     made = manifest_of(commit)
     return dg.MaterializeResult(
@@ -140,9 +208,11 @@ def _materialized(
             "hash": made.hash,
             "manifest": made.model_dump(mode="json"),
             "records_in": commit.counts["in"],
+            **{f"match_rate_{n}": rate for n, rate in match_rates(declared, made).items()},
             "versions": {"batch": commit.batch},
             "positions": positions_of(commit),
             "read_versions": dict(commit.reads),
         },
         data_version=data_version(commit),
+        check_results=checks,
     )

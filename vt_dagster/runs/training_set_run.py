@@ -8,7 +8,7 @@ the declaration, the number of rows, and a hash of the rows that does not depend
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
-from vt_dagster.core.stream_table_join import Feature, with_features
+from vt_dagster.core.stream_table_join import Feature, matched_by, with_features
 from vt_dagster.core.table_store import as_read
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
@@ -64,6 +64,8 @@ class Manifest(BaseModel):
     rows: int = 0
     hash: str = ""
     """Hash of all rows and columns, regardless of order."""
+    matched: list[int] = []
+    """By feature view: the number of rows for which a version was found. Empty in older manifests."""
 
     def is_of(self, other: Manifest) -> bool:
         """Whether the other manifest has the same declaration and positions."""
@@ -144,8 +146,11 @@ class TrainingRun:
         small = is_small(spine.total, sum(at.total for at in found.values()))
         try:
             with store.planner_settings(small):
-                rows = self._persist(self._rows(stores, found).select(*map(_quoted, declared.columns)))
-                made.rows, made.hash = content_of(rows)
+                matched = [matched_by(i) for i in range(len(declared.features))]
+                wanted = [*declared.columns, *matched]
+                rows = self._persist(self._rows(stores, found).select(*map(_quoted, wanted)))
+                made.rows, made.hash, made.matched = content_of(rows, matched)
+                rows = rows.drop(*matched)
                 if pinned is not None and (made.rows, made.hash) != (pinned.rows, pinned.hash):
                     raise StorageError(
                         f"{declared.name}: expected the {pinned.rows} rows with hash {pinned.hash} "
@@ -276,6 +281,14 @@ def manifest_of(commit: Commit) -> Manifest:
     return Manifest.model_validate(commit.training_set)
 
 
+def match_rates(declared: TrainingSet, made: Manifest) -> dict[str, float]:
+    """Returns the share of a set's rows for which a version was found, by feature view; nothing for a
+    set without rows, and for one that an earlier release made."""
+    if not made.rows:
+        return {}
+    return {label: n / made.rows for label, n in zip(declared.labels, made.matched, strict=False)}
+
+
 def read_manifest(path: str) -> Manifest:
     """Returns the manifest in a file.
 
@@ -292,16 +305,18 @@ def read_manifest(path: str) -> Manifest:
         ) from error
 
 
-def content_of(rows: DataFrame) -> tuple[int, str]:
-    """Returns the number of rows, and a hash that does not depend on their order."""
+def content_of(rows: DataFrame, matched: Sequence[str] = ()) -> tuple[int, str, list[int]]:
+    """Returns the number of rows, a hash that does not depend on their order, and of each column in
+    ``matched``, which the hash leaves out, the number of rows where it is true."""
     values = list[Column]()
-    for name, kind in rows.dtypes:
+    for name, kind in rows.drop(*matched).dtypes:
         value = F.col(f"`{name}`")
         values.append(F.to_json(F.struct(value)) if "map<" in kind else value)
         values.append(value.isNull())  # the hash of a row leaves out nulls
     total = F.sum(F.xxhash64(*values).cast("decimal(38,0)"))
-    count, found = rows.agg(F.count(F.lit(1)), total).collect()[0]
-    return count, f"{int(found or 0) % 2**64:016x}"
+    found = [F.count_if(_quoted(name)) for name in matched]
+    count, hashes, *sums = rows.agg(F.count(F.lit(1)), total, *found).collect()[0]
+    return count, f"{int(hashes or 0) % 2**64:016x}", sums
 
 
 def _quoted(column: str) -> Column:

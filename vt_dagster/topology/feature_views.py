@@ -155,6 +155,17 @@ class TrainingSet:
         return [*self.own, *(name for view in self.features for name, _ in view.named)]
 
     @property
+    def labels(self) -> list[str]:
+        """A name of each feature view: that of its table; with the prefix if there are several views of
+        the table, and with its position among the features if that is not unique either."""
+        tables = [view.table.name for view in self.features]
+        names = [
+            view.table.name if tables.count(view.table.name) == 1 else f"{view.prefix}{view.table.name}"
+            for view in self.features
+        ]
+        return [n if names.count(n) == 1 else f"{n}_{i + 1}" for i, n in enumerate(names)]
+
+    @property
     def inputs(self) -> list[Stream]:
         """The spine and the tables, each once."""
         nodes = [self.spine, *(view.table for view in self.features)]
