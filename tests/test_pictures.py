@@ -89,6 +89,23 @@ def test_of_runs(market: Market) -> None:
     assert "timeline" not in unchanged(market.results[-1], "rates")
 
 
+@pytest.mark.parametrize("select", [["left.*", "right.v as price"], ["left.at as sold", "right.v"]])
+def test_of_a_corrected_join_without_key(market: Market, tmp_path: Path, select: list[str]) -> None:
+    """Its key is the place of a record, of another type than the table's: it is drawn by the key of the
+    join, with the table's versions, or without them if the result lacks that key."""
+    copy = market.copy(tmp_path / "copy")
+    join = copy.sales.left_join(
+        copy.prices, name="corrected", select=select, corrected_for=timedelta(days=1)
+    )
+    result = copy.run([join])
+    assert result.success
+    logs = copy.instance.all_logs(result.run_id)
+    assert not [e.user_message for e in logs if "no pictures" in e.user_message]
+    line = drawn(materialized(result, "corrected")["timeline"])
+    by_key = {"a", "b"} <= set(texts(line))
+    assert by_key == bool(parts(line, "rect")) == ("left.*" in select)
+
+
 def test_what_matters_is_told_first_and_in_a_line(market: Market) -> None:
     said = materialized(market.results[-1], "priced")
     first = ["at_a_glance", "records_in", "records_out", "records_late"]
