@@ -514,6 +514,11 @@ BROKEN = {
         "expected either columns or schema, got neither",
     ),
     "sensor": ("minimum_interval_seconds: 60", "interval: 60", "'interval' is not known here; "),
+    "a part of a setting": (
+        "minimum_interval_seconds: 60",
+        "interval: 60",
+        "did you mean 'minimum_interval_seconds'? expected",
+    ),
     "time of record": (
         "recorded_at: ordered_at",
         "recorded_at: order_at",

@@ -162,7 +162,9 @@ class Part(BaseModel):
             return _problem(where, problem["input"], f"{where[0]!r} is missing")
         if len(where) == 1 and problem["type"] == "extra_forbidden":
             name = str(where[0])
+            words = {*name.lower().split("_")}
             near = difflib.get_close_matches(name, cls.model_fields, 1)
+            near += [known for known in cls.model_fields if words < {*known.split("_")}]
             meant = f"did you mean {near[0]!r}? " if near else ""
             said = f"{name!r} is not known here; {meant}expected {', '.join(cls.model_fields)}"
             return _problem(where, problem["input"], said)
