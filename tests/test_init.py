@@ -97,9 +97,9 @@ def test_run_says_what_came_out(
     said = CliRunner().invoke(app, ["run", *module, "--rows", "1"])
     assert said.exit_code == 0, said.output
     lines = [line.rstrip() for line in said.stdout.splitlines() if line.strip()]
-    assert set(lines[:2]) == {"prices: 4 in, 4 applied", "orders: 5 in, 5 applied"}
+    assert set(lines[:2]) == {"prices: 4 in = 4 applied", "orders: 5 in = 5 applied"}
     assert lines[2:5] == [
-        "priced_orders: 5 in, 4 out, 1 waiting",
+        "priced_orders: 5 in = 4 applied + 1 waiting; 4 out",
         "checks: 12 of 12 passed",
         "new rows of priced_orders: 4, of which 1",
     ]

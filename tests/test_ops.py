@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 import vt_dagster
 from tests.market import Market, checks, materialized, messages, record, run
 from vt_dagster import (
+    FilesSource,
     HoppingWindow,
     SessionWindow,
     SlidingWindow,
@@ -24,7 +27,8 @@ from vt_dagster import (
     ops,
 )
 from vt_dagster.columns import OUTCOME, RECORDED_AT
-from vt_dagster.core.processor_registry import PROCESSORS
+from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.processor_registry import PROCESSORS, processor_of
 from vt_dagster.orchestration.metadata import KINDS, steps_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
@@ -201,6 +205,43 @@ def test_a_graph_of_each_operator(spark: SparkSession, tmp_path: Path) -> None:
         assert log_of(market, node) == log_of(market, twin), name
         assert told(market, node) == told(market, twin), name
     assert {type(node.operator) for node in graphs.values()} == set(PROCESSORS)
+
+
+def test_the_counts_of_each_kind_add_up(spark: SparkSession, tmp_path: Path) -> None:
+    """Of two runs: what came in and what waited before is what the line of the run says."""
+    market = Market(tmp_path, spark)
+    bad = FilesSource(str(market.root / "landing" / "sales"), max_bad_share=1.0)
+    market.sales = replace(market.sales, source=bad)
+    tied = replace(market.prices, name="tied", tie_break="v", new_version_on=["v"])
+    stores = stores_of(str(market.warehouse), spark)
+    nodes = [market.prices, market.rates, market.sales, tied, *every_kind(market, "a_").values()]
+    summed, waited = set[str](), set[str]()
+    for number in range(2):
+        land(market, number)
+        market.land("sales", f"{number}_more.jsonl", record(None, "s", "1 00:00"), "{")
+        for node in nodes:
+            last = market.store(node).head()
+            before = 0 if last is None else last.commit.counts.get(Outcome.WAITING, 0)
+            commit = run_once(node, stores).commit
+            if commit is None:  # its inputs had no results
+                assert number, node.name
+                continue
+            counts, counting = commit.counts, processor_of(node).plan().counts
+            told, said = counting.parts(counts), counting.text(counts)
+            numbers = [int(n) for n in re.findall(r"(\d+) ", said.partition(";")[0])]
+            if not told:
+                assert numbers == [counts["in"]], said
+                assert said.startswith(f"{counts['in']} in; {counts['out']} out"), said
+                continue
+            summed.add(node.name)
+            came = [counts["in"], before] if before else [counts["in"]]
+            assert numbers[: len(came)] == came, (node.name, said)
+            assert sum(came) == sum(numbers[len(came) :]) == sum(told.values()), (node.name, said)
+            assert (" waiting before = " in said) == bool(before)
+            waited |= {node.name} if before else set()
+    joins = {f"a_{name}" for name in WAITING}
+    assert summed == {"prices", "rates", "sales", "tied", *joins}
+    assert waited == joins - {"a_no_grace"}
 
 
 def test_each_operator_has_an_op(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
     size = (copy.root / "landing" / "prices" / "3.jsonl").stat().st_size
     assert lines.pop("prices") == [
         f"prices: takes 1 file(s), {size / 1000:.1f} kB: 3.jsonl",
-        "prices: decided: 3 in, 1 applied, 1 late, 1 quarantined",
+        "prices: decided: 3 in = 1 applied + 1 late + 1 quarantined",
         "prices: committed batch 3 (log version 2)",
         "prices: view at version 2, of batch 3",
         f"WARNING prices: 1 bad record(s) were quarantined; see them with their reasons in "
@@ -55,7 +55,7 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
     assert lines.pop("check_prices") == ["prices: 8 of 8 checks passed"]
     assert lines.pop("priced") == [
         "priced: takes records: 1 of sales",
-        "priced: decided: 1 in, 1 applied, 1 waiting, 1 out",
+        "priced: decided: 1 in + 1 waiting before = 1 applied + 1 waiting; 1 out",
         "priced: committed batch 3 (log version 2)",
     ]
     assert lines.pop("rates") == ["rates: nothing new since batch 1, so there is no commit"]
@@ -107,7 +107,7 @@ def test_a_replay_tells_each_of_its_runs(copy: Market) -> None:
     about: dict[str, Any] = {"tell": lines.append, "keep_recorded": False}
     replay(str(copy.warehouse), copy.prices, "anew", copy.spark, **about)
     assert [SECONDS.sub("", line) for line in lines] == [
-        "anew: decided: 11 in, 8 applied, 1 late, 2 quarantined",
+        "anew: decided: 11 in = 8 applied + 1 late + 2 quarantined",
         "anew: committed batch 1 (log version 0)",
         "anew: view at version 0, of batch 1",
     ]

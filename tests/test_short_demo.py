@@ -60,7 +60,8 @@ def test_it_is_short(demo: tuple[Path, str]) -> None:
     assert lines[0].startswith("[   0.")
     for name in ("flights", "weather", "flights_corrected"):
         assert (
-            sum(bool(re.match(rf"\[ *[\d.]+ s\]   {name}: [\d,]+ in, ", line)) for line in lines) == 2
+            sum(bool(re.match(rf"\[ *[\d.]+ s\]   {name}: [\d,]+ in [+=] ", line)) for line in lines)
+            == 2
         )
 
 

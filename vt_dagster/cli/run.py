@@ -7,7 +7,7 @@ logs go to that instance and to the handlers of its ``dagster.yaml``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
 )
 from vt_dagster.errors import DefinitionsError
+from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.storage.arrow_reader import texts
 from vt_dagster.storage.read import read
 
@@ -106,17 +107,11 @@ def execute(
     @dg.success_hook
     def tell(context: dg.HookContext) -> None:
         for metadata in context.op_output_metadata.values():
-            if "records_in" in metadata:  # in a graph asset, only the last op has it
-                say(f"{metadata['dagster/table_name'].value}: {_counts(metadata)}")
+            if "at_a_glance" in metadata:  # in a graph asset, only the last op has it
+                said = records_of(str(metadata["at_a_glance"].value))
+                say(f"{metadata['dagster/table_name'].value}: {said}")
 
     return execute_quietly(job.with_hooks({tell}), instance, keys)
-
-
-def _counts(metadata: Mapping[str, dg.MetadataValue[Any]]) -> str:
-    """Returns the record counts of a run, without zeros other than records in and out."""
-    numbers = {k: v.value for k, v in metadata.items() if k.startswith("records_")}
-    told = {k: n for k, n in numbers.items() if n or k in ("records_in", "records_out")}
-    return ", ".join(f"{n:,} {k.removeprefix('records_').replace('_', ' ')}" for k, n in told.items())
 
 
 def _told(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:

@@ -339,6 +339,29 @@ class RunCounts:
         refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}
         return {"in": taken, "out": found[Outcome.APPLIED], **refused}
 
+    def parts(self, counts: Counts) -> dict[str, int]:
+        """Returns the number of records by outcome, of outcomes of which each record has exactly one.
+        Their sum is the records in; with ``waiting`` among them, and those that waited before the run.
+        Empty: the operator counts results, not the outcome of each record.
+
+        Args:
+            counts: of a run.
+        """
+        return {}
+
+    def text(self, counts: Counts) -> str:
+        """Returns the counts of a run as a sum that adds up, and the other counts after it: ``3 in + 1
+        waiting before = 2 applied + 1 late + 1 waiting; 3 out``. Zeros are left out, except for the
+        records in, applied and out."""
+        parts = self.parts(counts)
+        before = sum(parts.values()) - counts["in"] if Outcome.WAITING in parts else 0
+        said = f"{counts['in']:,} in" + (f" + {before:,} waiting before" if before else "")
+        shown = [_numbered(name, n) for name, n in parts.items() if n or name == Outcome.APPLIED]
+        said += f" = {' + '.join(shown)}" if shown else ""
+        others = {name: n for name, n in counts.items() if name not in ("in", *parts)}
+        more = [_numbered(name, n) for name, n in others.items() if n or name == "out"]
+        return f"{said}; {', '.join(more)}" if more else said
+
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         """Returns the size of the buffer: ``partition, records, bytes``; None = there is no buffer."""
         return None
@@ -368,6 +391,10 @@ class RunCounts:
             ("records in = positions of the inputs", taken, totals.get("in", 0)),
             ("records out = rows in the log", totals.get("out", 0), rows),
         ]
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{number:,} {name.replace('_', ' ')}"
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,10 @@ class SourceCounts(RunCounts):
         # Rare for whole rows: show these counts only if they are not zero.
         return {n: c for n, c in shown.items() if c or n not in (Outcome.CARRIED, Outcome.NOTHING_NEW)}
 
+    def parts(self, counts: Counts) -> dict[str, int]:
+        # A carried version is no record.
+        return {o: counts.get(o, 0) for o in self._outcomes if o != Outcome.CARRIED}
+
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         outcomes = (*_QUARANTINED, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
         done = sum(totals.get(outcome, 0) for outcome in outcomes)

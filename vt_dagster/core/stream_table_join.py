@@ -230,6 +230,10 @@ class StreamTableJoinCounts(RunCounts):
         unmatched = found[_UNMATCHED] if self.kind == "left" else joined - out
         return {**counts, "out": out, _UNMATCHED: unmatched}
 
+    def parts(self, counts: Counts) -> dict[str, int]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        return {outcome: counts.get(outcome, 0) for outcome in outcomes}
+
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
         done = sum(totals.get(outcome, 0) for outcome in outcomes)
@@ -703,6 +707,10 @@ class CorrectedJoinCounts(RunCounts):
         told[TOO_LATE] = found[Outcome.TOO_LATE]
         counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
         return {**counts, "out": found[Outcome.APPLIED], **told}
+
+    def parts(self, counts: Counts) -> dict[str, int]:
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, CHANGES, Outcome.WAITING)
+        return {outcome: counts.get(outcome, 0) for outcome in outcomes}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING, CHANGES)

@@ -104,19 +104,26 @@ class Lane:
     """How many records it has in the shown time range, if not all are drawn."""
 
 
-def counts_text(counts: Mapping[str, int], rows: int | None, stream_time: int | None) -> str:
+_RECORDS, _ROWS = "records: ", "; rows now: "
+
+
+def counts_text(records: str, rows: int | None, stream_time: int | None) -> str:
     """Returns the counts of a run in one line.
 
     Args:
-        counts: records by outcome, ``in`` first; in the order shown.
+        records: the sum of the run's records, see ``RunCounts.text``.
         rows: of the table after the run.
         stream_time: after the run, epoch µs.
     """
-    parts = [f"{number:,} {name.replace('_', ' ')}" for name, number in counts.items()]
-    said = f"records: {', '.join(parts)}"
+    said = f"{_RECORDS}{records}"
     if rows is not None:
-        said += f"; rows now: {rows:,}"
+        said += f"{_ROWS}{rows:,}"
     return said if stream_time is None else f"{said}; stream time: {moment_of(stream_time)} UTC"
+
+
+def records_of(at_a_glance: str) -> str:
+    """Returns the sum of the records in a line of :func:`counts_text`."""
+    return at_a_glance.removeprefix(_RECORDS).partition(_ROWS)[0]
 
 
 def lateness_text(lateness: Sequence[float], limits: Mapping[str, timedelta], of: int) -> str:
@@ -369,11 +376,13 @@ def run_metadata(
     """
     commit = receipt.commit
     assert commit is not None
-    counted = (*processor_of(node).plan().counts.shown, _LOST)
+    counting = processor_of(node).plan().counts
+    counted = (*counting.shown, _LOST)
     counts = {n: commit.counts.get(n, 0) for n in counted if _told(node, n, commit)}
     rows = store.stored_rows()
     newest = max(commit.stream_time.values()) if commit.stream_time else None
-    metadata: dict[str, Any] = {"at_a_glance": counts_text(counts, rows, newest), **_explore(node)}
+    said = counts_text(counting.text(commit.counts), rows, newest)
+    metadata: dict[str, Any] = {"at_a_glance": said, **_explore(node)}
     metadata |= {f"records_{name}": number for name, number in counts.items()}
     for name in _KIP_328:
         if name in commit.counts and _told(node, name, commit):

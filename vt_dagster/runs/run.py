@@ -725,7 +725,7 @@ class Run:
         position: dict[str, Any] = {"taken": arrival.taken, "inputs": ends_of(arrival)}
         if arrival.source is not None:
             position = of_source(arrival, rows, passed, counts)
-        store.progress.done(f"decided: {in_words(counts)}")
+        store.progress.done(f"decided: {counting.text(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)
         refused = any(passed.counts[outcome] for outcome in plan.quarantined_outcomes)

@@ -182,7 +182,8 @@ class PinnedTopics:
 
     def describe(self, schema: StructType) -> list[str]:
         taken = {topic: sum(e - s for s, e in some.values()) for topic, some in self.taken.items()}
-        lines = ["takes records: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
+        # Not all are records: a topic is compacted, and a transaction has markers.
+        lines = ["takes offsets: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
         if self.gaps:
             lines.append(f"!continues without {self.gaps} (accept_gap)")
         inputs = {} if self.before is None else self.before.inputs
