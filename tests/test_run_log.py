@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from pyspark import SparkContext
 
 from tests.market import Market, record, run
-from vt_dagster import SparkResource
+from vt_dagster import FilesSource, SparkResource
 from vt_dagster.runs.replay import replay
 from vt_dagster.storage import parquet
 
@@ -60,6 +61,20 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
     ]
     assert lines.pop("rates") == ["rates: nothing new since batch 1, so there is no commit"]
     assert not [line for rest in lines.values() for line in rest if "WARNING" in line]
+
+
+def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
+    """``Op`` is read for the condition, though it is no column of the table; ``note`` is not read."""
+    rows = record("a", "p", "3 00:00") | {"Op": "U", "note": "x"}, record("a", "", "3 01:00")
+    copy.land("deletions", "1.jsonl", rows[0], rows[1] | {"Op": "D", "note": "y"})
+    source = FilesSource(str(copy.root / "landing" / "deletions"))
+    table = replace(
+        copy.prices, name="deletions", source=source, tombstone=None, deleted_when="Op = 'D'"
+    )
+    said = told(copy, [table])["deletions"]
+    (warned,) = [line for line in said if line.startswith("WARNING")]
+    assert warned.endswith("columns that the schema lacks are left out: note (in 1.jsonl)")
+    assert copy.store(table).read().collect() == [], "the deletion took effect"
 
 
 def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Market) -> None:

@@ -10,6 +10,7 @@ The run config names the input of the source that a run takes. Values between op
 Spark DataFrames with their required columns.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -17,6 +18,7 @@ from inspect import Parameter
 from typing import Any, cast
 
 import dagster as dg
+from pyspark.sql.types import StringType, StructField, StructType
 from typing_extensions import Unpack
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OUTCOME, PARTITION, TIMESTAMP
@@ -40,7 +42,9 @@ from vt_dagster.sources.kafka_source import KafkaSource, PinnedTopics
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology.expressions import tokens
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import set_options
 
 # Dagster types
 
@@ -338,9 +342,23 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
         log.info(f"{name}: takes records: {records}")
     else:
         taken = [one for one in (arrival.source, arrival.start) if one is not None and not one.empty]
-        for line in (line for one in taken for line in one.describe(delivered(arrival.node))):
+        columns = delivered(arrival.node)
+        # A source also has the columns of conditions: they are read, and no part of the table.
+        columns = StructType([*columns.fields, *columns_of_expressions(arrival.node)])
+        for line in (line for one in taken for line in one.describe(columns)):
             tell = log.warning if line.startswith("!") else log.info
             tell(f"{name}: {line.removeprefix('!')}")
+
+
+def columns_of_expressions(node: Stream) -> list[StructField]:
+    """Returns a text column for each name in the expressions over the columns of the node's source."""
+    asked = [one for one in set_options(node) if one.sql is not None and one.sql.types]
+    texts = [text for one in asked if isinstance(text := getattr(node, one.name), str)]
+    names = set[str]()
+    for text in texts:
+        known = {token.value for token in tokens(text) if token.is_name}  # in lower case
+        names |= {word for word in re.findall(r"\w+", text) if word.lower() in known}
+    return [StructField(name, StringType()) for name in sorted(names)]
 
 
 def materialized(
