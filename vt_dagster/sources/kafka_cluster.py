@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import Window as W
@@ -27,7 +28,12 @@ from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 
 
 Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
-Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
+
+_OAUTH = "OAUTHBEARER"
+_JAVA_SECURITY = "org.apache.kafka.common.security"
+_MILLIS_FROM = 1e11
+"""An expiry from this on is in milliseconds: as seconds it would be after the year 5000."""
 
 _SECONDS = 10.0
 """Timeout of a request to the cluster."""
@@ -64,12 +70,23 @@ class KafkaCluster:
     Args:
         bootstrap_servers: ``host:port``, separated by commas.
         security_protocol: ``SASL_SSL`` and ``SASL_PLAINTEXT`` need ``username`` and ``password``.
-        sasl_mechanism: the SASL mechanism that authenticates ``username`` and ``password``.
+        sasl_mechanism: the SASL mechanism that authenticates ``username`` and ``password``; or
+            ``OAUTHBEARER``, with ``token_endpoint`` or ``token_provider``.
         ca_location: file (PEM) with the trusted certificates; None = those of the machine.
         certificate_location, key_location, key_password: the client certificate and key (PEM), if the
             cluster requires one.
         options: further client settings that librdkafka and the Java client both accept, for example
             ``{"client.id": "warehouse"}``.
+        token_endpoint: URL of an OAuth (OIDC) server that gives tokens for client credentials:
+            ``username`` is the client's id, ``password`` its secret. For ``OAUTHBEARER``.
+        token_scope: the scope to ask that server for.
+        token_provider: import path ``module:function`` of a Python function without parameters that
+            returns a token and the time at which it expires (epoch seconds). For ``OAUTHBEARER``. It is
+            called in the processes of Dagster, by sensors and at the start of runs. The Kafka client of
+            Spark is Java and cannot call it: ``java_options`` say how that one gets its tokens. Not for
+            a ``KafkaSink``, which sends from Spark's Python workers.
+        java_options: settings of Spark's Kafka client alone, which replace those made of the others,
+            for example ``sasl.login.callback.handler.class``. The repr hides them.
     """
 
     bootstrap_servers: str
@@ -82,6 +99,10 @@ class KafkaCluster:
     key_location: str | None = None
     key_password: str | None = field(default=None, repr=False)
     options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, repr=False)
+    token_endpoint: str | None = None
+    token_scope: str | None = None
+    token_provider: str | None = None
+    java_options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.security_protocol not in ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"):
@@ -89,15 +110,50 @@ class KafkaCluster:
                 "security_protocol must be PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL, got "
                 f"{self.security_protocol!r}"
             )
-        if self._sasl and (self.username is None or self.password is None):
+        if self._oauth:
+            self._check_tokens()
+        elif self.token_endpoint or self.token_provider or self.token_scope:
+            raise SourceError(
+                "token_endpoint, token_scope and token_provider need sasl_mechanism='OAUTHBEARER' with "
+                "security_protocol='SASL_SSL' or 'SASL_PLAINTEXT', got "
+                f"{self.sasl_mechanism!r} with {self.security_protocol!r}; set both, or remove them"
+            )
+        known = self.token_provider is not None
+        if self._sasl and not known and (self.username is None or self.password is None):
             raise SourceError(
                 f"expected username and password with security_protocol={self.security_protocol!r}, "
                 "got none; give them, for example as dagster.EnvVar('KAFKA_PASSWORD')"
             )
 
+    def _check_tokens(self) -> None:
+        if (self.token_endpoint is None) == (self.token_provider is None):
+            got = "neither" if self.token_endpoint is None else "both"
+            raise SourceError(
+                "expected token_endpoint or token_provider with sasl_mechanism='OAUTHBEARER', got "
+                f"{got}; set the URL of the OAuth server, or the import path of a function that "
+                "returns a token"
+            )
+        if self.token_provider is None:
+            return
+        if not re.fullmatch(r"[\w.]+:\w+", self.token_provider):
+            raise SourceError(
+                "expected token_provider to be an import path 'module:function', got "
+                f"{self.token_provider!r}; correct it"
+            )
+        if not self.java_options:
+            raise SourceError(
+                f"expected java_options beside token_provider={self.token_provider!r}, got none: "
+                "Spark's Kafka client is Java and cannot call a Python function; set how it gets its "
+                "tokens, for example sasl.jaas.config and sasl.login.callback.handler.class"
+            )
+
     @property
     def _sasl(self) -> bool:
         return self.security_protocol.startswith("SASL")
+
+    @property
+    def _oauth(self) -> bool:
+        return self._sasl and self.sasl_mechanism == _OAUTH
 
     @property
     def servers(self) -> str:
@@ -112,15 +168,7 @@ class KafkaCluster:
         options["security.protocol"] = self.security_protocol
         if self._sasl:
             options["sasl.mechanism"] = self.sasl_mechanism
-            module = "scram.Scram" if self.sasl_mechanism.startswith("SCRAM") else "plain.Plain"
-            name, password = (
-                setting(v, n).replace("\\", "\\\\").replace('"', '\\"')
-                for v, n in ((self.username, "username"), (self.password, "password"))
-            )
-            options["sasl.jaas.config"] = (
-                f"org.apache.kafka.common.security.{module}LoginModule required "
-                f'username="{name}" password="{password}";'
-            )
+            options |= self._java_login()
         if self.ca_location is not None:
             options["ssl.truststore.type"] = "PEM"
             options["ssl.truststore.certificates"] = _file(self.ca_location, "ca_location")
@@ -131,7 +179,26 @@ class KafkaCluster:
             options["ssl.keystore.certificate.chain"] = chain
             if self.key_password is not None:
                 options["ssl.key.password"] = setting(self.key_password, "key_password")
+        options |= {name: setting(value, name) for name, value in self.java_options.items()}
         return {f"kafka.{name}": value for name, value in options.items()}
+
+    def _java_login(self) -> dict[str, str]:
+        """Returns the settings by which the Java client authenticates; none with a token provider,
+        where ``java_options`` are these settings."""
+        if self._oauth and self.token_endpoint is None:
+            return {}
+        if not self._oauth:
+            module = "scram.Scram" if self.sasl_mechanism.startswith("SCRAM") else "plain.Plain"
+            given = {"username": self.username, "password": self.password}
+            return {"sasl.jaas.config": _jaas(f"{module}LoginModule", given)}
+        given = {"clientId": self.username, "clientSecret": self.password, "scope": self.token_scope}
+        return {
+            "sasl.oauthbearer.token.endpoint.url": setting(self.token_endpoint, "token_endpoint"),
+            "sasl.login.callback.handler.class": (
+                f"{_JAVA_SECURITY}.oauthbearer.OAuthBearerLoginCallbackHandler"
+            ),
+            "sasl.jaas.config": _jaas("oauthbearer.OAuthBearerLoginModule", given),
+        }
 
     def client_settings(self) -> dict[str, Any]:
         """Returns the settings of confluent-kafka (librdkafka)."""
@@ -139,8 +206,7 @@ class KafkaCluster:
         settings["security.protocol"] = self.security_protocol
         if self._sasl:
             settings["sasl.mechanism"] = self.sasl_mechanism
-            settings["sasl.username"] = setting(self.username, "username")
-            settings["sasl.password"] = setting(self.password, "password")
+            settings |= self._python_login()
         for name, value in (
             ("ssl.ca.location", self.ca_location),
             ("ssl.certificate.location", self.certificate_location),
@@ -150,6 +216,26 @@ class KafkaCluster:
             if value is not None:
                 settings[name] = setting(value, name)
         return {**settings, "logger": _log, "log_level": 4}
+
+    def _python_login(self) -> dict[str, Any]:
+        """Returns the settings by which librdkafka authenticates."""
+        if self.token_provider is not None:
+            provider = self.token_provider
+            # The first one now: the client only says that it got none, and waits ten seconds for it.
+            tokens = [token_of(provider)]
+            return {"oauth_cb": lambda _: tokens.pop() if tokens else token_of(provider)}
+        name, secret = setting(self.username, "username"), setting(self.password, "password")
+        if not self._oauth:
+            return {"sasl.username": name, "sasl.password": secret}
+        scope = {} if self.token_scope is None else {"scope": setting(self.token_scope, "token_scope")}
+        given = {
+            "method": "oidc",
+            "client.id": name,
+            "client.secret": secret,
+            "token.endpoint.url": setting(self.token_endpoint, "token_endpoint"),
+            **scope,
+        }
+        return {f"sasl.oauthbearer.{part}": value for part, value in given.items()}
 
     # -- metadata --------------------------------------------------------------------------------
 
@@ -319,6 +405,44 @@ def _offsets(admin: Any, asked: Mapping[Any, Any], **more: Any) -> dict[tuple[st
         (at.topic, at.partition): answer.result(timeout=_SECONDS + 5).offset
         for at, answer in answers.items()
     }
+
+
+def _jaas(module: str, given: Mapping[str, Any]) -> str:
+    """Returns the entry of a login module with its options; those that are None are left out."""
+    texts = {name: setting(value, name) for name, value in given.items() if value is not None}
+    quoted = {n: text.replace("\\", "\\\\").replace('"', '\\"') for n, text in texts.items()}
+    options = " ".join(f'{name}="{text}"' for name, text in quoted.items())
+    return f"{_JAVA_SECURITY}.{module} required {options};"
+
+
+def token_of(provider: str) -> tuple[str, float]:
+    """Returns the token of a provider, and the time at which it expires (epoch seconds).
+
+    Raises:
+        SourceError: the function does not exist, failed, or returned something else. The message does
+            not have what it returned, nor its error's text: both may contain a token.
+    """
+    module, _, name = provider.partition(":")
+    try:
+        found: Any = getattr(import_module(module), name)()
+    except Exception as error:
+        raise SourceError(
+            f"expected token_provider {provider!r} to return a token and its expiry, got a "
+            f"{type(error).__name__}; call it by hand to see the reason"
+        ) from None
+    pair: Any = found if isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2 else ()
+    token, expiry = pair or (None, None)
+    if not isinstance(token, str) or not token or not isinstance(expiry, int | float):
+        raise SourceError(
+            f"expected token_provider {provider!r} to return (token, expiry), a text and epoch "
+            f"seconds, got {type(found).__name__}; correct the function"
+        )
+    if expiry >= _MILLIS_FROM:
+        raise SourceError(
+            f"expected token_provider {provider!r} to return the expiry in epoch seconds, got "
+            f"{expiry:.0f}, which looks like milliseconds; divide it by 1000"
+        )
+    return token, float(expiry)
 
 
 def setting(text: Any, name: str) -> str:

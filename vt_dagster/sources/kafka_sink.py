@@ -194,6 +194,12 @@ class KafkaSink:
     at_epoch: Literal["refuse", "one_millisecond_later"] = "refuse"
 
     def __post_init__(self) -> None:
+        if self.cluster.token_provider is not None:
+            raise SourceError(
+                f"expected a cluster without token_provider, got {self.cluster.token_provider!r}: a "
+                "publication sends from Spark's Python workers, which do not call it; use "
+                "token_endpoint, or a username and password"
+            )
         if self.at_epoch not in ("refuse", "one_millisecond_later"):
             raise TopologyError(
                 f"{self.describe()}: at_epoch must be 'refuse' or 'one_millisecond_later', got "

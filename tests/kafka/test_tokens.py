@@ -1,0 +1,203 @@
+"""A cluster that wants tokens (OAUTHBEARER): from a Python function, and from an OAuth server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.kafka.topics import SCHEMA, Topics, records
+from tests.market import materialized, messages, run
+from vt_dagster import Stream, build_asset
+from vt_dagster.errors import SourceError
+from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource
+from vt_dagster.sources.kafka_cluster import token_of
+from vt_dagster.spark.jars import resolve_broker_jars
+from vt_dagster.testing_kafka import KafkaBroker
+
+MODULE = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
+PROVIDER = f"{__name__}:token"
+SECRET = "oauth-sesame-4711"
+TOKENS: list[str] = []
+
+
+def token() -> tuple[str, float]:
+    """A token without a signature, which a broker for tests accepts."""
+    now = time.time()
+    parts = {"alg": "none"}, {"sub": "alice", "iat": now, "exp": now + 3600, "nonce": SECRET}
+    texts = [base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts]
+    TOKENS.append(".".join([*texts, ""]))
+    return TOKENS[-1], now + 3600
+
+
+def failing() -> tuple[str, float]:
+    raise ValueError(f"no token with {SECRET}")
+
+
+def in_millis() -> tuple[str, int]:
+    return "a token", int(time.time() * 1000)
+
+
+def alone() -> str:
+    return SECRET
+
+
+class TokenBroker(KafkaBroker):
+    """A broker with a listener for tokens, ``token_servers``."""
+
+    @property
+    def token_servers(self) -> str:
+        return f"127.0.0.1:{self._secure}"
+
+    def _prepare(self, settings: Path, command: Sequence[str]) -> None:
+        super()._prepare(settings, command)
+        text = settings.read_text()
+        text = text.replace("\nlisteners=", f"\nlisteners=TOKENS://{self.token_servers},")
+        text = text.replace("SASL_SSL:SASL_SSL", "TOKENS:SASL_PLAINTEXT")
+        text += "sasl.enabled.mechanisms=OAUTHBEARER\n"
+        login = f'{MODULE} unsecuredLoginStringClaim_sub="broker";'
+        text += f"listener.name.tokens.oauthbearer.sasl.jaas.config={login}\n"
+        settings.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def token_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenBroker]:
+    with TokenBroker(tmp_path_factory.mktemp("tokens")) as running:
+        yield running
+
+
+def cluster(servers: str, provider: str = PROVIDER, **more: Any) -> KafkaCluster:
+    login = {"sasl.jaas.config": f'{MODULE} unsecuredLoginStringClaim_sub="alice";'}
+    about: dict[str, Any] = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER"}
+    return KafkaCluster(servers, token_provider=provider, java_options=login, **about, **more)
+
+
+def test_a_function_gives_the_tokens(
+    token_broker: TokenBroker,
+    tmp_path: Path,
+    spark: SparkSession,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Of Python's client; Spark's has a login of its own. No token is to be read anywhere."""
+    caplog.set_level(logging.INFO)
+    topics = Topics(token_broker.bootstrap_servers)
+    origin = topics.create()
+    topics.produce(origin, records(range(7)))
+    good = cluster(token_broker.token_servers)
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(good, origin))
+    said = [repr(good), repr(node)]
+    home = tmp_path / "dagster_home"
+    home.mkdir()
+    with dg.DagsterInstance.local_temp(str(home)) as instance:
+        done = run([build_asset(node)], tmp_path / "warehouse", instance=instance)
+        assert done.success, messages(done)
+        assert materialized(done, "s")["records_applied"] == 7
+        said += [str(r) for r in instance.all_logs(done.run_id)]
+        wrong = KafkaSource(cluster(token_broker.token_servers, f"{__name__}:failing"), origin)
+        broken = Stream("b", key="k", schema=SCHEMA, timestamp="at", source=wrong)
+        failed = run([build_asset(broken)], tmp_path / "warehouse", instance=instance)
+        assert not failed.success
+        assert "to return a token and its expiry, got a ValueError" in messages(failed)
+        said += [messages(failed), *(str(r) for r in instance.all_logs(failed.run_id))]
+    header = TOKENS[0].partition(".")[0]  # of every token
+    captured = capfd.readouterr()
+    said += [captured.out, captured.err, caplog.text]
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    for secret in (SECRET, header):
+        assert [text[:300] for text in said if secret in text] == []
+        assert [str(p) for p in files if secret.encode() in p.read_bytes()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("failing", "to return a token and its expiry, got a ValueError; call it by hand"),
+        ("nothing_here", "got a AttributeError"),
+        ("in_millis", "which looks like milliseconds; divide it by 1000"),
+        ("alone", "to return (token, expiry), a text and epoch seconds, got str"),
+    ],
+)
+def test_what_a_function_must_return(name: str, told: str) -> None:
+    with pytest.raises(SourceError) as refused:
+        token_of(f"{__name__}:{name}")
+    assert told in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
+def test_settings_of_both_clients_for_an_oauth_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not run here: no OAuth server signs tokens for the tests."""
+    monkeypatch.setenv("TEST_CLIENT_SECRET", 'a"b')
+    made = KafkaCluster(
+        "b:9093",
+        security_protocol="SASL_SSL",
+        sasl_mechanism="OAUTHBEARER",
+        username="client",
+        password=dg.EnvVar("TEST_CLIENT_SECRET"),
+        token_endpoint="https://idp/token",
+        token_scope="kafka",
+        java_options={"sasl.login.connect.timeout.ms": "5000"},
+    )
+    python = {n: v for n, v in made.client_settings().items() if n.startswith("sasl")}
+    assert python == {
+        "sasl.mechanism": "OAUTHBEARER",
+        "sasl.oauthbearer.method": "oidc",
+        "sasl.oauthbearer.client.id": "client",
+        "sasl.oauthbearer.client.secret": 'a"b',
+        "sasl.oauthbearer.token.endpoint.url": "https://idp/token",
+        "sasl.oauthbearer.scope": "kafka",
+    }
+    from confluent_kafka.admin import AdminClient
+
+    AdminClient({**made.client_settings(), "log_level": 0})  # librdkafka knows all of them
+    java = {n: v for n, v in made.spark_options().items() if "sasl" in n}
+    handler = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler"
+    login = f'{MODULE} clientId="client" clientSecret="a\\"b" scope="kafka";'
+    assert java == {
+        "kafka.sasl.mechanism": "OAUTHBEARER",
+        "kafka.sasl.oauthbearer.token.endpoint.url": "https://idp/token",
+        "kafka.sasl.login.callback.handler.class": handler,
+        "kafka.sasl.jaas.config": login,
+        "kafka.sasl.login.connect.timeout.ms": "5000",
+    }
+    jar = next(j for j in resolve_broker_jars() if Path(j).name.startswith("kafka-clients"))
+    assert f"{handler.replace('.', '/')}.class" in zipfile.ZipFile(jar).namelist()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {},
+            "expected token_endpoint or token_provider with sasl_mechanism='OAUTHBEARER', got neither",
+        ),
+        ({"token_endpoint": "https://idp", "token_provider": PROVIDER}, "OAUTHBEARER', got both"),
+        ({"token_provider": "token"}, "expected token_provider to be an import path 'module:function'"),
+        ({"token_provider": PROVIDER}, "expected java_options beside token_provider"),
+        ({"token_endpoint": "https://idp"}, "expected username and password"),
+        (
+            {"token_endpoint": "https://idp", "sasl_mechanism": "PLAIN"},
+            "need sasl_mechanism='OAUTHBEARER'",
+        ),
+    ],
+    ids=["neither", "both", "no path", "no java", "no client", "other mechanism"],
+)
+def test_refused_when_declared(change: dict[str, Any], told: str) -> None:
+    about: dict[str, Any] = {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}
+    with pytest.raises(SourceError) as refused:
+        KafkaCluster("b:9093", **{**about, **change})
+    assert told in str(refused.value)
+
+
+def test_a_publication_does_not_call_a_function() -> None:
+    with pytest.raises(SourceError, match="expected a cluster without token_provider, got"):
+        KafkaSink(cluster("b:9092"), "topic")
