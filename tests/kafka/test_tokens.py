@@ -71,8 +71,9 @@ class TokenBroker(KafkaBroker):
 
 @pytest.fixture(scope="module")
 def token_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenBroker]:
-    with TokenBroker(tmp_path_factory.mktemp("tokens")) as running:
-        yield running
+    broker = TokenBroker(tmp_path_factory.mktemp("tokens"))
+    with broker:
+        yield broker
 
 
 def cluster(servers: str, provider: str = PROVIDER, **more: Any) -> KafkaCluster:
