@@ -202,6 +202,46 @@ def test_files_without_some_of_the_rows(
     assert len(rows(topology, "orders", spark)) == 6
 
 
+def test_files_of_a_task_that_spark_has_not_committed(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a second attempt of a task leaves them that still runs as the job is done."""
+    write_files = parquet._write_files  # pyright: ignore
+    stage = AssetStore._stage  # pyright: ignore
+    topology.land("rates", "3.jsonl", [("a", 7, 7), ("d", 6, 8), (None, 1, 1)])
+    beside = Topology(topology.root / "beside")
+    shutil.copytree(topology.warehouse, beside.warehouse)
+    (beside.root / "rates").symlink_to(topology.root / "rates")
+    beside.run("rates", spark)
+
+    def leave_behind(place: Path, half: bool) -> None:
+        attempt = place / "_temporary" / "0" / "_temporary" / "attempt_1_m_0_1"
+        for file in [*place.rglob("*.parquet")]:
+            there = attempt / file.relative_to(place)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, there)
+            if half:
+                cut_in_half(there)
+
+    def written(rows: Any, place: str, parted: bool) -> None:
+        write_files(rows, place, parted)
+        leave_behind(Path(place), half=not parted)
+
+    def staged(store: AssetStore, attempt: str, what: str, rows: Any) -> None:
+        stage(store, attempt, what, rows)
+        place = folder(topology, "rates", "attempts", attempt, what)
+        leave_behind(place, half=True)
+        store._note_staged(attempt, what)  # pyright: ignore
+        shutil.rmtree(place / "_temporary")
+
+    monkeypatch.setattr(parquet, "_write_files", written)
+    monkeypatch.setattr(AssetStore, "_stage", staged)
+    assert topology.run("rates", spark).commit is not None
+    monkeypatch.undo()
+    for what in ("log", "versions", "current"):
+        assert rows(topology, "rates", spark, what) == rows(beside, "rates", spark, what)
+
+
 # ---------------------------------------------------------------------------------- a backup put back
 
 

@@ -696,6 +696,13 @@ def require_written(path: str, adds: Sequence[AddAction]) -> None:
 
     Raises:
         ConcurrentRunError: a file is missing.
+def is_hidden(place: str) -> bool:
+    """Returns whether Spark's readers ignore a file below a directory that Spark has written: a marker,
+    a checksum, or a file of a task's attempt that was not committed (``_temporary``), which a
+    speculative attempt may still write when the job is done."""
+    return any(part.startswith(("_", ".")) for part in place.split("/"))
+
+
     """
     there = sizes(path, [one.path for one in adds])
     gone = [one.path for one in adds if there[one.path] != one.size]

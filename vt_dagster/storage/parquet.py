@@ -38,6 +38,7 @@ from vt_dagster.storage.delta import (
     everything,
     files_of,
     filesystem,
+    is_hidden,
     last_of_ours,
     literal,
     location,
@@ -336,7 +337,8 @@ def _adds(path: str, folder: str) -> list[AddAction]:
     now = int(time.time() * 1000)
     found: list[AddAction] = []
     for name in sorted(fs.find(posixpath.join(root, folder))):
-        if not name.endswith(".parquet"):
+        place = name[name.rindex(f"/{folder}/") + 1 :]
+        if not place.endswith(".parquet") or is_hidden(place):
             continue
         with fs.open(name, "rb") as opened:
             told = pq.read_metadata(opened)
@@ -344,7 +346,6 @@ def _adds(path: str, folder: str) -> list[AddAction]:
         if told.num_rows == 0:
             fs.rm_file(name)
             continue
-        place = name[name.rindex(f"/{folder}/") + 1 :]
         size, stats = fs.size(name), json.dumps(_statistics(told))
         found.append(AddAction(place, size, _parts(place), now, True, stats))
     return found

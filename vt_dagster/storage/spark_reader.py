@@ -410,9 +410,10 @@ class AssetReader:
         fs.invalidate_cache()
         found = dict[str, tuple[int, int]]()
         for name, about in fs.find(root, detail=True).items():
-            what, *within = name[len(root.rstrip("/")) + 1 :].split("/")
-            if within and within[-1].startswith(("_", ".")):
-                continue  # Spark's marker and checksum files
+            place = name[len(root.rstrip("/")) + 1 :]
+            if delta.is_hidden(place):
+                continue
+            what = place.split("/")[0]
             count, size = found.get(what, (0, 0))
             found[what] = count + 1, size + int(about["size"])
         return found
