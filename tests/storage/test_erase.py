@@ -30,12 +30,14 @@ from vt_dagster.runs.erase import FOLDER, Certificate, erase, in_statistics
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.storage import delta, erase_files
+from vt_dagster.runs.training_set_run import TrainingRun
+from vt_dagster.storage import delta, erase_files, parquet
 from vt_dagster.storage.arrow_reader import head_of, look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, Shape, commits
 from vt_dagster.storage.erase_files import Key
 from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Table
 
 ERIN, NAME = "erin-6b1f2a", "Erin-Somebody-91"
@@ -383,6 +385,48 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
         with pytest.raises(ConcurrentRunError):
             shop.erase(spark, shop.orders, key=["bob"])
     assert shop.erase(spark, shop.orders, key=["bob"]).finished
+
+
+def test_not_beside_the_first_run_of_a_consumer(
+    shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is not there to be searched, and its rows are already written as the key is erased."""
+    for name in ("placed", "followed", "owned", "cities", "hourly"):
+        shutil.rmtree(f"{shop.warehouse}/{name}")
+    to, commit, find = str(shop.root / "versions"), parquet._commit, erase_files.find  # pyright: ignore
+    export = ExportRun(export_of(shop.customers, "versions", to), shop.warehouse, spark)
+    declared = TrainingSet("examples", shop.orders, (FeatureView(shop.customers, prefix="of_"),))
+    training = TrainingRun(declared, str(shop.root / "set"), shop.warehouse, spark)
+
+    def consume() -> None:
+        run_once(shop.placed, stores_of(shop.warehouse, spark))
+
+    def erased(path: str, *rest: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(parquet, "_commit", commit)
+            shop.erase(spark, shop.customers, among=[shop.placed])
+        commit(path, *rest)
+
+    for run in (consume, export.run, training.run):
+        with monkeypatch.context() as patch:
+            patch.setattr(parquet, "_commit", erased)
+            with pytest.raises(ConcurrentRunError, match=r"log of customers .* got an erase of a key"):
+                run()
+    export.run()
+    assert NAME not in repr(pl.read_delta(to).rows())
+
+    # One that commits after an erase was planned is searched as well.
+    def consumed(*args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(erase_files, "find", find)
+            consume()
+        return find(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erase_files, "find", consumed)
+        done = shop.erase(spark, shop.orders, among=[shop.placed])
+    assert done.searched["placed/log"].erased > 0
+    assert left(shop.root / "warehouse", "items") == []
 
 
 def test_what_is_refused(shop: Shop, spark: SparkSession) -> None:

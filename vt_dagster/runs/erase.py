@@ -59,7 +59,7 @@ from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, erase_files, parquet
 from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Erasure
+from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.erase_files import Found, Key, Marked, Way
 from vt_dagster.storage.log_truncation import bases_of
@@ -863,7 +863,8 @@ class _Erase:
         if not dry_run and not reason.strip():
             raise StorageError("expected a reason for the erase, got none; give one, without the key")
         self.key = key_of(AssetStore(warehouse, node, spark), key, where)
-        self.plan = derived(warehouse, node, [node, *among])
+        self.nodes = [node, *among]
+        self.plan = derived(warehouse, node, self.nodes)
         for one in self.plan:
             require_free(warehouse, one.node)
         self.exports = {path: exported(self.plan, path) for path in exports}
@@ -898,13 +899,22 @@ class _Erase:
         return self.done
 
     def _erase(self) -> None:
-        for one in self.plan:
+        self._assets(self.plan)
+        for path, one in self.exports.items():
+            self._export(path, one)
+        # A consumer's first run that read the key refuses to commit from the first erase on, see
+        # ``require_inputs_unchanged``. One that committed before was not there when the plan was made.
+        known = {one.name for one in self.plan}
+        new = [o for o in derived(self.warehouse, self.node, self.nodes) if o.name not in known]
+        self._assets(new)
+        self.plan += new
+
+    def _assets(self, some: Sequence[Places]) -> None:
+        for one in some:
             if not one.columns:
                 self.done.kept[one.name] = KEPT
                 continue
             self._asset(one)
-        for path, one in self.exports.items():
-            self._export(path, one)
 
     # -- an asset --------------------------------------------------------------------------------
 
@@ -981,7 +991,7 @@ class _Erase:
         gone = found.by_partition if one.way_of_log == "remove" else {}
         counts, totals = dict.fromkeys(commit.counts, 0), dict(commit.totals)
         waiting = commit.counts.get(Outcome.WAITING, 0)
-        run_id = f"erase:{self.done.id}"
+        run_id = f"{ERASE}{self.done.id}"
         told = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
         lost = min(waiting, told)
         if waiting:
@@ -1095,7 +1105,7 @@ class _Erase:
         about = {
             "batch": then.batch + 1,
             "attempt": uuid4().hex,
-            "run_id": f"erase:{self.done.id}",
+            "run_id": f"{ERASE}{self.done.id}",
             "taken": {},
             "counts": {"in": 0},
         }

@@ -20,6 +20,7 @@ from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_T
 from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.table_store import as_read, rows_now
 from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.runs.pin import require_inputs_unchanged
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
@@ -160,9 +161,10 @@ class ExportRun:
             ConcurrentRunError: another run of the export committed at the same time.
         """
         export, before, at = self.export, self.head(), self._store.snapshot()
-        if at.head is None:
+        head = at.head
+        if head is None:
             return None
-        require_same_log(export.name, export.node.name, before, at.head.commit, self._store.attempt_of)
+        require_same_log(export.name, export.node.name, before, head.commit, self._store.attempt_of)
         commit = self._document(at, before, run_id)
         what = (commit.log, commit.shape, commit.export)
         same = before is not None and (before.log, before.shape, before.export) == what
@@ -182,6 +184,7 @@ class ExportRun:
                 asset=export.name,
                 mode="append" if appends or last is None else "overwrite",
                 over=None if last is None else last.version,
+                before=lambda: require_inputs_unchanged(export.name, [(self._store, head)]),
             )
         self._store.progress.done(
             f"exported to {export.to}, batch {commit.batch} (version {written.version})"

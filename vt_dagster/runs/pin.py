@@ -84,7 +84,9 @@ class Store(Protocol):
     def stage_rejected(self, attempt: str, rows: DataFrame) -> None: ...
     def stage_state(self, attempt: str, rows: DataFrame) -> None: ...
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None: ...
-    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head: ...
+    def commit(
+        self, rows: DataFrame, commit: Commit, count: int, before: Callable[[], None] | None = None
+    ) -> Head: ...
     def forget(self, previous: Head | None) -> None: ...
 
 
@@ -624,6 +626,31 @@ def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> 
     start = dict(head.commit.next_offset) | {p: first for p, (first, _) in ranges.items()}
     there = store.log(start, head).count()
     return sum(end - first for first, end in ranges.values()) - there
+
+
+def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) -> None:
+    """Refuses a commit of rows that may not be those of the pinned inputs, or have a key that was
+    erased since: an erase does not search a consumer that has no log yet.
+
+    Args:
+        name: the consumer.
+        pinned: the store of each input, and the commit that the run reads.
+
+    Raises:
+        ConcurrentRunError: names the input.
+    """
+    for store, head in pinned:
+        now, batch = store.snapshot().head, head.commit.batch
+        got = ""
+        if now is None or now.commit.log != head.commit.log:
+            got = "another log: it was swapped or restated"
+        elif now.commit.batch > batch and any(c.erases and c.batch > batch for c in store.commits()):
+            got = "an erase of a key since, which rows of this run may have"
+        if got:
+            raise ConcurrentRunError(
+                f"{name}: expected the log of {store.node.name} as of batch {batch}, which this run "
+                f"reads, got {got}; nothing was committed. Run again when that is finished"
+            )
 
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:

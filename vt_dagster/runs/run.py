@@ -72,6 +72,7 @@ from vt_dagster.runs.pin import (
     from_logs,
     from_source,
     require_covered,
+    require_inputs_unchanged,
 )
 from vt_dagster.runs.read_source import (
     first_changes_of,
@@ -674,7 +675,8 @@ class Run:
                 new = numbered(rows, first, self.node, plan, passed.single_task, in_place)
                 if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
-                head = store.commit(new, commit, passed.counts[Outcome.APPLIED])
+                count, check = passed.counts[Outcome.APPLIED], self._require_inputs_unchanged
+                head = store.commit(new, commit, count, check)
             # A projection of many persisted rows need not be read back from the log. Few rows are
             # persisted under other planner settings than the view uses, and such plans do not mix.
             again = in_place is not None and in_place.complete and not arrival.few_records
@@ -697,6 +699,13 @@ class Run:
             if gone is None:
                 raise
             raise gone from error
+
+    def _require_inputs_unchanged(self) -> None:
+        tables = {name: at.head for name, at in self.arrival.tables.items() if at.head is not None}
+        nodes = {up.name: up for up in self.node.inputs}
+        heads = {**tables, **self.arrival.inputs}
+        pinned = [(self.stores(nodes[name]), head) for name, head in heads.items()]
+        require_inputs_unchanged(self.node.name, pinned)
 
     def _unpersist(self) -> None:
         while self.arrival.persisted:

@@ -23,7 +23,7 @@ from vt_dagster.core.table_store import as_read
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside
-from vt_dagster.runs.pin import not_ready
+from vt_dagster.runs.pin import not_ready, require_inputs_unchanged
 from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
@@ -123,6 +123,7 @@ class TrainingRun:
                 f"{declared.declared()}, got {pinned.declared}; declare it as it was"
             )
         stores = {n.name: AssetStore(self.warehouse, n, self.spark, self.tell) for n in declared.inputs}
+        heads = [(store, head) for store in stores.values() if (head := store.head()) is not None]
         found = {name: self._at(store, pinned) for name, store in stores.items()}
         spine = found[declared.spine.name]
         if spine.head is None:
@@ -158,7 +159,7 @@ class TrainingRun:
                         "positions; a log was changed, or this is another version of the library"
                     )
                 commit = self._document(found, made, before, run_id)
-                self._write(rows, commit)
+                self._write(rows, commit, lambda: require_inputs_unchanged(declared.name, heads))
         finally:
             while self._persisted:
                 store.unpersist(self._persisted.pop())
@@ -246,7 +247,7 @@ class TrainingRun:
             reads={f"{name}/log": head.version for name, head in heads.items()},
         )
 
-    def _write(self, rows: DataFrame, commit: Commit) -> None:
+    def _write(self, rows: DataFrame, commit: Commit, check: Callable[[], None]) -> None:
         last = delta.last_of_ours(self.to)
         parquet.write(
             parquet.packed(rows, commit.counts["out"], for_others=True),
@@ -256,6 +257,7 @@ class TrainingRun:
             asset=commit.asset,
             mode="append" if last is None else "overwrite",
             over=None if last is None else last.version,
+            before=check,
         )
 
     def _write_manifest(self, commit: Commit | None) -> None:

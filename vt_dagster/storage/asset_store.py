@@ -107,11 +107,14 @@ class AssetStore(AssetReader):
 
     # -- the commit ------------------------------------------------------------------------------
 
-    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
+    def commit(
+        self, rows: DataFrame, commit: Commit, count: int, before: Callable[[], None] | None = None
+    ) -> Head:
         """Appends a run's rows to the log: the one atomic step that commits the run.
 
         Args:
             count: number of rows.
+            before: called right before the commit; raises to prevent it.
 
         Raises:
             ConcurrentRunError: another run has committed this batch; or files of this run are gone,
@@ -126,9 +129,12 @@ class AssetStore(AssetReader):
         prepared = self._prepared.get(commit.attempt, {})
         commit = commit.model_copy(update={"staged": prepared})
 
-        # Runs right before the commit: maintenance may have removed staged files while the run was
-        # suspended, and the next run needs all that the commit names.
-        def still_there() -> None:
+        # Runs right before the commit.
+        def ready() -> None:
+            if before is not None:
+                before()
+            # Maintenance may have removed staged files while the run was suspended, and the next run
+            # needs all that the commit names.
             there = self.staged(commit.attempt)
             gone = [what for what, size in prepared.items() if there.get(what) != size]
             if gone:
@@ -143,7 +149,7 @@ class AssetStore(AssetReader):
             like=log_schema(self.node),
             count=count,
             after=commit.previous,
-            before=still_there,
+            before=ready,
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)

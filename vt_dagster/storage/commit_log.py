@@ -192,6 +192,10 @@ class Exported(BaseModel):
     """Name and Spark type of each column; None = not known without Spark."""
 
 
+ERASE = "erase:"
+"""How the ``run_id`` of an erase's commit begins."""
+
+
 class Commit(BaseModel):
     """The document in each commit of a log: the authoritative progress of an asset.
 
@@ -299,6 +303,11 @@ class Commit(BaseModel):
     """Of an exported table."""
     training_set: dict[str, Any] | None = None
     """Of a training set: its manifest."""
+
+    @property
+    def erases(self) -> bool:
+        """Whether an erase of a key made this commit."""
+        return (self.run_id or "").startswith(ERASE)
 
     def kept_from(self, partition: int) -> int:
         """Returns the first offset of a partition that is not truncated."""

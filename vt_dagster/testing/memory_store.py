@@ -209,9 +209,13 @@ class MemoryStore(Store):
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         raise AssertionError("the driver reads no files")
 
-    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
+    def commit(
+        self, rows: DataFrame, commit: Commit, count: int, before: Callable[[], None] | None = None
+    ) -> Head:
         if commit.batch != len(self._commits) + 1:
             raise ConcurrentRunError(f"{self.node.name}: batch {commit.batch} is there; run again")
+        if before is not None:
+            before()
         new = rows.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
         new = new.select([*log_columns(self.node), RECORDED_AT])
         if new.num_rows:
