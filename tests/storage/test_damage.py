@@ -503,6 +503,56 @@ def test_a_log_that_is_exchanged_during_a_read(
         arrow_reader.look_up(topology.warehouse, "rates", head=head)
 
 
+def test_a_log_that_is_exchanged_during_a_read_by_spark(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology.land("rates", "3.jsonl", [("a", 3, 8)])
+    run_once(replace(topology.rates, name="rates2"), stores_of(topology.warehouse, spark))
+    read_rows, store = parquet.read, topology.store("rates", spark)
+
+    def exchanged(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(parquet, "read", read_rows)
+        swap(topology.warehouse, "rates", "rates2")
+        return read_rows(*args, **more)
+
+    for what in ("log", "versions", "current") * 2:
+        monkeypatch.setattr(parquet, "read", exchanged)
+        found = store.read(what).collect()
+        assert sorted(map(repr, found)) == sorted(map(repr, store.read(what).collect())), what
+    at = store.snapshot()
+    monkeypatch.setattr(parquet, "read", exchanged)
+    with pytest.raises(ConcurrentRunError, match="swapped or restated during the read; read again"):
+        store.read("current", at=at)
+
+
+def test_an_input_that_is_exchanged_during_a_run(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has pinned offsets of one log; versions of the other one mean other rows."""
+    topology.land("orders", "3.jsonl", [("d", 5, 9)])
+    stores, files = stores_of(topology.warehouse, spark), [f"{n}.jsonl" for n in (1, 2, 3)]
+    for name, runs in (("orders", [files]), ("at_once", [files]), ("alike", [[f] for f in files])):
+        for only in runs:
+            run_once(replace(topology.orders, name=name), stores, only=only)
+    to, read_rows = str(topology.root / "exported"), parquet.read
+    export = ExportRun(export_of(topology.orders, "log", to), topology.warehouse, spark)
+
+    for other, said in (("at_once", "it was swapped .* during the read"), ("alike", "got another log")):
+
+        def exchanged(*args: Any, other: str = other, **more: Any) -> Any:
+            monkeypatch.setattr(parquet, "read", read_rows)
+            swap(topology.warehouse, "orders", other)
+            return read_rows(*args, **more)
+
+        for run in (lambda: topology.run("priced", spark), export.run):
+            monkeypatch.setattr(parquet, "read", exchanged)
+            with pytest.raises(ConcurrentRunError, match=f"orders.*{said}.*again"):
+                run()
+            swap(topology.warehouse, "orders", other)
+    assert topology.run("priced", spark).commit is not None
+    assert export.run() is not None
+
+
 def test_a_run_that_two_others_overtake(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

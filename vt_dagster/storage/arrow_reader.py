@@ -489,11 +489,16 @@ def look_up(
             return rows
     # Versions of the new log mean other rows.
     if head is not None:
-        raise ConcurrentRunError(
-            f"{name}: expected to read the log {head[1].log}, but it was swapped or restated "
-            "during the read; read again"
-        )
+        raise exchanged(name, head[1])
     return look_up(warehouse, name, what, key, as_of, partial, as_known_at)
+
+
+def exchanged(name: str, commit: Commit) -> ConcurrentRunError:
+    """Returns the error for a log that is no longer the one of a commit that a reader knows."""
+    return ConcurrentRunError(
+        f"{name}: expected to read the log {commit.log}, but it was swapped or restated during the "
+        "read; read again, or run again"
+    )
 
 
 def _look_up(

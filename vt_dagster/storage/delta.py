@@ -264,13 +264,19 @@ def open_table(path: str, version: int | None = None) -> DeltaTable | None:
     except TableNotFoundError:
         if version is None:
             return None
-        raise ConcurrentRunError(
-            f"{asset_of(path)}: expected version {version} of {path}, but the commits that it needs "
-            "were removed: a key was erased during this run, the table was exchanged, or a clean-up "
-            "kept too little. Nothing was written: run again"
-        ) from None
+        raise _version_gone(path, version) from None
     except (DeltaError, OSError, ValueError) as error:
+        if version is not None and version > max(versions(path), default=version):
+            raise _version_gone(path, version) from None
         raise _unreadable(path, error) from error
+
+
+def _version_gone(path: str, version: int) -> ConcurrentRunError:
+    return ConcurrentRunError(
+        f"{asset_of(path)}: expected version {version} of {path}, but the commits that it needs "
+        "were removed: a key was erased during this run, the table was exchanged, or a clean-up "
+        "kept too little. Nothing was written: run again"
+    )
 
 
 def require_table(path: str, version: int | None = None) -> DeltaTable:
@@ -690,12 +696,6 @@ def require_rows(path: str, files: Collection[File], expected: int) -> None:
     )
 
 
-def require_written(path: str, adds: Sequence[AddAction]) -> None:
-    """Checks that the files of a commit still exist: while a run was suspended, a clean-up may have
-    removed them as files of a dead run.
-
-    Raises:
-        ConcurrentRunError: a file is missing.
 def is_hidden(place: str) -> bool:
     """Returns whether Spark's readers ignore a file below a directory that Spark has written: a marker,
     a checksum, or a file of a task's attempt that was not committed (``_temporary``), which a
@@ -703,6 +703,12 @@ def is_hidden(place: str) -> bool:
     return any(part.startswith(("_", ".")) for part in place.split("/"))
 
 
+def require_written(path: str, adds: Sequence[AddAction]) -> None:
+    """Checks that the files of a commit still exist: while a run was suspended, a clean-up may have
+    removed them as files of a dead run.
+
+    Raises:
+        ConcurrentRunError: a file is missing.
     """
     there = sizes(path, [one.path for one in adds])
     gone = [one.path for one in adds if there[one.path] != one.size]

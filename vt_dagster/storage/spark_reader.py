@@ -10,6 +10,7 @@ import gzip
 import json
 import posixpath
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import with_finality
 from vt_dagster.errors import ConcurrentRunError, NeedsReplayError, StorageError
 from vt_dagster.storage import commit_log, delta, parquet
-from vt_dagster.storage.arrow_reader import head_of, require_in_place
+from vt_dagster.storage.arrow_reader import exchanged, head_of, require_in_place
 from vt_dagster.storage.commit_log import (
     Checkpoint,
     Commit,
@@ -363,7 +364,24 @@ class AssetReader:
         there = head.commit.total - sum(head.commit.missing.values())
         count = there if counted and not head.later else None
         like = log_schema(self.node)
-        return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
+        with self._of_one_log(head):
+            return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
+
+    @contextmanager
+    def _of_one_log(self, head: Head | None) -> Iterator[None]:
+        """Replaces errors of a read of pinned versions, if these are now versions of another log."""
+        try:
+            yield
+        except (ConcurrentRunError, StorageError) as error:
+            if head is None or not self._was_exchanged(head):
+                raise
+            raise exchanged(self.node.name, head.commit) from error
+
+    def _was_exchanged(self, head: Head | None) -> bool:
+        if head is None:
+            return False
+        now = self.head()
+        return now is None or now.commit.log != head.commit.log
 
     def attempt_of(self, batch: int) -> str | None:
         """Returns the attempt that wrote a batch of the log; None = no such batch, or no longer known.
@@ -497,12 +515,14 @@ class AssetReader:
         Args:
             since: versions that ended by this time (epoch microseconds) may be left out.
         """
-        return self._view.rows(self.spark, at.base, self._tail(at), self._commit_of(at), since)
+        with self._of_one_log(at.head):
+            return self._view.rows(self.spark, at.base, self._tail(at), self._commit_of(at), since)
 
     def current_at(self, at: Snapshot) -> DataFrame:
         """Returns the current row of each key as of a snapshot; for a versioned table also
         tombstones."""
-        return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at))
+        with self._of_one_log(at.head):
+            return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at))
 
     def _commit_of(self, at: Snapshot) -> Commit:
         assert at.head is not None
@@ -588,15 +608,34 @@ class AssetReader:
                 expired; otherwise such a time is an error.
             as_known_at: system time, ISO 8601; uses the records up to it (inclusive) and the stream
                 time of then, with the history retention that is declared now.
-            at: a known snapshot of the last commit; None = it is looked up.
+            at: a known snapshot of the last commit; None = it is looked up, again if the log was
+                swapped or restated meanwhile.
 
         Raises:
+            ConcurrentRunError: the log of ``at`` was swapped or restated.
             StorageError: the asset does not have ``what``, ``as_of`` is before its history, or nothing
                 was recorded by ``as_known_at``.
         """
+        head = self.head() if at is None else at.head
+        try:
+            rows = self._read(what, as_of, partial, as_known_at, at)
+        except Exception:
+            if not self._was_exchanged(head):
+                raise
+        else:
+            if not self._was_exchanged(head):
+                return rows
+        # Versions of the new log mean other rows.
+        if at is not None and at.head is not None:
+            raise exchanged(self.node.name, at.head.commit)
+        return self.read(what, as_of, partial, as_known_at)
+
+    def _read(
+        self, what: str | None, as_of: str | None, partial: bool, known: str | None, at: Snapshot | None
+    ) -> DataFrame:
         node = self.node
         what = choose(node.name, shape_of(node).kind, what, as_of)
-        at = at if as_known_at is None else self.known_at(parse_time(as_known_at))
+        at = at if known is None else self.known_at(parse_time(known))
         at = at or (Snapshot(self.head()) if what == "log" else self.snapshot())
         if at.head is None:
             require_in_place(self.warehouse, "/".join(node.path))
