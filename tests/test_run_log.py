@@ -15,7 +15,9 @@ from pyspark import SparkContext
 from tests.market import Market, record, run
 from vt_dagster import FilesSource, SparkResource
 from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
 from vt_dagster.storage import parquet
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
@@ -84,6 +86,32 @@ def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Mark
         "prices: view at version 0, of batch 2",
         "prices: nothing new since batch 2, so there is no commit",
     ]
+
+
+def test_a_run_that_another_one_overtakes_takes_the_rest(
+    copy: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the sensors of both inputs of a join request it at once."""
+    stores, commit = stores_of(str(copy.warehouse), copy.spark), AssetStore.commit
+
+    def land(file: str, *rows: Any) -> None:
+        copy.land("sales", file, *rows)
+        run_once(copy.sales, stores)
+
+    def overtaken(store: AssetStore, *args: Any) -> Any:
+        monkeypatch.setattr(AssetStore, "commit", commit)
+        run_once(copy.priced, stores)
+        land("4.jsonl", record("a", "s7", "2 07:10"), record("a", "s8", "2 07:20"))
+        return commit(store, *args)
+
+    land("3.jsonl", record("a", "s6", "2 07:00"))
+    monkeypatch.setattr(AssetStore, "commit", overtaken)
+    first, again, *rest = [
+        line for line in told(copy, [copy.priced])["priced"] if "decided" not in line
+    ]
+    assert first == "priced: takes records: 1 of sales"
+    assert again.startswith("tries again, because of: priced: expected to be the only run that writes")
+    assert rest == ["priced: takes records: 2 of sales", "priced: committed batch 4 (log version 3)"]
 
 
 def test_a_failed_check_says_what_was_expected(copy: Market) -> None:

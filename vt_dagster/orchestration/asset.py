@@ -12,7 +12,7 @@ Spark DataFrames with their required columns.
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import Parameter
 from typing import Any, cast
@@ -225,7 +225,7 @@ def config_of(node: Stream) -> type[SourceConfig] | None:
 DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that holds its data version."""
 _TRIES = 20
-"""How often a run of a partition retries its commit after commits of other partitions."""
+"""How often a run tries again after another run of the asset, or of another partition, has won."""
 _NO_EVENT = "__source_asset_observation__"
 """Dagster's metadata key for observations of sources: it records no materialization of such outputs."""
 
@@ -297,11 +297,6 @@ def _of_frames(
 
     def of_frames(context: dg.AssetExecutionContext, **values: Any) -> dg.MaterializeResult[Any]:
         with delivered_frames(context, node, source, values) as deliveries:
-            for _ in range(_TRIES if source.partitions_def is not None else 0):
-                try:
-                    return _run(context, node, prefix, {"source": deliveries})
-                except ConcurrentRunError as error:
-                    context.log.info(f"{error}; that may be another partition, so it tries again")
             return _run(context, node, prefix, {"source": deliveries})
 
     of_frames.__signature__ = inputs.signature  # type: ignore[attr-defined]
@@ -313,7 +308,31 @@ def _of_frames(
 def _run(
     context: dg.AssetExecutionContext, node: Stream, prefix: str, asked: Mapping[str, Any]
 ) -> dg.MaterializeResult[Any]:
+    """Runs an asset. If another run wins, as when the sensors of two sources request the same join, it
+    tries again with the records that are left: without that, they would wait for the next input."""
     stores = stores_for(context, prefix)
+    for _ in range(_TRIES):
+        before = _last_run(stores(node))
+        try:
+            return _run_once(context, node, stores, asked)
+        except ConcurrentRunError as error:
+            if _last_run(stores(node)) == before:  # an erase, a swap of an input or a clean-up
+                raise
+            context.log.info(f"tries again, because of: {error}")
+    return _run_once(context, node, stores, asked)
+
+
+def _last_run(store: AssetStore) -> str:
+    head = store.head()
+    return "" if head is None else head.commit.attempt
+
+
+def _run_once(
+    context: dg.AssetExecutionContext,
+    node: Stream,
+    stores: Callable[[Stream], AssetStore],
+    asked: Mapping[str, Any],
+) -> dg.MaterializeResult[Any]:
     run = Run.pin(node, stores, **asked)
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
