@@ -3,9 +3,11 @@ at once, in words."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pyarrow as pa
@@ -23,6 +25,7 @@ from vt_dagster import (
     build_definitions,
     build_maintenance,
 )
+from vt_dagster.storage.asset_store import AssetStore
 
 ROOT = Path(__file__).parent.parent
 RESOURCES = ("spark", "warehouse", "tables")
@@ -37,10 +40,12 @@ MODULE = """
 import dagster as dg
 from pathlib import Path
 from tests.market import Market
-from tests.test_executor import downstream
+from tests.test_executor import downstream, kill_where_marked
 from vt_dagster import SparkResource, build_asset, build_resources, ops
 
-market = Market(Path({root!r}), None)
+root = Path({root!r})
+kill_where_marked(root)
+market = Market(root, None)
 sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
 buffer_op, join_op = ops.grace_buffer_op(market.priced), ops.stream_table_join_op(market.priced)
 cheap, counts = downstream(market)
@@ -61,7 +66,10 @@ def graph_of_priced():
 
 spread = dg.multiprocess_executor
 defs = dg.Definitions(
-    assets=[*map(build_asset, [*market.nodes, cheap, counts]), graph_of_sales, graph_of_priced],
+    assets=[
+        *[build_asset(n, retry_policy=dg.RetryPolicy()) for n in [*market.nodes, cheap, counts]],
+        *[graph_of_sales, graph_of_priced],
+    ],
     resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
     jobs=[
         dg.define_asset_job("default", selection="graph_of_sales"),
@@ -78,6 +86,25 @@ INSTANCE = """
 telemetry: {enabled: false}
 compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
 """
+
+
+def kill_where_marked(root: Path) -> None:
+    """A file ``before.NAME`` or ``after.NAME`` kills the process at the next commit of that asset."""
+    commit = AssetStore.commit
+
+    def killed(store: AssetStore, *args: Any) -> Any:
+        def die(when: str) -> None:
+            mark = root / f"{when}.{store.node.name}"
+            if mark.exists():
+                mark.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        die("before")
+        head = commit(store, *args)
+        die("after")
+        return head
+
+    AssetStore.commit = killed
 
 
 def downstream(market: Market) -> tuple[Table, Table]:
@@ -127,10 +154,15 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(spark: object, tm
     assert run(every, market.warehouse, selection=SELECTED).success
     market.land("prices", "2.jsonl", record("b", "p1", "1 07:00"), record("c", "p2", "1 07:00"))
     market.land("sales", "2.jsonl", record("b", "s3", "1 08:00"), record("a", "s4", "1 08:00"))
+    for mark in ("before.prices", "after.sales"):
+        (tmp_path / mark).touch()
     for started in ("something new", "nothing new"):
         done = execute(tmp_path, "assets")
         said = done.stdout + done.stderr
         assert done.returncode == 0, (started, said)
+        killed = {*re.findall(r"- (\w+) - STEP_UP_FOR_RETRY", said)}
+        assert killed == ({"prices", "sales"} if started == "something new" else set()), said
+        assert ("sales: reports batch 2, committed but not yet" in said) is bool(killed)
         assert said.count("STEP_WORKER_STARTED") >= 5
         idle = set(re.findall(r"- (\w+) - ASSET_OBSERVATION", said))
         assert idle == ({*SELECTED} if started == "nothing new" else set()), said
