@@ -222,9 +222,8 @@ DAY = timedelta(days=1)
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"at": "nearest"}, "after the record's timestamp, which leaks the future into the result"),
-        ({"at": "forward"}, "after the record's timestamp, which leaks the future into the result"),
-        ({"at": "after_lunch"}, "at must be 'at_or_before' or 'before', got 'after_lunch'"),
+        ({"at": "forward"}, "'at_or_after', 'after' or 'nearest', got 'forward'"),
+        ({"at": "after_lunch"}, "'at_or_after', 'after' or 'nearest', got 'after_lunch'"),
         ({"as_known": "then"}, "as_known must be 'now', 'when_recorded' or a datetime.timedelta"),
         ({"as_known": -DAY}, "as_known must be between 0 and"),
         ({"max_age": -DAY}, "max_age must be between 0 and"),

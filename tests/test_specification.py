@@ -93,6 +93,8 @@ def every_operator() -> dict[str, Any]:
         "to_stream": limits.to_stream(name="x"),
         "join": orders.left_join(rates, name="x", grace_period=HOUR, select=["left.*", "right.m"]),
         "as known": orders.join(rates, name="x", as_known=HOUR, max_age=DAY, at="before"),
+        "ahead": orders.join(rates, name="x", at="nearest", max_age=HOUR, grace_period=HOUR),
+        "first": orders.join(rates, name="x", before_first="first_version"),
         "corrected": orders.left_join(rates, name="x", select=["right.m"], corrected_for=HOUR),
         "tables": limits.join(table("others", "o"), name="x", select=["left.*", "right.o as p"]),
         "foreign key": limits.join(rates, foreign_key="k", name="x", select=["left.*", "right.m"]),
@@ -127,6 +129,13 @@ def test_a_commit_stores_it(case: str) -> None:
     assert NODES[case].changed_definition(Shape.model_validate(stored).specification) == []
 
 
+def test_a_commit_of_before_a_setting_has_its_default() -> None:
+    """``before_first`` is not in the commits of joins that were made before it."""
+    stored = json.loads(shape_of(NODES["join"]).model_dump_json())
+    del stored["specification"]["before_first"]
+    assert NODES["join"].changed_definition(Shape.model_validate(stored).specification) == []
+
+
 def test_what_is_stored() -> None:
     said = json.loads(shape_of(NODES["join"]).model_dump_json())["specification"]
     assert said == {
@@ -139,6 +148,7 @@ def test_what_is_stored() -> None:
         "as_known": "now",
         "max_age": None,
         "at": "at_or_before",
+        "before_first": None,
     }
     window = json.loads(shape_of(NODES["HoppingWindow"]).model_dump_json())["specification"]
     assert window["group_key"] == [["m", "n"]]
@@ -324,12 +334,14 @@ def test_which_option_lateness_knows() -> None:
     found = {case: node.operator.specification for case, node in NODES.items()}
     known = {case for case, one in found.items() if one.lateness_option is not None}
     assert known == {
-        *("join", "as known"),
+        *("join", "as known", "ahead", "first"),
         *("TumblingWindow", "HoppingWindow", "SessionWindow", "SlidingWindow", "CalendarWindow"),
     }
     unsupported = {case: one.lateness_unsupported for case, one in found.items()}
     assert {case: one.settings for case, one in unsupported.items() if one is not None} == {
         "as known": ("as_known",),
+        "ahead": ("grace_period", "max_age"),
+        "first": ("grace_period", "before_first"),
         "corrected": ("corrected_for", "grace_period"),
         "corrected streams": ("corrected_for", "grace"),
         "SessionWindow": ("window.grace",),

@@ -137,6 +137,22 @@ AS_OF = _rule(
     "the version of the key that is valid at the record's timestamp: from valid_from (inclusive) to "
     "valid_to (exclusive)",
 )
+NEXT = _rule(
+    "next",
+    "the first version of the key with a value that starts at the record's timestamp or after (a join "
+    "with at='at_or_after'), or only after (at='after')",
+)
+NEAREST = _rule(
+    "nearest",
+    "of the version that is valid at the record's timestamp and the first one that starts after it, "
+    "the one that starts nearer to the record (a join with at='nearest'); of two equally near the "
+    "earlier",
+)
+FIRST_VERSION = _rule(
+    "first_version",
+    "the record is from before all versions of its key: the first version with a value matches (a join "
+    "with before_first='first_version')",
+)
 OTHER_TIME = _rule("other_time", "the version is valid at other times than the record's timestamp")
 RECORDED_SINCE = _rule("recorded_since", "the version was recorded after the run's lookup")
 LATEST = _rule("latest", "the row of the key at the time of the lookup")
@@ -145,7 +161,11 @@ MATCHED = _rule(
     "matched",
     "two records of a key match: the right one is in the window before and after the left one",
 )
-TOO_OLD = _rule("too_old", "the version began more than max_age before the record: treated as no match")
+TOO_OLD = _rule(
+    "too_old",
+    "the version began more than max_age before the record, or after it in a join that looks ahead: "
+    "treated as no match",
+)
 DELETED = _rule("deleted", "the version valid at that time is a tombstone: treated as no match")
 ENDED = _rule("ended", "the version had ended by its valid_until: treated as no match")
 HORIZON = _rule(

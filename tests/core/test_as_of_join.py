@@ -11,9 +11,10 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core import as_of_join
-from vt_dagster.core.as_of_join import JoinStrategy, Tiles
+from vt_dagster.core.as_of_join import JoinStrategy, Tiles, with_answers
 from vt_dagster.runs import run
 from vt_dagster.runs.run import tiles_of
+from vt_dagster.topology.operators.stream_table_join import At
 
 START = datetime(1969, 12, 31, 23, 59, 59, 999_900, tzinfo=timezone.utc)
 """Times are on both sides of 1970, where epoch microseconds change their sign."""
@@ -81,6 +82,82 @@ def test_every_way_finds_the_same(
         tiles, _ = tiles_of(versions, key=KEY, first=first, last=last, crowd=crowd)
         assert isinstance(tiles.level, int) == (crowd == 100)
         assert found(tiles) == expected
+
+
+Version = tuple[str, int, datetime, datetime | None, bool, int]
+LOOKS: dict[str, tuple[At, bool]] = {
+    "at or after": ("at_or_after", False),
+    "after": ("after", False),
+    "nearest": ("nearest", False),
+    "first": ("at_or_before", True),
+}
+
+
+def matching(versions: list[Version], moment: datetime, horizon: datetime, look: str) -> int | None:
+    """The rule, version by version: the number of the one that a time finds."""
+    values = [v for v in versions if not v[4]]
+    valid = next((v for v in reversed(versions) if v[2] <= moment), None)
+    remembered = valid is not None and (valid[3] is None or moment >= horizon)
+    if look == "first":
+        if valid is None:
+            return values[0][5] if values else None
+        return None if valid[4] else valid[5]
+    later = [v for v in values if v[2] > moment or (look == "at or after" and v[2] == moment)]
+    near = later[:1] if moment >= horizon else []
+    if look == "nearest" and valid is not None and not valid[4] and remembered:
+        near = [valid, *near]
+    return min(near, key=lambda v: abs(v[2] - moment))[5] if near else None
+
+
+@settings(
+    max_examples=3,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(histories, rows_of_a_run, moments, st.integers(1, 5))
+def test_versions_that_start_after_a_record(
+    spark: SparkSession,
+    table: dict[str, list[int]],
+    looked_up: list[tuple[str | None, int]],
+    horizon: int,
+    deleted: int,
+) -> None:
+    """Each way against the rule; keys begin and end with tombstones, too."""
+    of_key: dict[str | None, list[Version]] = {}
+    for key, times in table.items():
+        ends = [*(at(moment) for moment in sorted(times)[1:]), None]
+        of_key[key] = [
+            (key, 0, at(begin), end, n % 6 < deleted, n)
+            for n, (begin, end) in enumerate(zip(sorted(times), ends, strict=True))
+        ]
+    versions = spark.createDataFrame([v for some in of_key.values() for v in some], VERSIONS)
+    left = spark.createDataFrame([(k, at(t), i) for i, (k, t) in enumerate(looked_up)], ROWS)
+    first, last = left.agg(
+        F.min(F.unix_micros("timestamp")), F.max(F.unix_micros("timestamp"))
+    ).collect()[0]
+    ends_at = F.timestamp_micros(F.lit((at(horizon) - at(0)) // timedelta(microseconds=1) - 100))
+    for look, (asked, opened) in LOOKS.items():
+        about = with_answers(versions, key=KEY, horizon=ends_at, at=asked, first=opened)
+        expected = [
+            matching(of_key.get(k, []), at(t), at(horizon), look) if k is not None else None
+            for k, t in looked_up
+        ]
+        tiles, _ = tiles_of(about, key=KEY, first=first, last=last, crowd=0)
+        for strategy in ("sorted", "broadcast", tiles):
+            joined = as_of_join.as_of_join(
+                left,
+                about,
+                left_key=KEY,
+                right_key=KEY,
+                horizon=F.lit(None).cast("timestamp") if opened else ends_at,
+                name="found",
+                strategy=strategy,  # type: ignore[arg-type]
+            )
+            rows = sorted(joined.select("i", "found.n", as_of_join.FOUND).collect())
+            assert [(row.n, row._found) for row in rows] == [(n, n is not None) for n in expected], (
+                look,
+                strategy,
+            )
 
 
 def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, Protocol
 
 from pyspark.sql import Column, DataFrame
@@ -38,6 +39,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.arrival_order import has_key, union
+from vt_dagster.topology.operators.stream_table_join import At
 
 # As of join
 
@@ -45,7 +47,12 @@ from vt_dagster.core.arrival_order import has_key, union
 BUCKETS = 1 << 16
 """Number of hash buckets of keys; all keys of a bucket share one tile length."""
 
+INSTANT = timedelta(microseconds=1)
+"""The smallest difference between two times."""
 FOUND = "_found"
+ANSWERS_FROM, ANSWERS_TO = "_answers_from", "_answers_to"
+"""The times of records that a version answers, if not those at which it is valid: from (inclusive), to
+(exclusive; null = open)."""
 _BEGIN, _END, _HORIZON = "_begin", "_end", "_horizon"
 _VERSION, _SIDE = "_version", "_side"
 _BUCKET, _LEVEL = "_bucket", "_level"
@@ -82,7 +89,8 @@ def as_of_join(
     name: str,
     strategy: JoinStrategy = "sorted",
 ) -> DataFrame:
-    """Looks up for each row of ``left`` the version valid at its ``timestamp`` (inclusive).
+    """Looks up for each row of ``left`` the version valid at its ``timestamp`` (inclusive), or the one
+    that answers that time, see :func:`with_answers`.
 
     A key with a null component matches nothing.
 
@@ -101,11 +109,13 @@ def as_of_join(
     Source: KIP-889 ``get(key, asOfTimestamp)``, FORMAT 4.1.4, 4.1.5; kip889-validity-interval,
     kip889-expired-get.
     """
-    names = {c: f"_version{i}" for i, c in enumerate(versions.columns)}
+    begin, end = _interval(versions)
+    own = [c for c in versions.columns if c not in (ANSWERS_FROM, ANSWERS_TO)]
+    names = {c: f"_version{i}" for i, c in enumerate(own)}
     table = versions.select(
         *[F.col(k).alias(n) for k, n in zip(right_key, _keys(right_key), strict=True)],
-        F.col(VALID_FROM).alias(_BEGIN),
-        F.col(VALID_TO).alias(_END),
+        begin.alias(_BEGIN),
+        end.alias(_END),
         *[F.col(f"`{c}`").alias(n) for c, n in names.items()],
         horizon.alias(_HORIZON),
     )
@@ -129,6 +139,86 @@ def as_of_join(
     )
 
 
+def with_answers(
+    versions: DataFrame,
+    *,
+    key: Sequence[str],
+    horizon: Column,
+    at: At,
+    first: bool,
+) -> DataFrame:
+    """Adds the times of records that each version answers, ``_answers_from`` and ``_answers_to``.
+
+    Of one key these intervals do not overlap, so :func:`as_of_join` looks them up like validity
+    intervals. Versions that answer no time, such as tombstones, are omitted.
+
+    Plan: one shuffle and sort of the versions by key.
+
+    Args:
+        versions: those that end after the earliest record; ones that ended before it make no
+            difference, since a key's versions follow one another without a gap.
+        horizon: see ``as_of_join``.
+        at: ``at_or_before`` and ``before`` (of records a microsecond earlier): the versions answer the
+            times at which they are valid. ``at_or_after`` (``after``): a version answers the times from
+            the start of the value before it, exclusive (inclusive), to its own start, inclusive
+            (exclusive). ``nearest``: a version answers the times around its start at which no other is
+            nearer; the version before it only those at which it is valid; halfway the earlier answers.
+        first: whether a key's first version with a value also answers the times before all versions of
+            the key; it is then there twice.
+
+    Source: ``StreamTableJoin``.
+    """
+    by_time = W.partitionBy(*key).orderBy(VALID_FROM)
+    begin, end = F.col(VALID_FROM), F.col(VALID_TO)
+    # A version that ended by itself at or before its start was never valid.
+    value = ~F.col(IS_TOMBSTONE) & (end.isNull() | (end > begin))
+    if first:
+        since, number, spans = "_since", "_number", "_spans"
+        told = versions.withColumn(since, F.min(VALID_FROM).over(W.partitionBy(*key)))
+        told = told.where(value).withColumn(number, F.row_number().over(by_time))
+        # Two intervals: between them are the times of tombstones with which the key begins.
+        valid, earlier = _span(begin, end), _span(_ever(), F.col(since))
+        every = F.when(F.col(number) == 1, F.array(earlier, valid)).otherwise(F.array(valid))
+        own = [F.col(f"`{c}`") for c in versions.columns]
+        return told.select(*own, F.explode(every).alias(spans)).select(*own, f"{spans}.*")
+    told = versions.where(value)
+    before = F.lag(begin).over(by_time)
+    if at != "nearest":
+        instant = F.lit(INSTANT if at == "at_or_after" else timedelta(0))
+        return told.withColumns(
+            {ANSWERS_FROM: F.coalesce(before + instant, _ever()), ANSWERS_TO: begin + instant}
+        )
+    here = F.coalesce(_turn(before, begin, F.lag(end).over(by_time)), _ever())
+    # Before the horizon only a version that is valid then can answer, which must be the current one.
+    limited = end.isNull() & horizon.isNotNull()
+    opened = F.when(limited, F.greatest(here, F.least(begin, horizon))).otherwise(here)
+    until = _turn(begin, F.lead(begin).over(by_time), end)
+    return told.withColumns({ANSWERS_FROM: opened, ANSWERS_TO: until})
+
+
+def _interval(versions: DataFrame) -> tuple[Column, Column]:
+    """Returns when a version begins and ceases to answer."""
+    told = ANSWERS_FROM in versions.columns
+    names = (ANSWERS_FROM, ANSWERS_TO) if told else (VALID_FROM, VALID_TO)
+    return F.col(names[0]), F.col(names[1])
+
+
+def _ever() -> Column:
+    """Returns a time before all others."""
+    return F.timestamp_micros(F.lit(-(2**62)))
+
+
+def _span(begin: Column, end: Column) -> Column:
+    return F.struct(begin.alias(ANSWERS_FROM), end.alias(ANSWERS_TO))
+
+
+def _turn(one: Column, next_one: Column, end: Column) -> Column:
+    """Returns when a version ceases to be the nearest: once the next one is nearer, or at its end; null
+    = never."""
+    middle = F.shiftright(F.unix_micros(one) + F.unix_micros(next_one), 1)
+    return F.least(end, F.timestamp_micros(middle + 1))
+
+
 def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int) -> DataFrame:
     """Computes the tile level that suits the versions from ``first`` to ``last`` (microseconds,
     inclusive).
@@ -141,7 +231,7 @@ def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int)
         one row per bucket of keys, with ``_bucket``; one row in total if ``key`` is empty: ``_level``,
         null if there is no version in that range; and ``versions``, the number of versions in it.
     """
-    begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
+    begin, end = _clipped(*_interval(versions), first, last)
     life = (end - begin + 1).alias("life")
     lives = versions.select(*([_bucket(key)] if key else []), life).where("life > 0")
     level = F.floor(F.log2(4 * F.avg("life"))).cast("int").alias(_LEVEL)
@@ -163,7 +253,7 @@ def crowd_of(
         places: the number of hash values by which tiles are counted: a smaller one needs less memory
             and overestimates.
     """
-    begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
+    begin, end = _clipped(*_interval(versions), first, last)
     there = _with_level(versions.where(begin <= end), key, level)
     place = F.pmod(F.xxhash64(*key, _tile(begin)), F.lit(places))
     counts = there.groupBy(place).agg(F.count(F.lit(1)).alias("versions"))
@@ -436,11 +526,10 @@ def _known_then(
         KNOWN_AT,
         *[F.col(c).alias(p) for c, p in zip((PARTITION, ARRIVAL), PLACES, strict=True)],
     )
-    ever = F.timestamp_micros(F.lit(-(2**62)))
     rows = log.select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(right_key, keys, strict=True)],
         F.col(TIMESTAMP).alias(_AT),
-        F.coalesce(RECORDED_AT, ever).alias(KNOWN_AT),
+        F.coalesce(RECORDED_AT, _ever()).alias(KNOWN_AT),
         F.struct(OFFSET, PARTITION).alias(_TURN),
         F.struct(*[F.col(f"`{c}`") for c in needed]).alias(_ROW),
     ).join(asked.select(*keys).distinct(), keys, "left_semi")

@@ -151,7 +151,7 @@ class Lookup:
     """A table that is looked up as of given times.
 
     Args:
-        rows: its versions; for a plain table its current rows.
+        rows: its versions, see ``Processor.answering``; for a plain table its current rows.
         stream_time: of a row's partition.
         strategy: see ``as_of_join``.
         history: for a lookup by system time, see ``as_of_join``.
@@ -414,6 +414,8 @@ class RunPlan:
             epoch microseconds; None = it corrects no row.
         looked_up: the table that it looks up as of its records' times; None = none.
         lookup_margin: how long before a record's time it looks up the table.
+        lookup_reach: how long after a record's time the version that it matches may start; None =
+            without limit.
         uses_system_time: whether the rows of its inputs have ``recorded_at``.
         persists_rows: whether it reads its input several times, so that the run persists the input.
         stream_time: the operator's own stream time, which decides what closes or is emitted; None = it
@@ -438,6 +440,7 @@ class RunPlan:
     corrects_after: int | None = None
     looked_up: Table | None = None
     lookup_margin: timedelta = timedelta(0)
+    lookup_reach: timedelta | None = timedelta(0)
     uses_system_time: bool = False
     persists_rows: bool = False
     stream_time: TimePolicy | None = None
@@ -680,6 +683,15 @@ class Processor(ABC, Generic[O]):
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
         """Returns records with their outcome, before the lookup; None = no lookup."""
         return None
+
+    def answering(self, versions: DataFrame, stream_time: Column) -> DataFrame:
+        """Returns the versions of the looked-up table with the times that they answer, see
+        ``as_of_join.with_answers``; as they are if these are the times at which they are valid.
+
+        Args:
+            stream_time: of a row's partition.
+        """
+        return versions
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         """Returns the results of judged records, joined with the table as of their times."""

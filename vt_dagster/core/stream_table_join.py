@@ -66,7 +66,10 @@ from vt_dagster.core.arrival_order import (
 )
 from vt_dagster.core.as_of_join import ANSWER as AS_OF_ANSWER
 from vt_dagster.core.as_of_join import (
+    ANSWERS_FROM,
+    ANSWERS_TO,
     FOUND,
+    INSTANT,
     KNOWN_AT,
     PLACES,
     JoinStrategy,
@@ -75,6 +78,7 @@ from vt_dagster.core.as_of_join import (
     as_of_join,
     at_place,
     system_time_join,
+    with_answers,
 )
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import (
@@ -189,8 +193,6 @@ def hold_back(
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
 _UNMATCHED = "unmatched"
-INSTANT = timedelta(microseconds=1)
-"""The smallest difference between two times."""
 _END = re.compile(rf"\bright\s*\.\s*`?{VALID_TO}\b", re.IGNORECASE)
 _ROW = "_row"
 """The table's row next to the stream's columns, one of which may be named ``right``."""
@@ -258,6 +260,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             reads_own_table=False,
             looked_up=operator.right,
             lookup_margin=INSTANT if operator.at == "before" else timedelta(0),
+            lookup_reach=_reach(operator),
             uses_system_time=operator.as_known != "now",
             stream_time=GraceTime(self, bounded, emits_after=operator.grace_period or timedelta(0)),
             has_grace_buffer=operator.waits,
@@ -299,6 +302,14 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             bounds=context.bounds,
         )
 
+    def answering(self, versions: DataFrame, stream_time: Column) -> DataFrame:
+        operator, right = self.operator, self.operator.right
+        first = operator.before_first is not None
+        if not isinstance(right, VersionedTable) or not (first or operator.looks_ahead):
+            return versions
+        horizon = table_store.horizon_of(right, stream_time)
+        return with_answers(versions, key=right.key, horizon=horizon, at=operator.at, first=first)
+
     @property
     def lookup_kind(self) -> JoinKind:
         """The kind of join of a lookup, which decides whether unmatched records have results."""
@@ -316,7 +327,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
         if isinstance(right, VersionedTable):
             horizon = table_store.horizon_of(right, lookup.stream_time)
-            needed |= {VALID_FROM, VALID_TO}
+            if operator.before_first is not None:
+                # The oldest version that the table has answers all times before, also expired ones.
+                horizon = F.lit(None).cast("timestamp")
+            needed |= {VALID_FROM, VALID_TO, ANSWERS_FROM, ANSWERS_TO}
         records = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE))
         if operator.as_known != "now":
             needed.add(RECORDED_AT)
@@ -332,11 +346,19 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             strategy=lookup.strategy,
             history=lookup.history,
             max_age=operator.max_age,
+            max_wait=operator.max_age if operator.looks_ahead else None,
             before=operator.at == "before",
         )
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         raise AssertionError("a stream-table join uses judge and look_up instead of process")
+
+
+def _reach(operator: StreamTableJoin) -> timedelta | None:
+    """Returns how long after its time a record's match may start; None = without limit."""
+    if operator.before_first is not None:
+        return None
+    return operator.max_age if operator.looks_ahead else timedelta(0)
 
 
 def _waiting_from(times: RunTimes) -> int | None:
@@ -365,6 +387,7 @@ def join(
     strategy: JoinStrategy = "sorted",
     history: SystemTimeHistory | None = None,
     max_age: timedelta | None = None,
+    max_wait: timedelta | None = None,
     before: bool = False,
 ) -> DataFrame:
     """Joins stream records with the table.
@@ -373,7 +396,8 @@ def join(
 
     Args:
         stream: ``key columns, timestamp, partition, _arrival, _outcome, …``: the records to emit.
-        table: a versioned table's versions, or an unversioned table's current rows.
+        table: a versioned table's versions, which may have :func:`with_answers`; or an unversioned
+            table's current rows.
         columns: the result's (name, SQL expression over ``left.*`` and ``right.*``).
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
             not versioned. An older record joins the current version if that is old enough, otherwise
@@ -383,6 +407,7 @@ def join(
             ``_known_at``; see ``as_of_join``.
         max_age: for a versioned table, a version does not match if ``timestamp - valid_from`` is
             larger. A tombstone never matches.
+        max_wait: the same for ``valid_from - timestamp``.
         before: for a versioned table, ``valid_from < timestamp`` instead of ``<=``.
 
     Returns:
@@ -408,7 +433,9 @@ def join(
         if before:
             found = found.withColumn(TIMESTAMP, F.col(TIMESTAMP) + earlier)
         if max_age is not None:
-            found = _young(found, max_age)
+            found = _near(found, F.col(TIMESTAMP) - F.lit(max_age) <= F.col(_ROW)[VALID_FROM])
+        if max_wait is not None:
+            found = _near(found, F.col(_ROW)[VALID_FROM] <= F.col(TIMESTAMP) + F.lit(max_wait))
     if kind == "inner":
         found = found.where(F.col(FOUND))
     return answered(found, stream.columns, _ROW, columns)
@@ -445,10 +472,9 @@ def answered(
     )
 
 
-def _young(found: DataFrame, max_age: timedelta) -> DataFrame:
-    """Removes matches with versions that begin more than ``max_age`` before the record."""
-    young = F.col(FOUND) & (F.col(TIMESTAMP) - F.lit(max_age) <= F.col(_ROW)[VALID_FROM])
-    return found.withColumn(FOUND, F.coalesce(young, F.lit(False))).withColumn(
+def _near(found: DataFrame, near: Column) -> DataFrame:
+    """Removes matches with versions that do not begin near enough to the record."""
+    return found.withColumn(FOUND, F.coalesce(F.col(FOUND) & near, F.lit(False))).withColumn(
         _ROW, F.when(F.col(FOUND), F.col(_ROW))
     )
 

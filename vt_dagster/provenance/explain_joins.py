@@ -289,6 +289,10 @@ def _references(
 Lookup = TypeVar("Lookup", bound=LookupJoinSpec)
 
 
+_MATCHES = (rules.AS_OF, rules.LATEST, rules.NEXT, rules.NEAREST, rules.FIRST_VERSION)
+"""The rules by which a version is joined."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """The result of a lookup.
@@ -305,7 +309,7 @@ class Answer:
     @property
     def found(self) -> Version | None:
         """The version that is joined; None = no match."""
-        return self.version if self.rule in (rules.AS_OF, rules.LATEST) else None
+        return self.version if self.rule in _MATCHES else None
 
 
 # ------------------------------------------------------------------------------- the stream's record
@@ -452,22 +456,59 @@ def answer(
     """
     if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
+    horizons = horizons_of(table, commit) if forgetful and join.before_first is None else {}
+
+    def forgotten(version: Version) -> bool:
+        horizon = horizons.get(version.partition)
+        return horizon is not None and moment < as_time(horizon)
+
+    if join.looks_ahead:
+        return _ahead(found, moment, join, forgotten)
     before = join.at == "before"
     valid = next(
         (v for v in reversed(found) if v.begin < moment or (v.begin == moment and not before)), None
     )
     if valid is None:
-        return Answer(None, rules.NO_MATCH)
+        first = None if join.before_first is None else next(filter(_has_value, found), None)
+        return Answer(first, rules.NO_MATCH if first is None else rules.FIRST_VERSION)
     if join.max_age is not None and moment - valid.begin > join.max_age:
         return Answer(valid, rules.TOO_OLD)
     if valid.end is not None and (valid.end < moment or (valid.end == moment and not before)):
         return Answer(valid, rules.ENDED)
-    horizon = horizons_of(table, commit).get(valid.partition)
-    if forgetful and valid.end is not None and horizon is not None and moment < as_time(horizon):
+    if valid.end is not None and forgotten(valid):
         return Answer(valid, rules.HORIZON)
     if valid.is_tombstone:
         return Answer(valid, rules.DELETED)
     return Answer(valid, rules.AS_OF)
+
+
+def _has_value(version: Version) -> bool:
+    """Returns whether a version has a value, and was valid at some time."""
+    return not version.is_tombstone and (version.end is None or version.end > version.begin)
+
+
+def _ahead(
+    found: Sequence[Version],
+    moment: datetime,
+    join: LookupJoinSpec,
+    forgotten: Callable[[Version], bool],
+) -> Answer:
+    """Looks up a time with ``at_or_after``, ``after`` or ``nearest``, see :func:`answer`."""
+    exact = join.at == "at_or_after"
+    later = (v for v in found if v.begin > moment or (exact and v.begin == moment))
+    ahead = next(filter(_has_value, later), None)
+    near = [] if ahead is None or forgotten(ahead) else [ahead]
+    if join.at == "nearest":
+        back = next((v for v in reversed(found) if v.begin <= moment), None)
+        if back is not None and _has_value(back):
+            valid = back.end is None or (moment < back.end and not forgotten(back))
+            near = [back, *near] if valid else near
+    if not near:
+        return Answer(ahead, rules.NO_MATCH if ahead is None else rules.HORIZON)
+    best = min(near, key=lambda v: abs(moment - v.begin))  # of two equally near the first: the earlier
+    if join.max_age is not None and abs(moment - best.begin) > join.max_age:
+        return Answer(best, rules.TOO_OLD)
+    return Answer(best, rules.NEAREST if join.at == "nearest" else rules.NEXT)
 
 
 @dataclass(frozen=True)
@@ -480,6 +521,7 @@ class Looked:
         now: the result by current knowledge.
         shown: the candidates around the record's time.
         count: the number of all versions of the key.
+        expired: whether the run did not find the version of ``now`` because it had expired.
     """
 
     history: History
@@ -487,6 +529,7 @@ class Looked:
     now: Answer
     shown: tuple[Candidate, ...]
     count: int
+    expired: bool
 
 
 def look_up(
@@ -512,7 +555,9 @@ def look_up(
     first = answer(table, then, moment, seen or table.commit, join)
     last = answer(table, now, moment, table.commit, join, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
-    if first.version is None and last.found is not None and _knows(seen, last.found):
+    known = last.found is not None and _knows(seen, last.found)
+    expired = known and last.found is not None and last.found.place not in {*then_by, *first_repeats}
+    if first.version is None and known:
         first = Answer(None, rules.EXPIRED)
     every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.offset))
     chosen = {one.found.place for one in (first, last) if one.found is not None}
@@ -545,7 +590,7 @@ def look_up(
     shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
     history.fetch([v.place for v in shown])
     count = len(last_places | first_places)
-    return Looked(history, first, last, tuple(map(candidate, shown)), count)
+    return Looked(history, first, last, tuple(map(candidate, shown)), count, expired)
 
 
 def _knows(commit: Commit | None, version: Version) -> bool:
@@ -628,7 +673,7 @@ def _tell_looked(
         )
     elif not follows:
         reasoning.notes.append(f"if all that is known now counted it would be {says}")
-    elif then.rule in (rules.HORIZON, rules.EXPIRED):
+    elif looked.expired or then.rule in (rules.HORIZON, rules.EXPIRED):
         reasoning.notes.append(f"with a longer history retention of {name} it would be {says}")
     else:
         reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")

@@ -224,9 +224,10 @@ class History:
     def versions(
         self, commit: Commit, moment: datetime, forgotten: bool = True
     ) -> tuple[list[Version], set[Place], set[Place]]:
-        """Returns the versions around a time as of a commit, oldest first: the valid one, and some
-        before and after it; for a plain table the row. Also returns the places of all records with a
-        version, and of all records that repeat the version before them (``new_version_on``).
+        """Returns the versions around a time as of a commit, oldest first: the valid one, some before
+        it, and some after it, at least up to the first with a value; for a plain table the row. Also
+        returns the places of all records with a version, and of all records that repeat the version
+        before them (``new_version_on``).
 
         Args:
             forgotten: whether to leave out expired versions.
@@ -245,7 +246,9 @@ class History:
             repeats = _places(fold(None, rows, self.log.key, limits)) - places
         if versioned:
             valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
-            found = found.slice(max(0, valid - AROUND - 2), 2 * AROUND + 4)
+            values = np.flatnonzero(~found.column(IS_TOMBSTONE).to_numpy()[valid:])
+            first, ahead = max(0, valid - AROUND - 2), int(values[0]) + 1 if len(values) else 0
+            found = found.slice(first, max(2 * AROUND + 4, valid + ahead - first))
             found = clip_at_valid_until(found, self._valid_until)
         begins, until = micros(found, TIMESTAMP).tolist(), [None] * found.num_rows
         if versioned:

@@ -606,8 +606,8 @@ class LateJoin:
         stream, table: the logs of its inputs.
 
     Raises:
-        StorageError: the join has ``as_known``, or its table is not versioned or has
-            ``new_version_on``.
+        StorageError: the join has ``as_known``, ``before_first`` or an ``at`` that looks ahead, or its
+            table is not versioned or has ``new_version_on``.
     """
 
     def __init__(self, log: Log, join: StreamTableJoinSpec, stream: Log, table: Log) -> None:
@@ -616,6 +616,14 @@ class LateJoin:
             raise StorageError(
                 f"{log.name}: expected a join without as_known, got as_known={known}: the cost of "
                 "another grace period cannot be computed; try another as_known with vt-dagster what-if"
+            )
+        ahead = {"before_first": join.before_first, "at": join.at if join.looks_ahead else None}
+        asked = next((f"{option}={value}" for option, value in ahead.items() if value), None)
+        if asked is not None:
+            raise StorageError(
+                f"{log.name}: expected a join that looks back from each record, got {asked}: a version "
+                "then matches records from before its start, so another grace period costs more than "
+                "late table records; try one with vt-dagster what-if"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -44,6 +44,10 @@ from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, VersionedTable, topological
 
 # Restate plan
+
+
+_EVER = 1 << 62
+"""A time after all others, epoch microseconds."""
 
 
 class Step(BaseModel):
@@ -204,6 +208,8 @@ class Planner:
                 unknown += 1
                 continue
             upto = max(commit.emitted_up_to.values())
+            reach = plan.lookup_reach
+            upto = _EVER if reach is None else upto + reach // timedelta(microseconds=1)
             joined += [(p, ends.get(p, 0), upto) for p in head.commit.next_offset]
         if unknown:
             self.say(f"! {node.name}: of {unknown} batches it is not known what {table.name} had then")

@@ -622,6 +622,7 @@ class Run:
             return look_up(records, empty, context), judged
         since = judged.span[0] - plan.lookup_margin // timedelta(microseconds=1)
         rows = of_table.as_read(table, recorded_if(plan.uses_system_time, store.view_at(at, since)))
+        rows = self.processor.answering(rows, by_partition(at.stream_time))
         span = since, judged.span[1]
         way, strategy = join_strategy(table, rows, arrival.few_records, at.total, span)
         past = None

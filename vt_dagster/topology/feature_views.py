@@ -12,7 +12,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_name
-from vt_dagster.topology.operators.stream_table_join import AsKnown, At, check_match
+from vt_dagster.topology.operators.stream_table_join import AsKnown, AtOrBefore, check_match
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
 
@@ -29,7 +29,8 @@ class FeatureView:
         as_known: see ``StreamTableJoin``. The default is ``when_recorded``, so that a row contains
             nothing that was unknown when it was recorded. A duration needs no grace period.
         max_age: an older version gives nulls (a version exactly that old does not).
-        at: ``at_or_before`` or ``before`` the row's timestamp.
+        at: ``at_or_before`` or ``before`` the row's timestamp. A later version would leak the future
+            into the row.
     """
 
     table: VersionedTable
@@ -38,7 +39,7 @@ class FeatureView:
     prefix: str = ""
     as_known: AsKnown = "when_recorded"
     max_age: timedelta | None = None
-    at: At = "at_or_before"
+    at: AtOrBefore = "at_or_before"
 
     def __post_init__(self) -> None:
         table: Any = self.table

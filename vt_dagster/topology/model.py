@@ -48,7 +48,7 @@ from vt_dagster.topology.operators import (
     UntilWindowCloses,
     WindowedAggregate,
 )
-from vt_dagster.topology.operators.stream_table_join import AsKnown, At
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At, BeforeFirst
 from vt_dagster.topology.windows import Window
 
 # Grouping
@@ -272,6 +272,7 @@ class _Match:
     as_known: AsKnown
     max_age: timedelta | None
     at: At
+    before_first: BeforeFirst
 
     def refuse(self, name: str, where: str) -> None:
         """Raises TopologyError if any is set for another kind of join."""
@@ -283,7 +284,7 @@ class _Match:
             )
 
 
-_KAFKAS = _Match("now", None, "at_or_before")
+_KAFKAS = _Match("now", None, "at_or_before", None)
 
 
 class StreamJoins(Generic[S, T]):
@@ -302,6 +303,7 @@ class StreamJoins(Generic[S, T]):
         as_known: AsKnown = "now",
         max_age: timedelta | None = None,
         at: At = "at_or_before",
+        before_first: BeforeFirst = None,
         **shown: Any,
     ) -> S: ...
 
@@ -344,6 +346,7 @@ class StreamJoins(Generic[S, T]):
         as_known: AsKnown = "now",
         max_age: timedelta | None = None,
         at: At = "at_or_before",
+        before_first: BeforeFirst = None,
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
@@ -364,16 +367,19 @@ class StreamJoins(Generic[S, T]):
             as_known: join with a versioned table: which versions can match: now, when_recorded, or a
                 duration: those recorded no later than that after the record's timestamp.
             max_age: join with a versioned table: how long before the record a version may start
-                (inclusive).
-            at: join with a versioned table: match versions that start at_or_before or before the
-                record's timestamp.
+                (inclusive); with at_or_after, after and nearest also how long after it.
+            at: join with a versioned table: match the latest version that starts at_or_before or before
+                the record's timestamp, the first that starts at_or_after or after it, or the nearest.
+            before_first: join with a versioned table: first_version: a record from before all versions
+                of its key matches the first of them; default: it matches nothing.
             within: join with a stream: how far before and after a record its matches may lie.
             before, after: join with a stream: as ``within``, for one direction; may be negative.
                 Default: ``within``, else 0.
             grace: join with a stream: how late a record may be and still find every match; default 0.
             shown: description, group, owners and key_prefix of the result.
         """
-        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        about = _Window(within, before, after, grace)
+        match = _Match(as_known, max_age, at, before_first)
         told = about, _Promise(corrected_for, key), match
         made = self._joined("inner", other, name, tuple(select), grace_period, *told)
         return made.result(**shown)
@@ -389,6 +395,7 @@ class StreamJoins(Generic[S, T]):
         as_known: AsKnown = "now",
         max_age: timedelta | None = None,
         at: At = "at_or_before",
+        before_first: BeforeFirst = None,
         **shown: Any,
     ) -> S: ...
 
@@ -446,6 +453,7 @@ class StreamJoins(Generic[S, T]):
         as_known: AsKnown = "now",
         max_age: timedelta | None = None,
         at: At = "at_or_before",
+        before_first: BeforeFirst = None,
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
@@ -453,7 +461,8 @@ class StreamJoins(Generic[S, T]):
         **shown: Any,
     ) -> S | T:
         """Left join with a table or a stream; see :meth:`join`."""
-        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        about = _Window(within, before, after, grace)
+        match = _Match(as_known, max_age, at, before_first)
         told = about, _Promise(corrected_for, key), match
         made = self._joined("left", other, name, tuple(select), grace_period, *told)
         return made.result(**shown)

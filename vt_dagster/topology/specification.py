@@ -399,7 +399,13 @@ class LookupJoinSpec(_Join, frozen=True):
     grace_period: Annotated[Lengths, _MAY_CHANGE] = NONE
     as_known: Literal["now", "when_recorded"] | Length = "now"
     max_age: Length | None = None
-    at: Literal["at_or_before", "before"] = "at_or_before"
+    at: Literal["at_or_before", "before", "at_or_after", "after", "nearest"] = "at_or_before"
+    before_first: Literal["first_version"] | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a version that starts after the record may match, apart from ``before_first``."""
+        return self.at not in ("at_or_before", "before")
 
     def grace_of(self, partition: int) -> timedelta:
         """Returns the grace period of a partition."""
@@ -417,6 +423,20 @@ class StreamTableJoinSpec(LookupJoinSpec, frozen=True):
 
     @property
     def lateness_unsupported(self) -> LatenessUnsupported | None:
+        if self.before_first is not None:
+            return LatenessUnsupported(
+                "With before_first, an earlier version of a key that comes later changes the match of "
+                "records of any age, and so does a version that expires. So no grace period is long "
+                "enough, and the cost of another one cannot be counted record by record.",
+                ("grace_period", "before_first"),
+            )
+        if self.looks_ahead:
+            return LatenessUnsupported(
+                "With at_or_after, after and nearest, a version matches records from before its start: "
+                "they wait for versions that do not exist yet, not only for late ones. So the cost of "
+                "another grace period is not only that of late table records, which alone is counted.",
+                ("grace_period", "max_age"),
+            )
         if self.as_known == "now":
             return None
         return LatenessUnsupported(

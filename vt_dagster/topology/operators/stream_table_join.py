@@ -5,9 +5,10 @@ A corrected join updates its results when late table records arrive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
@@ -41,11 +42,17 @@ from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoin
 
 AsKnown: TypeAlias = Literal["now", "when_recorded"] | timedelta
 """By which system time a version must be recorded, see ``StreamTableJoin``."""
-At: TypeAlias = Literal["at_or_before", "before"]
+AtOrBefore: TypeAlias = Literal["at_or_before", "before"]
 """Whether a version that starts exactly at the record's timestamp matches."""
+At: TypeAlias = Literal["at_or_before", "before", "at_or_after", "after", "nearest"]
+"""Which version matches a record, by the time at which it starts, see ``StreamTableJoin``."""
+BeforeFirst: TypeAlias = Literal["first_version"] | None
+"""What a record from before all versions of its key matches, see ``StreamTableJoin``."""
 
-_KAFKAS = {"as_known": "now", "max_age": "None", "at": "at_or_before"}
+_KAFKAS = {"as_known": "now", "max_age": None, "at": "at_or_before", "before_first": None}
 """Defaults (Kafka Streams' behaviour)."""
+_BACK: tuple[At, ...] = get_args(AtOrBefore)
+_EVERY_AT: tuple[At, ...] = get_args(At)
 
 
 class Match(TypedDict):
@@ -55,6 +62,7 @@ class Match(TypedDict):
     as_known: AsKnown
     max_age: timedelta | None
     at: At
+    before_first: BeforeFirst
 
 
 @dataclass(frozen=True)
@@ -87,16 +95,30 @@ class StreamTableJoin(Join):
             stream time and history retention of that system time. In a log from before ``recorded_at``
             existed, a table row counts as known from the start, and a stream record as recorded at its
             timestamp.
-        max_age: of a versioned table: a version that starts longer before the record than this does not
-            match (exactly this long before does). A deletion never reveals an older version.
+        max_age: of a versioned table: a version that starts longer before the record than this does
+            not match (exactly this long before does), and with ``at_or_after``, ``after`` and
+            ``nearest`` neither one that starts longer after it. A deletion never reveals an older
+            version.
         at: of a versioned table: ``at_or_before``: the latest version that starts at the record's
-            timestamp or before; ``before``: only before.
+            timestamp or before; ``before``: only before. ``at_or_after``: the first version that starts
+            at the record's timestamp or after; ``after``: only after; tombstones are passed over.
+            ``nearest``: of the version that is valid at the record's timestamp and the first one that
+            starts after it, the one that starts nearer to the record; of two that are equally near the
+            earlier one. For a record from before the table's history these three match no later
+            version. They need ``max_age`` and a ``grace_period`` at least as long: a record waits until
+            stream time has reached the last time at which its match may start.
+        before_first: of a versioned table, with ``at_or_before`` or ``before``. None: a record from
+            before all versions of its key matches nothing. ``first_version``: it matches the first
+            version of the key that has a value, whatever ``max_age`` is. The first version is the
+            oldest one that the table still has: that version also matches records from before the
+            table's history. A tombstone is a version: a record at its time or after matches nothing.
     """
 
     grace_period: Duration | None = None
     as_known: AsKnown = "now"
     max_age: timedelta | None = None
     at: At = "at_or_before"
+    before_first: BeforeFirst = None
 
     def __post_init__(self) -> None:
         left, right = self.left, self.right
@@ -116,7 +138,9 @@ class StreamTableJoin(Join):
         require_readable(self.name, Consumer.STREAM_TABLE_JOIN, right)
         if self.grace_period is not None:
             self._check_grace(self.grace_period)
-        check_match(self.name, right, self.as_known, self.max_age, self.at)
+        check_match(self.name, right, self.as_known, self.max_age, self.at, _EVERY_AT)
+        self._check_before_first()
+        self._check_looks_ahead()
         self._check_waits_for_nothing()
         self.projection()
 
@@ -124,6 +148,11 @@ class StreamTableJoin(Join):
     def waits(self) -> bool:
         """Whether records can wait: there is a grace period and it is not 0."""
         return self.grace_period is not None and self.grace_period != type(self.grace_period)()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a version that starts after the record may match, apart from ``before_first``."""
+        return self.at not in _BACK
 
     @property
     def rescan_span(self) -> dict[str, timedelta]:
@@ -144,16 +173,16 @@ class StreamTableJoin(Join):
             "as_known": self.as_known,
             "max_age": self.max_age,
             "at": self.at,
+            "before_first": self.before_first,
         }
 
     @property
     def _chosen(self) -> dict[str, str]:
         """The settings that differ from Kafka Streams' behaviour, for descriptions and metadata."""
-        told = {"as_known": self.as_known, "max_age": self.max_age, "at": self.at}
         return {
             name: spoken(value) if isinstance(value, timedelta) else str(value)
-            for name, value in told.items()
-            if str(value) != _KAFKAS[name]
+            for name, kafkas in _KAFKAS.items()
+            if (value := getattr(self, name)) != kafkas
         }
 
     @property
@@ -176,6 +205,53 @@ class StreamTableJoin(Join):
                     f"retention {retention} of {self.right.name!r}; records would leave the buffer "
                     "after their versions expire: shorten grace_period or lengthen history_retention"
                 )
+
+    def _check_before_first(self) -> None:
+        if self.before_first is None:
+            return
+        if self.before_first != "first_version":
+            raise TopologyError(
+                f"{self.name}: expected before_first to be 'first_version' or None, got "
+                f"{self.before_first!r}; correct it, or leave it out"
+            )
+        if not self.right.versioned:
+            raise TopologyError(
+                f"{self.name}: before_first needs a versioned table, but {self.right.name!r} is not "
+                "versioned, and its row matches records of any time: remove before_first"
+            )
+        if self.looks_ahead:
+            raise TopologyError(
+                f"{self.name}: before_first is only for at='at_or_before' or 'before', got "
+                f"at={self.at!r}, which itself matches versions that start after the record: remove "
+                "before_first"
+            )
+        self._check_now("before_first='first_version'")
+
+    def _check_looks_ahead(self) -> None:
+        if not self.looks_ahead:
+            return
+        asked = f"at={self.at!r}"
+        if self.max_age is None:
+            raise TopologyError(
+                f"{self.name}: {asked} needs max_age, but has none: without it a version may start any "
+                "time after the record, so no wait is long enough to find it: set max_age to how far "
+                "from the record a version may start, and grace_period to at least as long"
+            )
+        for partition, (grace, age) in pairs(self.grace_period or timedelta(0), self.max_age):
+            if grace < age:
+                raise TopologyError(
+                    f"{self.name}: {asked} needs a grace period of at least max_age, {age}, got "
+                    f"{grace}{partition}: the record would be joined before its match can have come: "
+                    "lengthen grace_period or shorten max_age"
+                )
+        self._check_now(asked)
+
+    def _check_now(self, asked: str) -> None:
+        if self.as_known != "now":
+            raise TopologyError(
+                f"{self.name}: {asked} matches versions that start after the record, but as_known "
+                "looks up what was known of the record's own time: remove one of the two"
+            )
 
     def _check_waits_for_nothing(self) -> None:
         if self.as_known == "when_recorded" and self.waits:
@@ -211,19 +287,31 @@ class StreamTableJoin(Join):
         return f"{self.left.name}, each record with {self.right.name} {how}{missing}{wait}{more}."
 
 
-def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) -> None:
+def check_match(
+    name: str,
+    table: Node,
+    as_known: Any,
+    max_age: Any,
+    at: Any,
+    allowed: Sequence[At] = _BACK,
+) -> None:
     """Checks the settings by which records match versions of a table.
+
+    Args:
+        allowed: the allowed values of ``at``.
 
     Raises:
         TopologyError: an invalid value, or a setting that this table does not support.
     """
-    if at in ("nearest", "forward", "after", "at_or_after"):
+    if at in _EVERY_AT and at not in allowed:
         raise TopologyError(
             f"{name}: at={at!r} would match versions that start after the record's timestamp, which "
             "leaks the future into the result; expected 'at_or_before' or 'before'"
         )
-    if at not in ("at_or_before", "before"):
-        raise TopologyError(f"{name}: at must be 'at_or_before' or 'before', got {at!r}")
+    if at not in allowed:
+        raise TopologyError(
+            f"{name}: at must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}, got {at!r}"
+        )
     if isinstance(as_known, timedelta):
         check_duration(name, "as_known", as_known)
     elif as_known not in ("now", "when_recorded"):
