@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     IntegerType,
     LongType,
@@ -38,6 +37,7 @@ from vt_dagster import (
     lateness,
 )
 from vt_dagster.core import versioned_table
+from vt_dagster.core.arrow_schema import arrow_schema
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.key_history import key_history
@@ -176,7 +176,7 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
     view: pa.Table | None = None
     cuts = [0, *sorted(random.sample(range(1, len(accepted)), 3)), len(accepted)]
     for start, end in itertools.pairwise(cuts):
-        part = pa.Table.from_pylist([row for _, row in accepted[start:end]], to_arrow_schema(columns))
+        part = pa.Table.from_pylist([row for _, row in accepted[start:end]], arrow_schema(columns))
         now = max(one.second for one, _ in accepted[:end])
         horizon, left, before = F.lit(at(now - 20)), None, None
         earlier = view

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.sql.pandas.types import to_arrow_schema
 
 from tests.storage.topology import EPOCH, SCHEMA, Topology
+from vt_dagster.core.arrow_schema import arrow_schema
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
@@ -225,7 +225,7 @@ def test_a_run_opens_the_files_that_it_needs(
     node = Stream("orders", key="k", schema=SCHEMA, source=FilesSource("landing"))
     store = AssetStore(str(tmp_path), node, spark)
     rows = spark.createDataFrame([], log_schema(node))
-    kinds = to_arrow_schema(log_schema(node))
+    kinds = arrow_schema(log_schema(node))
     new = dict[str, Any]()
 
     def write_files(_rows: Any, folder: str, _parted: bool) -> None:

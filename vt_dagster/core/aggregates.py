@@ -13,14 +13,12 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import (
-    to_arrow_schema,  # pyright: ignore[reportUnknownVariableType]
-)
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Outcome, duration, gathered, has_key, union, with_columns
+from vt_dagster.core.arrow_schema import arrow_schema
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -357,7 +355,7 @@ def aggregate_by(
     kept = [StructField(f.name, f.dataType) for f in ordered.schema.fields if f.name not in others]
     passed = [f.name for f in kept]
 
-    arrow = cast(Any, to_arrow_schema(StructType([StructField("_acc", result)])))
+    arrow: Any = arrow_schema(StructType([StructField("_acc", result)]))
     # Plain values only: the kernel runs on Spark's workers, which need not have this package.
     applied_fate = Outcome.APPLIED
 

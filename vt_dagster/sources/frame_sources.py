@@ -20,11 +20,11 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import DataType, DecimalType, StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.arrival_order import CHUNK
+from vt_dagster.core.arrow_schema import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, time_of
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.sources.base import Uncounted, by_name, require_limits
@@ -84,7 +84,7 @@ class LocalFrame:
 
     def frame(self, spark: SparkSession) -> DataFrame:
         """Returns a Spark DataFrame of the rows."""
-        return spark.createDataFrame(self.rows.combine_chunks(), from_arrow_schema(self.rows.schema))
+        return spark.createDataFrame(self.rows.combine_chunks(), spark_schema(self.rows.schema))
 
     def release(self) -> None:
         """Does nothing: Spark holds no data."""
@@ -106,7 +106,7 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
     if table is None:
         return None
     extra = require_columns(name, table.column_names, schema)
-    wanted, columns, bad = to_arrow_schema(schema), dict[str, pa.ChunkedArray](), set[int]()
+    wanted, columns, bad = arrow_schema(schema), dict[str, pa.ChunkedArray](), set[int]()
     for target in wanted:
         column = _plain(table.column(target.name))
         if column.null_count == len(column):

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import (
     BooleanType,
     IntegerType,
@@ -42,6 +41,7 @@ from vt_dagster.columns import (
 from vt_dagster.core import arrival_order, versioned_table
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition
+from vt_dagster.core.arrow_schema import arrow_schema, spark_schema
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
 from vt_dagster.core.source_records import (
     DELETED,
@@ -77,7 +77,7 @@ class MemoryStore(Store):
         self.progress = Progress(node.name)
         self._spark = spark
         recorded = StructField(RECORDED_AT, TimestampType())
-        self._log = to_arrow_schema(StructType([*log_schema(node), recorded])).empty_table()
+        self._log = arrow_schema(StructType([*log_schema(node), recorded])).empty_table()
         self._commits: list[tuple[Commit, int]] = []
         """Commits, each with the number of log rows after it."""
         self._state: pa.Table | None = None
@@ -105,7 +105,7 @@ class MemoryStore(Store):
     def frame(self, table: pa.Table) -> DataFrame:
         """Returns an Arrow table as a DataFrame with one partition."""
         # Spark Connect cannot make a DataFrame of an empty Arrow table without a Spark schema.
-        schema = from_arrow_schema(table.schema)
+        schema = spark_schema(table.schema)
         # combine_chunks: Spark loses the rows after an empty chunk.
         return self._spark.createDataFrame(table.combine_chunks(), schema).coalesce(1)
 
@@ -161,7 +161,7 @@ class MemoryStore(Store):
         """Returns the current view; empty before the first commit."""
         assert isinstance(self.node, Table)
         if self.head() is None:
-            return self.frame(to_arrow_schema(view_schema(self.node)).empty_table())
+            return self.frame(arrow_schema(view_schema(self.node)).empty_table())
         return self.view_at(self.catch_up()).drop(RECORDED_AT)
 
     def current_at(self, at: Snapshot) -> DataFrame:
@@ -297,7 +297,7 @@ class Records(Uncounted):
         kinds |= {REASON: StringType()}
         schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
         try:
-            table = pa.Table.from_pylist(values, schema=to_arrow_schema(schema))
+            table = pa.Table.from_pylist(values, schema=arrow_schema(schema))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ContractError(
                 f"{node.name}: expected values of the schema's types "
@@ -376,7 +376,7 @@ class VersionedStore:
             {**self._key(key), _AT: to_value(as_of, TimestampType()), ARRIVAL: i}
             for i, (key, as_of) in enumerate(calls)
         ]
-        table = pa.Table.from_pylist(asked, schema=to_arrow_schema(schema))
+        table = pa.Table.from_pylist(asked, schema=arrow_schema(schema))
         with self._session():
             view, calls_ = self._store.view(), self._store.frame(table)
             now = of_table.rows_now(node, of_table.current(node, view), self._times())
