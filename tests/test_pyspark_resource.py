@@ -108,6 +108,27 @@ def test_what_a_session_lacks_is_named() -> None:
     assert catalog.startswith("spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta")
 
 
+class _OfAnotherSeries:
+    """A session with all settings, of a Spark that we do not know."""
+
+    version = "3.5.1-site-2"
+
+    class conf:
+        @staticmethod
+        def get(name: str, default: str) -> str:
+            return {
+                TIME_ZONE: "UTC",
+                "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+                "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+            }[name]
+
+
+def test_a_session_of_an_unsupported_series_is_refused() -> None:
+    says = r"^Expected a session of Spark 4\.0, 4\.1 or 4\.2, got one of Spark 3\.5\.1-site-2, .* pip"
+    with pytest.raises(SparkUnavailableError, match=says):
+        lacking(_OfAnotherSeries())  # type: ignore[arg-type]
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import grpc
 import pytest
+from packaging.specifiers import SpecifierSet
 from pyspark.sql.connect.client.retries import RetryPolicy
 
 from vt_dagster.errors import SparkUnavailableError
@@ -150,6 +152,42 @@ def test_wrong_spark_home(tmp_path: Path):
     assert "found no such jars" in refusal("", SPARK_HOME=str(tmp_path))
 
 
+def test_spark_home_of_another_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also one that is supported: PySpark would start it."""
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    monkeypatch.setattr(jars, "version", lambda _: "4.1.4")
+    (tmp_path / "jars").mkdir()
+    (tmp_path / "jars" / "spark-core_2.13-4.2.1.jar").touch()
+    with pytest.raises(SparkUnavailableError, match=r"Expected Spark 4\.1 .* since PySpark is 4\.1"):
+        session.check_spark_home()
+    (tmp_path / "jars" / "spark-core_2.13-4.1.1.jar").touch()
+    assert session.check_spark_home() == tmp_path
+
+
+@pytest.mark.parametrize("found", ["3.5.9", "4.3.0", "40.1"])
+@pytest.mark.parametrize("remote", [None, "sc://localhost:1"])
+def test_unsupported_pyspark(monkeypatch: pytest.MonkeyPatch, found: str, remote: str | None):
+    """Nothing is started, asked or downloaded."""
+    monkeypatch.setattr(jars, "version", lambda _: found)
+    with pytest.raises(SparkUnavailableError) as told:
+        session.build_session(remote=remote)
+    assert str(told.value) == (
+        f"Expected PySpark 4.0, 4.1 or 4.2, found {found}; run: "
+        'pip install "pyspark[connect]==4.2.*", or the series of your cluster.'
+    )
+    with pytest.raises(SparkUnavailableError, match="Expected PySpark"):
+        session.resolve_jars()
+
+
+def test_the_package_takes_the_supported_series_and_no_other():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = [SpecifierSet(found) for found in re.findall(r'"pyspark(?:\[connect\])?([<>=].*)"', text)]
+    assert len(bounds) == 2, "with and without its extra"
+    some = [f"{major}.{minor}" for major in (3, 4, 5) for minor in range(9)]
+    for asked in bounds:
+        assert [series for series in some if f"{series}.9" in asked] == [*jars.SERIES]
+
+
 @pytest.mark.jvm
 @pytest.mark.parametrize("options", ["JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"])
 def test_what_the_jvm_says_reaches_the_message(options: str):
@@ -165,19 +203,33 @@ def test_missing_jar():
 # ---------------------------------------------------------------------------------------- jars
 
 
-def test_jars_from_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("series", "patch"), [("4.0", "4.0.0"), ("4.1", "4.1.1"), ("4.2", "4.2.0")])
+def test_jars_from_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, series: str, patch: str
+):
     monkeypatch.setenv(jars.JARS_ENV, str(tmp_path))
-    (tmp_path / "delta-spark_4.0_2.13-4.4.0.jar").touch()
+    monkeypatch.setattr(jars, "version", lambda _: f"{series}.9")
+    (tmp_path / f"delta-spark_{series}_2.13-4.4.0.jar").touch()
     with pytest.raises(SparkUnavailableError, match=r"spark-sql-kafka-0-10.* found 1 other jar"):
         session.resolve_jars()
-    (tmp_path / "spark-sql-kafka-0-10_2.13-4.0.0.jar").touch()
-    (tmp_path / "spark-avro_2.13-4.0.0.jar").touch()
+    (tmp_path / f"spark-sql-kafka-0-10_2.13-{patch}.jar").touch()
+    (tmp_path / f"spark-avro_2.13-{patch}.jar").touch()
     (tmp_path / "log4j-1.2-api-2.0.0.jar").touch()  # ships with PySpark, in another version
     assert [jar.name for jar in session.resolve_jars()] == [
-        "delta-spark_4.0_2.13-4.4.0.jar",
-        "spark-avro_2.13-4.0.0.jar",
-        "spark-sql-kafka-0-10_2.13-4.0.0.jar",
+        f"delta-spark_{series}_2.13-4.4.0.jar",
+        f"spark-avro_2.13-{patch}.jar",
+        f"spark-sql-kafka-0-10_2.13-{patch}.jar",
     ]
+
+
+def test_jars_of_another_series_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of Delta Lake: only their names tell the series."""
+    monkeypatch.setenv(jars.JARS_ENV, str(tmp_path))
+    monkeypatch.setattr(jars, "version", lambda _: "4.2.1")
+    for coordinates in jars.SERIES["4.1"]:
+        (tmp_path / f"{'-'.join(coordinates.split(':')[1:])}.jar").touch()
+    with pytest.raises(SparkUnavailableError, match=r"^Expected io\.delta:delta-spark_4\.2_2\.13:4"):
+        session.resolve_jars()
 
 
 def test_unreachable_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -307,6 +359,8 @@ def test_a_jar_that_was_put_beside_the_others_is_not_taken(repository: Repositor
 def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(jars.JARS_ENV, raising=False)
     taken = [*session.resolve_jars(), *jars.resolve_broker_jars()]
+    for series in {*jars.SERIES} - {jars.pyspark_series()}:
+        taken += jars._of_cache(f"series-{series}", jars.SERIES[series], jars._shipped())
     assert {jar.name: digest(jar) for jar in taken} == jars.checksums()
 
 

@@ -26,12 +26,26 @@ from typing import Any
 
 from vt_dagster.errors import SparkUnavailableError
 
-# These versions depend on each other and on session.JAVA_VERSIONS: after a change, check all.
-PYSPARK_SERIES = "4.0"
-DELTA = "io.delta:delta-spark_4.0_2.13:4.4.0"
-KAFKA = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
-AVRO = "org.apache.spark:spark-avro_2.13:4.0.0"
-MAVEN_COORDINATES = (DELTA, KAFKA, AVRO)
+# Series of Spark: Delta Lake, Kafka source, Avro. These versions depend on each other and on
+# session.JAVA_VERSIONS: after a change, check all.
+SERIES = {
+    "4.0": (
+        "io.delta:delta-spark_4.0_2.13:4.4.0",
+        "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0",
+        "org.apache.spark:spark-avro_2.13:4.0.0",
+    ),
+    "4.1": (
+        "io.delta:delta-spark_4.1_2.13:4.4.0",
+        "org.apache.spark:spark-sql-kafka-0-10_2.13:4.1.1",
+        "org.apache.spark:spark-avro_2.13:4.1.1",
+    ),
+    "4.2": (
+        "io.delta:delta-spark_4.2_2.13:4.4.0",
+        "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
+        "org.apache.spark:spark-avro_2.13:4.2.0",
+    ),
+}
+"""The supported series of Spark, oldest first, each with the Maven coordinates of its jars."""
 
 BROKER = ("org.apache.kafka:kafka_2.13:4.1.1",)
 """A Kafka broker for tests and demos."""
@@ -62,14 +76,14 @@ def resolve_jars() -> list[Path]:
     jars may be other builds, so their checksums are not verified.
 
     Raises:
-        SparkUnavailableError: PySpark is not 4.0.x, the jars cannot be downloaded, or a checksum is
-            unknown or differs.
+        SparkUnavailableError: PySpark is of no supported series, the jars cannot be downloaded, or a
+            checksum is unknown or differs.
     """
+    coordinates = SERIES[pyspark_series()]
     given = os.environ.get(JARS_ENV)
     if given:
-        return _jars_in(Path(given).expanduser())
-    key = f"pyspark-{_pyspark_version()}"
-    return _of_cache(key, MAVEN_COORDINATES, _shipped())
+        return _jars_in(Path(given).expanduser(), coordinates)
+    return _of_cache(f"pyspark-{version('pyspark')}", coordinates, _shipped())
 
 
 def resolve_broker_jars() -> list[Path]:
@@ -107,7 +121,8 @@ def write_checksums() -> None:
         SparkUnavailableError: the jars cannot be downloaded.
     """
     found = dict[str, str]()
-    for coordinates, shipped in ((MAVEN_COORDINATES, _shipped()), (BROKER, frozenset[str]())):
+    of_spark = [(coordinates, _shipped()) for coordinates in SERIES.values()]
+    for coordinates, shipped in (*of_spark, (BROKER, frozenset[str]())):
         with tempfile.TemporaryDirectory() as temp:
             jars = _download(Path(temp), Path(temp), coordinates, shipped)
             found |= {jar.name: _digest(jar) for jar in jars}
@@ -128,17 +143,37 @@ def _of_cache(
     return _cached(cache, any_jar) or _fill(cache, coordinates, shipped, any_jar)
 
 
-def _pyspark_version() -> str:
+def series_of(spark_version: str) -> str:
+    """Returns the series of a version of Spark or PySpark: ``4.0.5`` -> ``4.0``."""
+    return ".".join(spark_version.split(".")[:2])
+
+
+def newest() -> str:
+    """Returns the newest supported series."""
+    return list(SERIES)[-1]
+
+
+def supported() -> str:
+    """Returns the supported series as words: ``4.0, 4.1 or 4.2``."""
+    return f"{', '.join([*SERIES][:-1])} or {newest()}"
+
+
+def pyspark_series() -> str:
+    """Returns the series of the installed PySpark.
+
+    Raises:
+        SparkUnavailableError: it is not supported, or there is no PySpark.
+    """
     try:
         found = version("pyspark")
     except PackageNotFoundError:
         found = "none"
-    if not found.startswith(f"{PYSPARK_SERIES}."):
+    if series_of(found) not in SERIES:
         raise SparkUnavailableError(
-            f"Expected PySpark {PYSPARK_SERIES}.x, found {found}; "
-            f'run: pip install "pyspark~={PYSPARK_SERIES}.5".'
+            f"Expected PySpark {supported()}, found {found}; "
+            f'run: pip install "pyspark[connect]=={newest()}.*", or the series of your cluster.'
         )
-    return found
+    return series_of(found)
 
 
 def _shipped() -> frozenset[str]:
@@ -156,13 +191,12 @@ def _artifact(file_name: str) -> str:
     return named[1] if named else file_name.removesuffix(".jar")
 
 
-def _jars_in(directory: Path) -> list[Path]:
+def _jars_in(directory: Path, coordinates: Sequence[str]) -> list[Path]:
     """Returns the jars of a user's directory, without those that PySpark ships."""
-    _pyspark_version()
     shipped = _shipped()
     jars = [j.resolve() for j in sorted(directory.glob("*.jar")) if _artifact(j.name) not in shipped]
     found = {_artifact(jar.name) for jar in jars}
-    missing = [c for c in MAVEN_COORDINATES if c.split(":")[1] not in found]
+    missing = [c for c in coordinates if c.split(":")[1] not in found]
     if missing:
         raise SparkUnavailableError(
             f"Expected {' and '.join(missing)} in {JARS_ENV}={directory}, found "

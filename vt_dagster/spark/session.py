@@ -25,7 +25,15 @@ from urllib.parse import urlsplit
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark.class_archive import JVM_OPTIONS, archive_of
-from vt_dagster.spark.jars import DELTA, PYSPARK_SERIES, one_line, resolve_jars
+from vt_dagster.spark.jars import (
+    SERIES,
+    newest,
+    one_line,
+    pyspark_series,
+    resolve_jars,
+    series_of,
+    supported,
+)
 
 if TYPE_CHECKING:
     from py4j.java_gateway import JavaGateway
@@ -53,13 +61,16 @@ _UTC = {
 """Accepted names of UTC, the time zone of all tables."""
 
 _with_delta: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Sessions with Delta Lake's jars. Cached: loaded jars remain, and the check takes time."""
+"""Sessions of a supported Spark with Delta Lake. Cached: both remain, and the check takes time."""
 
 
 def lacking(session: SparkSession) -> list[str]:
     """Returns the missing requirements of a session, each with the actual value; empty = complete.
 
     The settings are read each time, because other users of the session may change its time zone.
+
+    Raises:
+        SparkUnavailableError: the session's Spark is of no supported series.
     """
     extensions = session.conf.get(EXTENSIONS, "") or ""
     catalog = session.conf.get(CATALOG, "") or ""
@@ -72,11 +83,18 @@ def lacking(session: SparkSession) -> list[str]:
     if zone not in _UTC:
         found.append(f"{TIME_ZONE}=UTC, it has {zone!r}")
     if session not in _with_delta and catalog:
+        series = series_of(session.version)
+        if series not in SERIES:
+            raise SparkUnavailableError(
+                f"Expected a session of Spark {supported()}, got one of Spark {session.version}, for "
+                "which no jars are known. Use a server or cluster of one of these series, and the "
+                f'PySpark of the same series: pip install "pyspark[connect]=={newest()}.*".'
+            )
         try:
             session.catalog.currentDatabase()  # loads the catalog's class
             _with_delta.add(session)
         except Exception as error:  # from py4j or gRPC, depending on the class that is missing
-            found.append(f"the jars of {DELTA} ({one_line(error)[:200]})")
+            found.append(f"the jars of {SERIES[series][0]} ({one_line(error)[:200]})")
     return found
 
 
@@ -177,7 +195,7 @@ class _JvmStderr:
 
 __all__ = ["build_session", "resolve_jars"]
 
-JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login fails
+JAVA_VERSIONS = range(17, 22)  # Spark 4 needs 17; from 24 on Hadoop's login fails in Spark 4.0
 FEW_QUERIES = {
     # With C1 only, the default code cache is too small, and the JVM stops compiling when it is full.
     JVM_OPTIONS: "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
@@ -216,9 +234,11 @@ def build_session(
             ``getOrCreate`` reuses the context that was started here.
 
     Raises:
-        SparkUnavailableError: no Java or a wrong one, an unreachable master, missing jars,
-            a reused session without Delta Lake, or a time zone other than UTC in ``conf``.
+        SparkUnavailableError: no Java or a wrong one, a PySpark or a Spark of no supported series, an
+            unreachable master, missing jars, a reused session without Delta Lake, or a time zone other
+            than UTC in ``conf``.
     """
+    pyspark_series()
     zone = conf.get(TIME_ZONE, "UTC")
     if zone != "UTC":
         raise SparkUnavailableError(
@@ -243,7 +263,7 @@ def build_session(
             f"Expected a Spark session with Delta Lake in UTC, but the session in use lacks "
             f"{'; '.join(lacks)}. "
             + (
-                "Start the Spark Connect server with Delta Lake."
+                "Start a Spark Connect server that has all of that."
                 if remote
                 else "Stop it first (spark.stop()), or create it with build_session()."
             )
@@ -472,11 +492,11 @@ def check_spark_home() -> Path:
     whichever version it is."""
     import pyspark
 
-    home = os.environ.get("SPARK_HOME")
-    if home and not any(Path(home, "jars").glob(f"spark-core_2.13-{PYSPARK_SERIES}.*.jar")):
+    home, series = os.environ.get("SPARK_HOME"), pyspark_series()
+    if home and not any(Path(home, "jars").glob(f"spark-core_2.13-{series}.*.jar")):
         raise SparkUnavailableError(
-            f"Expected Spark {PYSPARK_SERIES} with Scala 2.13 in SPARK_HOME={home}, found no "
-            "such jars there. Unset SPARK_HOME to use the Spark that PySpark ships."
+            f"Expected Spark {series} with Scala 2.13 in SPARK_HOME={home}, since PySpark is "
+            f"{series}; found no such jars there. Unset SPARK_HOME to use the Spark that PySpark ships."
         )
     return Path(home or Path(pyspark.__file__).parent)
 
@@ -502,7 +522,7 @@ def check_java() -> str:
     if not found or int(found[1]) not in JAVA_VERSIONS:
         got = f"Java {found[1]}" if found else f"an answer without a version ({output[:80]!r})"
         raise SparkUnavailableError(
-            f"Expected {wanted} for Spark {PYSPARK_SERIES}, got {got} from {java}. "
+            f"Expected {wanted} for Spark {pyspark_series()}, got {got} from {java}. "
             f"Set JAVA_HOME to a {wanted} installation."
         )
     return f"{Path(java).resolve()} {output}"
