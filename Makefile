@@ -5,13 +5,17 @@ RUNS := .venv/.runs
 # The older of the two supported series of Dagster; its environment overlays .venv.
 OLDER := 1.12
 OF_DAGSTER := definitions specs components nothing_new executor sensors io_manager
+# A supported series of Spark; its environment overlays .venv, whose own is in constraints.txt.
+SERIES := 4.2
+OF_SPARK := test_session test_frames test_init test_processes test_conformance core/test_as_of_join storage/test_store \
+  storage/test_crash kafka/test_avro
 STAMP := .venv/.installed
 CLASSES := .venv/.classes.jsa
 # uv installs in half a minute, pip in minutes; pip is used if uv is not available. Both install the locked versions.
 INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$(EXTRAS)]" \
   || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 
-.PHONY: install lock demo demo-all demo-kafka kafka test test-fast test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
+.PHONY: install lock demo demo-all demo-kafka kafka test test-fast test-kafka test-older-dagster test-spark browser endurance ui lint docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -79,6 +83,22 @@ test: $(CLASSES)
 test-older-dagster: .venv/.dagster-$(OLDER)
 	PYTHONPATH=$(CURDIR) .venv/older/bin/python -m pytest -p no:cacheprovider -m "not kafka and not slow and not endurance" \
 	  -W "ignore::DeprecationWarning" $(OF_DAGSTER:%=tests/test_%.py)
+
+# With vt_dagster too, for the command that tests start.
+.venv/.spark-$(SERIES): HOME_OF = $(realpath .venv)/spark-$(SERIES)
+.venv/.spark-$(SERIES): $(STAMP)
+	@$(PYTHON) -m venv --clear $(HOME_OF)
+	@grep -v '^pyspark==' constraints.txt > $(HOME_OF)/constraints.txt
+	@$(HOME_OF)/bin/python -m pip install --quiet --disable-pip-version-check -c $(HOME_OF)/constraints.txt \
+	  "pyspark[connect]==$(SERIES).*"
+	@$(HOME_OF)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(HOME_OF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
+	@touch $@
+
+test-spark: .venv/.spark-$(SERIES)
+	PYTHONPATH=$(CURDIR) .venv/spark-$(SERIES)/bin/python -m pytest -p no:cacheprovider -m "not endurance" \
+	  $(OF_SPARK:%=tests/%.py)
 
 # Installs Chromium, if there is none, for the tests of Dagster's pages.
 browser:
