@@ -642,6 +642,26 @@ attributes:
         assert defs.resolve_job_def("maintenance").has_node("maintain")
 
 
+def test_names_in_a_catalog(tmp_path: Path) -> None:
+    text = f"""\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: {tmp_path / "warehouse"}
+  catalog: lake.bronze
+  assets:
+    - name: others
+      table:
+        key: k
+        columns: {{k: string, at: timestamp}}
+        timestamp: at
+        source: {{files: {{path: landing}}}}
+"""
+    with project(text) as defs:
+        assert defs.resources["vt_dagster_warehouse"].catalog == "lake.bronze"
+    alone = "\n".join(line for line in text.splitlines() if "warehouse:" not in line)
+    assert "catalog: expected it together with warehouse" in errors(alone)
+
+
 def test_python_and_yaml_together() -> None:
     """A node of Python is an input in YAML; its asset stays where Python defines it."""
     text = """\

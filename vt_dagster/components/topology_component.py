@@ -37,7 +37,12 @@ from pydantic import (
 from vt_dagster.errors import ContractError, DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.alerts import build_alerts
 from vt_dagster.orchestration.checks import build_checks
-from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
+from vt_dagster.orchestration.factory import (
+    build_asset,
+    build_maintenance,
+    build_resources,
+    warehouse_at,
+)
 from vt_dagster.orchestration.resources import SparkResource
 from vt_dagster.orchestration.sensors import build_partition_sensor, build_sensor, has_sensor
 from vt_dagster.sources.delta_source import DeltaSource
@@ -56,6 +61,8 @@ from vt_dagster.sources.message_formats import (
 )
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.sources.value_reader import Unit
+from vt_dagster.storage.catalog import require_names
+from vt_dagster.storage.delta import address
 from vt_dagster.topology.calendar import CALENDAR_SIZES
 from vt_dagster.topology.durations import parse_length
 from vt_dagster.topology.model import (
@@ -812,6 +819,11 @@ class TopologyAttributes(Part):
         description="The directory or URL of the tables. Without it, the project's definitions must "
         "provide the resources with vt_dagster.build_resources.",
     )
+    catalog: optional(str) = Field(  # pyright: ignore[reportInvalidTypeForm]
+        default=None,
+        description="A schema of Spark's catalog, such as lake.bronze, in which each run registers its "
+        "tables by name; only together with warehouse.",
+    )
     spark: optional(_SPARK) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None, description="The Spark session; only together with warehouse."
     )
@@ -881,7 +893,15 @@ class TopologyComponent(dg.Component):
         if self.attributes.warehouse is not None:
             spark = None if self.attributes.spark is None else self.attributes.spark.values()
             session = None if spark is None else _session(json.dumps(spark, sort_keys=True))
-            resources = build_resources(self.attributes.warehouse, session)
+            warehouse = warehouse_at(address(self.attributes.warehouse), self.attributes.catalog)
+            resources = build_resources(warehouse, session)
+        if self.attributes.catalog is not None:
+            if resources is None:
+                raise DefinitionsError(
+                    "catalog: expected it together with warehouse, whose tables it names, got it "
+                    "alone; add warehouse, or give build_resources a WarehouseResource(catalog=…)"
+                )
+            require_names(nodes.values())
         made = dg.Definitions(
             assets=[build_asset(node) for node in nodes.values()],
             asset_checks=[build_checks(node) for node in nodes.values()],

@@ -27,8 +27,14 @@ from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.decorators import Inputs, delivered_frames, partitions_of
-from vt_dagster.orchestration.metadata import lag_metadata, pictures, positions_of, run_metadata
-from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for, tables_key
+from vt_dagster.orchestration.metadata import (
+    comments_of,
+    lag_metadata,
+    pictures,
+    positions_of,
+    run_metadata,
+)
+from vt_dagster.orchestration.resources import PREFIX, catalog_of, keys_of, stores_for, tables_key
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
 from vt_dagster.runs.gate import misfits
 from vt_dagster.runs.pin import Arrival, source_of, waits
@@ -41,6 +47,7 @@ from vt_dagster.sources.kafka_cluster import as_ranges
 from vt_dagster.sources.kafka_source import KafkaSource, PinnedTopics
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.catalog import register
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.expressions import tokens
 from vt_dagster.topology.model import Stream
@@ -336,12 +343,13 @@ def _run_once(
     run = Run.pin(node, stores, **asked)
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
-        return materialized(context, stores(node), run.arrival, Receipt(None, None))
+        return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
     results = run.operate(run.read())
     wrong = misfit(node, "results", RESULTS, results.rows)
     if wrong:
         raise ContractError(wrong)
-    return materialized(context, stores(node), run.arrival, run.commit(results, context.run.run_id))
+    receipt = run.commit(results, context.run.run_id)
+    return materialized(context, stores(node), run.arrival, receipt, prefix)
 
 
 def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
@@ -381,9 +389,10 @@ def columns_of_expressions(node: Stream) -> list[StructField]:
 
 
 def materialized(
-    context: Any, store: AssetStore, arrival: Arrival, receipt: Receipt
+    context: Any, store: AssetStore, arrival: Arrival, receipt: Receipt, prefix: str
 ) -> dg.MaterializeResult[Any]:
-    """Returns the result of an asset's op: the metadata of its run, or of an empty run."""
+    """Returns the result of an asset's op: the metadata of its run, or of an empty run. Registers the
+    tables of a commit in the warehouse's catalog, if it has one."""
     node, head = store.node, store.head()
     key, last = dg.AssetKey(node.path), None if head is None else head.commit
     if receipt.commit is None and partitions_of(node) is not None:
@@ -414,7 +423,10 @@ def materialized(
         )
     if not arrival.empty:
         shown |= pictures(store, arrival, receipt, context.log)
-    metadata = run_metadata(node, store, receipt, seconds, shown)
+    catalog = catalog_of(context, prefix)
+    if catalog is not None:
+        register(store, catalog, comments_of(node), commit.batch)
+    metadata = run_metadata(node, store, receipt, seconds, shown, catalog)
     return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))
 
 

@@ -8,10 +8,11 @@ import dagster as dg
 from typing_extensions import Unpack
 
 from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
-from vt_dagster.orchestration.metadata import column_schema, positions_of
+from vt_dagster.orchestration.metadata import column_schema, positions_of, with_types
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows
+from vt_dagster.storage import parquet
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream
 
@@ -137,7 +138,7 @@ def _materialized(export: Export, commit: Commit, started: float) -> dg.Material
     metadata: dict[str, Any] = {
         "dagster/uri": export.to,
         "dagster/row_count": exported_rows(export.to),
-        "dagster/column_schema": _columns(export),
+        "dagster/column_schema": with_types(_columns(export), parquet.schema(export.to)),
         "dagster/column_lineage": _lineage(export),
         "seconds": round(time.monotonic() - started, 3),
         "records_in": commit.counts["in"],

@@ -28,6 +28,7 @@ from vt_dagster.orchestration.resources import (
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator
 from vt_dagster.sources.kafka_sink import KafkaSink
+from vt_dagster.storage.catalog import require_names
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.maintenance import KEEP
 from vt_dagster.topology.model import Stream, topological
@@ -124,7 +125,7 @@ def build_resources(
     if spark is not None:
         require_spark(spark)
     if isinstance(warehouse, str):
-        warehouse = _warehouse_at(address(warehouse))
+        warehouse = warehouse_at(address(warehouse))
     return {
         warehouse_key(resource_prefix): warehouse,
         spark_key(resource_prefix): spark or _default_spark(),
@@ -134,8 +135,9 @@ def build_resources(
 
 
 @cache
-def _warehouse_at(path: str) -> WarehouseResource:
-    return WarehouseResource(path=path)
+def warehouse_at(path: str, catalog: str | None = None) -> WarehouseResource:
+    """Returns the resource of a warehouse, one object for equal arguments."""
+    return WarehouseResource(path=path, catalog=catalog)
 
 
 @cache
@@ -172,12 +174,14 @@ def build_definitions(
         attributes: of all specs, see :func:`build_asset`.
 
     Raises:
-        TopologyError: the topology is invalid, or a graph asset belongs to none of its nodes; nothing
-            was started.
+        TopologyError: the topology is invalid, a graph asset belongs to none of its nodes, or two
+            assets have one name in the warehouse's catalog; nothing was started.
     """
     if not nodes:
         raise TopologyError("build_definitions needs at least one stream or table, got none")
     every = topological(nodes)
+    if isinstance(warehouse, WarehouseResource) and warehouse.catalog is not None:
+        require_names(every)
     where: Any = {"resource_prefix": resource_prefix}
     how: Any = {"translator": translator, "retry_policy": retry_policy, **attributes}
     made = _by_key(every, graph_assets)

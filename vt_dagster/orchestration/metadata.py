@@ -29,7 +29,7 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyspark.sql.types import NullType
+from pyspark.sql.types import NullType, StructType
 
 from vt_dagster import rules
 from vt_dagster.columns import (
@@ -55,10 +55,12 @@ from vt_dagster.rules import METRICS
 from vt_dagster.runs.pin import Arrival
 from vt_dagster.runs.run import Receipt
 from vt_dagster.sources.kafka_source import PinnedTopics
-from vt_dagster.storage import delta
+from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.catalog import names_of
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.schema_evolution import never_null
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import CorrectedJoin
@@ -251,12 +253,15 @@ _ADDED_COLUMNS = {
 
 
 def column_schema(node: Stream) -> dg.TableSchema:
-    """Returns the columns that users query: of a table's view, of a stream's log."""
+    """Returns the columns that users query: of a table's view, of a stream's log. A column has its
+    checks as constraints, and ``key`` if it is part of the key."""
+    rules = _rules(node)
     own = [
         dg.TableColumn(
             f.name,
             "decided by Spark" if isinstance(f.dataType, NullType) else f.dataType.simpleString(),
             description=_description(node, f.name),
+            constraints=rules.get(f.name),
         )
         for f in node.schema.fields
         if f.name != TIMESTAMP
@@ -265,10 +270,51 @@ def column_schema(node: Stream) -> dg.TableSchema:
     added.append(RECORDED_AT)
     if isinstance(node, VersionedTable):
         added += [VALID_FROM, VALID_TO]
+    one = ", ".join([*node.key, *([VALID_FROM] if isinstance(node, VersionedTable) else [])])
+    of_rows = [f"one row for each {one}"] if isinstance(node, Table) else []
     return dg.TableSchema(
         columns=own
-        + [dg.TableColumn(c, _ADDED_COLUMNS[c][0], description=_ADDED_COLUMNS[c][1]) for c in added]
+        + [dg.TableColumn(c, _ADDED_COLUMNS[c][0], description=_ADDED_COLUMNS[c][1]) for c in added],
+        constraints=dg.TableConstraints(other=[*of_rows, *_checks_of_rows(node)]),
     )
+
+
+def with_types(columns: dg.TableSchema, stored: StructType) -> dg.TableSchema:
+    """Returns columns with the types of a stored table: before a run, only Spark knows some of them."""
+    types = {f.name: f.dataType.simpleString() for f in stored.fields}
+    return dg.TableSchema(
+        columns=[
+            dg.TableColumn(c.name, types.get(c.name, c.type), c.description, c.constraints)
+            for c in columns.columns
+        ],
+        constraints=columns.constraints,
+    )
+
+
+def comments_of(node: Stream) -> dict[str, str]:
+    """Returns the descriptions of the columns of an asset's tables, by name."""
+    said = {name: about for name, (_, about) in _ADDED_COLUMNS.items()}
+    return said | {c.name: c.description for c in column_schema(node).columns if c.description}
+
+
+def _rules(node: Stream) -> dict[str, dg.TableColumnConstraints]:
+    """Returns the constraints of columns: part of the key, not null, and the checks of the contract."""
+    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
+    required = never_null(node)
+    found: dict[str, dg.TableColumnConstraints] = {}
+    for name in node.schema.names:
+        checks = [str(check.error or check.name) for check in getattr(contract.get(name), "checks", [])]
+        of_key = ["key"] if name in node.key else []
+        if checks or of_key or name in required:
+            found[name] = dg.TableColumnConstraints(
+                nullable=name not in required, other=[*of_key, *checks]
+            )
+    return found
+
+
+def _checks_of_rows(node: Stream) -> list[str]:
+    checks = node.contract.to_schema().checks if hasattr(node.contract, "to_schema") else []
+    return [str(check.name or check.error) for check in checks]
 
 
 def _description(node: Stream, column: str) -> str | None:
@@ -367,12 +413,18 @@ def describe(node: Stream) -> str:
 
 
 def run_metadata(
-    node: Stream, store: AssetStore, receipt: Receipt, seconds: float, shown: Mapping[str, Any]
+    node: Stream,
+    store: AssetStore,
+    receipt: Receipt,
+    seconds: float,
+    shown: Mapping[str, Any],
+    catalog: str | None = None,
 ) -> dict[str, Any]:
     """Returns the metadata of a run that committed, most important first: Dagster keeps the order.
 
     Args:
         shown: entries after the numbers: lag and pictures.
+        catalog: the schema in which the tables are registered by name; None = they are not.
     """
     commit = receipt.commit
     assert commit is not None
@@ -397,7 +449,10 @@ def run_metadata(
             oldest = min(commit.stream_time.values())
             metadata["retention_horizon"] = as_time(oldest - retention // _MICROSECOND)
     metadata |= {"seconds": round(seconds, 3), **shown}
-    return metadata | _where_from(node, store, receipt, commit)
+    metadata |= _where_from(node, store, receipt, commit)
+    if catalog is not None:
+        metadata["dagster/table_name"] = f"{catalog}.{next(iter(names_of(node).values()))}"
+    return metadata
 
 
 def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commit) -> dict[str, Any]:
@@ -405,6 +460,7 @@ def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commi
     metadata: dict[str, Any] = {
         "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
         "dagster/table_name": node.name,
+        "dagster/column_schema": with_types(column_schema(node), parquet.schema(store.log_path)),
         **_column_lineage(node),
         "versions": {"batch": commit.batch, "log": receipt.log_version},
     }

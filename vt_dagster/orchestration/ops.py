@@ -407,7 +407,7 @@ def write_op(
         stores = stores_for(context, resource_prefix)
         given = Results(results, RunContext.nothing()) if is_source else results
         receipt = Run(arrival, stores).commit(given, context.run_id)
-        return _output(materialized(context, stores(node), arrival, receipt))
+        return _output(materialized(context, stores(node), arrival, receipt, resource_prefix))
 
     return write
 

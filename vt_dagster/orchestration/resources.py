@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import dagster as dg
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 from pyspark.sql.utils import is_remote
 
 from vt_dagster.errors import SparkUnavailableError, TopologyError
@@ -19,6 +19,7 @@ from vt_dagster.spark.jars import resolve_jars
 from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import build_session, connect_settings, lacking, session_settings
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.catalog import require_catalog
 from vt_dagster.storage.delta import address
 from vt_dagster.topology.model import Stream
 
@@ -173,6 +174,18 @@ class WarehouseResource(dg.ConfigurableResource[None]):
         default="data/warehouse",
         description="A directory, or a URL that both Spark and fsspec can read and write.",
     )
+    catalog: str | None = Field(
+        default=None,
+        description="A schema of the Spark session's catalog, such as bronze or lake.bronze: each run "
+        "registers its tables there. None = no names.",
+    )
+
+    @field_validator("catalog")
+    @classmethod
+    def _checked(cls, catalog: str | None) -> str | None:
+        if catalog is not None:
+            require_catalog(catalog)
+        return catalog
 
 
 def keys_of(prefix: str) -> set[str]:
@@ -206,6 +219,11 @@ def warehouse_of(context: Any, prefix: str) -> str:
     """Returns the directory of the tables as an absolute address: a shared Spark may have
     another working directory."""
     return address(getattr(context.resources, warehouse_key(prefix)).path)
+
+
+def catalog_of(context: Any, prefix: str) -> str | None:
+    """Returns the schema in which the tables are registered by name; None = they are not."""
+    return getattr(context.resources, warehouse_key(prefix)).catalog
 
 
 def stores_for(context: Any, prefix: str) -> Callable[[Stream], AssetStore]:

@@ -1,0 +1,330 @@
+"""Tables by name: what each name of an asset selects is what a read of the asset returns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import dagster as dg
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.conftest import ROOT
+from tests.market import QUIET, Market, materialized, messages, record
+from vt_dagster import (
+    FilesSource,
+    SparkResource,
+    Stream,
+    Table,
+    TopologyError,
+    VersionedTable,
+    WarehouseResource,
+    build_asset,
+    build_definitions,
+    build_export,
+    build_resources,
+)
+from vt_dagster.orchestration.metadata import comments_of
+from vt_dagster.runs.replay import swap
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.catalog import names_of, register
+
+
+@pytest.fixture
+def bronze(spark: SparkSession) -> Iterator[str]:
+    """A schema that does not exist yet."""
+    yield "bronze"
+    spark.sql("DROP SCHEMA IF EXISTS bronze CASCADE")
+
+
+def require_same(spark: SparkSession, store: AssetStore, schema: str = "bronze") -> None:
+    """Each name of an asset has the columns and rows of a read."""
+    for what, name in names_of(store.node).items():
+        found, expected = spark.table(f"{schema}.{name}"), store.read(what)
+        expected = expected.drop("is_final")
+        assert found.columns == expected.columns, (name, what)
+        assert [f.dataType for f in found.schema] == [f.dataType for f in expected.schema], (name, what)
+        assert sorted(map(str, found.collect())) == sorted(map(str, expected.collect())), (name, what)
+        assert found.count() > 0, (name, what)
+
+
+def run(market: Market, schema: str, nodes: list[Any] | None = None) -> dg.ExecuteInProcessResult:
+    """Runs assets of a market by themselves, with a warehouse that has names in a catalog."""
+    where = WarehouseResource(path=str(market.warehouse), catalog=schema)
+    return dg.materialize(
+        [build_asset(node) for node in nodes or market.nodes],
+        resources=build_resources(where, SparkResource(master="local[2]")),
+        instance=market.instance,
+        run_config=QUIET,
+        raise_on_error=False,
+    )
+
+
+def names_in(spark: SparkSession, schema: str = "bronze") -> set[str]:
+    return {row["tableName"] for row in spark.sql(f"SHOW TABLES IN {schema}").collect()}
+
+
+def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
+    """A run that reports a commit registers it too; the next one has nothing to write."""
+    copy = market.copy(tmp_path / "copy")
+    copy.instance = dg.DagsterInstance.ephemeral()
+    result = run(copy, "spark_catalog.bronze")
+    assert result.success, messages(result)
+    told = materialized(result, "prices")
+    assert told["dagster/table_name"] == "spark_catalog.bronze.prices"
+    assert names_in(spark) == {
+        *("prices", "prices_versions", "prices_log", "rates", "rates_log", "sales", "priced")
+    }
+    for node in copy.nodes:
+        require_same(spark, copy.store(node))
+    found = spark.sql("SELECT k, v FROM spark_catalog.bronze.prices").collect()
+    assert sorted(map(tuple, found)) == [("a", "p4"), ("b", "q2")]
+    assert {row["v"] for row in spark.sql("SELECT v FROM bronze.prices_versions").collect()} == {
+        *("p3", "p4", "q1", "q2")  # without p1, p2 and the deletion, which have expired
+    }
+    comments = {c.name: c.description for c in spark.catalog.listColumns("bronze.prices_versions")}
+    assert comments["valid_to"] == "end of the version, exclusive, UTC; null = current"
+    about = {row[0]: row[1] for row in spark.sql("DESCRIBE EXTENDED bronze.prices").collect()}
+    assert about["Comment"] == "The current rows of prices."
+    copy.land("prices", "3.jsonl", record("a", None, "2 06:00"), record("c", "z1", "3 06:00"))
+    written: list[str] = []
+    store = AssetStore(str(copy.warehouse), copy.prices, spark, written.append)
+    result = run(copy, "spark_catalog.bronze", [copy.prices])
+    assert materialized(result, "prices")["records_in"] == 2
+    require_same(spark, store)
+    register(store, "spark_catalog.bronze", comments_of(copy.prices))
+    assert written == []
+    # another declaration, dropped names
+    spark.sql("DROP VIEW bronze.prices_log")
+    longer = replace(copy.prices, history_retention=timedelta(hours=30))
+    store = AssetStore(str(copy.warehouse), longer, spark, written.append)
+    register(store, "spark_catalog.bronze", comments_of(longer))
+    assert [line.split(" (")[0] for line in written] == [
+        f"prices: registered spark_catalog.bronze.{name}" for name in ("prices_versions", "prices_log")
+    ]
+
+
+def test_after_a_swap(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
+    """Names follow the folders; names that the other kind does not have are dropped."""
+    copy, warehouse = market.copy(tmp_path / "copy"), str(tmp_path / "copy" / "warehouse")
+    register(copy.store(copy.prices), bronze)
+    shutil.copytree(copy.warehouse / "prices", copy.warehouse / "other")
+    copy.land("prices", "3.jsonl", record("c", "z1", "2 06:00"))
+    run_once(copy.prices, stores_of(warehouse, spark))
+    assert spark.table("bronze.prices").count() == 3
+    swap(warehouse, "prices", "other")
+    assert spark.table("bronze.prices").count() == 2
+    require_same(spark, copy.store(copy.prices))
+    swap(warehouse, "prices", "rates")
+    plain = Table("prices", key="k", schema=copy.rates.schema, timestamp="at")
+    register(AssetStore(warehouse, plain, spark), bronze)
+    assert names_in(spark) == {"prices", "prices_log"}
+    require_same(spark, AssetStore(warehouse, plain, spark))
+
+
+SCHEMA = T.StructType(
+    [
+        T.StructField("k", T.StringType()),
+        T.StructField("tier", T.StringType()),
+        T.StructField("n", T.IntegerType()),
+        T.StructField("until", T.TimestampType()),
+        T.StructField("at", T.TimestampType()),
+    ]
+)
+RENAMED = T.StructType(
+    [
+        SCHEMA["k"],
+        T.StructField("level", T.StringType()),
+        T.StructField("n", T.LongType()),
+        SCHEMA["until"],
+        SCHEMA["at"],
+        T.StructField("note", T.StringType()),
+    ]
+)
+
+
+@pytest.mark.parametrize("until", [None, "until"])
+@pytest.mark.parametrize("on", [None, "tier"])
+def test_options_and_new_columns(
+    tmp_path: Path, spark: SparkSession, bronze: str, on: str | None, until: str | None
+) -> None:
+    """Repeated versions, versions that end by themselves, expired ones, deletions; then a renamed
+    column, a wider type and a new column."""
+    random, landing = Random(f"{on} {until}"), tmp_path / "landing"
+    landing.mkdir()
+
+    def time(minute: int) -> str:
+        return f"2024-01-{1 + minute // 1440:02d}T{minute // 60 % 24:02d}:{minute % 60:02d}:00Z"
+
+    def land(day: int, level: str) -> None:
+        lines = []
+        for _ in range(40):
+            at = random.randrange(day * 600, day * 600 + 900)
+            values: dict[str, Any] = {"k": random.choice("abcdef"), "at": time(at)}
+            if random.random() < 0.85:
+                values |= {level: random.choice(["low", "high"]), "n": random.randrange(3)}
+                values["until"] = random.choice([None, time(at + random.randrange(1, 400))])
+            lines.append(json.dumps(values))
+        (landing / f"{day}.jsonl").write_text("\n".join(lines) + "\n")
+
+    def store(after: bool = False) -> AssetStore:
+        level = "level" if after else "tier"
+        table = VersionedTable(
+            "it_s",
+            key="k",
+            key_prefix="shop",
+            schema=RENAMED if after else SCHEMA,
+            timestamp="at",
+            tombstone=f"{level} is null",
+            history_retention=timedelta(hours=9),
+            source=FilesSource(str(landing)),
+            new_version_on=None if on is None else [level, *([until] if until else [])],
+            valid_until=until,
+            renamed={"tier": "level"} if after else {},
+            description="It's a 'table' with a \\ in it.",
+        )
+        return AssetStore(str(tmp_path / "it's" / "warehouse"), table, spark)
+
+    for day in range(3):
+        land(day, "tier")
+        run_once(store().node, stores_of(store().warehouse, spark))
+        register(store(), bronze)
+        require_same(spark, store())
+    assert names_in(spark) == {"shop_it_s", "shop_it_s_versions", "shop_it_s_log"}
+    land(3, "level")
+    now = store(after=True)
+    run_once(now.node, stores_of(now.warehouse, spark))
+    register(now, bronze)
+    require_same(spark, now)
+
+
+def test_the_columns_of_a_run(tmp_path: Path, spark: SparkSession) -> None:
+    """What Spark decides is known after a run; keys and checks are in the panel from the start."""
+
+    class Price(pa.DataFrameModel):
+        product: T.StringType
+        price: T.DoubleType = pa.Field(ge=0, nullable=True)
+        at: T.TimestampType
+
+    landing = tmp_path / "landing"
+    landing.mkdir()
+    (landing / "1.jsonl").write_text('{"product": "a", "price": 2.5, "at": "2024-01-01T00:00:00Z"}\n')
+    about: Any = {"key": "product", "schema": Price, "timestamp": "at"}
+    prices = VersionedTable(
+        "prices", history_retention=timedelta(days=1), source=FilesSource(str(landing)), **about
+    )
+    doubled = prices.map_values("product", "price * 2 as twice", "at", name="doubled")
+    export = build_export(doubled, to=str(tmp_path / "export"), with_columns=["is_tombstone"])
+    assets = [build_asset(prices), build_asset(doubled), export]
+    before = assets[1].metadata_by_key[dg.AssetKey("doubled")]["dagster/column_schema"]
+    assert {c.name: c.type for c in before.columns}["twice"] == "decided by Spark"
+    result = dg.materialize(
+        assets, resources=build_resources(str(tmp_path / "w"), SparkResource()), run_config=QUIET
+    )
+    for name in ("doubled", "doubled_export"):
+        after = materialized(result, name)["dagster/column_schema"]
+        assert {c.name: c.type for c in after.columns}["twice"] == "double", name
+    panel = materialized(result, "prices")["dagster/column_schema"]
+    told = {c.name: c.constraints for c in panel.columns}
+    assert (told["product"].nullable, told["product"].other) == (False, ["key"])
+    assert (told["price"].nullable, told["price"].other) == (True, ["greater_than_or_equal_to(0)"])
+    assert panel.constraints.other == ["one row for each product, valid_from"]
+
+
+def test_what_is_somebody_elses(
+    market: Market, tmp_path: Path, spark: SparkSession, bronze: str
+) -> None:
+    copy = market.copy(tmp_path / "copy")
+    copy.instance = dg.DagsterInstance.ephemeral()
+    spark.sql("CREATE SCHEMA bronze")
+    spark.sql("CREATE VIEW bronze.rates AS SELECT 1 AS x")
+    result = run(copy, bronze, [copy.rates])
+    assert not result.success
+    assert "expected bronze.`rates` to be a new name in the catalog" in messages(result)
+    assert "got one of somebody else. Batch 1 is committed. Give" in messages(result)
+    assert [c.name for c in spark.table("bronze.rates").schema.fields] == ["x"]
+    spark.sql("DROP VIEW bronze.rates")
+    assert run(copy, bronze, [copy.rates]).success  # the commit is there, and is reported now
+    require_same(spark, copy.store(copy.rates))
+    other = market.copy(tmp_path / "other")
+    other.instance = dg.DagsterInstance.ephemeral()
+    said = messages(run(other, bronze, [other.rates]))
+    assert f"got one of the asset in {copy.warehouse / 'rates'}" in said
+    said = messages(run(copy, "lake.bronze", [copy.sales]))
+    assert "expected the catalog of the Spark session to" in said
+    assert "needs a catalog with views" in said
+
+
+def test_refused_when_definitions_load() -> None:
+    with pytest.raises(TopologyError, match="expected catalog to be a schema such as 'bronze'"):
+        WarehouseResource(path="w", catalog="a.b.c")
+    about: Any = {"key": "k", "schema": T.StructType([SCHEMA["k"], SCHEMA["at"]]), "timestamp": "at"}
+    rates = Table("rates", source=FilesSource("a"), **about)
+    log = Stream("Rates_log", source=FilesSource("b"), **about)
+    where = WarehouseResource(path="w", catalog="bronze")
+    with pytest.raises(TopologyError, match="got 'Rates_log', which rates has too"):
+        build_definitions(rates, log, warehouse=where)
+    assert build_definitions(rates, log, warehouse=WarehouseResource(path="w"))
+
+
+PERSISTENT = """
+import sys
+from pathlib import Path
+import dagster as dg
+from tests.market import QUIET, Market, messages
+from vt_dagster import SparkResource, WarehouseResource, build_asset, build_resources
+
+root, home, what = sys.argv[1:]
+spark = SparkResource(master="local[2]", spark_config={
+    "spark.sql.catalogImplementation": "hive",
+    "spark.sql.warehouse.dir": f"{home}/warehouse",
+    "spark.hadoop.javax.jdo.option.ConnectionURL":
+        f"jdbc:derby:;databaseName={home}/metastore;create=true",
+    "spark.driver.extraJavaOptions": f"-Dderby.system.home={home}",
+})
+market = Market(Path(root), None)
+if what == "run":
+    where = WarehouseResource(path=str(market.warehouse), catalog="bronze")
+    result = dg.materialize(
+        [build_asset(market.prices), build_asset(market.priced)],
+        resources=build_resources(where, spark),
+        run_config=QUIET, raise_on_error=False, selection=["prices"],
+    )
+    print(messages(result) or "done")
+else:
+    session = spark.spark_session
+    print(sorted(tuple(row) for row in session.sql("SELECT k, v FROM bronze.prices").collect()))
+    columns = session.catalog.listColumns("bronze.prices")
+    print([c.description for c in columns if c.name == "timestamp"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.jvm
+def test_in_a_catalog_that_outlives_the_session(market: Market, tmp_path: Path) -> None:
+    """A metastore of Hive in a directory: another process selects by name."""
+    copy = market.copy(tmp_path / "copy")
+
+    def process(what: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", PERSISTENT, str(copy.root), str(tmp_path / "hive"), what],
+            **{"capture_output": True, "text": True, "timeout": 300, "cwd": ROOT},
+        )
+        return done.stdout if done.returncode == 0 else done.stdout + done.stderr
+
+    assert process("run") == "done\n"
+    assert process("select").splitlines() == [
+        "[('a', 'p4'), ('b', 'q2')]",
+        "['valid time of the record, UTC']",
+    ]
