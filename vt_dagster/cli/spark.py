@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark import server
+from vt_dagster.spark.jars import JARS_ENV, resolve_jars, resolve_maven_jars
 from vt_dagster.spark.session import FEW_QUERIES
 
 spark = typer.Typer(
@@ -33,12 +36,7 @@ def start(
     ] = False,
 ) -> None:
     """Start the server if it is not running; runs use it if VT_DAGSTER_SPARK=server is set."""
-    settings = dict(FEW_QUERIES if few_rows else {})
-    for given in conf or ():
-        name, equals, value = given.partition("=")
-        if not equals:
-            raise SparkUnavailableError(f"Expected --conf name=value, got {given!r}.")
-        settings[name] = value
+    settings = {**(FEW_QUERIES if few_rows else {}), **_settings(conf)}
     there = server.running()
     _tell(there or server.start(master, settings), "was already running" if there else "started")
 
@@ -62,6 +60,46 @@ def stop() -> None:
         if found is None
         else f"stopped the Spark server, process {found.pid}"
     )
+
+
+@spark.command()
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 15002,
+    master: Annotated[str, typer.Option(help="The Spark master of the server.")] = "local[*]",
+    conf: Annotated[
+        list[str] | None, typer.Option(help="A Spark setting, name=value; repeat it for more.")
+    ] = None,
+) -> None:
+    """Run a Spark Connect server in this process, for a container. Needs a token in
+    SPARK_CONNECT_AUTHENTICATE_TOKEN, and a proxy with TLS before it."""
+    server.serve(host, port, master, _settings(conf))
+
+
+@spark.command()
+def jars(
+    to: Annotated[Path, typer.Option(help="The directory; it is made.")],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(help="More Maven coordinates, like org.apache.hadoop:hadoop-aws:3.4.1."),
+    ] = None,
+) -> None:
+    """Copy the jars that Spark needs into a directory, for an image: set VT_DAGSTER_JARS to it."""
+    to.mkdir(parents=True, exist_ok=True)
+    found = [*resolve_jars(), *(resolve_maven_jars(*more) if more else ())]
+    for jar in found:
+        shutil.copyfile(jar, to / jar.name)
+    typer.echo(f"{len({jar.name for jar in found})} jars in {to}; to use them, set {JARS_ENV}={to}")
+
+
+def _settings(conf: list[str] | None) -> dict[str, str]:
+    found = dict[str, str]()
+    for given in conf or ():
+        name, equals, value = given.partition("=")
+        if not equals:
+            raise SparkUnavailableError(f"Expected --conf name=value, got {given!r}.")
+        found[name] = value
+    return found
 
 
 def _tell(found: server.Server, what: str) -> None:

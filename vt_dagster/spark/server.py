@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark.class_archive import archive_of
@@ -37,6 +38,8 @@ from vt_dagster.spark.session import (
 SERVER = "server"
 """Value of ``remote`` or ``VT_DAGSTER_SPARK`` for the server that ``vt-dagster spark start`` starts."""
 NAMED = "VT_DAGSTER_SPARK"
+TOKEN = "SPARK_CONNECT_AUTHENTICATE_TOKEN"
+"""Spark's own environment variable: the token that clients send, and that ``serve`` requires."""
 
 _CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
 _START_SECONDS, _STOP_SECONDS = 180, 30
@@ -165,14 +168,10 @@ def _launch(master: str, conf: Mapping[str, str]) -> Server:
         "spark.connect.authenticate.token": token,
         **session_settings("vt_dagster server", master, resolve_jars(), conf),
     }
-    # Settings (with the token) go to a file: every user of the machine can read a command line.
-    _write(_file("conf"), "".join(f"{name} {value}\n" for name, value in settings.items()))
-    command = [str(home / "bin" / "spark-submit"), "--properties-file", str(_file("conf"))]
-    environment = {k: v for k, v in os.environ.items() if k != "SPARK_REMOTE"}
-    environment.setdefault("PYSPARK_PYTHON", sys.executable)
+    command, environment = _command(home, _file("conf"), settings)
     with _file("log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, "--class", _CLASS, "spark-internal"],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -180,6 +179,52 @@ def _launch(master: str, conf: Mapping[str, str]) -> Server:
             start_new_session=True,
         )
     return Server(process.pid, port, token, master, str(_file("log")))
+
+
+def serve(host: str, port: int, master: str = "local[*]", conf: Mapping[str, str] = {}) -> NoReturn:
+    """Becomes a server for other machines, the process of a container: it logs to stdout, and ends with
+    the first SIGTERM. Its clients send the token of the environment variable ``TOKEN``.
+
+    Spark 4.0 serves without TLS: a proxy before it has the certificate.
+
+    Args:
+        host: address to listen on.
+        master: Spark master of the server.
+        conf: Spark settings; they override the defaults.
+
+    Raises:
+        SparkUnavailableError: there is no token.
+    """
+    token = os.environ.get(TOKEN)
+    if not token:
+        raise SparkUnavailableError(
+            f"Expected the token of the server in the environment variable {TOKEN}, found none: "
+            "whoever reaches the port could run code. Set it to a long random text, here and for the "
+            "clients."
+        )
+    settings = {
+        "spark.connect.grpc.binding.address": host,
+        "spark.connect.grpc.binding.port": str(port),
+        "spark.connect.authenticate.token": token,
+        **session_settings("vt_dagster server", master, resolve_jars(), conf),
+    }
+    place = _file("serve.conf")
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_java()
+    command, environment = _command(check_spark_home(), place, settings)
+    os.execve(command[0], command, environment)
+
+
+def _command(home: Path, place: Path, settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Returns the command of a server and its environment.
+
+    Settings (with the token) go to a file: every user of the machine can read a command line.
+    """
+    _write(place, "".join(f"{name} {value}\n" for name, value in settings.items()))
+    environment = {k: v for k, v in os.environ.items() if k != "SPARK_REMOTE"}
+    environment.setdefault("PYSPARK_PYTHON", sys.executable)
+    submit = [str(home / "bin" / "spark-submit"), "--properties-file", str(place)]
+    return [*submit, "--class", _CLASS, "spark-internal"], environment
 
 
 def _until_it_answers(server: Server) -> None:
