@@ -321,12 +321,12 @@ def _run(
     for _ in range(_TRIES):
         before = _last_run(stores(node))
         try:
-            return _run_once(context, node, stores, asked)
+            return _run_once(context, node, stores, prefix, asked)
         except ConcurrentRunError as error:
             if _last_run(stores(node)) == before:  # an erase, a swap of an input or a clean-up
                 raise
             context.log.info(f"tries again, because of: {error}")
-    return _run_once(context, node, stores, asked)
+    return _run_once(context, node, stores, prefix, asked)
 
 
 def _last_run(store: AssetStore) -> str:
@@ -338,6 +338,7 @@ def _run_once(
     context: dg.AssetExecutionContext,
     node: Stream,
     stores: Callable[[Stream], AssetStore],
+    prefix: str,
     asked: Mapping[str, Any],
 ) -> dg.MaterializeResult[Any]:
     run = Run.pin(node, stores, **asked)
