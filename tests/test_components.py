@@ -657,7 +657,8 @@ attributes:
         source: {{files: {{path: landing}}}}
 """
     with project(text) as defs:
-        assert defs.resources["vt_dagster_warehouse"].catalog == "lake.bronze"
+        resources: Any = defs.resources
+        assert resources["vt_dagster_warehouse"].catalog == "lake.bronze"
     alone = "\n".join(line for line in text.splitlines() if "warehouse:" not in line)
     assert "catalog: expected it together with warehouse" in errors(alone)
 
