@@ -360,4 +360,4 @@ def test_a_served_spark_behind_tls(tmp_path: Path) -> None:
     finally:
         served.send_signal(signal.SIGTERM)
         assert served.wait(timeout=60) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-    assert oct(next(tmp_path.rglob("serve.conf")).stat().st_mode)[-3:] == "600"
+    assert oct(next(tmp_path.rglob("server.serve.conf")).stat().st_mode)[-3:] == "600"

@@ -63,7 +63,6 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.schema_evolution import never_null
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import CorrectedJoin
 from vt_dagster.topology.options import set_options, shown_options
 
 # Op names
@@ -602,11 +601,10 @@ def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]
     found: dict[str, Any] = {}
     joined = looked_up is not None
     if joined or isinstance(node, VersionedTable):
-        key = _key_of_lanes(node)
+        own = node.key if node.operator is None else node.operator.key_of_lookup(node.key)
+        key = node.key if own is None else own
         lanes = _lanes(key, rows, joined)
-        # Without the join's key in the result, its rows cannot be shown with the table's versions.
-        by_versions = key is not node.key or not isinstance(node.operator, CorrectedJoin)
-        if isinstance(versions, VersionedTable) and by_versions:
+        if isinstance(versions, VersionedTable) and own is not None:
             add = _add_bars if versions.new_version_on is None else _add_versions
             add(lanes, AssetStore(store.warehouse, versions), versions)
         lanes = {key: lane for key, lane in lanes.items() if lane.marks}
@@ -698,16 +696,6 @@ def _sample(path: str, batch: int) -> Sample | None:
 
 def _micros(values: pa.ChunkedArray) -> list[Any]:
     return values.cast(pa.timestamp("us", values.type.tz)).cast(pa.int64()).to_pylist()
-
-
-def _key_of_lanes(node: Stream) -> Sequence[str]:
-    """Returns the columns by which a node's rows are drawn: its key; of a corrected join, whose key
-    identifies a record of the stream, the key by which it joins, if the result has it."""
-    if not isinstance(node.operator, CorrectedJoin):
-        return node.key
-    left, made = node.operator.left, node.operator.lineage()
-    there = all(made.get(k) == [(left.name, k)] for k in left.key)
-    return left.key if there else node.key
 
 
 def _lanes(key: Sequence[str], rows: pa.Table, join: bool) -> dict[tuple[Any, ...], Lane]:

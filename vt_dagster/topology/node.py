@@ -162,6 +162,15 @@ class Operator(Called, ABC):
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         """Returns for each column of the result the (asset, column) pairs that it derives from."""
 
+    def key_of_lookup(self, key: Sequence[str]) -> Sequence[str] | None:
+        """Returns the columns of the result by which the operator joins it with a table; None = the
+        result lacks them.
+
+        Args:
+            key: the result's key.
+        """
+        return key
+
     @property
     def rekeyed(self) -> bool:
         """Whether the result has another key than its source was partitioned by. Kafka Streams

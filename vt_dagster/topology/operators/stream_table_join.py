@@ -303,7 +303,7 @@ def check_match(
     Raises:
         TopologyError: an invalid value, or a setting that this table does not support.
     """
-    if at in _EVERY_AT and at not in allowed:
+    if at not in allowed and tuple(allowed) == _BACK:
         raise TopologyError(
             f"{name}: at={at!r} would match versions that start after the record's timestamp, which "
             "leaks the future into the result; expected 'at_or_before' or 'before'"
@@ -386,6 +386,10 @@ class CorrectedJoin(StreamTableJoin):
         require_readable(self.name, Consumer.CORRECTED_JOIN, self.right)
         self._check_promise()
         self._check_columns()
+
+    def key_of_lookup(self, key: Sequence[str]) -> Sequence[str] | None:
+        left, made = self.left, self.lineage()
+        return left.key if all(made.get(k) == [(left.name, k)] for k in left.key) else None
 
     @property
     def rescan_span(self) -> dict[str, timedelta]:
