@@ -1,0 +1,1 @@
+"""Payments in euros; README.md says what to look at."""

@@ -1,0 +1,91 @@
+"""The example of payments: from nothing to a corrected join, a training set and an alert."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.conftest import BIN, ROOT
+from vt_dagster import read
+
+README = ROOT / "examples" / "payments" / "README.md"
+
+
+def lines_of(text: str) -> list[str]:
+    """The cells of tables, and other lines, without borders."""
+    cells = (re.sub(r"[│┃|]", " ", line).split() for line in text.splitlines())
+    return [
+        " ".join(words) for words in cells if words and not re.fullmatch(r"[┏━┳┓┡╇┩└─┴┘]+", words[0])
+    ]
+
+
+def test_what_it_prints_is_what_its_page_says(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("EXAMPLE_DATA", str(tmp_path / "payments"))
+    monkeypatch.setenv("COLUMNS", "200")
+    example = importlib.import_module("examples.payments.__main__")
+    example.main()
+    said = lines_of(capsys.readouterr().out)
+    page = re.search(r"```text\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert page is not None
+    assert said == lines_of(page.group(1))
+
+
+def rows(warehouse: Path, name: str, *columns: str) -> list[tuple[Any, ...]]:
+    found = read(name, warehouse=str(warehouse)).to_pylist()
+    return sorted((tuple(row[c] for c in columns) for row in found), key=repr)
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(1200)
+def test_by_dagsters_default_executor(tmp_path: Path) -> None:
+    """A process for each asset: the same rows."""
+    definitions = importlib.import_module("examples.payments.__main__")
+    home, data = tmp_path / "dagster_home", tmp_path / "payments"
+    home.mkdir()
+    (home / "dagster.yaml").write_text(json.dumps({"telemetry": {"enabled": False}}))
+    environment = {**os.environ, "EXAMPLE_DATA": str(data), "DAGSTER_HOME": str(home)}
+    environment["PYTHONPATH"] = str(ROOT)
+    landing = definitions.LANDING
+    definitions.LANDING = data / "landing"
+    try:
+        for delivery in definitions.DELIVERIES:
+            definitions.land(delivery)
+            command = [str(BIN / "dagster"), "asset", "materialize", "--select", "*"]
+            done = subprocess.run(
+                [*command, "-m", "examples.payments.definitions"],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=500,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        definitions.LANDING = landing
+    assert rows(data / "warehouse", "in_euros", "payment_id", "amount", "rate") == [
+        ("p1", 100.0, 0.92),
+        ("p2", 20.0, 1.17),
+        ("p3", 50.0, 0.9),
+        ("p5", 30.0, None),
+        ("p6", 10.0, 0.9),
+    ]
+    assert rows(data / "warehouse", "by_day", "currency", "payments", "amount") == [
+        ("GBP", 1, 20.0),
+        ("GBP", 1, 30.0),
+        ("USD", 1, 10.0),
+        ("USD", 1, 100.0),
+        ("USD", 1, 50.0),
+    ]
