@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deltalake import DeltaTable
+import polars as pl
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +50,7 @@ def make() -> None:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    found = DeltaTable(SETS / name).to_pyarrow_table().to_pylist()
+    found = pl.read_delta(str(SETS / name)).to_dicts()
     return sorted(found, key=lambda row: (row["timestamp"], row["customer"]))
 
 

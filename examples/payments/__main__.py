@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import dagster as dg
-from deltalake import DeltaTable
+import polars as pl
 from rich.console import Console
 from rich.table import Table
 
@@ -98,7 +98,7 @@ def show_all() -> None:
         {"day begins": "day", "currency": "currency", "payments": "payments", "amount": "amount"},
         days,
     )
-    found = DeltaTable(SETS / "examples").to_pyarrow_table().to_pylist()
+    found = pl.read_delta(str(SETS / "examples")).to_dicts()
     known = sorted(found, key=lambda row: row["payment_id"])
     show("training set", {"payment": "payment_id", "rate": "rate", "country": "country"}, known)
 

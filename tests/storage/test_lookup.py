@@ -7,6 +7,8 @@ import math
 import random
 import subprocess
 import sys
+import threading
+import weakref
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
@@ -14,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import fsspec
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
@@ -26,7 +31,7 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import view
+from vt_dagster.storage import arrow_reader, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -229,3 +234,21 @@ finally:
         )
         assert said in done.stdout, done.stderr
         assert done.stdout.endswith("[]\n")
+
+
+def test_a_read_waits_until_arrows_threads_have_released_the_file_system() -> None:
+    """On object stores it is a Python object: a thread that releases it while the process ends aborts
+    it."""
+    memory: Any = fsspec.filesystem("memory")
+    with memory.open("/rows.parquet", "wb") as file:
+        pq.write_table(pa.table({"n": [1, 2]}), file)
+    held: list[weakref.ref[Any]] = []
+
+    def rows(where: Any) -> pa.Table:
+        by_a_thread = [where.handler]
+        held.append(weakref.ref(where.handler))
+        threading.Timer(0.3, by_a_thread.clear).start()
+        return ds.dataset("/rows.parquet", filesystem=where, format="parquet").to_table()
+
+    assert arrow_reader._by_python(memory, rows).column("n").to_pylist() == [1, 2]
+    assert held[0]() is None

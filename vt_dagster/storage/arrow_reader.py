@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -760,7 +762,6 @@ def rows_of(
         columns = seen_as(columns, like)
     fs, root = delta.filesystem(path)
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-    where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     files = delta.files_of(table, wanted)
     require_files(path, files, version)
     places = [posixpath.join(root, file.place) for file in files]
@@ -772,15 +773,36 @@ def rows_of(
     chosen = condition(columns)
     import pyarrow.dataset as ds  # imports pandas, which runs without new records do not need
 
-    try:
+    def rows(where: pafs.FileSystem) -> pa.Table:
         dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
-        return by_newest_names(dataset.to_table(columns=read.names, filter=chosen), read)
+        return dataset.to_table(columns=read.names, filter=chosen)
+
+    try:
+        found = rows(pafs.LocalFileSystem()) if local else _by_python(fs, rows)
+        return by_newest_names(found, read)
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
             f"{name}: expected to read the files of {path}, got: {str(error)[:200]}. Rebuild a view "
             f"(vt-dagster rebuild {name}); restore files of a log from a backup"
         ) from error
+
+
+_RELEASED = 5.0
+"""At most so many seconds a read waits for Arrow's threads."""
+
+
+def _by_python(fs: Any, rows: Callable[[pafs.FileSystem], pa.Table]) -> pa.Table:
+    """Reads through a file system in Python, and waits until Arrow's threads have released it: one that
+    releases it while the process ends aborts the process, and with it a step that has succeeded."""
+    handler = pafs.FSSpecHandler(fs)
+    held = weakref.ref(handler)
+    found = rows(pafs.PyFileSystem(handler))
+    del handler
+    end = time.monotonic() + _RELEASED
+    while held() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
 
 
 def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[Any]) -> Any:
