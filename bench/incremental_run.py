@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,10 +36,12 @@ class TimedStore(AssetStore):
         super().__init__(warehouse, node, spark)
         self.spent: defaultdict[str, float] = defaultdict(float)
 
-    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
+    def commit(
+        self, rows: DataFrame, commit: Commit, count: int, before: Callable[[], None] | None = None
+    ) -> Head:
         start = time.perf_counter()
         try:
-            return super().commit(rows, commit, count)
+            return super().commit(rows, commit, count, before)
         finally:
             self.spent["log commit"] += time.perf_counter() - start
 
