@@ -64,6 +64,7 @@ class Store(Protocol):
         self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
     ) -> Snapshot: ...
     def snapshot(self) -> Snapshot: ...
+    def head(self) -> Head | None: ...
     def commits(self) -> Iterable[Commit]: ...
     def attempt_of(self, batch: int) -> str | None: ...
 
@@ -640,7 +641,7 @@ def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) ->
         ConcurrentRunError: names the input.
     """
     for store, head in pinned:
-        now, batch = store.snapshot().head, head.commit.batch
+        now, batch = store.head(), head.commit.batch
         got = ""
         if now is None or now.commit.log != head.commit.log:
             got = "another log: it was swapped or restated"
