@@ -162,17 +162,9 @@ def build_freshness_check(
             f"{node.name}: expected at_most to be a positive timedelta, got {at_most!r}; set the "
             "maximum age of its newest record, for example timedelta(hours=2)"
         )
-    key = dg.AssetKey(node.path)
 
-    @dg.asset_check(
-        asset=key,
-        name=FRESHNESS_CHECK,
-        description=f"The newest record is at most {spoken(at_most)} old.",
-        pool=pool,
-        required_resource_keys={warehouse_key(resource_prefix)},
-    )
-    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        _, commit = head_of(warehouse_of(context, resource_prefix), "/".join(node.path))
+    def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
+        _, commit = head_of(warehouse, "/".join(node.path))
         newest, told = max(commit.stream_time.values(), default=None), dict[str, Any]()
         passed, limit = False, at_most.total_seconds()
         said = "there is no record yet"
@@ -182,14 +174,42 @@ def build_freshness_check(
             said = f"the newest record is of {in_utc(newest)}"
             told = {"stream_time": as_time(newest), "age_seconds": round(age, 3)}
         context.log.info(f"{node.name}: {said}")
-        return dg.AssetCheckResult(
-            asset_key=key,
-            check_name=FRESHNESS_CHECK,
-            passed=passed,
-            severity=severity,
-            description=f"{said[0].upper()}{said[1:]}; it may be {spoken(at_most)} old.",
-            metadata={**told, "at_most_seconds": limit},
-        )
+        return {
+            "passed": passed,
+            "description": f"{said[0].upper()}{said[1:]}; it may be {spoken(at_most)} old.",
+            "metadata": {**told, "at_most_seconds": limit},
+        }
+
+    text = f"The newest record is at most {spoken(at_most)} old."
+    return _not_blocking(node, FRESHNESS_CHECK, text, found, severity, pool, resource_prefix)
+
+
+def _not_blocking(
+    node: Stream,
+    name: str,
+    description: str,
+    found: Callable[[dg.AssetCheckExecutionContext, str], dict[str, Any]],
+    severity: dg.AssetCheckSeverity,
+    pool: str | None,
+    resource_prefix: str,
+) -> dg.AssetChecksDefinition:
+    """Returns a check that needs no Spark and does not block.
+
+    Args:
+        found: returns the fields of the result, for the warehouse.
+    """
+    key = dg.AssetKey(node.path)
+
+    @dg.asset_check(
+        asset=key,
+        name=name,
+        description=description,
+        pool=pool,
+        required_resource_keys={warehouse_key(resource_prefix)},
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        fields = found(context, warehouse_of(context, resource_prefix))
+        return dg.AssetCheckResult(asset_key=key, check_name=name, severity=severity, **fields)
 
     return check
 
@@ -298,29 +318,13 @@ def _of_last_run(
     pool: str | None,
     resource_prefix: str,
 ) -> dg.AssetChecksDefinition:
-    key = dg.AssetKey(node.path)
-
-    @dg.asset_check(
-        asset=key,
-        name=name,
-        description=description,
-        pool=pool,
-        required_resource_keys={warehouse_key(resource_prefix)},
-    )
-    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        _, commit = head_of(warehouse_of(context, resource_prefix), "/".join(node.path))
+    def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
+        _, commit = head_of(warehouse, "/".join(node.path))
         passed, said, numbers = result(commit.counts)
         context.log.info(f"{node.name}: {said}")
-        return dg.AssetCheckResult(
-            asset_key=key,
-            check_name=name,
-            passed=passed,
-            severity=severity,
-            description=said,
-            metadata=numbers,
-        )
+        return {"passed": passed, "description": said, "metadata": numbers}
 
-    return check
+    return _not_blocking(node, name, description, found, severity, pool, resource_prefix)
 
 
 # Lateness check
@@ -361,32 +365,18 @@ def build_lateness_check(
             "late; remove the check"
         )
     parse_share(at_most)
-    key = dg.AssetKey(node.path)
 
-    @dg.asset_check(
-        asset=key,
-        name=LATENESS_CHECK,
-        description=f"At most {at_most} of the results are wrong because of late records.",
-        pool=pool,
-        required_resource_keys={warehouse_key(resource_prefix)},
-    )
-    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
         started = time.monotonic()
-        warehouse = warehouse_of(context, resource_prefix)
-        found = lateness(node, grace=grace, at_most=at_most, warehouse=warehouse)
-        metadata = _metadata(found)
+        told = lateness(node, grace=grace, at_most=at_most, warehouse=warehouse)
+        metadata = _metadata(told)
         context.log.info(
             f"{node.name}: {metadata['result'].value} ({time.monotonic() - started:.1f} s)"
         )
-        return dg.AssetCheckResult(
-            asset_key=key,
-            check_name=LATENESS_CHECK,
-            passed=found.passed,
-            severity=severity,
-            metadata=metadata,
-        )
+        return {"passed": told.passed, "metadata": metadata}
 
-    return check
+    text = f"At most {at_most} of the results are wrong because of late records."
+    return _not_blocking(node, LATENESS_CHECK, text, found, severity, pool, resource_prefix)
 
 
 def has_late_results(node: Stream) -> bool:
