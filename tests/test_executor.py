@@ -25,6 +25,7 @@ from vt_dagster import (
     build_definitions,
     build_maintenance,
 )
+from vt_dagster.orchestration import resources
 from vt_dagster.storage.asset_store import AssetStore
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +165,8 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(spark: object, tm
         assert killed == ({"prices", "sales"} if started == "something new" else set()), said
         assert ("sales: reports batch 2, committed but not yet" in said) is bool(killed)
         assert said.count("STEP_WORKER_STARTED") >= 5
+        few = "compiling fast, for few rows"
+        assert said.count(few) >= (len(SELECTED) if started == "something new" else 0), said
         idle = set(re.findall(r"- (\w+) - ASSET_OBSERVATION", said))
         assert idle == ({*SELECTED} if started == "nothing new" else set()), said
     rows = market.store(market.priced).read("log").collect()
@@ -174,6 +177,26 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(spark: object, tm
         ("p1", 2),
         ("p2", 1),
     }
+
+
+def test_spark_starts_for_few_rows_if_no_other_asset_follows(
+    spark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    market = Market(tmp_path, spark)  # type: ignore[arg-type]
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"))
+    began: list[SparkResource] = []
+    monkeypatch.setattr(SparkResource, "expect_few_rows", lambda self: began.append(self))
+    assert market.run([market.prices, market.sales]).success
+    assert not began, "the JVM cannot change its compiler when another asset has many rows"
+    market.land("prices", "2.jsonl", record("b", "p1", "1 07:00"))
+    assert market.run([market.prices]).success
+    assert len(began) == 2, "the run and its checks"
+    began.clear()
+    monkeypatch.setattr(resources, "_FEW_ROWS", 1)
+    market.land("prices", "3.jsonl", record("c", "p1", "1 08:00"))
+    assert market.run([market.prices]).success
+    assert not began, "a run may write the whole view"
 
 
 def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:

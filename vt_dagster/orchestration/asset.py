@@ -34,7 +34,14 @@ from vt_dagster.orchestration.metadata import (
     positions_of,
     run_metadata,
 )
-from vt_dagster.orchestration.resources import PREFIX, catalog_of, keys_of, stores_for, tables_key
+from vt_dagster.orchestration.resources import (
+    PREFIX,
+    catalog_of,
+    expect_few_rows,
+    keys_of,
+    stores_for,
+    tables_key,
+)
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
 from vt_dagster.runs.gate import misfits
 from vt_dagster.runs.pin import Arrival, source_of, waits
@@ -345,6 +352,8 @@ def _run_once(
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
         return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
+    if run.arrival.small:
+        expect_few_rows(context, prefix, node, run.arrival.before.total)
     results = run.operate(run.read())
     wrong = misfit(node, "results", RESULTS, results.rows)
     if wrong:

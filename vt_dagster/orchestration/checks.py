@@ -18,7 +18,15 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.drawing import image
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.metadata import as_time
-from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for, warehouse_key, warehouse_of
+from vt_dagster.orchestration.resources import (
+    PREFIX,
+    check_op,
+    expect_few_rows,
+    keys_of,
+    stores_for,
+    warehouse_key,
+    warehouse_of,
+)
 from vt_dagster.provenance.lateness import Choice, Lateness, lateness, parse_share, picture, share
 from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.storage.arrow_reader import head_of
@@ -50,7 +58,7 @@ def build_checks(
 
     @dg.multi_asset_check(
         specs=specs,
-        name=f"check_{key.to_python_identifier()}",
+        name=check_op(node),
         can_subset=True,
         pool=pool,
         required_resource_keys=keys_of(resource_prefix),
@@ -64,6 +72,8 @@ def build_checks(
             context.log.info(f"{node.name}: nothing new since its checks passed")
             found = [Finding(name, 0, [], looked_at=_NOTHING) for name in promises if name in chosen]
         else:
+            head = store.head()
+            expect_few_rows(context, resource_prefix, node, 0 if head is None else head.commit.total)
             found = [one for one in audit(store, context.run.run_id) if one.name in chosen]
         for one in found:
             if not one.passed:

@@ -18,6 +18,7 @@ import dagster as dg
 from typing_extensions import TypedDict, Unpack
 
 from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.orchestration.resources import asset_op
 from vt_dagster.sources.frame_sources import AssetSource, Delivery, FrameSource, FunctionSource, Given
 from vt_dagster.topology.model import (
     Stream,
@@ -268,7 +269,7 @@ def _version(
 
 def _started(context: dg.AssetExecutionContext, node: Stream) -> float:
     """Returns when this step started, before its inputs were loaded; epoch seconds."""
-    step = dg.AssetKey(node.path).to_python_identifier()
+    step = asset_op(node)
     events = context.instance.get_records_for_run(context.run.run_id, of_type=_STARTED).records
     own = [one.timestamp for one in events if one.event_log_entry.step_key == step]
     return max(own, default=float("inf"))

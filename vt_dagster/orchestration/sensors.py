@@ -17,7 +17,7 @@ import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
-from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, asset_op, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of, start_waits
 from vt_dagster.sources.base import News, Watched
 from vt_dagster.sources.frame_sources import FrameSource
@@ -214,7 +214,7 @@ def _request(
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
     return dg.RunRequest(
         run_key=f"{node.name}:{place}:{digest}",
-        run_config={"ops": {dg.AssetKey(node.path).to_python_identifier(): {"config": config}}},
+        run_config={"ops": {asset_op(node): {"config": config}}},
         tags=tags,
         asset_selection=chosen,
     )
