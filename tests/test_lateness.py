@@ -36,6 +36,7 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.provenance.lateness import Choice, LateJoin, Lateness, Match, Records, Versions
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
+from vt_dagster.storage.commit_log import Shape
 from vt_dagster.testing.memory_store import MemoryStore
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
@@ -284,7 +285,7 @@ def test_a_version_that_has_ended_by_itself_answers_nothing() -> None:
             "u": pa.array([20, 90], pa.timestamp("us", "UTC")),
         }
     )
-    shape = SimpleNamespace(retention=lambda: timedelta(microseconds=10))
+    shape = Shape(kind="versioned", key=["k"], history_retention=10)
     log: Any = SimpleNamespace(
         key=("k",), head=SimpleNamespace(shape=shape), rows=lambda *_, **__: rows
     )

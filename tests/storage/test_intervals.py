@@ -15,7 +15,7 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import view
 from vt_dagster.storage.arrow_reader import head_of
-from vt_dagster.storage.commit_log import Offsets, horizons
+from vt_dagster.storage.commit_log import Offsets
 from vt_dagster.storage.stale_reads import Position, Read, stale_reads
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import VersionedTable
@@ -76,7 +76,7 @@ def test_random_arrivals(
         topology.run("rates", spark)
         head = head_of(topology.warehouse, "rates")
         commit = head[1]
-        horizon = max(horizons(commit.shape.retention(), commit.stream_time))
+        horizon = commit.shape.version_rules.horizon(commit.stream_time)
         for some in (reads, looked_at):
             found = stale_reads(topology.warehouse, head, some)
             for read, why in zip(some, found, strict=True):

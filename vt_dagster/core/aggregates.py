@@ -17,7 +17,7 @@ from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import Outcome, duration, gathered, has_key, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, gathered, has_key, union, with_columns
 from vt_dagster.core.arrow_schema import arrow_schema
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
@@ -34,11 +34,11 @@ from vt_dagster.core.processor import (
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
-from vt_dagster.core.versioned_table import repeats_version
-from vt_dagster.topology.durations import Duration
+from vt_dagster.core.versioned_table import is_refused, repeats_version
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, StreamAggregate, TableAggregate
+from vt_dagster.topology.version_rules import VersionRules
 
 # Table aggregate
 
@@ -89,9 +89,8 @@ class TableAggregateProcessor(Processor[TableAggregate]):
             changes = refuse(
                 changes,
                 context.state,
-                key=node.key,
+                rules=node.version_rules,
                 stream_time=context.stream_time,
-                history_retention=node.history_retention,
                 chunk=self.chunk,
             )
         else:
@@ -260,9 +259,8 @@ def refuse(
     rows: DataFrame,
     state: DataFrame | None,
     *,
-    key: Sequence[str],
+    rules: VersionRules,
     stream_time: Column,
-    history_retention: Duration,
     chunk: Column | None = None,
 ) -> DataFrame:
     """Marks the updates that a versioned result refuses: they do not change the group.
@@ -279,13 +277,14 @@ def refuse(
 
     Source: FORMAT 4.1.1, 4.2.3, 4.8.4; kip889-grace-rejects-old-writes.
     """
-    so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
+    so_far = W.partitionBy(*rules.key).orderBy(*ORDER, TURN)
+    so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
     timed = with_stream_time(rows, stream_time, chunk=chunk)
-    known = _with_base(timed, state, key, ())
+    known = _with_base(timed, state, rules.key, ())
     # Results of a group never go back in time (kip914-aggregate-sum-unversioned).
     time = F.greatest(F.max(TIMESTAMP).over(so_far), F.col(_BASE_TIME))
-    late = time < F.col(STREAM_TIME) - duration(history_retention)
-    outcome = F.when(F.coalesce(late, F.lit(False)), Outcome.LATE).otherwise(Outcome.APPLIED)
+    late = is_refused(time, rules, F.col(STREAM_TIME))
+    outcome = F.when(late, Outcome.LATE).otherwise(Outcome.APPLIED)
     return known.withColumn(OUTCOME, outcome).select(*rows.columns, OUTCOME)
 
 
@@ -415,9 +414,8 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
             decided = refuse(
                 added.where(taken).drop(OUTCOME),
                 context.state,
-                key=node.key,
+                rules=node.version_rules,
                 stream_time=context.stream_time,
-                history_retention=node.history_retention,
                 chunk=self.chunk,
             )
             added = union(decided, added.where(~taken))

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import VALID_TO
 from vt_dagster.core import plain_table, versioned_table
-from vt_dagster.core.arrival_order import by_partition, duration, union
+from vt_dagster.core.arrival_order import by_partition, union
 from vt_dagster.core.log_columns import partial_columns, value_columns
 from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
@@ -63,15 +63,13 @@ def put(
         return versioned_table.put(
             records,
             view,
-            key=node.key,
+            rules=node.version_rules,
             values=values,
             order=order,
             stream_time=stream_time,
-            history_retention=node.history_retention,
             chunk=chunk,
             bounds=bounds,
             of_rejected=of_rejected,
-            tie_break=node.tie_break,
             colliding_versions=colliding_versions,
             first_changes=first_changes,
             parts=partial_columns(node),
@@ -162,16 +160,13 @@ def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) ->
 
 
 def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
-    """Returns the time (inclusive) from which on a table answers, for a row's partition.
-
-    Source: KIP-889 "history retention", FORMAT 4.1.4; kip889-expired-get.
-    """
-    return stream_time - duration(node.history_retention)
+    """See ``versioned_table.horizon_of``."""
+    return versioned_table.horizon_of(node.version_rules, stream_time)
 
 
 def tie_break_of(node: Stream) -> str | None:
     """Returns the column that decides between records of one key and timestamp; None = arrival."""
-    return node.tie_break if isinstance(node, VersionedTable) else None
+    return None if node.version_rules is None else node.version_rules.tie_break
 
 
 def meets_versions(node: Stream) -> bool:
@@ -186,5 +181,5 @@ def start_of(node: Stream) -> Any:
 
 def new_version_on_of(node: Stream) -> list[str] | None:
     """Returns the columns that define a version; None = every record is one."""
-    columns = node.new_version_on if isinstance(node, VersionedTable) else None
+    columns = None if node.version_rules is None else node.version_rules.new_version_on
     return None if columns is None else list(columns)

@@ -43,7 +43,7 @@ from vt_dagster.core.plain_table import NEWEST, with_old, with_row_before
 from vt_dagster.core.source_order import SO_FAR, SourceOrder
 from vt_dagster.core.source_records import START
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
-from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.version_rules import VersionRules, expired
 
 # New version on
 
@@ -172,19 +172,34 @@ FIRST = "_first"
 _HELD = "_held"
 
 
+def horizon_of(rules: VersionRules, stream_time: Column) -> Column:
+    """Returns the time (inclusive) from which on a table answers, for a row's partition.
+
+    Source: KIP-889 "history retention", FORMAT 4.1.4; kip889-expired-get.
+    """
+    return stream_time - duration(rules.history_retention)
+
+
+def is_refused(time: Column, rules: VersionRules, stream_time: Column) -> Column:
+    """Returns whether a record is too old for the table: before the horizon; at the horizon it is
+    accepted. Null, for example before the first record, counts as not too old.
+
+    Source: FORMAT 4.1.1; kip889-grace-rejects-old-writes.
+    """
+    return F.coalesce(time < horizon_of(rules, stream_time), F.lit(False))
+
+
 def put(
     records: DataFrame,
     versions: DataFrame | None,
     *,
-    key: Sequence[str],
+    rules: VersionRules,
     values: Sequence[str],
     order: Sequence[str],
     stream_time: Column,
-    history_retention: Duration,
     chunk: Column | None = None,
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
-    tie_break: str | None = None,
     colliding_versions: DataFrame | None = None,
     first_changes: DataFrame | None = None,
     parts: Mapping[str, Sequence[str]] = {},
@@ -212,7 +227,7 @@ def put(
         stream_time: stream time of the record's partition before the run.
         chunk, bounds: see ``passed``.
         of_rejected: columns that are null in applied records.
-        tie_break, colliding_versions: see :func:`without_lost_ties`; None = the last arrival wins.
+        colliding_versions: see :func:`without_lost_ties`.
         first_changes: see :func:`without_superseded`.
         parts: see :func:`core.partial_updates.merge_forward`, which takes ``colliding_versions`` as its
             versions; empty: each record is a whole row.
@@ -226,12 +241,13 @@ def put(
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
+    key, tie_break = rules.key, rules.tie_break
     starts, follows = START in records.columns, by_source is not None and by_source.follows
     if follows:
         judged = records.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
     else:
         # A record with an outcome is quarantined, and must not advance stream time.
-        late, moves = late_from(history_retention), F.col(OUTCOME).isNull()
+        late, moves = late_from(rules.history_retention), F.col(OUTCOME).isNull()
         seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
         refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
         outcome = F.when(refused, Outcome.LATE).otherwise(Outcome.APPLIED)
@@ -367,14 +383,9 @@ def fold(
 
 
 def drop_expired(versions: DataFrame, horizon: Column) -> DataFrame:
-    """Removes expired versions.
-
-    Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get.
-    """
-    # Also a superseded tombstone: otherwise the result would depend on when its successor was folded
-    # in.
-    expired = (F.col(VALID_TO) <= horizon) | (F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon))
-    return versions.where(~F.coalesce(expired, F.lit(False)))
+    """Removes expired versions."""
+    gone = expired(F.col(VALID_FROM), F.col(VALID_TO), F.col(IS_TOMBSTONE), horizon)
+    return versions.where(~F.coalesce(gone, F.lit(False)))
 
 
 def clip_at_valid_until(versions: DataFrame, valid_until: str) -> DataFrame:
@@ -447,12 +458,7 @@ def key_range(
 
 
 def delete(
-    requests: DataFrame,
-    versions: DataFrame,
-    *,
-    key: Sequence[str],
-    stream_time: Column,
-    history_retention: Duration,
+    requests: DataFrame, versions: DataFrame, *, rules: VersionRules, stream_time: Column
 ) -> DataFrame:
     """Returns the row that a deletion removes: the row as of each request, null if there is none or the
     request is refused.
@@ -469,8 +475,8 @@ def delete(
 
     Source: KIP-889 ``delete``; kip889-delete-is-get-and-put-null.
     """
-    horizon = stream_time - duration(history_retention)
+    key, horizon = rules.key, horizon_of(rules, stream_time)
     found = as_of_join(requests, versions, left_key=key, right_key=key, horizon=horizon, name="removed")
-    refused = F.coalesce(F.col(TIMESTAMP) < horizon, F.lit(False))
+    refused = is_refused(F.col(TIMESTAMP), rules, stream_time)
     removed = F.when(F.col(FOUND) & ~refused, F.col("removed"))
     return found.withColumn("removed", removed).drop(FOUND)

@@ -50,7 +50,7 @@ from vt_dagster.storage.arrow_reader import (
     rows_of,
     values_by_partition,
 )
-from vt_dagster.storage.commit_log import Commit, horizons
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 
 # Source origins
@@ -280,8 +280,8 @@ def _places(rows: pa.Table) -> set[Place]:
 def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
     """Returns the horizon by partition, epoch microseconds: a version that ended at or before it has
     expired."""
-    ends = horizons(log.head.shape.retention(), commit.stream_time)
-    return dict(zip(commit.stream_time, ends, strict=True))
+    rules = log.head.shape.version_rules
+    return {} if rules is None else rules.horizons(commit.stream_time)
 
 
 def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:

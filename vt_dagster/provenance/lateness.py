@@ -65,12 +65,12 @@ from vt_dagster.columns import (
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, svg, text
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log, both
-from vt_dagster.provenance.explain_sources import quarantine
+from vt_dagster.provenance.explain_sources import horizons_of, quarantine
 from vt_dagster.provenance.expressions import plain as plain_column
 from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
-from vt_dagster.storage.commit_log import EVER, Commit, Offsets, Shape, commits, horizons
+from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
 from vt_dagster.topology.calendar import DAY, Calendar, starts_near
 from vt_dagster.topology.durations import parse_length, spoken
 from vt_dagster.topology.options import Consumer, refused_option
@@ -82,6 +82,7 @@ from vt_dagster.topology.specification import (
     TumblingWindowSpec,
     WindowedAggregateSpec,
 )
+from vt_dagster.topology.version_rules import EVER
 
 # Key codes
 
@@ -353,9 +354,7 @@ def _horizons(log: Log, states: Sequence[Commit | None], homes: Any) -> Any:
     found = np.full((len(states) + 1, max(len(homes), 1)), EVER, np.int64)
     place = {home: i for i, home in enumerate(homes.tolist())}
     for i, state in enumerate(states):
-        times = {} if state is None else state.stream_time
-        ends = horizons(log.head.shape.retention(), times)
-        for home, end in zip(times, ends, strict=True):
+        for home, end in ({} if state is None else horizons_of(log, state)).items():
             if home in place:
                 found[i, place[home]] = end
     return found

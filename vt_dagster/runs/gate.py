@@ -46,7 +46,7 @@ from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.source_records import REASON, START, Reason
-from vt_dagster.core.table_store import horizon_of
+from vt_dagster.core.versioned_table import is_refused
 from vt_dagster.errors import ContractError
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import same
@@ -749,7 +749,7 @@ def invariants_before_commit(
     if isinstance(node, VersionedTable):
         if replaces is not None:
             found.append(Rule("versions_do_not_overlap", replaces))
-        old = F.coalesce(F.col(TIMESTAMP) < horizon_of(node, stream_time), F.lit(False))
+        old = is_refused(F.col(TIMESTAMP), node.version_rules, stream_time)
         if START in columns:  # rows of an initial snapshot are current, however old
             old = old & ~F.col(START)
         if not follows_source(node):  # such a table takes the source's rows, however old

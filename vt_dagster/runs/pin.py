@@ -40,7 +40,7 @@ from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.asset_store import shape_of
-from vt_dagster.storage.commit_log import Commit, Offsets, Ranges, horizons
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.storage.delta import unreadable, unseen
 from vt_dagster.storage.log_truncation import require_not_truncated, require_same_log
 from vt_dagster.storage.spark_reader import Head, Snapshot
@@ -388,9 +388,9 @@ def _require_remembered(
         now: the table's stream time; ``earliest``: the records' smallest timestamp; per partition.
         alike: see :func:`_partitioned_alike`; if false, any partition may have a record's key.
     """
-    retention = table.retention
-    assert retention is not None
-    known = {p: horizons(retention, {p: moment})[0] for p, moment in now.items()}
+    rules = table.version_rules
+    assert rules is not None
+    known = rules.horizons(now)
     if known and not alike:
         # The key may be in any partition of the table, so the shortest history must cover the record.
         known = dict.fromkeys(earliest, max(known.values()))
@@ -398,10 +398,11 @@ def _require_remembered(
     if not forgotten:
         return
     partition, first = min(forgotten.items(), key=lambda one: one[1])
+    kept = spoken(rules.history_retention)
     raise RefusedRecordsError(
         f"{node.name}: expected the history of {table.name} to cover all records that have waited for "
         f"it to be ready, but the first of them is of {in_utc(first)} (partition {partition}), and the "
-        f"history is {spoken(retention)}, from {in_utc(known[partition])} on; nothing was committed. "
+        f"history is {kept}, from {in_utc(known[partition])} on; nothing was committed. "
         f"Set a longer history_retention of {table.name}, or run once with accept_not_ready: true to "
         "join them with the remaining versions",
         sorted(forgotten),

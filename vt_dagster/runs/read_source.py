@@ -51,7 +51,6 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.runs.pin import Arrival, Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frame_sources import PinnedFrames
-from vt_dagster.storage.commit_log import horizons
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.options import set_options
 from vt_dagster.topology.schema import same
@@ -273,12 +272,10 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
 
     Plan: a job that tells whether there is one; then one scan of the log's keys.
     """
-    at, retention = arrival.previous, store.node.retention
-    if at is None or retention is None:
+    at, rules = arrival.previous, store.node.version_rules
+    if at is None or rules is None:
         return None
-    times = at.commit.stream_time
-    ends = dict(zip(times, horizons(retention, times), strict=True))
-    old = F.unix_micros(TIMESTAMP) < by_partition(ends, "long")
+    old = F.unix_micros(TIMESTAMP) < by_partition(rules.horizons(at.commit.stream_time), "long")
     late = records.where(F.col(OUTCOME).isNull() & old)
     # The log is scanned only if there is a record that is older than what the view keeps.
     if late.isEmpty():
@@ -295,10 +292,11 @@ def _colliding_versions_of(records: DataFrame, store: Store) -> DataFrame | None
     Plan: one job finds the oldest record.
     """
     oldest = records.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
-    at, retention = store.snapshot(), store.node.retention
-    if oldest is None or at.head is None or retention is None:
+    at, rules = store.snapshot(), store.node.version_rules
+    if oldest is None or at.head is None or rules is None:
         return None
-    return store.view_at(at, max(oldest, min(horizons(retention, at.stream_time), default=oldest)))
+    since = min(rules.horizons(at.stream_time).values(), default=oldest)
+    return store.view_at(at, max(oldest, since))
 
 
 def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:

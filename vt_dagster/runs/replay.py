@@ -36,7 +36,7 @@ from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_log import Commit, horizons
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.log_truncation import require_not_truncated
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
@@ -85,9 +85,7 @@ def require_history(node: Stream, stores: AssetStores, keep: Commit | None, inst
     head, last = stores(table).head(), stores(up).head()
     if head is None or last is None:
         return
-    horizon = max(horizons(table.history_retention, head.commit.stream_time), default=None)
-    if horizon is None:
-        return
+    horizon = table.version_rules.horizon(head.commit.stream_time)
     start, waiting = {}, None
     if keep is not None:
         start = keep.inputs.get(up.name, {})

@@ -37,7 +37,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, horizons
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
 from vt_dagster.storage.log_truncation import require_not_truncated
 from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
@@ -227,7 +227,7 @@ class Planner:
             & (F.unix_micros(TIMESTAMP) <= F.col("upto")),
             "left_semi",
         )
-        horizon = max(horizons(table.history_retention, head.commit.stream_time), default=0)
+        horizon = table.version_rules.horizon(head.commit.stream_time)
         late = late.where(F.unix_micros(TIMESTAMP) >= F.lit(horizon))
         count, first = late.agg(F.count("*"), F.min(F.unix_micros(TIMESTAMP))).collect()[0]
         if count:

@@ -14,7 +14,6 @@ from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import with_columns
 from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
 from vt_dagster.runs.pin import Store
-from vt_dagster.storage.commit_log import horizons
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import VersionedTable
 
@@ -65,8 +64,7 @@ class TableSystemTimeHistory:
     @property
     def _forgets(self) -> bool:
         """Whether a row may be from before the table's history retention."""
-        retention, now = self.table.history_retention, self.head.commit.stream_time
-        return self._since < max(horizons(retention, now), default=self._since)
+        return self._since < self.table.version_rules.horizon(self.head.commit.stream_time)
 
     def horizons(self) -> DataFrame | None:
         if not self._forgets:

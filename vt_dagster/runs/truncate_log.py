@@ -24,7 +24,6 @@ from uuid import uuid4
 from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
-from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
@@ -45,8 +44,8 @@ from vt_dagster.storage.commit_log import (
 from vt_dagster.storage.log_truncation import base_path
 from vt_dagster.storage.maintenance import KEEP, is_older
 from vt_dagster.storage.spark_reader import Head, before
-from vt_dagster.topology.durations import in_micros, in_utc
-from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Stream, Table, topological
 
 Tell = Callable[[str], None]
 
@@ -232,15 +231,14 @@ class _Log:
     def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
         """Writes a table's rows as of the last removed batch."""
         at = store.as_of(upto.model_copy(update={"truncation": head.commit.truncation}))
-        retention = node.history_retention if isinstance(node, VersionedTable) else None
+        rules = node.version_rules
         document = Checkpoint(
             asset=head.commit.asset,
             batch=upto.batch,
             attempt=name,
             next_offset=upto.next_offset,
             stream_time=upto.stream_time,
-            history_retention=None if retention is None else in_micros(retention),
-            new_version_on=of_table.new_version_on_of(node),
+            **({} if rules is None else rules.stored()),
             written=time.time_ns() // 1000,
         )
         parquet.write(

@@ -49,14 +49,13 @@ from vt_dagster.storage.commit_log import (
     choose,
     file_at_or_after,
     file_before,
-    horizons,
-    is_of_log,
     known_at,
     require_remembered,
 )
 from vt_dagster.storage.delta import require_files
-from vt_dagster.storage.log_truncation import base_of, base_path, misses_truncated, require_history
+from vt_dagster.storage.log_truncation import base_of, base_path, require_history, usable
 from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.version_rules import EVER, expired
 
 # Value texts
 
@@ -180,6 +179,10 @@ def _spoken(micros: int) -> str:
 
 
 # Arrow fold
+
+
+OPEN = np.iinfo(np.int64).max
+"""The end of a current version, epoch microseconds."""
 
 
 def fold(
@@ -321,9 +324,29 @@ def _before(ones: Any, others: Any) -> Any:
 
 def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
     """See ``core.versioned_table.drop_expired``."""
-    limit = values_by_partition(rows, limits, np.iinfo(np.int64).min)
-    ended = ~rows.column(VALID_TO).is_null().to_numpy() & (micros(rows, VALID_TO) <= limit)
-    return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (micros(rows, VALID_FROM) < limit))
+    limit, deleted = values_by_partition(rows, limits, EVER), rows.column(IS_TOMBSTONE).to_numpy()
+    return expired(micros(rows, VALID_FROM), ends_of(rows), deleted, limit)
+
+
+def ends_of(rows: pa.Table) -> Any:
+    """Returns the ends of versions as epoch microseconds; ``OPEN`` for current ones."""
+    return np.where(rows.column(VALID_TO).is_null().to_numpy(), OPEN, micros(rows, VALID_TO))
+
+
+def answered_times(rows: pa.Table, limits: Mapping[int, int]) -> tuple[Any, Any]:
+    """Returns the as-of times that each version answers: from (inclusive), to (exclusive). A version
+    that has ended does not answer for times before its partition's horizon, even if it is still stored;
+    the current one does. Without its value: a tombstone answers that there is none.
+
+    Args:
+        rows: clipped at ``valid_until``.
+        limits: the horizons, epoch microseconds.
+
+    Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
+    """
+    begin, end = micros(rows, VALID_FROM), ends_of(rows)
+    limit = values_by_partition(rows, limits, EVER)
+    return np.where(end == OPEN, begin, np.maximum(begin, limit)), end
 
 
 def with_finality(rows: pa.Table, ends: Mapping[int, int]) -> pa.Table:
@@ -523,8 +546,8 @@ def _look_up(
     moment = parse_time(as_of) if as_of is not None and what == "current" else None
     if what == "log":
         return asset.log(None)
-    if moment is not None and not partial:
-        require_remembered(name, shape.retention(), commit.stream_time, moment)
+    if moment is not None and not partial and shape.version_rules is not None:
+        require_remembered(name, shape.version_rules, commit.stream_time, moment)
     rows = asset.table(what, moment)
     return with_finality(rows, commit.watermarks[FINAL]) if FINAL in commit.watermarks else rows
 
@@ -655,13 +678,11 @@ class AssetRows:
             return clip_at_valid_until(rows, self.shape.valid_until)
         newest = rows.column(VALID_TO).is_null().to_numpy()
         rows = clip_at_valid_until(rows, self.shape.valid_until)
-        start, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
-        open_ = rows.column(VALID_TO).is_null().to_numpy()
+        start, end = answered_times(rows, limits)
         if moment is None:
-            there = newest & (open_ | (values_by_partition(rows, self.commit.stream_time, 0) < end))
+            there = newest & (values_by_partition(rows, self.commit.stream_time, 0) < end)
         else:
-            limit = values_by_partition(rows, limits, moment)
-            there = (start <= moment) & (open_ | ((moment < end) & (moment >= limit)))
+            there = (start <= moment) & (moment < end)
         return rows.filter(pa.array(there & ~rows.column(IS_TOMBSTONE).to_numpy()))
 
     @property
@@ -670,8 +691,8 @@ class AssetRows:
 
     def _limits_at(self, stream_time: Mapping[int, int]) -> dict[int, int] | None:
         """Returns the expiry horizons of a versioned table by partition; None for other kinds."""
-        limits = zip(stream_time, horizons(self.shape.retention(), stream_time), strict=True)
-        return dict(limits) if self.shape.kind == "versioned" else None
+        rules = self.shape.version_rules
+        return None if rules is None else rules.horizons(stream_time)
 
     def _folded(self, what: str, moment: int | None) -> pa.Table:
         base, then = self._base(what, moment)
@@ -689,13 +710,8 @@ class AssetRows:
         if found is None:
             return self._at_truncation()
         then = Checkpoint.model_validate(found.document)
-        if (
-            then.batch > self.commit.batch
-            or max(then.lengthened(self.shape.retention()), default=0) > 0
-            or misses_truncated(then, self.commit)
-            or not is_of_log(self.root, then, self.commit)
-            or then.new_version_on != self.shape.new_version_on
-        ):
+        rules = self.shape.version_rules
+        if then.batch > self.commit.batch or not usable(self.root, then, self.commit, rules):
             return self._at_truncation()
         wanted = delta.everything
         if then.segments is not None and what == "current":
@@ -711,7 +727,7 @@ class AssetRows:
         name, cut = posixpath.basename(self.root), self.commit.truncation
         found = base_of(name, self.root, cut)
         then = Checkpoint.model_validate(found.document)
-        require_history(name, then, self.shape.retention(), self.commit, self.shape.new_version_on)
+        require_history(name, then, self.shape.version_rules, self.commit)
         path = base_path(self.root, cut.base)
         return self._rows(path, found.version, like=self._columns), then
 

@@ -28,8 +28,9 @@ from pydantic import BaseModel, Field
 from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.delta import File, Wanted
-from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
+from vt_dagster.topology.durations import Duration, in_utc, spoken
 from vt_dagster.topology.specification import Length, OperatorSpec
+from vt_dagster.topology.version_rules import EVER, VersionRules
 
 # Commit log
 
@@ -41,8 +42,6 @@ Ranges = dict[str, dict[int, tuple[int, int]]]
 
 AHEAD = 60_000_000
 """Clock difference without a warning, microseconds."""
-EVER = -(2**63)
-"""Earlier than every time, epoch microseconds."""
 _NOTED = 64
 """Maximum entries of ``Commit.disorder``."""
 
@@ -105,6 +104,14 @@ class Shape(BaseModel):
         if isinstance(told, int):
             return timedelta(microseconds=told)
         return {partition: timedelta(microseconds=length) for partition, length in told.items()}
+
+    @property
+    def version_rules(self) -> VersionRules | None:
+        """What the versions are; None if the asset is not versioned."""
+        if self.kind != "versioned":
+            return None
+        about = {"valid_until": self.valid_until, "new_version_on": self.new_version_on}
+        return VersionRules(self.key, self.retention(), **about)
 
 
 class Truncation(BaseModel):
@@ -411,28 +418,25 @@ class Checkpoint(BaseModel):
         """Records of the log that are included."""
         return sum(self.next_offset.values())
 
-    def lengthened(self, retention: Duration) -> list[int]:
+    def lengthened(self, rules: VersionRules) -> list[int]:
         """Returns by how much the history retention has grown since the commit, by partition,
         microseconds. If it has grown, the view lacks expired versions that are needed again."""
         then = self.history_retention
         if then is None:
             return []
-        return [
-            length_at(retention, p) // timedelta(microseconds=1)
-            - (then if isinstance(then, int) else then.get(p, 0))
-            for p in self.stream_time
-        ]
+        lengths = {p: then if isinstance(then, int) else then.get(p, 0) for p in self.stream_time}
+        return [rules.retention_micros(p) - length for p, length in lengths.items()]
 
-
-def horizons(retention: Duration, stream_time: Mapping[int, int]) -> list[int]:
-    """Returns the expiry horizon of each partition, epoch microseconds: versions that ended before it
-    have expired."""
-    one = timedelta(microseconds=1)
-    return [now - length_at(retention, p) // one for p, now in stream_time.items()]
+    def suits(self, rules: VersionRules | None) -> bool:
+        """Returns whether the stored rows are enough to answer by these rules; None = a plain table."""
+        if rules is None:
+            return True
+        same = self.new_version_on == rules.stored()["new_version_on"]
+        return same and max(self.lengthened(rules), default=0) <= 0
 
 
 def require_remembered(
-    name: str, retention: Duration, stream_time: Mapping[int, int], moment: int
+    name: str, rules: VersionRules, stream_time: Mapping[int, int], moment: int
 ) -> None:
     """Checks that a time is within the history retention of a table.
 
@@ -443,7 +447,7 @@ def require_remembered(
     Raises:
         StorageError: the time is before the horizon of some partition.
     """
-    horizon = max(horizons(retention, stream_time), default=moment)
+    horizon = rules.horizon(stream_time)
     if moment < horizon:
         raise StorageError(
             f"{name}: expected a time from {in_utc(horizon)} on, where its history begins, got "

@@ -12,8 +12,16 @@ from datetime import timedelta
 
 from vt_dagster.errors import NeedsReplayError, StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Consumed, Offsets, Truncation
-from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
+from vt_dagster.storage.commit_log import (
+    Checkpoint,
+    Commit,
+    Consumed,
+    Offsets,
+    Truncation,
+    is_of_log,
+)
+from vt_dagster.topology.durations import in_utc, length_at, spoken
+from vt_dagster.topology.version_rules import VersionRules
 
 
 def base_path(root: str, name: str) -> str:
@@ -53,6 +61,23 @@ def base_of(name: str, root: str, truncation: Truncation) -> delta.Committed:
 def misses_truncated(then: Checkpoint, commit: Commit) -> bool:
     """Returns whether the view's tail includes truncated records."""
     return any(then.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset)
+
+
+def usable(
+    root: str, then: Checkpoint, commit: Commit, rules: VersionRules | None, of_log: bool = True
+) -> bool:
+    """Returns whether the log's tail can be folded into a view, to answer as of a commit.
+
+    Args:
+        root: directory of the asset's tables.
+        then: checkpoint of the view.
+        commit: not before the checkpoint.
+        rules: None = a plain table.
+        of_log: whether to refuse a view that was made from another state of the log.
+    """
+    if misses_truncated(then, commit) or not then.suits(rules):
+        return False
+    return not of_log or is_of_log(root, then, commit)
 
 
 def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) -> None:
@@ -129,37 +154,39 @@ def require_same_log(
 def require_history(
     name: str,
     then: Checkpoint,
-    retention: Duration,
+    rules: VersionRules | None,
     commit: Commit,
-    new_version_on: list[str] | None = None,
 ) -> None:
     """Checks that a truncation base has all versions that the declaration needs. The base lacks
     versions that had expired at the truncation, and was written with one ``new_version_on``.
 
     Args:
         then: checkpoint of the base.
-        retention: declared history retention.
+        rules: the declared ones; None = a plain table, which needs no history.
         commit: the commit as of which the table is read.
-        new_version_on: declared columns.
 
     Raises:
         NeedsReplayError: the retention covers expired versions, or ``new_version_on`` has changed.
     """
     cut = commit.truncation
-    if cut is not None and then.new_version_on != new_version_on:
+    if rules is None or cut is None:
+        return
+    new_version_on = rules.stored()["new_version_on"]
+    if then.new_version_on != new_version_on:
         raise NeedsReplayError(
             f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
             f"{cut.description()}, and its rows as of then were stored with the earlier value; declare "
             "that value, or rebuild the table from its source (vt-dagster replay) and swap"
         )
-    for partition, longer in zip(then.stream_time, then.lengthened(retention), strict=False):
-        kept = length_at(retention, partition) // timedelta(microseconds=1)
-        since = then.stream_time[partition] - kept + longer
-        if longer > 0 and cut and commit.stream_time.get(partition, since + kept) - kept < since:
-            there = timedelta(microseconds=commit.stream_time[partition] - since)
+    begun, now = rules.horizons(then.stream_time), rules.horizons(commit.stream_time)
+    for partition, longer in zip(then.stream_time, then.lengthened(rules), strict=False):
+        since = begun[partition] + longer
+        if longer > 0 and now.get(partition, since) < since:
+            kept = length_at(rules.history_retention, partition)
+            there = kept - timedelta(microseconds=since - now[partition])
             raise NeedsReplayError(
                 f"{name}: expected a history_retention of at most {spoken(there)}, got "
-                f"{spoken(length_at(retention, partition))}: {cut.description()}, and versions that "
+                f"{spoken(kept)}: {cut.description()}, and versions that "
                 f"ended before {in_utc(since)} had expired by then; lengthen it as the history grows, "
                 "or rebuild the table from its source (vt-dagster replay) and swap"
             )

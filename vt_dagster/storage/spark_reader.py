@@ -651,7 +651,7 @@ class AssetReader:
         if moment is None or not isinstance(node, VersionedTable):
             return view
         if not partial:
-            require_remembered(node.name, node.history_retention, at.stream_time, moment)
+            require_remembered(node.name, node.version_rules, at.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.stream_time))
         return versioned_table.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 

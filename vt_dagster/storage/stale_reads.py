@@ -37,17 +37,19 @@ from vt_dagster.columns import (
 )
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import (
+    OPEN,
     AssetRows,
+    answered_times,
     asset_names,
     clip_at_valid_until,
     codes_of,
     columns_of,
+    ends_of,
     fold,
     micros,
     names_of,
     null_codes,
     rows_of,
-    values_by_partition,
 )
 from vt_dagster.storage.commit_log import (
     Commit,
@@ -55,16 +57,15 @@ from vt_dagster.storage.commit_log import (
     choose,
     file_at_or_after,
     file_before,
-    horizons,
 )
 from vt_dagster.topology.durations import in_utc, parse_time
+from vt_dagster.topology.version_rules import EVER
 
 # Log diff
 
 
 MOST = 5_000_000
 """Maximum rows of both logs together: the comparison is in memory."""
-_OPEN = np.iinfo(np.int64).max
 _OF_THE_LOG = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, TIMESTAMP, VALID_TO, IS_TOMBSTONE)
 """Columns that are ignored: they may differ between equal versions."""
 
@@ -124,7 +125,7 @@ def _edges(one: Any, other: Any, where: Any) -> Iterator[tuple[Any, Any]]:
 
 def _by_code(codes: Any, times: Any, most: int) -> Any:
     """Returns the time of each row by its code; codes without a row get the largest time."""
-    found = np.full(most, _OPEN)
+    found = np.full(most, OPEN)
     found[codes] = times
     return found
 
@@ -158,12 +159,8 @@ class _Side(AssetRows):
     def valid(self, since: int) -> tuple[pa.Table, Any, Any]:
         """Returns the versions that are valid after a time, and the as-of times that return each:
         from (inclusive), to (exclusive)."""
-        rows = self._folded("current", since)
-        limits = values_by_partition(rows, self._limits or {}, -_OPEN)
-        rows = clip_at_valid_until(rows, self.shape.valid_until)
-        open_, start = rows.column(VALID_TO).is_null().to_numpy(), micros(rows, VALID_FROM)
-        end = np.where(open_, _OPEN, micros(rows, VALID_TO))
-        start = np.where(open_, start, np.maximum(start, limits))
+        rows = clip_at_valid_until(self._folded("current", since), self.shape.valid_until)
+        start, end = answered_times(rows, self._limits or {})
         there = ~rows.column(IS_TOMBSTONE).to_numpy() & (start < end) & (end > since)
         names = [name for name in rows.column_names if name not in _OF_THE_LOG]
         return rows.select(names).filter(pa.array(there)), start[there], end[there]
@@ -351,18 +348,22 @@ def stale_reads(
         reads: as-of reads of ``current``, all of one table.
     """
     found: list[StaleRead | None] = [None] * len(reads)
-    commit = head[1]
-    horizon = max(horizons(commit.shape.retention(), commit.stream_time), default=-_OPEN)
+    horizon = _horizon(head[1])
     for log in dict.fromkeys(read.log for read in reads):
         places = [place for place, read in enumerate(reads) if read.log == log]
         some, name = [reads[place] for place in places], reads[places[0]].asset
-        if log == commit.log:
+        if log == head[1].log:
             told = _in_log(posixpath.join(str(warehouse), name), head, some)
         else:
             told = _in_another(str(warehouse), name, head, some)
         for place, read, why in zip(places, some, told, strict=True):
             found[place] = None if why is None else StaleRead(*why, forgotten=read.moment < horizon)
     return found
+
+
+def _horizon(commit: Commit) -> int:
+    rules = commit.shape.version_rules
+    return EVER if rules is None else rules.horizon(commit.stream_time)
 
 
 _Why = tuple[str, str] | None
@@ -375,11 +376,10 @@ def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[
     open_ = [place for place, why in enumerate(found) if why is None]
     if not open_:
         return found
-    horizon = max(horizons(commit.shape.retention(), commit.stream_time), default=-_OPEN)
     rows = _Changes(root, commit, version, commit.shape, None, False)
     some = [reads[place] for place in open_]
     told = _Reads.of([read.moment for read in some], [read.next_offset for read in some], commit)
-    for place, by in zip(open_, rows.last(told, horizon), strict=True):
+    for place, by in zip(open_, rows.last(told, _horizon(commit)), strict=True):
         found[place] = None if by is None else ("changed", by)
     return found
 
@@ -537,8 +537,7 @@ class _Changes(AssetRows):
             tail = pa.concat_tables([more, tail], promote_options="default")
         names = [_WAS_LATEST if name == IS_LATEST else name for name in tail.column_names]
         rows = fold(base, tail.rename_columns(names), self.key, {})
-        open_ = rows.column(VALID_TO).is_null().to_numpy()
-        return rows, np.where(open_, _OPEN, micros(rows, VALID_TO))
+        return rows, ends_of(rows)
 
     def _rows(
         self,

@@ -27,10 +27,10 @@ from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Segments, horizons, is_of_log
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Segments, is_of_log
 from vt_dagster.storage.delta import File, Wanted, current, everything
-from vt_dagster.storage.log_truncation import base_of, base_path, misses_truncated, require_history
-from vt_dagster.topology.durations import in_micros, in_utc
+from vt_dagster.storage.log_truncation import base_of, base_path, require_history, usable
+from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import with_all_names
 
@@ -255,15 +255,9 @@ class View:
         Raises:
             StorageError: the truncated part of the log is needed.
         """
-        if base is None or misses_truncated(base.checkpoint, commit) or self._differs(base.checkpoint):
-            return self.at_truncation(commit)
-        if of_log and not self._is_of_log(base.checkpoint, commit):
-            return self.at_truncation(commit)
-        return (
-            self.at_truncation(commit)
-            if max(self._lengthened(base.checkpoint), default=0) > 0
-            else base
-        )
+        root, rules = posixpath.dirname(self.path), self.node.version_rules
+        there = base is not None and usable(root, base.checkpoint, commit, rules, of_log)
+        return base if there else self.at_truncation(commit)
 
     def at_truncation(self, commit: Commit) -> Base | None:
         """Returns the rows as of the truncation of the log; None if the log is not truncated.
@@ -276,9 +270,7 @@ class View:
             return None
         root = posixpath.dirname(self.path)
         found = _base(base_path(root, cut.base), base_of(node.name, root, cut))
-        if isinstance(node, VersionedTable):
-            on = table_store.new_version_on_of(node)
-            require_history(node.name, found.checkpoint, node.history_retention, commit, on)
+        require_history(node.name, found.checkpoint, node.version_rules, commit)
         return found
 
     def stored(
@@ -318,16 +310,13 @@ class View:
     def _is_of_log(self, then: Checkpoint, commit: Commit) -> bool:
         return is_of_log(posixpath.dirname(self.path), then, commit)
 
-    def _differs(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.new_version_on != table_store.new_version_on_of(self.node)
-
     def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
-        node = self.node
-        return checkpoint.lengthened(node.history_retention) if isinstance(node, VersionedTable) else []
+        rules = self.node.version_rules
+        return [] if rules is None else checkpoint.lengthened(rules)
 
     def _say_what_goes(self, commit: Commit) -> None:
         assert isinstance(self.node, VersionedTable)
-        horizon = max(horizons(self.node.history_retention, commit.stream_time))
+        horizon = self.node.version_rules.horizon(commit.stream_time)
         self._progress.done(
             f"! history_retention is shorter than before: versions that ended before {in_utc(horizon)} "
             "expire now. The log keeps them: a longer history_retention rebuilds the view with them"
@@ -361,7 +350,9 @@ class View:
             if self.usable(there, commit) is not there:
                 # The view lacks versions that the log has, so only a rebuild restores them.
                 why = "history_retention is longer than before" if max(longer, default=0) > 0 else ""
-                why = why or ("new_version_on has changed" if self._differs(there.checkpoint) else "")
+                why = why or (
+                    "" if there.checkpoint.suits(node.version_rules) else "new_version_on has changed"
+                )
                 if not why and not self._is_of_log(there.checkpoint, commit):
                     why = "the log was restored from a backup after the view was written"
                 why = why or "the log was truncated beyond the view"
@@ -416,8 +407,8 @@ class View:
         read = replaced = delta.everything
         segment = None
         if isinstance(node, VersionedTable):
-            document.history_retention = in_micros(node.history_retention)
-            document.new_version_on = table_store.new_version_on_of(node)
+            rules = node.version_rules
+            document = document.model_copy(update=rules.stored())
             change = plan(
                 None if old is None else old.checkpoint.segments,
                 new,
@@ -425,7 +416,7 @@ class View:
                 total=commit.total,
                 earliest=None if old is None else commit.earliest_since(old.checkpoint.batch),
                 newest=max(commit.stream_time.values(), default=0),
-                horizon=min(horizons(node.history_retention, commit.stream_time), default=0),
+                horizon=min(rules.horizons(commit.stream_time).values(), default=0),
             )
             segment, document.segments = segment_of(change.layout), change.following
             read, replaced = change.read, change.replaced

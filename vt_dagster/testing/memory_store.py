@@ -458,9 +458,8 @@ class VersionedStore:
             found = versioned_table.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
                 of_table.as_read(node, store.view()),
-                key=node.key,
+                rules=node.version_rules,
                 stream_time=self._stream_time(),
-                history_retention=node.history_retention,
             )
             rows = found.where("removed IS NOT NULL").select(ARRIVAL, "removed.*")
             removed = {r.pop(ARRIVAL): r for r in rows.toArrow().to_pylist()}

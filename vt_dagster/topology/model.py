@@ -49,6 +49,7 @@ from vt_dagster.topology.operators import (
     WindowedAggregate,
 )
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At, BeforeFirst
+from vt_dagster.topology.version_rules import VersionRules
 from vt_dagster.topology.windows import Window
 
 # Grouping
@@ -921,6 +922,12 @@ class VersionedTable(Table, kind="versioned_table"):
     ignore_null_updates: bool | Sequence[str] = field(default=False, kw_only=True)
 
     __hash__ = Stream.__hash__
+
+    @property
+    def version_rules(self) -> VersionRules:
+        """What its versions are."""
+        names = [f.name for f in fields(VersionRules)]
+        return VersionRules(**{name: getattr(self, name) for name in names})
 
     @property
     def retention(self) -> Duration:

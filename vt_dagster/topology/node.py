@@ -29,6 +29,7 @@ from vt_dagster.topology.schema import (
     names_before,
 )
 from vt_dagster.topology.specification import Names, OperatorSpec
+from vt_dagster.topology.version_rules import VersionRules
 from vt_dagster.topology.windows import Window
 
 # Asset names
@@ -377,6 +378,11 @@ class Node:
     def is_table(self) -> bool:
         """Whether its records are a changelog with one current row per key."""
         return False
+
+    @property
+    def version_rules(self) -> VersionRules | None:
+        """What its versions are; None: it is not versioned."""
+        return None
 
     @property
     def retention(self) -> Duration | None:
