@@ -203,6 +203,20 @@ def _interval(versions: DataFrame) -> tuple[Column, Column]:
     return F.col(names[0]), F.col(names[1])
 
 
+def still_answers(moment: Column, end: Column, horizon: Column) -> Column:
+    """Returns whether a version that began at or before a time answers for it: it has not ended by then
+    (it may end before the next one begins), and if it has ended since, the time is not before the
+    horizon, even if the version is still stored.
+
+    Args:
+        end: exclusive; null = current.
+        horizon: inclusive; null = the table has no records, or remembers all.
+
+    Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
+    """
+    return end.isNull() | ((moment < end) & (horizon.isNull() | (moment >= horizon)))
+
+
 def _ever() -> Column:
     """Returns a time before all others."""
     return F.timestamp_micros(F.lit(-(2**62)))
@@ -285,11 +299,7 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
     last = F.last(_VERSION, ignorenulls=True).over(so_far)
     found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
     seen = F.col(_VERSION)
-    end, horizon = seen.getField(_END), seen.getField(_HORIZON)
-    # The version may have ended before the next one begins.
-    in_time = end.isNull() | (
-        (F.col(TIMESTAMP) < end) & (horizon.isNull() | (F.col(TIMESTAMP) >= horizon))
-    )
+    in_time = still_answers(F.col(TIMESTAMP), seen.getField(_END), seen.getField(_HORIZON))
     value = F.col(key[0]).isNotNull() & ~seen.getField(tombstone)
     return found.withColumn(_VERSION, F.when(in_time & value, seen)).select(
         *[F.col(f"`{c}`") for c in left.columns], f"{_VERSION}.*"

@@ -77,6 +77,7 @@ from vt_dagster.core.as_of_join import (
     answers_from_log,
     as_of_join,
     at_place,
+    still_answers,
     system_time_join,
     with_answers,
 )
@@ -1101,10 +1102,7 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
     judged = dict[str, Column]()
     for i, f in features.items():
         row, asked = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
-        end, horizon = row[VALID_TO], row[_HORIZON]
-        # The version may have ended before the next stored one begins.
-        in_time = end.isNull() | ((asked < end) & (horizon.isNull() | (asked >= horizon)))
-        known = row.isNotNull() & in_time
+        known = row.isNotNull() & still_answers(asked, row[VALID_TO], row[_HORIZON])
         if f.view.as_known != "now":
             cut = known_at_of(f.view.as_known)
             by_then = row[RECORDED_AT].isNull() | (row[RECORDED_AT] <= cut)

@@ -37,7 +37,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.arrival_order import Outcome, duration, over_all_partitions, union, with_columns
-from vt_dagster.core.as_of_join import FOUND, as_of_join
+from vt_dagster.core.as_of_join import FOUND, as_of_join, still_answers
 from vt_dagster.core.partial_updates import merge_forward
 from vt_dagster.core.plain_table import NEWEST, with_old, with_row_before
 from vt_dagster.core.source_order import SO_FAR, SourceOrder
@@ -398,17 +398,10 @@ def clip_at_valid_until(versions: DataFrame, valid_until: str) -> DataFrame:
 
 
 def valid_at(as_of: Column, horizon: Column) -> Column:
-    """Returns whether a version answers for a time (inclusive of ``valid_from``, exclusive of
-    ``valid_to``).
-
-    Times before the horizon are answered by a key's current version alone, even if the older
-    version is still stored (kip889-expired-get). Tombstones answer nothing.
-
-    Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
-    """
-    in_time = (F.col(VALID_FROM) <= as_of) & (F.col(VALID_TO).isNull() | (as_of < F.col(VALID_TO)))
-    remembered = F.col(VALID_TO).isNull() | horizon.isNull() | (as_of >= horizon)
-    return in_time & remembered & ~F.col(IS_TOMBSTONE)
+    """Returns whether a version answers for a time, see :func:`still_answers`; tombstones answer
+    nothing."""
+    begun = F.col(VALID_FROM) <= as_of
+    return begun & still_answers(as_of, F.col(VALID_TO), horizon) & ~F.col(IS_TOMBSTONE)
 
 
 def latest(versions: DataFrame) -> DataFrame:
