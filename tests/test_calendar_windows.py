@@ -40,7 +40,7 @@ from vt_dagster.explore.app import application
 from vt_dagster.explore.key_history import key_history, timeline_of_key
 from vt_dagster.explore.warehouse_overview import facts
 from vt_dagster.testing import TopologyTestDriver
-from vt_dagster.topology.calendar import CALENDAR_SIZES, Calendar, CalendarSize, starts_near
+from vt_dagster.topology.durations import CALENDAR_SIZES, Calendar, CalendarSize, starts_near
 from vt_dagster.topology.operators import UntilTimeLimit, UntilWindowCloses
 
 UTC = timezone.utc

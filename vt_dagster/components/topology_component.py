@@ -63,8 +63,7 @@ from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.sources.value_reader import Unit
 from vt_dagster.storage.catalog import require_names
 from vt_dagster.storage.delta import address
-from vt_dagster.topology.calendar import CALENDAR_SIZES
-from vt_dagster.topology.durations import parse_length
+from vt_dagster.topology.durations import CALENDAR_SIZES, parse_length
 from vt_dagster.topology.model import (
     GroupedStream,
     GroupedTable,

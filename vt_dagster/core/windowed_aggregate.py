@@ -74,7 +74,7 @@ from vt_dagster.core.stream_time import (
     undecided_chunks,
     with_stream_time,
 )
-from vt_dagster.topology.calendar import DAY, Calendar
+from vt_dagster.topology.durations import DAY, Calendar
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windows import (

@@ -71,8 +71,7 @@ from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
-from vt_dagster.topology.calendar import DAY, Calendar, starts_near
-from vt_dagster.topology.durations import parse_length, spoken
+from vt_dagster.topology.durations import DAY, Calendar, parse_length, spoken, starts_near
 from vt_dagster.topology.options import Consumer, refused_option
 from vt_dagster.topology.specification import (
     CalendarWindowSpec,

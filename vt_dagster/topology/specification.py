@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, Field, PlainSerializer
 
-from vt_dagster.topology.calendar import Calendar, CalendarSize
-from vt_dagster.topology.durations import Duration, iso8601, length_at, spoken
+from vt_dagster.topology.durations import Calendar, CalendarSize, Duration, iso8601, length_at, spoken
 
 # Parts of a specification
 

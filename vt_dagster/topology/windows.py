@@ -9,14 +9,18 @@ from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.calendar import (
+from vt_dagster.topology.durations import (
     CALENDAR_SIZES,
-    LONGEST,
+    LONGEST_UNIT,
     Calendar,
     CalendarSize,
+    Duration,
+    check_duration,
     check_zone,
+    pairs,
+    plus,
+    spoken,
 )
-from vt_dagster.topology.durations import Duration, check_duration, pairs, plus, spoken
 from vt_dagster.topology.specification import (
     CalendarWindowSpec,
     HoppingWindowSpec,
@@ -84,7 +88,7 @@ class TumblingWindow:
             return
         _check_calendar(self.size, self.zone)
         check_duration("TumblingWindow", "grace", self.grace)
-        longest = LONGEST[cast(CalendarSize, self.size)]
+        longest = LONGEST_UNIT[cast(CalendarSize, self.size)]
         _check_retention(self, plus(longest, self.grace), f"size (at most {spoken(longest)})")
 
     @property
