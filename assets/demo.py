@@ -20,8 +20,7 @@ import vt_dagster
 from assets import corrections
 from assets.landing import LateWeather, write_landing
 from resources import DATA, LANDING, spark, warehouse
-from vt_dagster.cli.check import errors_of
-from vt_dagster.cli.run import execute
+from vt_dagster.cli.run import errors_of, execute
 from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.spark.session import FEW_QUERIES, build_session

@@ -18,7 +18,7 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import stores_of
-from vt_dagster.testing.memory_store import MemoryStore, Records
+from vt_dagster.testing.driver import MemoryStore, Records
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SCHEMA = StructType(

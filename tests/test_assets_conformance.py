@@ -13,10 +13,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.through_assets import StoreThroughAssets, ThroughAssets, leave_views_behind, runs_of
-from vt_dagster.conformance.runner import split_into_runs
+from vt_dagster.conformance.runner import split_into_runs, store_of
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
 from vt_dagster.conformance.steps import layout, nodes_of, supported
-from vt_dagster.conformance.store_scenarios import store_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
 

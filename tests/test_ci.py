@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.market import Market
 from vt_dagster import SparkResource, build_definitions
 from vt_dagster.cli import app
-from vt_dagster.cli.check import run_checks
+from vt_dagster.cli.run import run_checks
 from vt_dagster.errors import DefinitionsError
 
 DEFINITIONS = """

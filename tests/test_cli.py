@@ -22,8 +22,7 @@ import vt_dagster
 from tests.market import Market, messages, run
 from tests.written import Written
 from vt_dagster import FilesSource, VersionedTable, build_asset
-from vt_dagster.cli import app
-from vt_dagster.cli.app import COMMANDS
+from vt_dagster.cli import COMMANDS, app
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc
@@ -164,7 +163,7 @@ def test_the_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"vt-dagster {version('vt-dagster')}\n"
 
 
-@pytest.mark.parametrize("module", ["cli.lookup", "cli.explain", "cli.lateness", "explore.app"])
+@pytest.mark.parametrize("module", ["cli.lookup", "cli.explain", "explore.app"])
 def test_neither_spark_nor_dagster_is_imported(module: str) -> None:
     """They take seconds, and these commands read without them."""
     code = (

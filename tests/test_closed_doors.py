@@ -47,7 +47,7 @@ from vt_dagster import (
     build_asset,
     build_checks,
 )
-from vt_dagster.cli.app import app
+from vt_dagster.cli import app
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import SchemaRegistry
 from vt_dagster.runs import replay

@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 import vt_dagster
 from tests.test_components import project
 from vt_dagster import SparkResource, Stream, Table, build_definitions
-from vt_dagster.cli.app import app
+from vt_dagster.cli import app
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.options import OPTIONS, Consumer
 

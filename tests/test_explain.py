@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType, 
 from typer.testing import CliRunner
 
 from vt_dagster import FilesSource, Materialized, Stream, VersionedTable, explain, read
-from vt_dagster.cli.app import app
+from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.runs.run import run_once

@@ -31,13 +31,13 @@ from vt_dagster import (
     build_lateness_check,
     lateness,
 )
-from vt_dagster.cli.app import app
+from vt_dagster.cli import app
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.provenance.lateness import Choice, LateJoin, Lateness, Match, Records, Versions
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.storage.commit_log import Shape
-from vt_dagster.testing.memory_store import MemoryStore
+from vt_dagster.testing.driver import MemoryStore
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 START, MINUTE = int(EPOCH.timestamp()) * 1_000_000, 60_000_000

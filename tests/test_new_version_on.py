@@ -37,8 +37,7 @@ from vt_dagster import (
     lateness,
 )
 from vt_dagster.core import versioned_table
-from vt_dagster.core.arrow_schema import arrow_schema
-from vt_dagster.core.log_columns import view_schema
+from vt_dagster.core.log_columns import arrow_schema, view_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.key_history import key_history
 from vt_dagster.orchestration.metadata import Lane, _add_versions

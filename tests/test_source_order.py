@@ -38,7 +38,7 @@ from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.testing.memory_store import MemoryStore, Records
+from vt_dagster.testing.driver import MemoryStore, Records
 
 BEGIN = datetime(2024, 1, 1, tzinfo=timezone.utc)
 RETENTION = timedelta(seconds=30)

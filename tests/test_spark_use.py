@@ -47,7 +47,7 @@ LATER = {
     "runs/gate.py: rule_of",
     "runs/gate.py: contract_of",
     "runs/gate.py: add",
-    "runs/system_time_history.py: _at",
+    "runs/record_times.py: _at",
     "runs/replay.py: as_json",
     "runs/replay.py: compare",
     "runs/record_times.py: watermark_columns",
@@ -80,8 +80,8 @@ LATER = {
     "storage/spark_reader.py: at_or_after",
     "storage/spark_reader.py: before",
     "storage/view.py: segment_of",
-    "testing/memory_store.py: _stream_time",
-    "testing/memory_store.py: get_each",
+    "testing/driver.py: _stream_time",
+    "testing/driver.py: get_each",
 }
 """Functions that build expressions and are called with what has been read: a new one is listed here by
 who has looked at that."""

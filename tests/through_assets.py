@@ -20,10 +20,19 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 from tests.core.reference_model import complete
 from tests.market import messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
-from vt_dagster.conformance.runner import CameOut, differences, dropped, entry, sources, split_into_runs
+from vt_dagster.conformance.runner import (
+    CameOut,
+    StoreRun,
+    answer_rest,
+    differences,
+    dropped,
+    entry,
+    sources,
+    split_into_runs,
+    store_differences,
+)
 from vt_dagster.conformance.scenario import Entry, Scenario, by_scenario, ms, record_of
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
-from vt_dagster.conformance.store_scenarios import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import run as of_runs

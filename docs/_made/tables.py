@@ -98,7 +98,7 @@ def _escaped(text: str) -> str:
 
 def commands() -> str:
     """Each command with its options, as ``--help`` has them."""
-    from vt_dagster.cli.app import COMMANDS, app
+    from vt_dagster.cli import COMMANDS, app
 
     group = typer.main.get_command(app)
     context = click.Context(group, info_name="vt-dagster")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.market import checks, materialized, run
 from tests.storage.test_erase import ERIN, left
 from vt_dagster import FilesSource, Stream, build_asset, build_checks
-from vt_dagster.cli.app import app
+from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay

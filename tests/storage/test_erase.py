@@ -22,7 +22,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 from typer.testing import CliRunner
 
 from vt_dagster import FilesSource, Stream, TumblingWindow, VersionedTable
-from vt_dagster.cli.app import app
+from vt_dagster.cli import app
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs.audit import audit

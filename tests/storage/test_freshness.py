@@ -15,8 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.topology import EPOCH, SCHEMA, Topology
-from vt_dagster.core.arrow_schema import arrow_schema
-from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.log_columns import arrow_schema, log_schema
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
 from vt_dagster.sources.files_source import FilesSource

@@ -19,7 +19,7 @@ def main() -> None:
     from assets.definitions import defs
     from assets.landing import LateWeather, write_landing
     from resources import LANDING, spark, warehouse
-    from vt_dagster.cli.check import run_checks
+    from vt_dagster.cli.run import run_checks
     from vt_dagster.orchestration.resources import session_of
 
     job = defs.resolve_job_def("main")

@@ -18,8 +18,7 @@ from pyspark.sql.types import StructField, StructType
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Outcome, gathered, has_key, union, with_columns
-from vt_dagster.core.arrow_schema import arrow_schema
-from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.log_columns import arrow_schema, value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
     Input,

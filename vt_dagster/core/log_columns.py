@@ -1,9 +1,12 @@
-"""The columns of logs and views, with their types."""
+"""The columns of logs and views, with their types in Spark, and Spark's types in Arrow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any, cast
 
+from pyspark.sql.pandas import types
 from pyspark.sql.types import (
     ArrayType,
     BooleanType,
@@ -119,3 +122,22 @@ def _schema(node: Stream, names: Sequence[str], of_old: Sequence[str] = ()) -> S
 
 def _field(node: Stream, name: str, own: Mapping[str, DataType]) -> StructField:
     return named(name, _TYPES.get(name) or own[name], node.earlier.get(name, ()))
+
+
+# Arrow
+
+
+# PySpark's own functions, whose arguments and defaults differ between the supported series.
+_to_arrow, _from_arrow = cast(Any, types.to_arrow_schema), cast(Any, types.from_arrow_schema)  # pyright: ignore[reportUnknownMemberType]
+_UTC = {"timezone": "UTC"} if "timezone" in signature(_to_arrow).parameters else {}
+"""PySpark 4.2 asks for the time zone; it is UTC before."""
+
+
+def arrow_schema(schema: StructType) -> Any:  # a pyarrow.Schema, which has no type stubs
+    """Returns a schema of Spark as one of Arrow; timestamps are in microseconds, UTC."""
+    return _to_arrow(schema, **_UTC)
+
+
+def spark_schema(schema: Any) -> StructType:
+    """Returns a schema of Arrow as one of Spark; timestamps without a zone are taken as UTC."""
+    return _from_arrow(schema, prefer_timestamp_ntz=False)

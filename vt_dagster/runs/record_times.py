@@ -1,4 +1,4 @@
-"""The times of records in a run: system times from their source, and stream time.
+"""The times of records in a run: system times from their source, stream time, and what was known when.
 
 A source may provide system times, instead of the time of the run's commit. A log is append-only, so
 system time never decreases in it. A record with an earlier time than a row already in the log, or than
@@ -10,23 +10,28 @@ either. If rows provide their own times, these rules hold per partition.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import OUTCOME, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition, with_columns
+from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
 from vt_dagster.core.processor import Input, RunContext, RunPlan, TimePolicy
 from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
 from vt_dagster.core.stream_time import Bounds, mean_and_most, running_max
 from vt_dagster.runs.pin import Arrival, Store
 from vt_dagster.sources.base import Recorded
 from vt_dagster.storage.commit_log import Commit, Step
+from vt_dagster.storage.spark_reader import Head
+from vt_dagster.topology.model import VersionedTable
 
 # Record times
 
@@ -207,3 +212,97 @@ def oldest(plan: RunPlan, logs: Sequence[DataFrame], before: Commit) -> int | No
         return None
     times = [rows.select(F.unix_micros(TIMESTAMP).alias("_at")) for rows in logs]
     return reduce(DataFrame.union, times).agg(F.min("_at") - 1).collect()[0][0]
+
+
+# System time history
+
+
+@dataclass
+class TableSystemTimeHistory:
+    """A table's log and its stream time at each commit, up to the one that a run has pinned.
+
+    Args:
+        persist: computes rows at once and persists them.
+    """
+
+    table: VersionedTable
+    store: Store
+    head: Head
+    persist: Callable[[DataFrame], DataFrame]
+    doubtful: int = field(default=0, init=False)
+    """How many rows were looked up in the log, not in the view."""
+    _since: int = field(default=0, init=False)
+    """Smallest timestamp of these rows, epoch microseconds."""
+
+    @property
+    def description(self) -> str:
+        """The number of rows looked up in the log, in words."""
+        return f"{self.doubtful:,} records by the log, as to what was known"
+
+    def persist_rows(self, rows: DataFrame) -> DataFrame:
+        return self.persist(rows)
+
+    def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
+        found = doubtful.agg(
+            F.count(F.lit(1)).alias("rows"),
+            F.min(F.unix_micros(TIMESTAMP)).alias("first"),
+            F.max(F.unix_micros(TIMESTAMP)).alias("last"),
+            F.max(F.unix_micros(KNOWN_AT)).alias("known_at"),
+        ).collect()[0]
+        self.doubtful, self._since = found["rows"], found["first"]
+        if not self.doubtful:
+            return None
+        rows = recorded_if(True, self.store.log({}, self.head))
+        known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["known_at"]))
+        rows = rows.where(known)
+        # Later rows are needed too: a version expires only once its key has a later one.
+        if ends or self._forgets:
+            return rows
+        return rows.where(F.col(TIMESTAMP) <= _at(found["last"]))
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether a row may be from before the table's history retention."""
+        return self._since < self.table.version_rules.horizon(self.head.commit.stream_time)
+
+    def horizons(self) -> DataFrame | None:
+        if not self._forgets:
+            return None
+        rows = list[tuple[int, int, int | None, int]]()
+        for partition, steps in self._steps().items():
+            ends = [since for since, _ in steps[1:]]
+            for (since, moment), until in zip(steps, [*ends, None], strict=True):
+                rows.append((partition, since, until, moment))
+        names = [PARTITION, SINCE, UNTIL, HORIZON]
+        kinds = [IntegerType(), LongType(), LongType(), LongType()]
+        schema = StructType([StructField(n, k) for n, k in zip(names, kinds, strict=True)])
+        told = self.store.spark.createDataFrame(rows, schema)
+        told = with_columns(told, {n: F.timestamp_micros(n) for n in names[1:]})
+        return told.withColumn(HORIZON, of_table.horizon_of(self.table, F.col(HORIZON)))
+
+    def _steps(self) -> Mapping[int, list[tuple[int, int]]]:
+        """Per partition: (system time, new stream time) of each advance; epoch microseconds."""
+        found = dict[int, list[tuple[int, int]]]()
+        for commit in self.store.commits():
+            if commit.batch > self.head.commit.batch:
+                break
+            for step in (*commit.steps, commit):
+                for partition, moment in step.stream_time.items():
+                    steps = found.setdefault(partition, [])
+                    if not steps or steps[-1][1] != moment:
+                        steps.append((step.recorded_at, moment))
+        return found
+
+
+def recorded_if(wanted: bool, rows: DataFrame) -> DataFrame:
+    """Returns rows of a log or view with their system time (null for rows written before it was
+    stored), or without it if not wanted."""
+    if not wanted:
+        return rows.drop(RECORDED_AT)
+    if RECORDED_AT in rows.columns:
+        return rows
+    return rows.withColumn(RECORDED_AT, F.lit(None).cast("timestamp"))
+
+
+def _at(micros: int) -> Column:
+    return F.timestamp_micros(F.lit(micros))

@@ -83,14 +83,15 @@ from vt_dagster.runs.read_source import (
     without_spark_logs,
 )
 from vt_dagster.runs.record_times import (
+    TableSystemTimeHistory,
     advance_stream_time,
     assign_system_times,
     bounds_of,
     oldest,
+    recorded_if,
     steps_of,
     watermark_columns,
 )
-from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
 from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit

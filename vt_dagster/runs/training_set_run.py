@@ -24,7 +24,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside
 from vt_dagster.runs.pin import not_ready, require_inputs_unchanged
-from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
+from vt_dagster.runs.record_times import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of

@@ -24,7 +24,7 @@ from pyspark.sql.types import DataType, DecimalType, StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.arrival_order import CHUNK
-from vt_dagster.core.arrow_schema import arrow_schema, spark_schema
+from vt_dagster.core.log_columns import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, time_of
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.sources.base import Uncounted, by_name, require_limits

@@ -1,30 +1,71 @@
 """Test driver of a topology: pipe records in, read records out, inspect the tables.
 
 The driver runs assets like Dagster (``runs.run``) on Spark, but keeps logs and views in memory. It does
-not use the wall clock: only the records' timestamps advance time.
+not use the wall clock: only the records' timestamps advance time. Logs are Arrow tables, and views are
+computed from them. A versioned table has the methods of KIP-889: put, get, delete and history.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from enum import Enum
+from typing import Any, Final, Literal
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    BooleanType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
-from vt_dagster.columns import OFFSET, TIMESTAMP, VALID_FROM
-from vt_dagster.core import arrival_order
+from vt_dagster.columns import (
+    ARRIVAL,
+    IS_TOMBSTONE,
+    OFFSET,
+    OUTCOME,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import arrival_order, versioned_table
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.arrival_order import Outcome, by_partition
+from vt_dagster.core.log_columns import arrow_schema, log_columns, log_schema, spark_schema, view_schema
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_records import (
+    DELETED,
+    POSITION,
+    RAW,
+    REASON,
+    RECORD_TIME,
+    SOURCE,
+    home_of,
+    prepare,
+)
 from vt_dagster.core.stream_table_join import with_finality
-from vt_dagster.errors import ContractError
+from vt_dagster.errors import ConcurrentRunError, ContractError
+from vt_dagster.runs.pin import Store
 from vt_dagster.runs.run import Receipt, run_once
+from vt_dagster.sources.base import Uncounted
 from vt_dagster.spark.session import FEW_QUERIES, build_session
-from vt_dagster.spark.settings import SETTINGS
-from vt_dagster.testing.memory_store import REFUSED, MemoryStore, Records, Row, VersionedStore
+from vt_dagster.spark.settings import SETTINGS, small_run
+from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.spark_reader import Head, Snapshot
+from vt_dagster.storage.view import Progress
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 
@@ -234,3 +275,461 @@ def _rows_of(view: DataFrame, node: Table) -> list[Row]:
 
 
 __all__ = ["REFUSED", "TopologyTestDriver", "VersionedStore"]
+
+
+# Memory store
+
+
+_SAID = "_said_partition"
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+class MemoryStore(Store):
+    """The store of one stream or table in memory; the counterpart of ``AssetStore`` on Delta."""
+
+    def __init__(self, node: Stream, spark: SparkSession) -> None:
+        self.node = node
+        self.progress = Progress(node.name)
+        self._spark = spark
+        recorded = StructField(RECORDED_AT, TimestampType())
+        self._log = arrow_schema(StructType([*log_schema(node), recorded])).empty_table()
+        self._commits: list[tuple[Commit, int]] = []
+        """Commits, each with the number of log rows after it."""
+        self._state: pa.Table | None = None
+        self._staged: dict[str, pa.Table] = {}
+        self._views: dict[int, DataFrame] = {}
+        self.held: pa.Table | None = None
+        """The results of the last run, including those that the log refused."""
+        self.rejected: list[tuple[int, str]] = []
+        """Partition and reason of each source record that the log refused."""
+        self._refused: pa.Table | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """Returns a copy of its state for ``restore``; Arrow tables are immutable and not copied."""
+        copied = {n: v.copy() for n, v in vars(self).items() if isinstance(v, list | dict)}
+        return {**vars(self), **copied}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restores a saved state."""
+        vars(self).update(saved)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self._spark
+
+    def frame(self, table: pa.Table) -> DataFrame:
+        """Returns an Arrow table as a DataFrame with one partition."""
+        # Spark Connect cannot make a DataFrame of an empty Arrow table without a Spark schema.
+        schema = spark_schema(table.schema)
+        # combine_chunks: Spark loses the rows after an empty chunk.
+        return self._spark.createDataFrame(table.combine_chunks(), schema).coalesce(1)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> pa.Table:
+        """The whole log without ``recorded_at``, which depends on the clock."""
+        return self._log.drop_columns([RECORDED_AT])
+
+    def head(self) -> Head | None:
+        """Returns the last commit; None before the first."""
+        return Head(len(self._commits), self._commits[-1][0]) if self._commits else None
+
+    def catch_up(
+        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+    ) -> Snapshot:
+        return Snapshot(head or self.head())
+
+    def snapshot(self) -> Snapshot:
+        return self.catch_up()
+
+    def commits(self) -> list[Commit]:
+        return [commit for commit, _ in self._commits]
+
+    def attempt_of(self, batch: int) -> str | None:
+        return self._commits[batch - 1][0].attempt if 0 < batch <= len(self._commits) else None
+
+    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
+        ends = [0, *(end for _, end in self._commits)]
+        # A consumer's start offsets are always those of a commit.
+        offsets = [Offsets(), *(commit.next_offset for commit, _ in self._commits)]
+        first = max(i for i, one in enumerate(offsets) if one == start or i == 0)
+        new = self._log.slice(ends[first], ends[head.version] - ends[first])
+        if after is None:
+            return self.frame(new)
+        time = pc.scalar(_EPOCH + timedelta(microseconds=after))
+        earlier = self._log.slice(0, ends[first]).filter(pc.field(TIMESTAMP) > time)
+        return self.frame(pa.concat_tables([earlier, new]))
+
+    def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
+        node, head = self.node, at.head
+        assert isinstance(node, Table)
+        assert head is not None
+        if head.version not in self._views:
+            rows = self.log({}, head)
+            # Cached per version: all readers share one DataFrame.
+            view = of_table.fold(node, None, rows, by_partition(head.commit.stream_time))
+            self._views = {head.version: view}
+        return self._views[head.version]
+
+    def view(self) -> DataFrame:
+        """Returns the current view; empty before the first commit."""
+        assert isinstance(self.node, Table)
+        if self.head() is None:
+            return self.frame(arrow_schema(view_schema(self.node)).empty_table())
+        return self.view_at(self.catch_up()).drop(RECORDED_AT)
+
+    def current_at(self, at: Snapshot) -> DataFrame:
+        assert isinstance(self.node, Table)
+        return of_table.current(self.node, self.view_at(at))
+
+    def current(self) -> DataFrame | None:
+        at = self.catch_up()
+        return None if at.head is None else self.current_at(at)
+
+    def quarantine(self) -> DataFrame | None:
+        return None if self._refused is None else self.frame(self._refused)
+
+    def state(self, head: Head | None) -> DataFrame | None:
+        return None if self._state is None else self.frame(self._state)
+
+    def state_bytes(self, head: Head | None) -> int:
+        return 0
+
+    def consumed_files(self, head: Head | None) -> dict[str, Any]:
+        return {}
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def planner_settings(self, small: bool) -> AbstractContextManager[None]:
+        few = self._spark.conf.get("spark.sql.codegen.factoryMode", None) == "NO_CODEGEN"
+        return nullcontext() if few else small_run(self._spark, small)  # the driver's session has them
+
+    def persist(self, rows: DataFrame) -> DataFrame:
+        self.held = rows.toArrow()
+        return self.frame(self.held)
+
+    def unpersist(self, rows: DataFrame) -> None:
+        pass
+
+    def new_attempt(self) -> str:
+        return f"{self.node.name}-{len(self._commits)}"
+
+    def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
+        self._staged["rejected"] = rows.toArrow()
+
+    def stage_state(self, attempt: str, rows: DataFrame) -> None:
+        self._staged["state"] = rows.toArrow()
+
+    def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
+        raise AssertionError("the driver reads no files")
+
+    def commit(
+        self, rows: DataFrame, commit: Commit, count: int, before: Callable[[], None] | None = None
+    ) -> Head:
+        if commit.batch != len(self._commits) + 1:
+            raise ConcurrentRunError(f"{self.node.name}: batch {commit.batch} is there; run again")
+        if before is not None:
+            before()
+        new = rows.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+        new = new.select([*log_columns(self.node), RECORDED_AT])
+        if new.num_rows:
+            self._log = pa.concat_tables([self._log, new], promote_options="default")
+            if self._log.num_rows == new.num_rows:
+                self._log = new
+        self._commits.append((commit, self._log.num_rows))
+        self._state = self._staged.get("state") if commit.state else None
+        if commit.rejected:
+            new = self._staged["rejected"]
+            every = [new] if self._refused is None else [self._refused, new]
+            self._refused = pa.concat_tables(every, promote_options="default")
+            if self.node.operator is None:
+                columns = new.select([PARTITION, "reason"]).to_pydict()
+                self.rejected += zip(*columns.values(), strict=True)
+        return Head(len(self._commits), commit)
+
+    def forget(self, previous: Head | None) -> None:
+        self._staged = {}
+
+
+@dataclass(frozen=True)
+class Records(Uncounted):
+    """A source with the records of one run of a test."""
+
+    store: MemoryStore
+    records: Sequence[Mapping[str, Any]]
+
+    def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = {}, **asked: Any) -> Records:
+        return self
+
+    @property
+    def max_bad_share(self) -> float:
+        return 1.0
+
+    @property
+    def max_clock_skew(self) -> timedelta | None:
+        return None
+
+    @property
+    def bytes(self) -> int:
+        return 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.records
+
+    def consumed(self) -> None:
+        """Does nothing: each instance is read by one run only."""
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {"inputs": {}}
+
+    def describe(self, schema: StructType) -> list[str]:
+        return [f"takes {len(self.records)} record(s)"]
+
+    def explain(self, error: Exception) -> None:
+        return None
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        kinds = {f.name: f.dataType for f in node.schema.fields}
+        for r in self.records:
+            unknown = sorted(set(r) - {*kinds, PARTITION, TIMESTAMP, IS_TOMBSTONE})
+            if unknown:
+                raise ContractError(
+                    f"{node.name}: expected the columns {sorted(kinds)}, got {unknown}; correct "
+                    "the record or the schema"
+                )
+        if node.timestamp == TIMESTAMP:
+            kinds[TIMESTAMP] = TimestampType()
+        values = [
+            {name: to_value(r.get(name), kind) for name, kind in kinds.items()}
+            | {ARRIVAL: i, POSITION: i, DELETED: bool(r.get(IS_TOMBSTONE))}
+            | {_SAID: r.get(PARTITION), SOURCE: node.name}
+            for i, r in enumerate(self.records)
+        ]
+        kinds |= {ARRIVAL: LongType(), POSITION: LongType(), DELETED: BooleanType()}
+        kinds |= {_SAID: IntegerType(), SOURCE: StringType(), RAW: StringType()}
+        kinds |= {REASON: StringType()}
+        schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
+        try:
+            table = pa.Table.from_pylist(values, schema=arrow_schema(schema))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ContractError(
+                f"{node.name}: expected values of the schema's types "
+                f"({node.schema.simpleString()}), got: {error}; correct the record"
+            ) from None
+        home = F.coalesce(_SAID, home_of(node.key, node))
+        nothing = F.lit(None).cast("timestamp")
+        rows = self.store.frame(table).withColumns({PARTITION: home, RECORD_TIME: nothing})
+        return rows.drop(_SAID)
+
+
+def to_value(value: Any, kind: Any) -> Any:
+    """Converts a value for Arrow: times to datetimes, other values unchanged."""
+    if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
+        return _EPOCH + timedelta(microseconds=to_micros(value))
+    return value
+
+
+def to_micros(moment: datetime | int) -> int:
+    """Converts a datetime (naive = UTC) or epoch milliseconds to epoch microseconds."""
+    if isinstance(moment, int):
+        return moment * 1000
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return (aware - _EPOCH) // timedelta(microseconds=1)
+
+
+# Versioned store
+
+
+Row = dict[str, Any]
+
+_AT = "_at"
+
+
+class Refused(Enum):
+    """The result of a put that the table refused."""
+
+    REFUSED = "refused"
+
+
+REFUSED: Final = Refused.REFUSED
+"""A put older than the history retention; KIP-889's ``PUT_RETURN_CODE_NOT_PUT``."""
+
+
+class VersionedStore:
+    """The methods of KIP-889 on a versioned table of a :class:`TopologyTestDriver`.
+
+    A key is a value, or a tuple for a composite key, without nulls. A time is a datetime (naive = UTC)
+    or an integer, epoch milliseconds. The ``..._each`` methods make many calls in one run: each call
+    sees the table as it was before the run, so pass distinct keys.
+    """
+
+    def __init__(
+        self,
+        node: VersionedTable,
+        store: MemoryStore,
+        pipe: Callable[..., None],
+        session: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._node, self._store, self._pipe, self._session = node, store, pipe, session
+
+    def get(self, key: Any, as_of: datetime | int | None = None) -> Row | None:
+        """Returns the row of a key as of a time (inclusive) or now; None if there is none, if it was
+        deleted, or if the time is older than the history retention (unless the current version was
+        already valid then)."""
+        return self.get_each((key, as_of))[0]
+
+    def get_each(self, *calls: tuple[Any, datetime | int | None]) -> list[Row | None]:
+        """Returns the results of many :meth:`get` calls, given as (key, as_of)."""
+        node = self._node
+        schema = StructType(
+            [StructField(k, t) for k, t in zip(node.key, node.key_types, strict=True)]
+            + [StructField(_AT, TimestampType()), StructField(ARRIVAL, LongType())]
+        )
+        asked = [
+            {**self._key(key), _AT: to_value(as_of, TimestampType()), ARRIVAL: i}
+            for i, (key, as_of) in enumerate(calls)
+        ]
+        table = pa.Table.from_pylist(asked, schema=arrow_schema(schema))
+        with self._session():
+            view, calls_ = self._store.view(), self._store.frame(table)
+            now = of_table.rows_now(node, of_table.current(node, view), self._times())
+            now = now.join(calls_.where(F.col(_AT).isNull()), list(node.key))
+            dated = of_table.as_read(node, view).join(
+                calls_.where(F.col(_AT).isNotNull()), list(node.key)
+            )
+            then = versioned_table.get_as_of(dated, F.col(_AT), self._horizon())
+            found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
+        for row in found.values():
+            del row[_AT]
+        return [found.get(i) for i in range(len(calls))]
+
+    def history(self, key: Any) -> list[Row]:
+        """Returns all versions of a key by ``valid_from``, with tombstones."""
+        values = tuple(self._key(key).values())
+        with self._session():
+            view = of_table.as_read(self._node, self._store.view())
+            own = versioned_table.key_range(view, key=self._node.key, lower=values, upper=values)
+            return versioned_table.history(own, key=self._node.key).toArrow().to_pylist()
+
+    def put(
+        self, key: Any, value: Any, timestamp: datetime | int
+    ) -> datetime | Literal[Refused.REFUSED] | None:
+        """Stores a value in a run of its own.
+
+        Args:
+            value: the value columns by name; the bare value if there is only one value column;
+                None = a tombstone, whatever the table's tombstone condition.
+
+        Returns:
+            the end of the value's validity (exclusive): the timestamp of the key's next version, or
+            None if the value is the latest; ``REFUSED`` if the timestamp is older than the history
+            retention, or the value loses a tie.
+        """
+        return self.put_each(self._record(key, value, timestamp))[0]
+
+    def put_each(self, *records: Mapping[str, Any]) -> list[datetime | Literal[Refused.REFUSED] | None]:
+        """Returns the results of many :meth:`put` calls, given as records for ``pipe``, in one run."""
+        self._pipe(self._node.name, *records)
+        assert self._store.held is not None
+        outcomes = {r[ARRIVAL]: r for r in self._store.held.to_pylist()}
+        versions = self._valid_to()
+        answers: list[datetime | Literal[Refused.REFUSED] | None] = []
+        for i in range(len(records)):
+            row = outcomes[i]
+            if row[OUTCOME] == Outcome.QUARANTINED:
+                raise ContractError(
+                    f"{self._node.name}: expected a record with a key and a timestamp, got "
+                    f"{dict(records[i])} ({row[REASON]}); set both"
+                )
+            own = versions[tuple(_hashable(row[k]) for k in self._node.key)]
+            refused = row[OUTCOME] in arrival_order.REFUSED
+            begun = [begin for begin in own if begin <= row[TIMESTAMP]]
+            answers.append(REFUSED if refused else own[max(begun)] if begun else None)
+        return answers
+
+    def delete(self, key: Any, timestamp: datetime | int) -> Row | None:
+        """Stores a tombstone in a run of its own.
+
+        Returns:
+            the row that was valid at the timestamp; None if there was none, or if the timestamp is
+            older than the history retention, and nothing is stored.
+        """
+        return self.delete_each(self._record(key, None, timestamp))[0]
+
+    def delete_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
+        """Returns the results of many :meth:`delete` calls, as records for ``pipe``, in one run."""
+        removed = self.find_each(*records)
+        self.put_each(*({**r, IS_TOMBSTONE: True} for r in records))
+        return removed
+
+    def find_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
+        """Returns the results of :meth:`delete_each` without changing the table."""
+        node, store = self._node, self._store
+        with self._session():
+            asked = replace(node, tombstone=None)
+            requests = prepare(Records(store, records).read(store.spark, asked), asked)
+            found = versioned_table.delete(
+                requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
+                of_table.as_read(node, store.view()),
+                rules=node.version_rules,
+                stream_time=self._stream_time(),
+            )
+            rows = found.where("removed IS NOT NULL").select(ARRIVAL, "removed.*")
+            removed = {r.pop(ARRIVAL): r for r in rows.toArrow().to_pylist()}
+        return [removed.get(i) for i in range(len(records))]
+
+    def _horizon(self) -> Column:
+        return of_table.horizon_of(self._node, self._stream_time())
+
+    def _stream_time(self) -> Column:
+        return by_partition(self._times())
+
+    def _times(self) -> Mapping[int, int]:
+        head = self._store.head()
+        return {} if head is None else head.commit.stream_time
+
+    def _valid_to(self) -> Mapping[tuple[Any, ...], dict[datetime, datetime | None]]:
+        """Returns ``valid_to`` by key and ``valid_from``."""
+        columns = [*self._node.key, VALID_FROM, VALID_TO]
+        with self._session():
+            view = of_table.as_read(self._node, self._store.view()).select(*columns).toArrow()
+        rows = zip(*(view[c].to_pylist() for c in columns), strict=True)
+        found = defaultdict[tuple[Any, ...], dict[datetime, datetime | None]](dict)
+        for *key, begin, end in rows:
+            found[tuple(map(_hashable, key))][begin] = end
+        return found
+
+    def _key(self, key: Any) -> Row:
+        names = self._node.key
+        values = key if isinstance(key, tuple) else (key,)
+        if len(values) != len(names) or any(v is None for v in values):
+            raise ContractError(
+                f"{self._node.name}: expected a key with a value for each of {list(names)}, got "
+                f"{key!r}; a composite key is a tuple, and no part of it may be None"
+            )
+        return dict(zip(names, values, strict=True))
+
+    def _record(self, key: Any, value: Any, timestamp: datetime | int) -> Row:
+        node = self._node
+        if node.timestamp not in (TIMESTAMP, *node.schema.names):
+            raise ContractError(
+                f"{node.name}: expected a timestamp column, got the expression {node.timestamp!r}, "
+                "which put() and delete() cannot fill; pipe a record instead"
+            )
+        record = {**self._key(key), node.timestamp: timestamp}
+        names = [c for c in node.value_columns if c != node.timestamp]
+        if value is None:
+            return record | {IS_TOMBSTONE: True}
+        if isinstance(value, Mapping) and set(value) <= set(names):
+            return record | dict(value)
+        if len(names) != 1:
+            raise ContractError(
+                f"{node.name}: expected a mapping with the value columns {names}, got {value!r}"
+            )
+        return record | {names[0]: value}
+
+
+def _hashable(value: Any) -> Any:
+    return repr(value) if isinstance(value, list | dict) else value
