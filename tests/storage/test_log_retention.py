@@ -3,6 +3,7 @@ consumer loses a record."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pyspark.sql import SparkSession
 
 import vt_dagster
 from tests.storage.test_known_at import FIRST, MINUTE, answer, in_order, moment, questions
-from tests.storage.topology import Topology
+from tests.storage.topology import SCHEMA, Topology
 from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
 from vt_dagster.runs.audit import audit
@@ -29,10 +30,13 @@ from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.runs.what_if import what_if
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, Shape, Truncation
+from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
+from vt_dagster.topology.model import VersionedTable
 
 RETENTION = timedelta(minutes=8)
 """Of each log: so much is recorded in one or two rounds."""
@@ -420,6 +424,31 @@ def test_what_cannot_be_kept_so_short(make: Any, message: str) -> None:
     with pytest.raises(TopologyError) as refused:
         make(Kept(Path("nowhere")))
     assert message in str(refused.value)
+
+
+def test_a_log_with_the_system_times_of_its_files(tmp_path: Path, spark: SparkSession) -> None:
+    """The commit of a truncation has no rows, and so none of the last run's system times."""
+    topology, times = Topology(tmp_path), [FIRST + n * ROUND for n in range(3)]
+    rates = VersionedTable(
+        "rates",
+        key="k",
+        schema=SCHEMA,
+        tombstone="n is null",
+        history_retention=timedelta(minutes=10),
+        log_retention=RETENTION,
+        source=FilesSource(str(tmp_path / "rates"), recorded_at="file_time"),
+    )
+    for number, known in enumerate(times):
+        topology.land("rates", f"{number}.jsonl", [("a", number, number)])
+        os.utime(tmp_path / "rates" / f"{number}.jsonl", ns=(0, known * 1000))
+    for only in (["0.jsonl"], ["1.jsonl", "2.jsonl"]):
+        run_once(rates, stores_of(topology.warehouse, spark), only=only)
+    now = times[2] + MINUTE
+    assert truncate_logs(topology.warehouse, spark, [rates], now=now) == {"rates": 1}
+    for known, log in ((times[1], [1]), (times[2], [1, 2]), (now, [1, 2])):
+        about: Any = {"warehouse": topology.warehouse, "as_known_at": in_utc(known)}
+        assert vt_dagster.read("rates", what="log", **about).column("n").to_pylist() == log
+        assert vt_dagster.read("rates", **about).column("n").to_pylist() == log[-1:]
 
 
 def test_a_window_that_is_made_longer_afterwards() -> None:

@@ -989,36 +989,29 @@ class _Erase:
     def _after(self, commit: Commit, attempt: str, one: Places, found: Found) -> Commit:
         """Returns the commit of the erase: the last commit's positions, and the erased rows."""
         gone = found.by_partition if one.way_of_log == "remove" else {}
-        counts, totals = dict.fromkeys(commit.counts, 0), dict(commit.totals)
+        totals = dict(commit.totals)
         waiting = commit.counts.get(Outcome.WAITING, 0)
         run_id = f"{ERASE}{self.done.id}"
         told = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
         lost = min(waiting, told)
-        if waiting:
-            counts[Outcome.WAITING] = waiting - lost
         if lost:
             totals[Outcome.WAITING] = totals.get(Outcome.WAITING, 0) - lost
             totals["in"] = totals.get("in", 0) - lost
             totals["erased"] = totals.get("erased", 0) + lost
         ends = {p: commit.next_offset.get(p, 0) for p in gone}
-        update = {
-            "batch": commit.batch + 1,
-            "attempt": attempt,
-            "previous": "",  # its attempt had rows of the key and is removed
-            "run_id": run_id,
+        after = commit.successor(
+            attempt,
+            run_id,
+            previous="",  # its attempt had rows of the key and is removed
             # If the source provides system times, the erase must not be recorded before later ones.
-            "recorded_at": next_system_time(commit, commit.recorded_at if commit.stepped else None),
-            "steps": [],
-            "taken": {},
-            "gaps": {},
-            "rejected": False,
-            "upkeep": False,
-            "counts": counts,
-            "totals": totals,
-            "erased": {p: commit.erased.get(p, 0) + gone.get(p, 0) for p in {*commit.erased, *gone}},
-            "erased_before": {**commit.erased_before, **ends},
-        }
-        return commit.model_copy(update=update)
+            recorded_at=next_system_time(commit, commit.recorded_at if commit.stepped else None),
+            totals=totals,
+            erased={p: commit.erased.get(p, 0) + gone.get(p, 0) for p in {*commit.erased, *gone}},
+            erased_before={**commit.erased_before, **ends},
+        )
+        if waiting:
+            after.counts[Outcome.WAITING] = waiting - lost
+        return after
 
     def _note_waiting(self, store: AssetStore, head: Head, marked: Marked) -> None:
         """Counts erased records that joins still buffer, so that the joins' record counts add up."""

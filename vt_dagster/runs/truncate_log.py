@@ -24,7 +24,6 @@ from uuid import uuid4
 from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
-from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit_document import next_system_time
@@ -252,25 +251,15 @@ class _Log:
     def _after(self, store: AssetStore, head: Head, truncation: Truncation, attempt: str) -> Commit:
         """Returns the commit of the truncation: the last commit's positions, and the removed part."""
         commit = head.commit
-        waiting = commit.counts.get(Outcome.WAITING, 0)
-        # A truncation processes no records, and buffered records stay buffered.
-        counts = {**dict.fromkeys(commit.counts, 0), **({Outcome.WAITING: waiting} if waiting else {})}
-        update = {
-            "batch": commit.batch + 1,
-            "attempt": attempt,
-            "previous": commit.attempt,
-            "staged": store.staged(attempt),
-            "run_id": f"cut:{attempt}",
-            "recorded_at": next_system_time(commit, max(self.now, commit.recorded_at + 1)),
-            "taken": {},
-            "gaps": {},
-            "rejected": False,
-            "counts": counts,
-            "erased": self._erased(store, head, truncation),
-            "truncation": truncation,
-            "upkeep": True,
-        }
-        return commit.model_copy(update=update)
+        return commit.successor(
+            attempt,
+            f"cut:{attempt}",
+            staged=store.staged(attempt),
+            recorded_at=next_system_time(commit, max(self.now, commit.recorded_at + 1)),
+            erased=self._erased(store, head, truncation),
+            truncation=truncation,
+            upkeep=True,
+        )
 
     def _erased(self, store: AssetStore, head: Head, truncation: Truncation) -> Offsets:
         """Returns, per partition, how many rows of the kept part have been erased."""

@@ -26,6 +26,7 @@ from uuid import uuid4
 from pydantic import BaseModel, Field
 
 from vt_dagster.errors import ClockWarning, StorageError
+from vt_dagster.rules import WAITING
 from vt_dagster.storage import delta
 from vt_dagster.storage.delta import File, Wanted
 from vt_dagster.topology.durations import Duration, in_utc, spoken
@@ -331,6 +332,29 @@ class Commit(BaseModel):
     def total(self) -> int:
         """Records of the log so far."""
         return sum(self.next_offset.values())
+
+    def successor(self, attempt: str, run_id: str, **changes: Any) -> Commit:
+        """Returns the commit of a batch that takes no records, for example of an erase: this commit's
+        positions and state, with nothing consumed, rejected or counted. Buffered records stay buffered.
+
+        Args:
+            changes: other fields of the new commit.
+        """
+        waiting = self.counts.get(WAITING.name, 0)
+        counts = dict.fromkeys(self.counts, 0) | ({WAITING.name: waiting} if waiting else {})
+        own: dict[str, Any] = {
+            "batch": self.batch + 1,
+            "attempt": attempt,
+            "previous": self.attempt,
+            "run_id": run_id,
+            "steps": [],
+            "taken": {},
+            "gaps": {},
+            "rejected": False,
+            "upkeep": False,
+            "counts": counts,
+        }
+        return self.model_copy(update=own | changes)
 
     def earliest_since(self, batch: int) -> int | None:
         """Returns the smallest timestamp of a record that was not its key's latest, in the batches
