@@ -92,7 +92,7 @@ def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
     yield f"{indent}{one.asset}{place} ({one.operator})"
     inner = indent + "  "
     if record is not None:
-        yield f"{inner}{_told(record)}"
+        yield f"{inner}{_record_text(record)}"
     if one.written is not None:
         run = f" ({one.written.run_id})" if one.written.run_id else ""
         yield f"{inner}run {one.written.batch}{run}, recorded at {_time(one.written.recorded_at)}"
@@ -101,7 +101,7 @@ def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
     for note in one.notes:
         yield f"{inner}{note}"
     if one.origin is not None:
-        yield f"{inner}{_from(one.origin)}"
+        yield f"{inner}{_origin_text(one.origin)}"
     for row in one.rejected:
         yield f"{inner}quarantine: {row.source} {row.position}: {row.reason}: {row.raw}"
     if one.candidates:
@@ -113,7 +113,7 @@ def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
             yield from _lines(part, inner + "  ")
 
 
-def _told(record: Record) -> str:
+def _record_text(record: Record) -> str:
     if record.is_tombstone:
         return f"a tombstone of {_time(record.timestamp)}"
     shown = [f"{c}={v}" for c, v in list(record.values.items())[:_VALUES]]
@@ -122,7 +122,7 @@ def _told(record: Record) -> str:
     return f"of {_time(record.timestamp)}: {said}"
 
 
-def _from(origin: Origin) -> str:
+def _origin_text(origin: Origin) -> str:
     names = ", ".join(origin.names[:5])
     more = f" and {origin.count - 5} more" if origin.count > 5 else ""
     if origin.position is not None:

@@ -390,7 +390,7 @@ def run(
         every = dg.Definitions.merge(defs, dg.Definitions(jobs=[job]))
         with instance_of() as instance:
             result = execute(every.resolve_job_def(job.name), instance, typer.echo)
-        failed |= not _told(result, graph, keys, rows)
+        failed |= not _report(result, graph, keys, rows)
     if not found:
         raise DefinitionsError(
             f"expected assets to materialize in the selection {selection!r}, got none; give the name "
@@ -422,7 +422,7 @@ def execute(
     return execute_quietly(job.with_hooks({tell}), instance, keys)
 
 
-def _told(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:
+def _report(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:
     """Prints checks, errors and new rows of a run; returns whether all succeeded."""
     made = {e.asset_key for e in result.get_asset_materialization_events()}
     if result.success and (idle := sorted(k.to_user_string() for k in keys - made)):

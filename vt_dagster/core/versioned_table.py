@@ -143,10 +143,10 @@ def _same(new_version_on: Sequence[str], other: Column) -> Column:
 
 def _version(rows: DataFrame, key: Sequence[str]) -> Column:
     """Returns the struct of a version: values, timestamp and offset of its first record."""
-    return F.struct(*[F.col(f"`{f.name}`") for f in _told(rows, key)])
+    return F.struct(*[F.col(f"`{f.name}`") for f in _version_fields(rows, key)])
 
 
-def _told(rows: DataFrame, key: Sequence[str]) -> list[StructField]:
+def _version_fields(rows: DataFrame, key: Sequence[str]) -> list[StructField]:
     left_out = {*key, PARTITION, IS_TOMBSTONE, VALID_FROM, VALID_TO, OLD, _PEER, _LAST}
     return [f for f in rows.schema.fields if f.name not in left_out]
 
@@ -159,7 +159,7 @@ def _stored(rows: DataFrame, key: Sequence[str]) -> Column:
     there, old = set(found.names), F.col(OLD)
     fields = [
         (old.getField(f.name) if f.name in there else F.lit(None)).cast(f.dataType).alias(f.name)
-        for f in _told(rows, key)
+        for f in _version_fields(rows, key)
     ]
     return F.when(old.isNotNull(), F.struct(*fields))
 

@@ -162,7 +162,7 @@ ArrivalType = dg.DagsterType(
 class SourceConfig(dg.Config):
     """The config of an asset with a source: arguments of the source's ``pin``."""
 
-    def asked(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Returns the arguments of ``Source.pin``."""
         return self.model_dump()
 
@@ -173,7 +173,7 @@ class FilesConfig(SourceConfig):
     files: list[str] | None = None
     """Names in the source's directory; files already consumed are skipped. None = all new files."""
 
-    def asked(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {"only": self.files}
 
 
@@ -185,7 +185,7 @@ class TopicsConfig(SourceConfig):
     accept_gap: bool = False
     """Continue after a gap of lost records that were not consumed; the commit records the gap."""
 
-    def asked(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {"wanted": as_ranges(self.ranges), "accept_gap": self.accept_gap}
 
 
@@ -297,7 +297,7 @@ def build_asset(
         context: dg.AssetExecutionContext,
         config: config_type,  # pyright: ignore[reportInvalidTypeForm]
     ) -> dg.MaterializeResult[Any]:
-        return _run(context, node, resource_prefix, config.asked())
+        return _run(context, node, resource_prefix, config.arguments())
 
     return cast(dg.AssetsDefinition, configured)
 

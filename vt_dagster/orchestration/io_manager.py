@@ -147,7 +147,7 @@ def _tell(context: dg.InputContext, read: Read) -> None:
     for output in step.op_def.output_defs:
         if not output.is_dynamic:
             before = (step.get_output_metadata(output.name) or {}).get(READS, {})
-            step.add_output_metadata({READS: {**before, context.name: read.told}}, output.name)
+            step.add_output_metadata({READS: {**before, context.name: read.as_json}}, output.name)
 
 
 def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) -> str | None:

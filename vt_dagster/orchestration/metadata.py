@@ -429,14 +429,14 @@ def run_metadata(
     assert commit is not None
     counting = processor_of(node).plan().counts
     counted = (*counting.shown, _LOST)
-    counts = {n: commit.counts.get(n, 0) for n in counted if _told(node, n, commit)}
+    counts = {n: commit.counts.get(n, 0) for n in counted if _is_shown(node, n, commit)}
     rows = store.stored_rows()
     newest = max(commit.stream_time.values()) if commit.stream_time else None
     said = counts_text(counting.text(commit.counts), rows, newest)
     metadata: dict[str, Any] = {"at_a_glance": said, **_explore(node)}
     metadata |= {f"records_{name}": number for name, number in counts.items()}
     for name in _KIP_328:
-        if name in commit.counts and _told(node, name, commit):
+        if name in commit.counts and _is_shown(node, name, commit):
             metadata[name] = commit.counts.get(name, 0)
     for name, number in commit.gauges.items():
         metadata[_GAUGES.get(name, name)] = round(number, 6)
@@ -484,7 +484,7 @@ def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commi
     return metadata
 
 
-def _told(node: Stream, name: str, state: Commit) -> bool:
+def _is_shown(node: Stream, name: str, state: Commit) -> bool:
     """Whether a count is shown for each run: if it was ever above zero, so that its plot returns to
     zero, and if its zero is information by itself.
 

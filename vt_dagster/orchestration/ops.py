@@ -307,7 +307,7 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
         config: config_type,  # pyright: ignore[reportInvalidTypeForm]
     ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
-        run = Run.pin(node, stores_for(context, resource_prefix), **config.asked())
+        run = Run.pin(node, stores_for(context, resource_prefix), **config.arguments())
         log_arrival(context.log, run.arrival)
         return run.read()[0], run.arrival
 
@@ -374,13 +374,13 @@ def read_logs_op(
         return read_logs
 
     @op
-    def read_logs_asked(
+    def read_logs_with_config(
         context: dg.OpExecutionContext,
         config: config_type,  # pyright: ignore[reportInvalidTypeForm]
     ):
-        return read(context, config.asked())
+        return read(context, config.arguments())
 
-    return read_logs_asked
+    return read_logs_with_config
 
 
 def write_op(

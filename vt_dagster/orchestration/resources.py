@@ -163,13 +163,13 @@ def session_of(spark: PySpark) -> Any:
             "jars included: spark_config=SparkResource(spark_config={…}).pyspark_config(). They apply "
             "only at the start of Spark: the first session of a process sets them."
         )
-    if not isinstance(spark, SparkResource) and session not in _told:
-        _told.add(session)
+    if not isinstance(spark, SparkResource) and session not in _warned:
+        _warned.add(session)
         _tell(session, "", started, f" of {kind}")
     return session
 
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 """Foreign sessions that a run's log has named already."""
 
 

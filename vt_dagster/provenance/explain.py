@@ -45,7 +45,7 @@ from vt_dagster.provenance.explain_request import (
     written,
 )
 from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_of, rejected
-from vt_dagster.provenance.expressions import asked_for, in_micros
+from vt_dagster.provenance.expressions import in_micros, select_record
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.specification import (
@@ -318,7 +318,7 @@ class Explainer:
                 "give --key, --offset or --where"
             )
         moment = None if at is None else in_micros(at)
-        record, absent = asked_for(log, values, moment, offset, where)
+        record, absent = select_record(log, values, moment, offset, where)
         self._left = _MOST_IN_ALL
         if record is None:
             return self._absent(log, values, f"{absent}{log.limit}")

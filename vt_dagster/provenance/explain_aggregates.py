@@ -69,7 +69,7 @@ def keys_of(operator: AggregateSpec, source: Log) -> Sequence[tuple[str, str]]:
     return operator.group_key or [(c, c) for c in source.key]
 
 
-def cannot_be_told(request: ExplainRequest[AggregateSpec], source: Log) -> Derivation:
+def needs_spark(request: ExplainRequest[AggregateSpec], source: Log) -> Derivation:
     """Returns no inputs, with a note that computing the group's key needs Spark."""
     request.reasoning.notes.append(
         f"the group {', '.join(map(str, request.specification.group_key))} cannot be computed without "
@@ -111,7 +111,7 @@ def stream_aggregate(request: ExplainRequest[StreamAggregateSpec]) -> Derivation
     rows = source.rows(group.condition(), end=request.end(name), only=[*_OURS, *group.columns])
     inside = group.has(rows)
     if inside is None:
-        return cannot_be_told(request, source)
+        return needs_spark(request, source)
     rekeyed = bool(request.specification.group_key)
     rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
     before = values_by_partition(rows, request.start(name), 0) > rows.column(OFFSET).to_numpy()
@@ -169,7 +169,7 @@ def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
         rows = rows.filter(pa.array(~repeats))
     new, old = group.has(rows), group.has(replaced_rows(rows))
     if new is None or old is None:
-        return cannot_be_told(request, source)
+        return needs_spark(request, source)
     new &= ~rows.column(IS_TOMBSTONE).to_numpy()
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
@@ -257,7 +257,7 @@ def windowed_aggregate(request: ExplainRequest[WindowedAggregateSpec]) -> Deriva
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     found = _of_key(request, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:
-        return cannot_be_told(request, source)
+        return needs_spark(request, source)
     if kind == "session":
         return _session(request, source, found, merges)
     return _fixed(request, source, found, sliding=kind == "sliding")

@@ -94,7 +94,7 @@ def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
         if says and request.is_new(names[place], record):
             made_of = [(logs[1 - place], other), (logs[place], old if tombstone else None)]
             updates.append(_update(logs[place], record, other, tombstone, made_of))
-    return _told(request, updates)
+    return _inputs_of(request, updates)
 
 
 def of_histories(request: ExplainRequest[HistoryJoinSpec]) -> Derivation:
@@ -160,7 +160,7 @@ def _update(
     return Update(log, trigger, max(times), tombstone, other, there)
 
 
-def _told(request: ExplainRequest[Any], updates: Sequence[Update]) -> Derivation:
+def _inputs_of(request: ExplainRequest[Any], updates: Sequence[Update]) -> Derivation:
     """Returns the inputs of the update that became the record."""
     place = triggering_update(request, [(one.time, one.is_tombstone) for one in updates])
     if place is None:
@@ -225,7 +225,7 @@ def foreign_key(request: ExplainRequest[ForeignKeyJoinSpec]) -> Derivation:
                 )
         if update is not None and request.is_new(names[place], record):
             updates.append(update)
-    return _told(request, updates)
+    return _inputs_of(request, updates)
 
 
 def _after_left(

@@ -140,7 +140,7 @@ def in_micros(moment: str | datetime) -> int:
     return parse_time(moment.isoformat() if isinstance(moment, datetime) else moment)
 
 
-def asked_for(
+def select_record(
     log: Log,
     key: Sequence[Any] | None,
     at: int | None,

@@ -754,7 +754,7 @@ def erase_dry_run(
             continue
         there = delta.last_commit(path)
         assert there is not None
-        note(path, _told(erase_files.find(spark, path, there.version, one.marked(key))))
+        note(path, _searched(erase_files.find(spark, path, there.version, one.marked(key))))
     for name, why in done.kept.items():
         say(f"! {name}: {why}")
     return left
@@ -766,7 +766,7 @@ def _asset(
     """Yields the results of one asset, by table."""
     spark, marked = store.spark, one.marked(key)
     log = erase_files.find(spark, store.log_path, head.version, marked, log_schema(one.node))
-    yield "log", _told(log)
+    yield "log", _searched(log)
     if isinstance(one.node, Table):
         like = stored_as(one.node, store.log_path)
         at = store.snapshot()
@@ -779,14 +779,14 @@ def _asset(
             there = delta.last_commit(path)
             assert there is not None
             found = erase_files.find(spark, path, there.version, marked, like)
-            yield "view" if path == store.view_path else "base", _told(found)
+            yield "view" if path == store.view_path else "base", _searched(found)
     rejected = delta.last_commit(store.quarantine_path) if of_source else None
     if rejected is not None and one.node.operator is None and key.values:
         found = erase_files.find(spark, store.quarantine_path, rejected.version, key.in_text)
-        yield "quarantine", _told(found)
+        yield "quarantine", _searched(found)
 
 
-def _told(found: Found) -> Searched:
+def _searched(found: Found) -> Searched:
     return Searched(found.searched, found.rows, found.old, files=len(found.places))
 
 

@@ -310,7 +310,7 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     Raises:
         TopologyError: an expression has the wrong type, or names an unknown column.
     """
-    asked = _asked(node)
+    asked = _sql_settings(node)
     if not asked:
         return node
     own, found = list[StructField](node.schema.fields), list[StructField]()
@@ -343,7 +343,7 @@ class _Setting(NamedTuple):
     kinds: tuple[str, ...]
 
 
-def _asked(node: Stream) -> list[_Setting]:
+def _sql_settings(node: Stream) -> list[_Setting]:
     found = [(o.name, getattr(node, o.name), o.sql) for o in set_options(node) if o.sql is not None]
     names = {"tombstone": "deleted_when (tombstone)"}
     return [

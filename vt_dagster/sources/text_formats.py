@@ -563,7 +563,7 @@ def parse(
         by_itself = ~F.rlike(text, F.lit(r"\A\s*\{"))
         only = F.concat(F.lit(f'{{"{wanted.names[0]}":'), text, F.lit("}"))
         text = F.when(by_itself, only).otherwise(text)
-    one = StructType([*_asked(wanted).fields, StructField(_END, BooleanType())])
+    one = StructType([*_columns_to_parse(wanted).fields, StructField(_END, BooleanType())])
     schema = StructType([StructField(_JSON_ALL, ArrayType(one)), StructField(_CORRUPT, StringType())])
     whole = F.concat(
         F.lit(f'{{"{_JSON_ALL}":['), _marked(text, options), F.lit(f',{{"{_END}":true}}]}}')
@@ -700,7 +700,7 @@ def _enveloped(wanted: StructType) -> bool:
     return not {PAYLOAD, SCHEMA} & {*wanted.names}
 
 
-def _asked(wanted: StructType) -> StructType:
+def _columns_to_parse(wanted: StructType) -> StructType:
     own = texts_of(wanted)
     assert isinstance(own, StructType)
     if not _enveloped(wanted):

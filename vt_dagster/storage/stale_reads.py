@@ -301,7 +301,7 @@ class Read(Position):
         return self.model_copy(update=vars(upto))
 
     @property
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The read as JSON for Dagster's metadata."""
         return json.loads(self.model_dump_json(exclude_none=True))
 
@@ -372,7 +372,7 @@ _Why = tuple[str, str] | None
 def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[_Why]:
     """Returns for each read the change in its own log that makes it stale."""
     version, commit = head
-    found = [_not_told(read, commit) for read in reads]
+    found = [_stale_by_removal(read, commit) for read in reads]
     open_ = [place for place, why in enumerate(found) if why is None]
     if not open_:
         return found
@@ -384,7 +384,7 @@ def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[
     return found
 
 
-def _not_told(read: Read, commit: Commit) -> _Why:
+def _stale_by_removal(read: Read, commit: Commit) -> _Why:
     """Returns why a read is, or may be, stale by rows that are no longer in the log."""
     later = [one for one in commit.erasures if one.batch > read.batch]
     touched = [one.batch for one in later if one.touched(read.moment, read.next_offset)]
