@@ -16,7 +16,6 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Outcome, gathered, has_key, union, with_columns
 from vt_dagster.core.log_columns import arrow_schema, value_columns
 from vt_dagster.core.processor import (
@@ -37,7 +36,7 @@ from vt_dagster.core.versioned_table import is_refused, repeats_version
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, StreamAggregate, TableAggregate
-from vt_dagster.topology.version_rules import VersionRules
+from vt_dagster.topology.version_rules import VersionRules, new_version_on_of
 
 # Table aggregate
 
@@ -82,7 +81,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
             inputs=wanted,
             partition=home_of(node.key, node),
             versioned=source.versioned,
-            new_version_on=table_store.new_version_on_of(source),
+            new_version_on=new_version_on_of(source),
         )
         if isinstance(node, VersionedTable):
             changes = refuse(

@@ -61,6 +61,7 @@ from vt_dagster.core.table_changes import (
 from vt_dagster.core.table_changes import columns as named
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import HistoryJoin, JoinKind, TableTableJoin
+from vt_dagster.topology.version_rules import new_version_on_of
 
 # Table table join
 
@@ -83,7 +84,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             there = None
             if one.table is not None and isinstance(node, Table):
                 there = table_store.rows_of(node, one.table)
-            on = table_store.new_version_on_of(node)
+            on = new_version_on_of(node)
             about = changes, there, node.key, value_columns(node), node.versioned
             sides.append(TableInput(*about, new_version_on=on))
         left, right = sides

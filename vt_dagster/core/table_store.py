@@ -164,22 +164,12 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
     return versioned_table.horizon_of(node.version_rules, stream_time)
 
 
-def tie_break_of(node: Stream) -> str | None:
-    """Returns the column that decides between records of one key and timestamp; None = arrival."""
-    return None if node.version_rules is None else node.version_rules.tie_break
-
-
 def meets_versions(node: Stream) -> bool:
     """Returns whether records are compared with, or completed from, the versions at their time."""
-    return tie_break_of(node) is not None or bool(partial_columns(node))
+    ties = node.version_rules is not None and node.version_rules.tie_break is not None
+    return ties or bool(partial_columns(node))
 
 
 def start_of(node: Stream) -> Any:
     """Returns the source of a table's initial snapshot; None = there is none."""
     return node.start if isinstance(node, VersionedTable) else None
-
-
-def new_version_on_of(node: Stream) -> list[str] | None:
-    """Returns the columns that define a version; None = every record is one."""
-    columns = None if node.version_rules is None else node.version_rules.new_version_on
-    return None if columns is None else list(columns)

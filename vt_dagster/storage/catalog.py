@@ -31,7 +31,6 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.core.table_store import new_version_on_of
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import parquet
@@ -42,6 +41,7 @@ from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.durations import in_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import earlier_names, same, was
+from vt_dagster.topology.version_rules import new_version_on_of
 
 _T = TypeVar("_T")
 _ASSET, _DEFINITION = "vt_dagster.asset", "vt_dagster.definition"

@@ -58,6 +58,16 @@ class VersionRules:
         }
 
 
+def valid_until_of(node: Any) -> str | None:
+    """Returns the ``valid_until`` column of a stream or table, if any."""
+    return None if node.version_rules is None else node.version_rules.valid_until
+
+
+def new_version_on_of(node: Any) -> Sequence[str] | None:
+    """Returns the columns that define a version of a stream or table; None = every record is one."""
+    return None if node.version_rules is None else node.version_rules.new_version_on
+
+
 def expired(begin: Any, end: Any, is_tombstone: Any, horizon: Any) -> Any:
     """Returns whether a version has expired: it ended at or before the horizon. A tombstone from before
     the horizon has expired too, since no later record can be accepted before it; also a superseded one:

@@ -17,6 +17,7 @@ from vt_dagster.topology.node import Input, Node, Operator, make_node
 from vt_dagster.topology.options import Consumer
 from vt_dagster.topology.schema import same_types
 from vt_dagster.topology.specification import ColumnSpec, JoinKind
+from vt_dagster.topology.version_rules import new_version_on_of
 
 # Base
 
@@ -126,16 +127,6 @@ def require_of_versions(name: str, consumer: Consumer, node: Any, used: Collecti
             f"columns that are equal in all records of a version of {node.name!r} (new_version_on), "
             f"got {others}; add them to new_version_on, or leave them out"
         )
-
-
-def valid_until_of(node: Any) -> str | None:
-    """Returns the ``valid_until`` column of a table, if any."""
-    return getattr(node, "valid_until", None)
-
-
-def new_version_on_of(node: Any) -> tuple[str, ...] | None:
-    """Returns the ``new_version_on`` columns of a table; None if every record makes a version."""
-    return getattr(node, "new_version_on", None)
 
 
 # Join

@@ -27,8 +27,6 @@ from vt_dagster.topology.operators.base import (
     check_not_time,
     make_table,
     need_table,
-    new_version_on_of,
-    valid_until_of,
 )
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
@@ -42,6 +40,7 @@ from vt_dagster.topology.specification import (
     ToStreamSpec,
     ToTableSpec,
 )
+from vt_dagster.topology.version_rules import new_version_on_of, valid_until_of
 from vt_dagster.topology.windows import Window
 
 # Row by row
