@@ -138,7 +138,7 @@ class Part(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _say_what_is_valid(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+    def _validate_with_reasons(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
         if isinstance(value, cls):
             return value
         value = cls._spelled_out(value)

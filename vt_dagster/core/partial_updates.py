@@ -168,18 +168,18 @@ class _Key:
 
     def take(self, at: int, record: _Version) -> list[_Result]:
         """Applies one record; returns its whole row and the later versions that it changes."""
-        row, said, parts = record.row, record.given, range(len(self.columns))
+        row, provided, parts = record.row, record.given, range(len(self.columns))
         before = bisect_right(self.times, at) - 1
         base = self.found[before] if before >= 0 else None
-        if said is not None:
+        if provided is not None:
             kept = [-1] * len(parts) if base is None or base.deleted else base.source
-            record.source = [row if c in said else kept[c] for c in parts]
+            record.source = [row if c in provided else kept[c] for c in parts]
             if base is not None and self.times[before] == at:
-                record.given = None if base.given is None else said | base.given
+                record.given = None if base.given is None else provided | base.given
         place = self.put(at, record)
         done = [_Result(row, row, record.source, record.given, 0)]
         values = [-1] * len(parts) if record.deleted else record.source
-        left = set(parts) if said is None else set(said)
+        left = set(parts) if provided is None else set(provided)
         for later in self.found[place + 1 :]:
             if later.given is None:
                 # A whole row provides every column, so no value passes it.
@@ -219,10 +219,10 @@ class _Batch:
         self.deleted = rows.column(IS_TOMBSTONE).to_numpy()
         first = rows.column(_FIRST).to_numpy()
         self.group = np.cumsum(np.append(True, first[1:]))
-        self.said = self._said()
+        self.provided = self._provided()
         self.active = np.flatnonzero(self.kinds != _OTHER)
 
-    def _said(self) -> Any:
+    def _provided(self) -> Any:
         """Returns a matrix, rows by parts: whether a row provides a part."""
         given = self.rows.column(PROVIDED_COLUMNS).combine_chunks()
         found = np.zeros((len(given), len(self.whose.parts)), bool)
@@ -244,7 +244,7 @@ class _Batch:
         """For keys in order: returns for each part the last row that provides its value."""
         place, (group, deleted) = np.arange(len(rows)), (a[rows] for a in (self.group, self.deleted))
         begins = np.append(True, group[1:] != group[:-1])[: len(rows)]
-        gives = self.said[rows] | (self.kinds[rows] == _VERSION)[:, None]
+        gives = self.provided[rows] | (self.kinds[rows] == _VERSION)[:, None]
         stops = gives | (begins | deleted)[:, None]
         last = np.maximum.accumulate(np.where(stops, place[:, None], 0))
         there = np.take_along_axis(gives, last, 0) & ~(deleted[last] & (last != place[:, None]))
@@ -252,7 +252,7 @@ class _Batch:
 
     def versions(self, rows: Any, sources: Any) -> list[tuple[int, _Version]]:
         """Returns rows as versions, each with its time."""
-        sets, kinds = np.unique(self.said[rows], axis=0, return_inverse=True)
+        sets, kinds = np.unique(self.provided[rows], axis=0, return_inverse=True)
         given: list[frozenset[int] | None] = [
             None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets
         ]

@@ -383,7 +383,7 @@ _FILTERS: dict[str, Any] = {
     "utc": lambda micros: time_text(micros, exact=True),
     "stamp": lambda moment: time_text(as_micros(moment), exact=True),
     "share": share,
-    "said": key_history_module.said,
+    "said": key_history_module.row_text,
     "when": lambda moment: "" if moment is None else time_text(as_micros(moment)),
     "value": value_text,
     "told": lambda text: _UTC.sub("", text),

@@ -500,7 +500,7 @@ def timeline_of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
                 scale.at(begin),
                 1.0 if end is None else scale.at(end),
                 "answer" if one is history.answer else _band(turn, one.record),
-                f"{what} from {time_text(begin)} to {until}: {said(one.record)}",
+                f"{what} from {time_text(begin)} to {until}: {row_text(one.record)}",
                 _place(one.record),
                 one.record.asset,
             )
@@ -534,7 +534,7 @@ def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
     end = one.valid_to if one.known else one.valid_to_now
     look = "answer" if one.chosen else "now" if one.chosen_now else "other"
     until = "now" if end is None else time_text(as_micros(end))
-    title = f"true from {time_text(as_micros(one.valid_from))} to {until}: {said(one.record)}"
+    title = f"true from {time_text(as_micros(one.valid_from))} to {until}: {row_text(one.record)}"
     last = 1.0 if end is None else scale.at(as_micros(end))
     bar = Bar(
         scale.at(as_micros(one.valid_from)), last, look, title, _place(one.record), one.record.asset
@@ -564,7 +564,7 @@ def _mark(scale: _Scale, record: Record, known: bool, look: str | None = None) -
         if record.recorded_at is None
         else f", recorded at {time_text(as_micros(record.recorded_at))}"
     )
-    title = f"{names.get(look, '')}{time_text(as_micros(record.timestamp))}{when}: {said(record)}"
+    title = f"{names.get(look, '')}{time_text(as_micros(record.timestamp))}{when}: {row_text(record)}"
     at = scale.at(as_micros(record.timestamp))
     return Mark(at, look, title, _place(record), record.asset, known)
 
@@ -573,7 +573,7 @@ def _band(turn: int, record: Record) -> str:
     return "deleted" if record.is_tombstone else "odd" if turn % 2 else "even"
 
 
-def said(record: Record) -> str:
+def row_text(record: Record) -> str:
     """Returns up to 12 of a record's values in one line."""
     if record.is_tombstone:
         return "(deleted)"

@@ -434,7 +434,7 @@ class Explainer:
                 if isinstance(operator, SuppressSpec):
                     records = held(log, up, name, records, reasoning)
                 elif records:
-                    _tell_not_joined(log, name, records[-1], reasoning)
+                    _note_not_joined(log, name, records[-1], reasoning)
                 parts = [self._of(up, one, 1) for one in records[-1:]]
                 return replace(found, made_of=tuple(parts or [self._by_key(up, key)]))
         if isinstance(operator, _SAME_KEY):
@@ -447,7 +447,7 @@ class Explainer:
         return self.explain(log.name, key=list(key))
 
 
-def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) -> None:
+def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) -> None:
     """Adds the outcome of the stream's newest record of a key that has no join result."""
     commit = log.taken_by(name, record.partition, record.offset)
     released = log.commit.emitted_up_to.get(record.partition)

@@ -351,7 +351,7 @@ def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Com
 _NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
 
 
-def tell_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -> None:
+def note_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -> None:
     """Adds whether a record waited in the buffer, or was late, in a join with a grace period.
 
     Args:
@@ -611,7 +611,7 @@ def stream_table(request: ExplainRequest[StreamTableJoinSpec]) -> Derivation:
     elif len(lefts) > 1:
         told.notes.append(f"its input is one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
-        tell_waiting(request, one)
+        note_waiting(request, one)
     values = [request.record.values[c] for c in request.log.key]
     looked = looked_up(request, lefts[0] if lefts else request.record, values)
     parts = [(stream, one) for one in lefts[: request.most]]
@@ -632,7 +632,7 @@ def looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
         told.notes.append(f"versions of {right} that were recorded after {as_time(cut)} do not count")
     looked = look_up(table, values, record.timestamp, seen, join)
-    _tell_looked(looked, table, right, record.timestamp, told, cut is None)
+    _note_looked(looked, table, right, record.timestamp, told, cut is None)
     return looked
 
 
@@ -645,7 +645,7 @@ def answered(
     return Derivation([*parts, *version], None, looked.shown, looked.count)
 
 
-def _tell_looked(
+def _note_looked(
     looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, follows: bool
 ) -> None:
     """Adds the result of the lookup, and the result by current knowledge if it differs.
@@ -696,7 +696,7 @@ def corrected(request: ExplainRequest[CorrectedJoinSpec]) -> Derivation:
     if record is None:
         told.notes.append(f"its record of {left} is gone{stream.limit}")
         return Derivation()
-    _tell_revisions(request, rows)
+    _note_revisions(request, rows)
     looked = looked_up(request, record, [record.values[c] for c in stream.key])
     made = answered(request, looked, [(stream, record)])
     there = {(log.name, one.place) for log, one in made.parts}
@@ -728,7 +728,7 @@ def _of_record(request: ExplainRequest[Any], rows: pa.Table) -> dict[str, Any]:
     return next(one for one in rows.to_pylist() if one["offset"] == request.record.offset)
 
 
-def _tell_revisions(request: ExplainRequest[Any], rows: pa.Table) -> None:
+def _note_revisions(request: ExplainRequest[Any], rows: pa.Table) -> None:
     """Adds the row's revision with its cause, and the key's other revisions."""
     every = rows.to_pylist()
     mine = _of_record(request, rows)
@@ -876,13 +876,13 @@ def _matched(
 
     left, right = _nth(request, sorted(pairs, key=place))
     late = ordered[0, left.place] > ordered[1, right.place]
-    _tell_match(request, left, right)
+    _note_match(request, left, right)
     request.reasoning.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
     parts = [(logs[0], left), (logs[1], right)]
     return Derivation(parts[::-1] if late else parts)
 
 
-def _tell_match(request: ExplainRequest[Any], left: Record, right: Record) -> None:
+def _note_match(request: ExplainRequest[Any], left: Record, right: Record) -> None:
     apart = right.timestamp - left.timestamp
     said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
     request.reasoning.decide(
@@ -947,7 +947,7 @@ def corrected_streams(request: ExplainRequest[CorrectedStreamJoinSpec]) -> Deriv
     if request.record.is_late:
         told.decide(rules.LATE, "the later of its records by arrival came after corrected_for")
     if len(parts) == len(_PLACES):
-        _tell_match(request, parts[0][1], parts[1][1])
+        _note_match(request, parts[0][1], parts[1][1])
         return Derivation(parts)
     cause = _cause(request)
     if cause is None:

@@ -245,12 +245,12 @@ def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> I
         if (node.type == "array") == isinstance(kind, ArrayType):
             yield from _never(node.items, inner, how, path)
         else:
-            yield _said(node, kind, path)
+            yield _misfit(node, kind, path)
     elif node.type == "union" and not _by_member(kind):
         if not any(not list(_never(one, kind, how, path)) for one in node.members):
-            yield _said(node, kind, path)
+            yield _misfit(node, kind, path)
     elif node.type not in ("null", "union") and not _may_fit(node, kind, how, path):
-        yield _said(node, kind, path)
+        yield _misfit(node, kind, path)
 
 
 def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> bool:
@@ -261,7 +261,7 @@ def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     return isinstance(kind, _FITTING.get(node.type, (DataType,)))
 
 
-def _said(node: Node, kind: DataType, path: Sequence[str]) -> str:
+def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
     more = ""
     if node.type in ("int", "long") and isinstance(kind, TIMES):
         more = " without a logical type: set its unit with timestamps"

@@ -100,7 +100,7 @@ def parts_of(name: str) -> list[tuple[str, str]]:
     return [(_decoded(key), _decoded(value)) for key, _, value in found if key]
 
 
-def said_by(name: str, schema: StructType) -> dict[str, str | None]:
+def columns_of_path(name: str, schema: StructType) -> dict[str, str | None]:
     """Returns the schema's columns in a file's path, as texts; None = null. Names match without case,
     as in Spark."""
     columns = {c.lower(): c for c in schema.names}
@@ -115,7 +115,7 @@ def fault_of_path(name: str, schema: StructType, there: Sequence[str]) -> str | 
         there: the columns in the file.
     """
     told = [k.lower() for k, _ in parts_of(name)]
-    for column in said_by(name, schema):
+    for column in columns_of_path(name, schema):
         kind = schema[column].dataType
         if told.count(column.lower()) > 1:
             return f"expected {column}= once in its path, got it more than once; rename a directory"
@@ -156,7 +156,7 @@ def with_path_columns(
         the rows; the columns from files and paths; whether a value in a path does not fit its column,
         or the row also has that column (never null).
     """
-    told = {f.name: said_by(f.name, schema) for f in files}
+    told = {f.name: columns_of_path(f.name, schema) for f in files}
     columns = [c for c in schema.names if any(c in some for some in told.values())]
     values, misfit = dict(found), F.lit(False)
     if not columns:
@@ -391,7 +391,7 @@ def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
 
 def _in_files(file: FileInfo, schema: StructType) -> StructType:
     """Returns the columns that a file must contain: those that its path does not fill."""
-    told = said_by(file.name, schema)
+    told = columns_of_path(file.name, schema)
     return StructType([f for f in schema.fields if f.name not in told])
 
 

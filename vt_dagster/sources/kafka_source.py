@@ -527,7 +527,7 @@ class KafkaSource:
             parsed = {**parsed, **decoded.parsed}
             parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
             reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
-        said = _said(value, absent, flat)
+        said = _markers(value, absent, flat)
         if TRUNCATES in said:
             reason = F.when(~said[TRUNCATES], reason)
         told = F.col(RECORD_TIME)
@@ -581,7 +581,7 @@ class KafkaSource:
         )
 
 
-def _said(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
+def _markers(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
     """Returns the columns ``_deleted`` and, if the format has them, ``_restates`` and ``_truncates``.
 
     Args:

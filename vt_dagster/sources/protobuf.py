@@ -179,22 +179,22 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
         part, kind = field.message_type, f.dataType
         entry = part is not None and part.GetOptions().map_entry
         if entry != isinstance(kind, MapType):
-            found.append(_said(name, "a map" if entry else "no map", kind))
+            found.append(_misfit(name, "a map" if entry else "no map", kind))
             continue
         if part is not None and entry:
             field, kind = part.fields_by_name["value"], getattr(kind, "valueType", kind)
             part = field.message_type
         elif field.is_repeated != isinstance(kind, ArrayType):
-            found.append(_said(name, "repeated" if field.is_repeated else "a single value", kind))
+            found.append(_misfit(name, "repeated" if field.is_repeated else "a single value", kind))
             continue
         elif isinstance(kind, ArrayType):
             kind = kind.elementType
         if part is not None and isinstance(kind, StructType):
             found += misfits(part, kind, how, f"{name}.")
         elif part is not None and not (is_value(part) or is_wrapper(part)):
-            found.append(_said(name, f"the message {part.full_name}", kind))
+            found.append(_misfit(name, f"the message {part.full_name}", kind))
         elif part is None and not _may_fit(field, kind, how, tuple(name.split("."))):
-            found.append(_said(name, _TYPES.get(field.type, "a number"), kind))
+            found.append(_misfit(name, _TYPES.get(field.type, "a number"), kind))
     return found
 
 
@@ -215,7 +215,7 @@ def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     return not isinstance(kind, BooleanType | BinaryType)
 
 
-def _said(name: str, got: str, kind: DataType) -> str:
+def _misfit(name: str, got: str, kind: DataType) -> str:
     more = "" if not isinstance(kind, TIMES) else " (for a number, set its unit with timestamps)"
     return f"{name} is {got} in the message, expected {kind.simpleString()}{more}"
 

@@ -143,7 +143,7 @@ def evolve(
             if isinstance(kind, NullType) or same(home.dataType, kind):
                 kind = home.dataType
             else:
-                change = _said(field.name, home.dataType, kind)
+                change = _change_of_type(field.name, home.dataType, kind)
                 if not widens(home.dataType, kind):
                     told["refused"].append(change)
                 elif field.name in fixed:
@@ -353,7 +353,7 @@ def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> li
     return found
 
 
-def _said(name: str, then: DataType, now: DataType) -> str:
+def _change_of_type(name: str, then: DataType, now: DataType) -> str:
     return f"{name}: {then.simpleString()} -> {now.simpleString()}"
 
 

@@ -314,7 +314,7 @@ class View:
         rules = self.node.version_rules
         return [] if rules is None else checkpoint.lengthened(rules)
 
-    def _say_what_goes(self, commit: Commit) -> None:
+    def _report_expiry(self, commit: Commit) -> None:
         assert isinstance(self.node, VersionedTable)
         horizon = self.node.version_rules.horizon(commit.stream_time)
         self._progress.done(
@@ -362,7 +362,7 @@ class View:
             if then.next_offset == commit.next_offset or then.batch > commit.batch:
                 return there
             if min(longer, default=0) < 0:
-                self._say_what_goes(commit)
+                self._report_expiry(commit)
         document = Checkpoint(
             asset=commit.asset,
             batch=commit.batch,
