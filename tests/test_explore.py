@@ -266,7 +266,7 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
     rows = re.findall(r'<tr data-x="[\d.]+".*?>(?:<th scope="row">)([^<]+)</th>', page)
     assert rows[:3] == ["0 s", "10 min", "1 h"]
     assert "3,650 d (declared)" in rows
-    assert re.findall(r'<g class="declared" transform="translate\(([\d.]+) 0\)">', page) == ["640.0"]
+    assert re.findall(r'<svg class="at declared" x="([\d.]+)%">', page) == ["100.0"]
     with pytest.raises(StorageError, match="expected a join"):
         lateness_curves.lateness_curves(str(warehouse), "evil", [], None)
 
@@ -303,10 +303,38 @@ def test_an_axis_has_round_numbers(values: list[float], whole: bool, told: list[
         (12345678901234567, "12345678901234567"),
         (None, "null"),
         ("0.30000000000000004", "0.30000000000000004"),
+        ("2024-01-01 10:00:00.25", "2024-01-01 10:00:00"),
+        ("at 2024-01-01 10:00:00.25", "at 2024-01-01 10:00:00.25"),
     ],
 )
 def test_how_a_value_is_shown(value: Any, told: str) -> None:
     assert key_history.value_text(value) == told
+    assert key_history.exact_text(value) == ("" if told == str(value) or value is None else str(value))
+
+
+def test_the_lengths_at_the_axis_fit_on_a_phone(warehouse: Path) -> None:
+    more = [f"{n}m" for n in range(1, 20)]
+    curves = lateness_curves.lateness_curves(str(warehouse), "prices", more, None)
+    assert len(curves.xs) == 31
+    assert [label.x for label in curves.labels] == curves.xs[::3]
+
+
+def test_times_have_one_form_and_are_exact_on_hover(tmp_path: Path) -> None:
+    """On each page, with records and runs at fractions of a second."""
+    prices = Written(tmp_path)
+    exact, shown = "2024-01-01 00:00:07.500000", "2024-01-01 00:00:07"
+    prices.run([("apple", exact, 0.125), ("apple", "2", 60)], recorded=100.125)
+    pages = client(tmp_path)
+    asked = {"as_of": "2024-01-01T00:30Z", "known": "2024-01-01T02:00:00.500+00:00"}
+    for page in ("/", "/table/prices", "/key/prices?key=apple", "/row/prices?offset=0:0"):
+        given = {"key": "apple", **asked} if page.startswith("/key") else None
+        text = pages.get(page, params=given).text
+        assert page == "/" or f'title="{exact}">{shown}<' in text
+        text = re.sub("</tspan><tspan[^>]*>", " ", re.sub("<title>[^<]*</title>", "", text))
+        text = re.sub("<[^>]*>", " ", text)
+        others, found = re.subn(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?!\.\d|[+Z])", "", text)
+        assert found
+        assert re.findall(r".*\d\d:\d\d.*", others) == [], page
 
 
 DAY = timedelta(days=1)

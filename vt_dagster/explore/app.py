@@ -32,6 +32,8 @@ from vt_dagster.explore import lateness_curves, table_diff
 from vt_dagster.explore.key_history import (
     LOOKED_AT,
     KeyHistory,
+    exact_text,
+    exact_time,
     key_history,
     newest,
     time_text,
@@ -153,7 +155,8 @@ def _short(text: str) -> str:
 NEWEST, MADE_OF = 50, 8
 """Maximum number of listed records, and of named inputs of a record."""
 _LENGTH = re.compile(r"[0-9a-z. ]{1,40}")
-_UTC = re.compile(r"(?<=:\d\d)\+00:00|(?<=\.\d{6})\+00:00")
+_UTC = re.compile(r"(?<=\d\d:\d\d:\d\d)(\.\d{1,6})?(\+00:00)?")
+"""What follows the seconds of a time in a text."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -198,7 +201,7 @@ class Pages:
             found=found,
             find=words,
             key=log.key,
-            columns=[c for c in (log.head.shape.columns or ()) if c.lower() != "timestamp"],
+            columns=_columns(log),
             now=time.time() * 1e6,
             around=asked.get("around", ""),
         )
@@ -219,6 +222,8 @@ class Pages:
             spoken=_spoken(found, key),
             runs=runs(self._warehouse, name),
             as_of=asked.get("as_of", ""),
+            moment=as_of,
+            columns=_columns(found.log),
             known=known,
             known_text=asked.get("known", ""),
         )
@@ -247,6 +252,7 @@ class Pages:
             drawn=bars,
             key=log.key,
             known=asked.get("known", ""),
+            known_at=_moment(asked.get("known")),
             status=200 if record is not None else 404,
         )
 
@@ -268,7 +274,6 @@ class Pages:
             costs=lateness_curves.lateness_curves(self._warehouse, name, more, at_most),
             grace=asked.get("grace", ""),
             at_most=at_most or "",
-            width=lateness_curves.WIDTH,
             height=lateness_curves.HEIGHT,
         )
 
@@ -302,6 +307,12 @@ def _spoken(history: KeyHistory, key: Sequence[str]) -> list[str]:
     """Returns the values of a key for the heading."""
     records = history.found.records
     return [value_text(records[0].values[c]) for c in history.log.key] if records else list(key)
+
+
+def _columns(log: Log) -> list[str]:
+    """Returns the columns of a log that have values, without its key and timestamp."""
+    names = log.head.shape.columns or ()
+    return [c for c in names if c not in log.key and c.lower() != "timestamp"]
 
 
 def _moment(text: str | None) -> int | None:
@@ -375,17 +386,25 @@ def _seconds(amount: float) -> str:
     return " ".join(told) or "0 s"
 
 
+def _date_and_time(micros: int) -> list[str]:
+    date, _, clock = time_text(micros).partition(" ")
+    return [date, clock]
+
+
 _FILTERS: dict[str, Any] = {
     "bytes": _bytes,
     "count": lambda n: f"{n:,}",
     "seconds": _seconds,
     "time": lambda micros: "" if micros is None else time_text(micros),
-    "utc": lambda micros: time_text(micros, exact=True),
+    "utc": lambda micros: "" if micros is None else time_text(micros, exact=True),
+    "date_and_time": _date_and_time,
+    "percent": lambda share: f"{share * 100:.6g}%",
     "stamp": lambda moment: time_text(as_micros(moment), exact=True),
     "share": share,
-    "said": key_history_module.row_text,
     "when": lambda moment: "" if moment is None else time_text(as_micros(moment)),
+    "exact_when": lambda moment: "" if moment is None else exact_time(as_micros(moment)),
     "value": value_text,
+    "exact": exact_text,
     "told": lambda text: _UTC.sub("", text),
 }
 

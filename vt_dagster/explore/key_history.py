@@ -7,6 +7,7 @@ lanes of bars and marks; positions are shares (0 to 1) of the drawn time.
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, log10
@@ -401,6 +402,8 @@ def _revisions(join: Log, records: Sequence[Record]) -> list[int]:
 # Timeline
 
 
+_FRACTION = re.compile(r"[+-]?\d{4,6}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{1,6}")
+"""A time with a fraction of a second, as records have it."""
 _SHAPES = {
     "dot": "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z",
     "late": "M0 -6L6 0L0 6L-6 0Z",
@@ -583,11 +586,25 @@ def row_text(record: Record) -> str:
 
 
 def value_text(value: object) -> str:
-    """Returns a value for the eye; a number with a fraction has some 6 digits."""
+    """Returns a value for the eye; a number with a fraction has some 6 digits, a time whole seconds."""
     if isinstance(value, float) and isfinite(value) and value != int(value):
         digits = 5 - floor(log10(abs(value)))
         return f"{value:.6g}" if digits > 10 else f"{value:.{max(1, digits)}f}".rstrip("0")
+    if isinstance(value, str) and _FRACTION.fullmatch(value):
+        return value.partition(".")[0]
     return "null" if value is None else str(value)[:2000]
+
+
+def exact_text(value: object) -> str:
+    """Returns the exact text of a number or time that ``value_text`` shortens; empty if it does not."""
+    shortened = isinstance(value, float | str) and len(str(value)) <= 2000
+    return str(value) if shortened and str(value) != value_text(value) else ""
+
+
+def exact_time(moment: int) -> str:
+    """Returns a time in UTC with its fraction of a second; empty if it has none."""
+    text = time_text(moment, exact=True)
+    return text if text != time_text(moment) else ""
 
 
 def time_text(moment: int, exact: bool = False) -> str:

@@ -18,7 +18,10 @@ MOST = 2_000_000
 """Maximum number of log records to read for a page; larger logs need the command line."""
 _GRACES = ("0s", "1m", "5m", "10m", "30m", "1h", "2h", "3h", "6h", "12h", "1d", "2d", "7d")
 _RETENTIONS = ("0s", "1h", "6h", "12h", "1d", "2d", "7d", "14d", "30d", "90d", "180d")
-WIDTH, HEIGHT = 640, 200
+HEIGHT = 200
+"""Of the drawing, in pixels; its width is that of the page."""
+_LABELS = 15
+"""Maximum number of lengths at the horizontal axis: more would overlap on a phone."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,18 @@ class Tick:
 
     y: float
     said: str
+
+
+@dataclass(frozen=True)
+class Label:
+    """A length at the horizontal axis.
+
+    Args:
+        x: its position, percent from the left.
+    """
+
+    x: float
+    length: timedelta
 
 
 class Axis:
@@ -85,7 +100,7 @@ class LatenessCurves:
 
     Args:
         found: the costs.
-        xs: the position for each choice, pixels from the left.
+        xs: the position for each choice, percent from the left.
         lines: one line for each kind of cost.
         left: the axis of the share of wrong results.
         right: the axis of records; None = no line needs it.
@@ -106,6 +121,13 @@ class LatenessCurves:
     def chosen(self) -> int:
         """The index of the choice that is shown first: the declared one, else the first."""
         return self.declared or 0
+
+    @property
+    def labels(self) -> list[Label]:
+        """The lengths at the horizontal axis: all of them, or each second, each third and so on."""
+        step = ceil(len(self.xs) / _LABELS)
+        every = [Label(x, one.length) for x, one in zip(self.xs, self.found.choices, strict=True)]
+        return every[::step]
 
     def path(self, line: Line) -> str:
         """Returns a line as an SVG path."""
@@ -135,8 +157,8 @@ def lateness_curves(
             f"vt-dagster lateness {name} instead"
         )
     found = _lateness(warehouse, name, log.version, tuple(more), at_most)
-    step = WIDTH / max(1, len(found.choices) - 1)
-    xs = [round(place * step, 1) for place in range(len(found.choices))]
+    step = 100 / max(1, len(found.choices) - 1)
+    xs = [round(place * step, 2) for place in range(len(found.choices))]
     return _drawn(found, xs)
 
 

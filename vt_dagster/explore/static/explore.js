@@ -1,5 +1,5 @@
 "use strict";
-// Zoom, sliders and the grace line. The pages work without this script too, with links and forms.
+// Zoom, sliders, the grace line, and tables that can be sorted. The pages work without this script too, with links and forms.
 
 const by = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -12,77 +12,142 @@ const moment = (micros) => {
 
 let view = [0, 1]; // the visible part of a drawing, as shares of its time
 
-function place(svg) {
-  const left = +svg.dataset.left, width = +svg.dataset.width;
+function place(drawing) {
   const [from, to] = view;
-  const x = (share) => left + ((share - from) / (to - from)) * width;
-  const inside = (share) => share >= from && share <= to;
-  for (const bar of svg.querySelectorAll("rect[data-a]")) {
+  const at = (share) => ((share - from) / (to - from)) * 100;
+  const show = (element, seen) => element.setAttribute("visibility", seen ? "visible" : "hidden");
+  const pixel = 100 / drawing.querySelector("line.axis").getBoundingClientRect().width; // in percent
+  for (const bar of drawing.querySelectorAll("rect[data-a]")) {
     const a = +bar.dataset.a, b = +bar.dataset.b;
-    const start = x(clamp(a, from, to)), end = x(clamp(b, from, to));
-    bar.setAttribute("x", start);
-    bar.setAttribute("width", Math.max(1.5, end - start - 0.7));
-    bar.setAttribute("visibility", b < from || a > to ? "hidden" : "visible");
+    const start = at(clamp(a, from, to)), end = at(clamp(b, from, to));
+    bar.setAttribute("x", `${start}%`);
+    bar.setAttribute("width", `${Math.max(1.5 * pixel, end - start - 0.7 * pixel)}%`);
+    show(bar, a <= to && b >= from);
   }
-  for (const mark of svg.querySelectorAll("path.mark")) {
-    mark.setAttribute("transform", `translate(${x(+mark.dataset.a)} ${mark.dataset.y})`);
-    mark.setAttribute("visibility", inside(+mark.dataset.a) ? "visible" : "hidden");
+  for (const mark of drawing.querySelectorAll("svg.at")) {
+    mark.setAttribute("x", `${at(+mark.dataset.a)}%`);
+    show(mark, mark.dataset.a >= from && mark.dataset.a <= to);
   }
-  const cursor = svg.querySelector(".cursor");
-  if (cursor.dataset.a !== "") {
-    cursor.setAttribute("transform", `translate(${x(+cursor.dataset.a)} 0)`);
-    cursor.setAttribute("visibility", inside(+cursor.dataset.a) ? "visible" : "hidden");
+  for (const cursor of drawing.querySelectorAll(".cursor")) {
+    if (cursor.dataset.a === "") continue;
+    for (const end of ["x1", "x2"]) cursor.setAttribute(end, `${at(+cursor.dataset.a)}%`);
+    show(cursor, cursor.dataset.a >= from && cursor.dataset.a <= to);
   }
-  const low = +svg.dataset.low, high = +svg.dataset.high;
-  svg.querySelectorAll(".tick").forEach((tick, i) => {
-    tick.textContent = moment(low + (high - low) * (from + ((to - from) * i) / 2));
+  const low = +drawing.dataset.low, high = +drawing.dataset.high;
+  drawing.querySelectorAll(".tick").forEach((tick, i) => {
+    const told = moment(low + (high - low) * (from + ((to - from) * i) / 2)).split(" ");
+    tick.children[0].textContent = told[0];
+    tick.children[1].textContent = told[1] || "";
   });
 }
 
-function zoom(svg, factor, around = 0.5) {
+function zoom(drawing, factor, around = 0.5) {
   const [from, to] = view, width = clamp((to - from) * factor, 1e-5, 1);
   const start = clamp(from + (to - from - width) * around, 0, 1 - width);
   view = [start, start + width];
-  place(svg);
+  place(drawing);
 }
 
-function shift(svg, part) {
+function shift(drawing, part) {
   const width = view[1] - view[0], start = clamp(view[0] + part * width, 0, 1 - width);
   view = [start, start + width];
-  place(svg);
+  place(drawing);
 }
 
 const KEYS = {
-  "+": (svg) => zoom(svg, 0.6), "=": (svg) => zoom(svg, 0.6), "-": (svg) => zoom(svg, 1 / 0.6),
-  ArrowLeft: (svg) => shift(svg, -0.2), ArrowRight: (svg) => shift(svg, 0.2),
-  0: (svg) => zoom(svg, 1e6),
+  "+": (drawing) => zoom(drawing, 0.6), "=": (drawing) => zoom(drawing, 0.6),
+  "-": (drawing) => zoom(drawing, 1 / 0.6), 0: (drawing) => zoom(drawing, 1e6),
+  ArrowLeft: (drawing) => shift(drawing, -0.2), ArrowRight: (drawing) => shift(drawing, 0.2),
 };
 
-function timeline(svg) {
+function timeline(drawing) {
   const share = (event) => {
-    const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
-    return clamp(((event.clientX - box.left) * scale - +svg.dataset.left) / +svg.dataset.width, 0, 1);
+    const box = drawing.querySelector("line.axis").getBoundingClientRect();
+    return clamp((event.clientX - box.left) / box.width, 0, 1);
   };
-  svg.addEventListener("keydown", (event) => {
+  drawing.addEventListener("keydown", (event) => {
     if (KEYS[event.key] && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
-      KEYS[event.key](svg);
+      KEYS[event.key](drawing);
     }
   });
-  svg.addEventListener("wheel", (event) => {
+  drawing.addEventListener("wheel", (event) => {
     event.preventDefault();
     if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      shift(svg, Math.sign(event.deltaX || event.deltaY) * 0.1);
+      shift(drawing, Math.sign(event.deltaX || event.deltaY) * 0.1);
     } else {
-      zoom(svg, event.deltaY > 0 ? 1.25 : 0.8, share(event));
+      zoom(drawing, event.deltaY > 0 ? 1.25 : 0.8, share(event));
     }
   }, { passive: false });
-  place(svg);
+  place(drawing);
+}
+
+// ------------------------------------------------------------- tables that one can sort and filter
+
+const NUMBER = /^[-+]?[\d,]+(\.\d+)?(e[-+]?\d+)?$/i;
+const collator = new Intl.Collator("en", { numeric: true });
+
+// What a cell is sorted by: its exact value, where it shows a shorter one; null = it shows none.
+function sortedBy(row, column) {
+  const cell = row.cells[column];
+  const told = column === 0 ? row.dataset.x : cell && (cell.dataset.sort || cell.title);
+  const text = told || (cell ? cell.textContent.trim() : "");
+  return text === "" || text === "–" || text === "null" ? null : text;
+}
+
+function compare(one, other) {
+  const numbers = [one, other].map((text) => (NUMBER.test(text) ? +text.replaceAll(",", "") : NaN));
+  if (numbers.some(isNaN)) return isNaN(numbers[1]) - isNaN(numbers[0]) || collator.compare(one, other);
+  return numbers[0] - numbers[1] || collator.compare(one, other);
+}
+
+// Up, down, and as the page had them.
+function sort(table, rows, column) {
+  const heads = [...table.tHead.rows[0].cells], head = heads[column];
+  const next = { ascending: "descending", descending: null };
+  const order = head.getAttribute("aria-sort") in next ? next[head.getAttribute("aria-sort")] : "ascending";
+  heads.forEach((one) => one.removeAttribute("aria-sort"));
+  if (order) head.setAttribute("aria-sort", order);
+  const sign = order === "descending" ? -1 : 1, sorted = [...rows];
+  if (order) {
+    sorted.sort((one, other) => {
+      const [a, b] = [sortedBy(one, column), sortedBy(other, column)];
+      return a === null || b === null ? (a === null) - (b === null) : sign * compare(a, b);
+    });
+  }
+  table.tBodies[0].append(...sorted);
+}
+
+function tools(table) {
+  const rows = [...table.tBodies[0].rows];
+  if (rows.length < 2) return;
+  [...table.tHead.rows[0].cells].forEach((head, column) => {
+    const button = document.createElement("button");
+    button.append(...head.childNodes);
+    button.addEventListener("click", () => sort(table, rows, column));
+    head.append(button);
+  });
+  const line = document.createElement("p"), label = document.createElement("label");
+  const text = document.createElement("input"), count = document.createElement("output");
+  line.className = "filter";
+  text.type = "search";
+  label.append(`filter these ${rows.length} rows `, text);
+  line.append(label, count);
+  table.parentElement.before(line);
+  text.addEventListener("input", () => {
+    const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows) {
+      const said = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => said.includes(word));
+    }
+    count.textContent = words.length ? `${rows.filter((row) => !row.hidden).length} shown` : "";
+  });
 }
 
 // ---------------------------------------------------------------------- as of, and as known at
 
 let waiting = null, asked = 0;
+const filters = []; // of the tables that a move of a slider replaces
 
 async function show(form) {
   const number = ++asked;
@@ -92,7 +157,13 @@ async function show(form) {
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   if (number !== asked) return; // a later request has been sent: drop this response
   const found = page.getElementById("shown") || page.querySelector("main");
+  by("shown").querySelectorAll("[type=search]").forEach((text, i) => { filters[i] = text.value; });
   by("shown").replaceChildren(...found.childNodes);
+  by("shown").querySelectorAll("table").forEach(tools);
+  by("shown").querySelectorAll("[type=search]").forEach((text, i) => {
+    text.value = filters[i] || "";
+    text.dispatchEvent(new Event("input"));
+  });
   const newer = page.getElementById("times");
   if (newer) {
     if (newer.dataset.low !== form.dataset.low) view = [0, 1];
@@ -101,7 +172,7 @@ async function show(form) {
     slide(form);
   }
   history.replaceState(null, "", address);
-  document.querySelectorAll(".timeline").forEach(timeline);
+  by("shown").querySelectorAll(".timeline").forEach(timeline);
 }
 
 function soon(form) {
@@ -129,9 +200,9 @@ function times(form) {
     slider.addEventListener("input", () => {
       const low = +form.dataset.low, high = +form.dataset.high, share = +slider.value / 1000;
       text.value = share >= 1 ? "" : moment(low + (high - low) * share);
-      const cursor = document.querySelector(".cursor");
-      cursor.dataset.a = share;
-      place(cursor.ownerSVGElement);
+      const drawing = document.querySelector(".timeline");
+      drawing.querySelectorAll(".cursor").forEach((cursor) => { cursor.dataset.a = share; });
+      place(drawing);
       soon(form);
     });
     text.addEventListener("change", () => soon(form));
@@ -161,7 +232,7 @@ function costs(svg) {
   const heads = [...by("choices").tHead.rows[0].cells].map((cell) => cell.textContent);
   const choose = (place) => {
     slider.value = place;
-    line.setAttribute("transform", `translate(${rows[place].dataset.x} 0)`);
+    line.setAttribute("x", `${rows[place].dataset.x}%`);
     rows.forEach((row, i) => row.classList.toggle("chosen", i === place));
     const told = [...rows[place].cells].map((cell) => cell.textContent);
     by("cost").textContent =
@@ -169,8 +240,7 @@ function costs(svg) {
       (told[5] === "–" ? "" : `, at most ${told[5]} wait`);
   };
   const nearest = (event) => {
-    const box = svg.getBoundingClientRect(), frame = svg.viewBox.baseVal;
-    const x = ((event.clientX - box.left) / box.width) * frame.width + frame.x;
+    const box = svg.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * 100;
     const far = rows.map((row) => Math.abs(+row.dataset.x - x));
     choose(far.indexOf(Math.min(...far)));
   };
@@ -186,6 +256,7 @@ function costs(svg) {
   choose(+svg.dataset.chosen);
 }
 
+document.querySelectorAll("table").forEach(tools);
 document.querySelectorAll(".timeline").forEach(timeline);
 if (by("times")) times(by("times"));
 if (by("costs")) costs(by("costs"));
