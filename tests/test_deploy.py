@@ -155,7 +155,8 @@ def test_compose(monkeypatch: Any) -> None:
 
 def test_the_certificates_of_the_guide(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "deploy.md").read_text(encoding="utf-8")
-    lines = [line for line in page.splitlines() if line.startswith(("openssl", "printf"))]
+    typed = page.replace("\\\n", " ").splitlines()
+    lines = [line for line in typed if line.startswith(("openssl", "printf"))]
     made = subprocess.run(
         ["sh", "-ec", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

@@ -27,6 +27,8 @@ from vt_dagster.topology.options import OPTIONS, Consumer
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LINE = 93
+"""The longest line of a block of code, characters."""
 WORDS = (ROOT / "tests" / "docs_words.py").read_text(encoding="utf-8")
 LANGUAGES = {"python", "yaml", "bash", "text", ""}
 OF_DEPLOYMENTS = ("cp", "chmod", "mkdir", "openssl", "docker", "kubectl", "helm")
@@ -50,6 +52,14 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     return [Block(*one) for one in found]
+
+
+def code_of(page: Path) -> list[str]:
+    """Returns the lines of all blocks of code, also of those that are only indented."""
+    found = [line for block in blocks(page) for line in block.text.splitlines()]
+    text = page.read_text(encoding="utf-8")
+    indented = re.findall(r"(?:^|\n)\n((?: {4}[^\n]*\n)+)", text)
+    return [*found, *(line[4:] for part in indented for line in part.splitlines())]
 
 
 def pages_with(language: str) -> list[Any]:
@@ -104,7 +114,7 @@ def test_yaml(page: Path) -> None:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    for line in text.splitlines():
+    for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
@@ -137,6 +147,17 @@ def test_bash(page: Path) -> None:
                 assert set(words[1:]) <= targets
             else:
                 assert words[0] in ("dg", "cd", "printf", "pip", *OF_DEPLOYMENTS), words
+
+
+def test_no_line_of_code_is_cut_off_on_the_site() -> None:
+    """Up to ``LINE`` characters are shown in a window of 1280 pixels, in one that is not in a list."""
+    long = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in (*PAGES, *ROOT.glob("examples/*/*.md"), *ROOT.glob("bench/*.md"))
+        for line in code_of(page)
+        if len(line) > LINE
+    ]
+    assert long == []
 
 
 def test_every_block_has_a_test() -> None:
