@@ -52,6 +52,7 @@ def test_timeline() -> None:
     svg = ElementTree.fromstring(timeline([lane], "late", 243))
     assert "<JFK>" in texts(svg)
     assert "red: late" in texts(svg)
+    assert "timestamp, UTC" in texts(svg)
     assert any("dots: 2 of 243 records of this run" in said for said in texts(svg))
     (first, second) = parts(svg, "rect")
     assert float(first.attrib["x"]) < float(second.attrib["x"])
@@ -70,6 +71,7 @@ def test_histogram(seconds: float, label: str) -> None:
     bars = [float(r.attrib["height"]) for r in parts(svg, "rect")]
     assert bars == [90.0 if name == label else 0.0 for name in LABELS]
     assert "1,234" in texts(svg)
+    assert any("minutes, h: hours" in said and said.endswith(": records") for said in texts(svg))
     assert "grace period 2:00:00" in texts(svg)
 
 

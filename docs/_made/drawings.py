@@ -43,8 +43,10 @@ def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = GREY) -> str
     )
 
 
-def hours(bottom: float, some: Iterable[int] = range(10, 16)) -> str:
-    return "".join(
+def hours(
+    bottom: float, some: Iterable[int] = range(10, 16), about: str = "timestamp, hours:minutes"
+) -> str:
+    return text(4, 14, about, colour=GREY) + "".join(
         f'<path d="M{x(h)} 20V{bottom}" stroke="{GREY}" stroke-opacity="0.25"/>'
         + text(x(h), 14, f"{h}:00", "middle", GREY)
         for h in some
@@ -135,7 +137,7 @@ def retention() -> str:
 
 def known() -> str:
     top, step = 44, 44
-    drawn = [hours(top + 3 * step + 6), text(4, 14, "known at ↓   valid at →", colour=GREY)]
+    drawn = [hours(top + 3 * step + 6, about="known at ↓   valid at, h:mm →")]
     rows = [
         ("Monday", [(10, 15.4, "1.0")], "1.0 of 10:00 is recorded"),
         ("Tuesday", [(10, 12, "1.0"), (12, 15.4, "1.4")], "1.4 of 12:00 is recorded"),

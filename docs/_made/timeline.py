@@ -92,7 +92,9 @@ def picture(scenario: Mapping[str, Any]) -> str:
     drawn[:0] = axis.drawn(y)
     bottom = y + 24
     drawn.append(text(4, 12, "records, in order of arrival", colour=GREY))
-    drawn.append(text(LEFT + 15, 12, "at their timestamps; dotted: the largest so far", colour=GREY))
+    unit = "hours:minutes" if axis.coarse else "ms"
+    said = f"at their timestamps, {unit}; dotted: the largest so far"
+    drawn.append(text(LEFT + 15, 12, said, colour=GREY))
     drawn.append(text(RIGHT + 8, 12, "answers" if store else "results", colour=GREY))
     for bar in _versions(scenario.get("final_store") or [], axis, bottom):
         drawn.append(bar)

@@ -838,6 +838,7 @@ def timeline(lanes: Sequence[Lane], odd: str, of: int) -> str:
         moment = int(low + (high - low) * share)
         anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
         drawn.append(text(x(moment), bottom, moment_of(moment), anchor))
+    drawn.append(text(4, bottom, "timestamp, UTC"))
     bars = "bars: versions, light and dark in turn, empty: deleted"
     legend = text(4, 12, f"{bars}; dots: {drawn_of(lanes, of)}")
     legend += text(WIDTH - 20, 12, f"red: {odd}", "end", RED)
@@ -857,6 +858,8 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
     top, height = 52, 90
     many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
     drawn = [text(20, 12, f"lateness of {many} records: how far behind stream time they arrived")]
+    axis = "behind stream time (m: minutes, h: hours, d: days); above each bar: records"
+    drawn.append(text(WIDTH / 2, top + height + 32, axis, "middle"))
     for number, count in enumerate(counts):
         size = 0 if not count else max(2.0, round(height * count / max(counts), 1))
         left = round(20 + number * step, 1)
@@ -874,7 +877,7 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
             f'<path d="M{left} {top - 28}V{top + height}" stroke="{RED}" stroke-dasharray="4 3"/>'
             + text(left - 4, top - 20, f"{name} {limit}", "end", RED)
         )
-    return svg(top + height + 24, drawn)
+    return svg(top + height + 42, drawn)
 
 
 def _position(seconds: float) -> float:

@@ -1320,7 +1320,7 @@ def picture(found: Lateness) -> str:
     held = max([one.waiting_most or 0 for one in found.choices] + [1])
     what = found.what.replace("_", " ")
     drawn = [
-        text(4, 14, f"{found.asset}: results that are wrong, by {what}", colour=RED),
+        text(4, 14, f"{found.asset}: share (and number) of wrong results, by {what}", colour=RED),
         text(WIDTH - 4, 14, "records that waited at most", "end", BLUE),
     ]
     for number, one in enumerate(found.choices):
