@@ -126,6 +126,31 @@ def test_run_says_what_came_out(
     assert isinstance(refused.exception, DefinitionsError)
 
 
+def test_a_list_of_its_definitions_has_short_lines(here: Path) -> None:
+    """In a terminal of 80 letters, a row of a check is a line, and one of an asset few lines."""
+    assert init("corner_shop").exit_code == 0
+    command = [str(Path(sys.executable).parent / "dg"), "list", "defs"]
+    environment = {
+        **os.environ,
+        "COLUMNS": "80",
+        "DAGSTER_HOME": str(here),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    (here / "dagster.yaml").write_bytes((here / "corner_shop" / "dagster.yaml").read_bytes())
+    done = subprocess.run(
+        command, cwd=here / "corner_shop", env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [
+        row.splitlines()
+        for row in re.split(r".*(?:├|┡|└).*\n", done.stdout)
+        if "prices:" in row or "orders:" in row
+    ]
+    assert len(rows) >= 10
+    assert {len(row) for row in rows} == {1}
+    assert len(done.stdout.splitlines()) < 80
+
+
 @pytest.mark.jvm
 @pytest.mark.slow
 def test_its_commands_share_a_server(here: Path) -> None:

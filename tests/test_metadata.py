@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import dagster as dg
 
 from assets.topology import PUBLISHED, flights_with_weather, weather
 from tests.market import Market, materialized, record, unchanged
-from vt_dagster import Stream, build_asset
+from vt_dagster import Stream, build_asset, build_checks
 from vt_dagster.orchestration import metadata
-from vt_dagster.orchestration.metadata import as_time, describe
+from vt_dagster.orchestration.metadata import as_time, describe, summary
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import topological
 
@@ -204,10 +205,32 @@ def test_a_catalog_says_what_a_row_its_key_and_its_time_are() -> None:
         assert all(f"`{column}`" in said for column in node.key), node.name
         assert re.search(r"time|hour|since", said), node.name
         assert "same" not in said, f"{node.name}: the same as what? A reader sees it alone"
+        assert summary(node) == said, "the user's own, alone"
+        about = metadata.definition_metadata(node)["vt_dagster/about"]
+        assert about.md_str == describe(node)
+        assert len(about.md_str) < metadata.SHOWN_AT_ONCE
     told = describe(weather)
     assert "one row for each version of a key (`origin`)" in told
     assert "Its time, `timestamp`, is `time_hour`." in told
     assert "Its time, " not in describe(flights_with_weather)
+
+
+def test_without_a_description_a_list_has_one_line() -> None:
+    """The operator's, without what it waits for; ``describe`` has that."""
+    assert summary(replace(weather, description=None)) == "Versions by origin, kept 150 days."
+    joined = replace(flights_with_weather, description=None)
+    assert summary(joined) == "flights, each record with weather as of its timestamp."
+    assert "; waits 6 hours" in describe(joined)
+
+
+def test_the_promises_of_checks_are_in_the_metadata() -> None:
+    """Of each check: its spec has no description, which ``dg list defs`` has no room for."""
+    told = metadata.definition_metadata(weather)["vt_dagster/checks"].md_str
+    checks = build_checks(weather).check_specs
+    assert len(checks) > 5
+    for check in checks:
+        assert check.description is None
+        assert f"- `{check.name}`: " in told
 
 
 def test_durations_are_said_as_people_say_them() -> None:

@@ -52,6 +52,7 @@ from vt_dagster.core.processor_registry import PROCESSORS, processor_of
 from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.rules import METRICS
+from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.pin import Arrival
 from vt_dagster.runs.run import Receipt
 from vt_dagster.sources.kafka_source import PinnedTopics
@@ -335,6 +336,7 @@ def _description(node: Stream, column: str) -> str | None:
 def definition_metadata(node: Stream) -> dict[str, Any]:
     """Returns the metadata known before any run: columns, lineage, semantics."""
     metadata: dict[str, Any] = {
+        "vt_dagster/about": dg.MetadataValue.md(describe(node)),
         "dagster/column_schema": column_schema(node),
         "dagster/storage_kind": "delta",
         "vt_dagster/kind": type(node).__name__,
@@ -351,6 +353,8 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
             said = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
             metadata["vt_dagster/timestamps"] = said
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
+    promises = "\n".join(f"- `{check.name}`: {check.promise}" for check in checks_of(node))
+    metadata["vt_dagster/checks"] = dg.MetadataValue.md(promises)
     return metadata | _explore(node)
 
 
@@ -389,6 +393,19 @@ def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
     return {"dagster/column_lineage": dg.TableColumnLineage(made_of)}
 
 
+def summary(node: Stream) -> str:
+    """Returns the description of an asset in a list such as ``dg list defs``: the one it is given, else
+    one line; ``describe`` says more."""
+    if node.description:
+        return node.description
+    if node.operator is not None:
+        return f"{node.operator.describe().partition(';')[0].removesuffix('.')}."
+    key = ", ".join(node.key)
+    if isinstance(node, VersionedTable):
+        return f"Versions by {key}, kept {spoken(node.history_retention)}."
+    return f"Latest rows by {key}." if isinstance(node, Table) else f"Records by {key}."
+
+
 def describe(node: Stream) -> str:
     """Returns a description of a row, its key, its time and its history retention."""
     key = ", ".join(f"`{k}`" for k in node.key)
@@ -408,7 +425,7 @@ def describe(node: Stream) -> str:
         said = f"{said} Its time, `{TIMESTAMP}`, is `{node.timestamp}`."
     page = _page(node)
     link = None if page is None else f"[Explore its keys and rows]({page})"
-    return "\n\n".join(part for part in (node.description, said, link) if part)
+    return said if link is None else f"{said}\n\n{link}"
 
 
 def run_metadata(

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.decorators import partitions_of
-from vt_dagster.orchestration.metadata import definition_metadata, describe
+from vt_dagster.orchestration.metadata import definition_metadata, summary
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.options import definition_of
@@ -65,7 +65,7 @@ class TopologyTranslator:
             deps=list(
                 dict.fromkeys([*(dg.AssetKey(up.path) for up in node.inputs), *_delivering(node)])
             ),
-            description=describe(node),
+            description=summary(node),
             group_name=node.group,
             owners=list(node.owners) or None,
             kinds={"spark", "deltalake", kind},
