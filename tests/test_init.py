@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner, Result
@@ -149,6 +150,14 @@ def test_a_list_of_its_definitions_has_short_lines(here: Path) -> None:
     assert len(rows) >= 10
     assert {len(row) for row in rows} == {1}
     assert len(done.stdout.splitlines()) < 80
+
+
+def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> None:
+    """No form of Dagster's covers it."""
+    assert init("corner_shop").exit_code == 0
+    with dg.DagsterInstance.from_config(str(here / "corner_shop")) as instance:
+        assert not instance.telemetry_enabled
+        assert not instance.nux_enabled
 
 
 @pytest.mark.jvm
