@@ -103,7 +103,7 @@ def fresh_instance() -> Iterator[dg.DagsterInstance]:
         yield instance
 
 
-def land(started: float, months: tuple[int, ...], late: LateWeather) -> None:
+def land(started: float, months: Sequence[int], late: LateWeather) -> None:
     """Delivers months into the landing directory."""
     landed = write_landing(LANDING, months, late)
     rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)

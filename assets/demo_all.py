@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pyspark.sql import Row
@@ -25,13 +26,18 @@ LATE = LateWeather("JFK", "2013-08-08", "2013-08-15", month=8, lands=9)
 """A week whose weather lands before the third run, after its flights were joined."""
 
 
-def run() -> None:
-    """Starts empty, runs the main job three times, and shows the results."""
+def run(landings: Sequence[Sequence[int]] = LANDINGS, late: LateWeather = LATE) -> None:
+    """Starts empty, runs the main job once for each landing, and shows the results.
+
+    Args:
+        landings: the months that land before each run, from January 2013 on, without gaps.
+        late: what lands later than its month.
+    """
     started = time.monotonic()
     with fresh_instance() as instance:
-        for number, months in enumerate(LANDINGS, 1):
-            say(started, f"run {number} of {len(LANDINGS)}: months {months[0]} to {months[-1]} land")
-            land(started, months, LATE)
+        for number, months in enumerate(landings, 1):
+            say(started, f"run {number} of {len(landings)}: months {months[0]} to {months[-1]} land")
+            land(started, months, late)
             materialize(started, instance)
     _summary()
     _explain_late_record()
@@ -39,7 +45,7 @@ def run() -> None:
     _hours()
     _bad_weather()
     _board()
-    corrections.late_weather(LATE, totals_of("flights_corrected")["corrections_too_late"], plain)
+    corrections.late_weather(late, totals_of("flights_corrected")["corrections_too_late"], plain)
     answers.what_else(plain)
     corrections.forgotten_aircraft(plain)
     say(started, "done")

@@ -1,4 +1,5 @@
-"""``vt-dagster demo --all`` on the whole year: every result is that of an independent way."""
+"""``vt-dagster demo --all``: every result is that of an independent way. Of a
+winter; in ``make endurance`` of the whole year, which repeats it with more rows and one more run."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
+from assets import demo as demo_of_winter
+from assets import demo_all
 from assets.corrections import FORGOTTEN
-from assets.demo_all import LATE
+from assets.landing import DELIVERIES, LateWeather
 from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
 from vt_dagster import lateness, read
@@ -32,15 +36,86 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[1]
-FLIGHTS = 336_776
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the year, and what is known of it.
+
+    Args:
+        runs: what runs it, after ``python``, and how many ``landings`` it has.
+        flights: how many there are; ``unnamed`` of them without an aircraft, ``forgotten`` with the one
+            that is forgotten.
+        late: what lands late; ``corrected`` flights take off before it does.
+        aircraft: how many there are; ``moved`` of them change hands, ``sold`` as the demo tells.
+        too_late: how many flights are known only when their hour has closed.
+        observed: an hour with weather; ``last`` the last day with any.
+    """
+
+    runs: tuple[str, ...]
+    landings: int
+    flights: int
+    unnamed: int
+    forgotten: int
+    late: LateWeather
+    corrected: int
+    aircraft: int
+    moved: int
+    sold: str
+    too_late: int
+    observed: str
+    last: str
+
+
+WINTER = Part(
+    runs=("-c", "from assets import demo, demo_all; demo_all.run(demo.LANDINGS, demo.LATE)"),
+    landings=len(demo_of_winter.LANDINGS),
+    flights=80_513,
+    unnamed=841,
+    forgotten=13,
+    late=demo_of_winter.LATE,
+    corrected=2_043,
+    aircraft=3_573,
+    moved=2,
+    sold=r"2 aircraft from Endeavor Air Inc\. .* to ExpressJet Airlines Inc\.",
+    too_late=42,
+    observed="2013-03-05 12:00:00",
+    last="2013-03-31",
+)
+YEAR = Part(
+    runs=("-m", "vt_dagster.cli", "demo", "--all"),
+    landings=len(demo_all.LANDINGS),
+    flights=336_776,
+    unnamed=2_512,
+    forgotten=54,
+    late=demo_all.LATE,
+    corrected=2_275,
+    aircraft=4_043,
+    moved=17,
+    sold=r"9 aircraft from AirTran Airways Corporation .* to Delta Air Lines Inc\.",
+    too_late=213,
+    observed="2013-11-05 12:00:00",
+    last="2013-12-30",
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(WINTER, id="winter"),
+        pytest.param(YEAR, id="year", marks=pytest.mark.endurance),
+    ],
+)
+def part(request: pytest.FixtureRequest) -> Part:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def demo(part: Part, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory that the demo filled, and what it printed."""
     data = tmp_path_factory.mktemp("demo")
     run = subprocess.run(
-        [sys.executable, "-m", "vt_dagster.cli", "demo", "--all"],
+        [sys.executable, *part.runs],
         cwd=REPOSITORY,
         env={**os.environ, "VT_DAGSTER_DATA": str(data), "COLUMNS": "120"},
         capture_output=True,
@@ -49,6 +124,15 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return data, run.stdout
+
+
+def test_the_command_takes_the_whole_year(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(demo_all, "run", lambda *given: taken.append(given))
+    assert CliRunner().invoke(app, ["demo", "--all"]).exit_code == 0
+    assert taken == [()]
+    months = [month for landing in demo_all.LANDINGS for month in landing]
+    assert months == list(DELIVERIES["flights"])
 
 
 def _table(data: Path, asset: str, table: str) -> pd.DataFrame:
@@ -97,17 +181,19 @@ def joined(demo: tuple[Path, str]) -> pd.DataFrame:
     return _table(demo[0], "flights_with_weather", "log")
 
 
-def test_every_flight_is_in_the_log_exactly_once(demo: tuple[Path, str]) -> None:
+def test_every_flight_is_in_the_log_exactly_once(part: Part, demo: tuple[Path, str]) -> None:
     flights = _table(demo[0], "flights", "log")
-    assert len(flights) == FLIGHTS
-    assert sorted(flights["offset"]) == list(range(FLIGHTS))
+    assert len(flights) == part.flights
+    assert sorted(flights["offset"]) == list(range(part.flights))
     identity = ["time_hour", "minute", "carrier", "flight", "origin"]
     assert not flights.duplicated(identity).any()
 
 
-def test_flights_are_joined_once_or_wait(demo: tuple[Path, str], joined: pd.DataFrame) -> None:
+def test_flights_are_joined_once_or_wait(
+    part: Part, demo: tuple[Path, str], joined: pd.DataFrame
+) -> None:
     waiting = _number(demo[1], r"waiting in the grace buffer\D+([\d,]+)")
-    assert len(joined) + waiting == FLIGHTS
+    assert len(joined) + waiting == part.flights
     assert 0 < waiting < 1000
     assert sorted(joined["offset"]) == list(range(len(joined)))
     newest = _utc(_table(demo[0], "flights", "log")["timestamp"]).max()
@@ -115,12 +201,12 @@ def test_flights_are_joined_once_or_wait(demo: tuple[Path, str], joined: pd.Data
 
 
 def test_every_joined_value_is_what_an_independent_join_gives(
-    demo: tuple[Path, str], joined: pd.DataFrame
+    part: Part, demo: tuple[Path, str], joined: pd.DataFrame
 ) -> None:
     # What came after the flights of its time were joined was not there for them.
     weather = _table(demo[0], "weather", "log")
     flights = joined.drop(columns=[*WEATHER_VALUES, "weather_from"])
-    expected = as_of_join(flights, weather.loc[~_late(weather)])
+    expected = as_of_join(flights, weather.loc[~_late(part, weather)])
     order = ["carrier", "flight", "origin", "timestamp"]
     ours = joined.sort_values(order, ignore_index=True)
     theirs = expected.sort_values(order, ignore_index=True)
@@ -134,14 +220,14 @@ def test_every_joined_value_is_what_an_independent_join_gives(
     assert matched.notna().all()
 
 
-def _late(weather: pd.DataFrame) -> pd.Series:
+def _late(part: Part, weather: pd.DataFrame) -> pd.Series:
     hours = _utc(weather["time_hour"])
-    within = (hours >= _utc(LATE.start)) & (hours < _utc(LATE.end))
-    return within & (weather["origin"] == LATE.origin)
+    within = (hours >= _utc(part.late.start)) & (hours < _utc(part.late.end))
+    return within & (weather["origin"] == part.late.origin)
 
 
 def test_weather_that_comes_late_corrects_the_flights_of_its_time(
-    demo: tuple[Path, str], joined: pd.DataFrame, landed: dict[str, pd.DataFrame]
+    part: Part, demo: tuple[Path, str], joined: pd.DataFrame, landed: dict[str, pd.DataFrame]
 ) -> None:
     """The corrected join ends as DuckDB's of everything; what that changes was corrected, no more."""
     key, values = ["carrier", "flight", "time_hour"], ["temp", "wind_speed", "visib"]
@@ -155,7 +241,7 @@ def test_weather_that_comes_late_corrects_the_flights_of_its_time(
         .set_index(key)
         .loc[ours.index]
         .rename(columns={"valid_from": "weather_from"})
-        for some in (weather.loc[~_late(weather)], weather)
+        for some in (weather.loc[~_late(part, weather)], weather)
     )
     for column in values:
         pd.testing.assert_series_equal(
@@ -164,18 +250,18 @@ def test_weather_that_comes_late_corrects_the_flights_of_its_time(
     assert (_utc(ours["weather_from"]) == all_of_it["weather_from"]).all()
     changed = in_time["weather_from"] != all_of_it["weather_from"]
     assert ((ours["revision"] == 1) == changed).all()
-    assert changed.sum() == 2_275
+    assert changed.sum() == part.corrected
     assert _number(demo[1], r"([\d,]+) flights were corrected, 0 were too old") == changed.sum()
     assert re.search(r"\b0 of [\d,]+ rows of flights_corrected", demo[1])
     assert _number(demo[1], r"([\d,]+) of [\d,]+ rows of flights_with_weather") == changed.sum()
     late = _table(demo[0], "weather", "log")
-    offsets = late.loc[_late(late), "offset"]
+    offsets = late.loc[_late(part, late), "offset"]
     causes = rows.loc[rows["revision"] == 1, "cause"].map(lambda cause: cause["offset"])
     assert set(causes) <= set(offsets)
 
 
 def test_what_was_known_of_a_flight_before_its_weather_came(
-    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+    part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     asked = re.search(r"get flights_corrected (--key .+) --as-known-at (\S+)\n", demo[1])
     assert asked is not None
@@ -186,9 +272,9 @@ def test_what_was_known_of_a_flight_before_its_weather_came(
     told: list[Any] = []
     for at, late in ((asked[2], False), (None, True)):
         weather = landed["weather"]
-        (expected,) = as_of_join(about, weather if late else weather.loc[~_late(weather)]).to_dict(
-            "records"
-        )
+        (expected,) = as_of_join(
+            about, weather if late else weather.loc[~_late(part, weather)]
+        ).to_dict("records")
         (row,) = read(
             "flights_corrected", warehouse=warehouse, key=(carrier, flight, hour), as_known_at=at
         ).to_pylist()
@@ -203,12 +289,12 @@ def test_what_was_known_of_a_flight_before_its_weather_came(
     assert lines == [(str(told[0]), "0"), (str(told[1]), "1")]
 
 
-def test_an_aircraft_is_forgotten(demo: tuple[Path, str]) -> None:
+def test_an_aircraft_is_forgotten(part: Part, demo: tuple[Path, str]) -> None:
     """Where it is the key: in log and view of its table, and of what is made of it."""
     for asset in ("aircraft", "fleet", "airline_fleet"):
         for table in ("log", "view"):
             rows = _table(demo[0], asset, table)
-            assert len(rows) > 4_000
+            assert len(rows) >= part.aircraft - 1
             assert not (rows["tailnum"] == FORGOTTEN).any()
     (path,) = (demo[0] / "warehouse" / "erased.certificates").iterdir()
     assert str(path) in demo[1]
@@ -229,11 +315,12 @@ def landed(demo: tuple[Path, str]) -> dict[str, pd.DataFrame]:
 
 
 def test_an_aircraft_is_what_it_was_at_every_time(
-    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+    part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """Table-table join and foreign-key join: every version is that of a SQL join."""
     expected = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
-    assert (expected["valid_to"].notna().sum(), len(expected)) == (17, 4_060)
+    assert expected["valid_to"].notna().sum() == part.moved
+    assert len(expected) == part.aircraft + part.moved
     expected = expected[expected["tailnum"] != FORGOTTEN]
     order = ["tailnum", "valid_from"]
     _assert_same(_view(demo[0], "airline_fleet"), expected, order)
@@ -241,7 +328,7 @@ def test_an_aircraft_is_what_it_was_at_every_time(
 
 
 def test_no_flight_contradicts_the_fleet(
-    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+    part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """As of its departure, the carrier of every flight's aircraft is the flight's own."""
     flights = landed["flights"].query("tailnum != @FORGOTTEN")
@@ -255,27 +342,27 @@ def test_no_flight_contradicts_the_fleet(
         flights=flights[["tailnum", "carrier", "timestamp"]],
         fleet=_view(demo[0], "fleet"),
     )
-    assert len(carriers) == FLIGHTS - 2_512 - 54
+    assert len(carriers) == part.flights - part.unnamed - part.forgotten
     assert (carriers["flown"] == carriers["said"]).all()
 
 
 def test_fleet_sizes_are_those_of_the_newest_records(
-    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+    part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     versions = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
     newest = versions[versions["valid_to"].isna()]
     expected = newest.groupby("airline", as_index=False).agg(
         aircraft=("tailnum", "size"), seats=("seats", "sum")
     )
-    assert expected["aircraft"].sum() == 4_043
+    assert expected["aircraft"].sum() == part.aircraft
     _assert_same(_view(demo[0], "fleet_sizes"), expected, ["airline"])
 
 
 def test_every_hour_is_told_once_when_it_has_closed(
-    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+    part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     every, late = reference.hours(landed["flights"], pd.Timedelta(hours=12))
-    assert late == 213
+    assert late == part.too_late
     assert _number(demo[1], r"([\d,]+) flights were known only when") == late
     order = ["origin", "window_start"]
     _assert_same(_view(demo[0], "departures_so_far"), every.drop(columns="closed"), order)
@@ -336,7 +423,7 @@ def _in_order(data: Path, asset: str) -> pd.DataFrame:
     return _table(data, asset, "log").sort_values("offset", ignore_index=True)
 
 
-def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
+def test_it_tells_what_happened(part: Part, demo: tuple[Path, str]) -> None:
     text = demo[1]
     for line in (
         "flights in",
@@ -348,12 +435,12 @@ def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
         "quarantined",
     ):
         assert line in text
-    assert re.search(r"flights in\D+336,776", text)
+    assert re.search(rf"flights in\D+{part.flights:,}\b", text)
     assert re.search(r"lost\D+0\b", text)
-    assert text.count("materializing") >= 3
+    assert text.count("materializing") >= part.landings
     assert (
         len(re.findall(r"^\[ *[\d.]+ s\]   flights_with_weather: [\d,]+ in [+=] ", text, re.MULTILINE))
-        == 3
+        == part.landings
     )
     for title in (
         "A late record, explained",
@@ -370,23 +457,24 @@ def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
         "An aircraft that is forgotten",
     ):
         assert title in text
-    assert re.search(r"9 aircraft from AirTran Airways Corporation .* to Delta Air Lines Inc.", text)
+    assert re.search(part.sold, text)
     assert str(demo[0] / "warehouse") in text
     assert "make ui" in text
 
 
-def test_the_command_line_looks_into_its_tables(demo: tuple[Path, str], spark: SparkSession) -> None:
+def test_the_command_line_looks_into_its_tables(
+    part: Part, demo: tuple[Path, str], spark: SparkSession
+) -> None:
     about = {"VT_DAGSTER_WAREHOUSE": str(demo[0] / "warehouse"), "COLUMNS": "200"}
-    found = CliRunner().invoke(
-        app, ["get", "weather", "--key", "JFK", "--as-of", "2013-11-05T12:30:00Z"], env=about
-    )
+    half_past = f"{part.observed[:13].replace(' ', 'T')}:30:00Z"
+    found = CliRunner().invoke(app, ["get", "weather", "--key", "JFK", "--as-of", half_past], env=about)
     assert found.exit_code == 0, found.output
-    assert re.search(r"valid_from +2013-11-05 12:00:00", found.stdout)
+    assert re.search(rf"valid_from +{part.observed}", found.stdout)
     timeline = CliRunner().invoke(
         app, ["history", "weather", "--key", "JFK", "--limit", "3"], env=about
     )
     assert timeline.exit_code == 0, timeline.output
-    assert timeline.stdout.count("2013-12-30") >= 5
+    assert timeline.stdout.count(part.last) >= 5
     assert "now" in timeline.stdout
     nothing = CliRunner().invoke(app, ["get", "weather", "--key", "SFO"], env=about)
     assert nothing.exit_code == 1
@@ -403,7 +491,9 @@ def test_the_command_line_looks_into_its_tables(demo: tuple[Path, str], spark: S
     assert wrong.stderr.startswith("error: expected one of ['aircraft', 'airline_fleet',")
 
 
-def test_lateness_has_the_numbers_of_the_runs(demo: tuple[Path, str], joined: pd.DataFrame) -> None:
+def test_lateness_has_the_numbers_of_the_runs(
+    part: Part, demo: tuple[Path, str], joined: pd.DataFrame
+) -> None:
     """Of the grace that each asset has run with; from the shell in 15 seconds of this machine."""
     before = os.times()
     told = subprocess.run(
@@ -422,8 +512,8 @@ def test_lateness_has_the_numbers_of_the_runs(demo: tuple[Path, str], joined: pd
     choices = {one["length"]: one for one in json.loads(told.stdout)["choices"]}
     declared = choices[timedelta(hours=6).total_seconds()]
     assert declared["declared"]
-    assert declared["of"] == FLIGHTS
-    assert declared["waiting"] == FLIGHTS - len(joined)
+    assert declared["of"] == part.flights
+    assert declared["waiting"] == part.flights - len(joined)
     assert declared["late"] == joined["is_late"].sum() > 0
     # As pandas finds, which joins the weather that came late too.
     assert declared["wrong"] == _number(demo[1], r"([\d,]+) of [\d,]+ rows of flights_with_weather")
