@@ -98,7 +98,7 @@ def told(driver: TopologyTestDriver, name: str) -> dict[str, Any]:
 @pytest.mark.slow
 @careful
 @given(
-    blocks=st.lists(st.tuples(of_each_case, of_each_case, cuts, cuts), min_size=2, max_size=3),
+    blocks=st.lists(st.tuples(of_each_case, of_each_case, cuts, cuts), min_size=2, max_size=2),
 )
 def test_runs_end_as_one_run(spark: SparkSession, blocks: list[Any]) -> None:
     whole, split, finer = (TopologyTestDriver(*joins(), spark=spark) for _ in range(3))

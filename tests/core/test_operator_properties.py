@@ -24,6 +24,7 @@ from tests.core.test_split_invariance import (
     careful,
     cuts,
     durations,
+    each_case,
     heads,
     ms,
     placed,
@@ -45,7 +46,7 @@ record = st.fixed_dictionaries(
         "timestamp": st.integers(0, 40),
     }
 )
-of_each_case = st.lists(st.lists(record, max_size=8), min_size=PARTITIONS, max_size=PARTITIONS)
+of_each_case = each_case(st.lists(record, max_size=8))
 positive = st.lists(st.integers(1, 15), min_size=PARTITIONS, max_size=PARTITIONS)
 
 HEAD = "cast(nullif(substring_index(value, '|', 1), value) as string)"
