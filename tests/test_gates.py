@@ -284,7 +284,12 @@ BAD = (4, 5, 5, 4, 5, 6, 6, 5, "z", "x", "acb", "cab", "cab", "abc", "abcd", "y"
 
 
 @pytest.mark.parametrize(
-    "rows", [[GOOD, GOOD], [BAD, BAD], [GOOD, BAD]], ids=["good", "bad", "one bad"]
+    "rows",
+    [
+        pytest.param([GOOD, GOOD], id="good"),
+        pytest.param([GOOD, BAD], id="one bad"),
+        pytest.param([BAD, BAD], id="bad", marks=pytest.mark.endurance),
+    ],
 )
 def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
     table = Table("everything", key="present", schema=Everything, timestamp="timestamp '2026-01-01'")

@@ -355,6 +355,7 @@ def test_a_jar_that_was_put_beside_the_others_is_not_taken(repository: Repositor
     assert repository.asked == 2
 
 
+@pytest.mark.endurance  # it reads the jars of all series, which change with SERIES alone
 @pytest.mark.network
 def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(jars.JARS_ENV, raising=False)
