@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -20,16 +21,27 @@ from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windows import TumblingWindow
 
+SEGMENT_ROWS = 6
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+    """Rates after two runs in order, in segments of a few versions."""
+    topology = Topology(tmp_path_factory.mktemp("two"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
+        topology.land("rates", "1.jsonl", [("a", i, i / 10) for i in range(20)])
+        run(topology, topology.rates, spark)
+        topology.land("rates", "2.jsonl", [("b", 1, 2.5), ("b", 2, 2.6)])
+        run(topology, topology.rates, spark)
+    return topology.root
+
 
 @pytest.fixture
-def three(tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Topology:
-    """Rates after two runs in order, in segments of a few versions; a third one has landed."""
-    monkeypatch.setattr(view, "SEGMENT_ROWS", 6)
-    topology = Topology(tmp_path)
-    topology.land("rates", "1.jsonl", [("a", i, i / 10) for i in range(20)])
-    run(topology, topology.rates, spark)
-    topology.land("rates", "2.jsonl", [("b", 1, 2.5), ("b", 2, 2.6)])
-    run(topology, topology.rates, spark)
+def three(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
+    """The same, where a third one has landed."""
+    monkeypatch.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
+    topology = Topology(Path(shutil.copytree(two, tmp_path / "copy")))
     topology.land("rates", "3.jsonl", [("a", 1, 2.7), ("c", 2, 2.8)])
     return topology
 
