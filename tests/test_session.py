@@ -123,6 +123,31 @@ def test_wrong_address_or_zone(arguments: str, says: str):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("level", [{}, {"SPARK_CONNECT_LOG_LEVEL": "ERROR"}])
+def test_what_connects_client_logs_is_not_printed(level: dict[str, str]):
+    """Dagster enables that log, which PySpark disables, in each run of an instance with settings."""
+    done = run(
+        """
+        import dagster as dg
+        from pyspark.sql.connect.logging import logger
+        from vt_dagster.spark.session import silence_connect
+
+        @dg.asset
+        def mine():
+            logger.error("refused: asked for")
+
+        silence_connect()
+        quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+        settings = {"telemetry": {"enabled": False}}
+        with dg.DagsterInstance.local_temp(".", overrides=settings) as instance:
+            dg.materialize([mine], instance=instance, run_config=quiet)
+        """,
+        **level,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("refused: asked for" in done.stderr) == bool(level)
+
+
 class Unavailable(grpc.RpcError):
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE

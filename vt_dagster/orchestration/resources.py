@@ -24,6 +24,7 @@ from vt_dagster.spark.session import (
     connect_settings,
     lacking,
     session_settings,
+    silence_connect,
 )
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.catalog import require_catalog
@@ -164,6 +165,7 @@ def session_of(spark: PySpark) -> Any:
             "only at the start of Spark: the first session of a process sets them."
         )
     if not isinstance(spark, SparkResource) and session not in _warned:
+        silence_connect()
         _warned.add(session)
         _tell(session, "", started, f" of {kind}")
     return session

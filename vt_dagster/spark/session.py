@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -305,11 +306,23 @@ def _connect(
         )
     _check_reachable(remote, default_port=_CONNECT_PORT)
     check_connect(remote)
+    silence_connect()
     # Windows over whole tables are intended; a classic session has this warning in its log only.
     warnings.filterwarnings("ignore", "WARN WindowExpression: No Partition", UserWarning)
     session = create(connect_settings(app_name, remote, conf))
     _retry_while_it_runs(session, remote)
     return session
+
+
+def silence_connect() -> None:
+    """Keeps Spark Connect's client from logging each refused call, also one whose refusal is an answer.
+
+    PySpark disables that logger, unless SPARK_CONNECT_LOG_LEVEL is set. Dagster enables it again in
+    each run, if its instance has settings: ``logging.config.dictConfig`` for the handlers of
+    ``python_logs`` enables all loggers. It leaves their levels.
+    """
+    if "SPARK_CONNECT_LOG_LEVEL" not in os.environ:
+        logging.getLogger("pyspark.sql.connect.logging").setLevel(logging.CRITICAL + 1)
 
 
 def _retry_while_it_runs(session: SparkSession, remote: str) -> None:
