@@ -34,7 +34,7 @@ from vt_dagster.orchestration.metadata import KINDS, steps_of
 from vt_dagster.runs.pin import Store
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.testing.memory_store import MemoryStore
+from vt_dagster.testing.driver import MemoryStore
 from vt_dagster.topology.model import Stream
 
 HOUR = timedelta(hours=1)
