@@ -241,7 +241,10 @@ class _Group:
     def run(self, results: Mapping[Scenario, ScenarioOutcome]) -> None:
         outputs = {self._node(e, e.output): e for e in self.layouts}
         for step in range(max(map(len, self.cuts))):
-            cuts = {n: runs[step] for n, runs in enumerate(self.cuts) if step < len(runs)}
+            left = {n: runs for n, runs in enumerate(self.cuts) if n not in self.failed_at}
+            cuts = {n: runs[step] for n, runs in left.items() if step < len(runs)}
+            if not cuts:
+                break
             self._step(cuts)
             for name in outputs:
                 for number, rows in by_scenario(self.driver.read(name)).items():
