@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from itertools import chain
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from pyspark.sql import SparkSession
+from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core import as_of_join
 from vt_dagster.core.as_of_join import JoinStrategy, Tiles, with_answers
 from vt_dagster.runs import run
 from vt_dagster.runs.run import tiles_of
+from vt_dagster.spark.settings import settings as settings_of
 from vt_dagster.topology.operators.stream_table_join import At
 
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 START = datetime(1969, 12, 31, 23, 59, 59, 999_900, tzinfo=timezone.utc)
 """Times are on both sides of 1970, where epoch microseconds change their sign."""
 
@@ -37,27 +40,59 @@ histories = st.dictionaries(
 rows_of_a_run = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c", "d", None]), moments), min_size=1, max_size=80
 )
-
-
-@settings(
-    max_examples=4,
+CASES = 6
+"""In one example, since a join costs the same for few rows; each has keys and a horizon of its own."""
+cases_of_joins = st.lists(
+    st.tuples(histories, rows_of_a_run, moments, st.integers(1, 5)), min_size=CASES, max_size=CASES
+).filter(lambda cases: sum(len(rows) for _, rows, *_ in cases) > 10 * CASES)  # not the simplest ones
+Looks = tuple[dict[str, list[int]], list[tuple[str | None, int]], int, int]
+Version = tuple[str, int, datetime, datetime | None, bool, int]
+one_example = settings(
+    max_examples=1,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(histories, rows_of_a_run, moments)
-def test_every_way_finds_the_same(
-    spark: SparkSession,
-    table: dict[str, list[int]],
-    looked_up: list[tuple[str | None, int]],
-    horizon: int,
-) -> None:
-    stored: list[tuple[str, int, datetime, datetime | None, bool, int]] = []
-    for key, times in table.items():
-        for n, (begin, end) in enumerate(zip(sorted(times), [*sorted(times)[1:], None], strict=True)):
-            ends = None if end is None else at(end)
-            stored.append((key, 0, at(begin), ends, n % 5 == 4, n))
-    versions = spark.createDataFrame(stored, VERSIONS)
-    left = spark.createDataFrame([(k, at(t), i) for i, (k, t) in enumerate(looked_up)], ROWS)
+
+
+def key_of(case: int, key: str | None) -> str | None:
+    return None if key is None else f"{key}{case}"
+
+
+def versions_of(cases: list[Looks]) -> dict[str, list[Version]]:
+    """By key; keys begin and end with tombstones, too. The case is the partition."""
+    found: dict[str, list[Version]] = {}
+    for case, (table, _, _, deleted) in enumerate(cases):
+        for key, times in table.items():
+            starts = [*map(at, sorted(times))]
+            name = f"{key}{case}"
+            found[name] = [
+                (name, case, begin, end, n % 6 < deleted, n)
+                for n, (begin, end) in enumerate(zip(starts, [*starts[1:], None], strict=True))
+            ]
+    return found
+
+
+def horizon_of(cases: list[Looks]) -> Column:
+    """Of each partition."""
+    every = (
+        (F.lit(i), F.timestamp_micros(F.lit((at(horizon) - EPOCH) // timedelta(microseconds=1))))
+        for i, (*_, horizon, _) in enumerate(cases)
+    )
+    return F.element_at(F.create_map(*chain(*every)), F.col("partition"))
+
+
+def rows_of(cases: list[Looks]) -> list[tuple[int, str | None, int]]:
+    """The case, key and time of each record."""
+    return [(i, key_of(i, key), t) for i, (_, rows, *_) in enumerate(cases) for key, t in rows]
+
+
+@one_example
+@given(cases_of_joins)
+def test_every_way_finds_the_same(spark: SparkSession, cases: list[Looks]) -> None:
+    looked_up = rows_of(cases)
+    versions = spark.createDataFrame([*chain(*versions_of(cases).values())], VERSIONS)
+    left = spark.createDataFrame([(k, at(t), i) for i, (_, k, t) in enumerate(looked_up)], ROWS)
     first, last = left.agg(
         F.min(F.unix_micros("timestamp")), F.max(F.unix_micros("timestamp"))
     ).collect()[0]
@@ -68,7 +103,7 @@ def test_every_way_finds_the_same(
             versions,
             left_key=KEY,
             right_key=KEY,
-            horizon=F.timestamp_micros(F.lit((at(horizon) - at(0)) // timedelta(microseconds=1) - 100)),
+            horizon=horizon_of(cases),
             name="found",
             strategy=strategy,
         )
@@ -84,7 +119,8 @@ def test_every_way_finds_the_same(
         assert found(tiles) == expected
 
 
-Version = tuple[str, int, datetime, datetime | None, bool, int]
+INTERPRETED = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
+"""For a test of many plans, each of few rows: to generate code of each takes longest."""
 LOOKS: dict[str, tuple[At, bool]] = {
     "at or after": ("at_or_after", False),
     "after": ("after", False),
@@ -109,55 +145,39 @@ def matching(versions: list[Version], moment: datetime, horizon: datetime, look:
     return min(near, key=lambda v: abs(v[2] - moment))[5] if near else None
 
 
-@settings(
-    max_examples=3,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(histories, rows_of_a_run, moments, st.integers(1, 5))
-def test_versions_that_start_after_a_record(
-    spark: SparkSession,
-    table: dict[str, list[int]],
-    looked_up: list[tuple[str | None, int]],
-    horizon: int,
-    deleted: int,
-) -> None:
-    """Each way against the rule; keys begin and end with tombstones, too."""
-    of_key: dict[str | None, list[Version]] = {}
-    for key, times in table.items():
-        ends = [*(at(moment) for moment in sorted(times)[1:]), None]
-        of_key[key] = [
-            (key, 0, at(begin), end, n % 6 < deleted, n)
-            for n, (begin, end) in enumerate(zip(sorted(times), ends, strict=True))
-        ]
-    versions = spark.createDataFrame([v for some in of_key.values() for v in some], VERSIONS)
-    left = spark.createDataFrame([(k, at(t), i) for i, (k, t) in enumerate(looked_up)], ROWS)
+@one_example
+@given(cases_of_joins)
+def test_versions_that_start_after_a_record(spark: SparkSession, cases: list[Looks]) -> None:
+    """Each way against the rule."""
+    of_key: dict[str | None, list[Version]] = {**versions_of(cases)}
+    looked_up = rows_of(cases)
+    versions = spark.createDataFrame([*chain(*of_key.values())], VERSIONS)
+    left = spark.createDataFrame([(k, at(t), i) for i, (_, k, t) in enumerate(looked_up)], ROWS)
     first, last = left.agg(
         F.min(F.unix_micros("timestamp")), F.max(F.unix_micros("timestamp"))
     ).collect()[0]
-    ends_at = F.timestamp_micros(F.lit((at(horizon) - at(0)) // timedelta(microseconds=1) - 100))
-    for look, (asked, opened) in LOOKS.items():
-        about = with_answers(versions, key=KEY, horizon=ends_at, at=asked, first=opened)
-        expected = [
-            matching(of_key.get(k, []), at(t), at(horizon), look) if k is not None else None
-            for k, t in looked_up
-        ]
-        tiles, _ = tiles_of(about, key=KEY, first=first, last=last, crowd=0)
-        for strategy in ("sorted", "broadcast", tiles):
-            joined = as_of_join.as_of_join(
-                left,
-                about,
-                left_key=KEY,
-                right_key=KEY,
-                horizon=F.lit(None).cast("timestamp") if opened else ends_at,
-                name="found",
-                strategy=strategy,  # type: ignore[arg-type]
-            )
-            rows = sorted(joined.select("i", "found.n", as_of_join.FOUND).collect())
-            assert [(row.n, row._found) for row in rows] == [(n, n is not None) for n in expected], (
-                look,
-                strategy,
-            )
+    ends_at = horizon_of(cases)
+    with settings_of(spark, INTERPRETED):
+        for look, (asked, opened) in LOOKS.items():
+            about = with_answers(versions, key=KEY, horizon=ends_at, at=asked, first=opened)
+            expected = [
+                matching(of_key.get(k, []), at(t), at(cases[case][2]), look) if k is not None else None
+                for case, k, t in looked_up
+            ]
+            tiles, _ = tiles_of(about, key=KEY, first=first, last=last, crowd=0)
+            for strategy in ("sorted", "broadcast", tiles):
+                joined = as_of_join.as_of_join(
+                    left,
+                    about,
+                    left_key=KEY,
+                    right_key=KEY,
+                    horizon=F.lit(None).cast("timestamp") if opened else ends_at,
+                    name="found",
+                    strategy=strategy,  # type: ignore[arg-type]
+                )
+                rows = sorted(joined.select("i", "found.n", as_of_join.FOUND).collect())
+                got = [(row.n, row._found) for row in rows]
+                assert got == [(n, n is not None) for n in expected], (look, strategy)
 
 
 def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
