@@ -1,4 +1,5 @@
-"""Every worked scenario through real assets, compared with what Kafka Streams emitted.
+"""Worked scenarios through real assets, compared with what Kafka Streams emitted: of each operator some
+for every change, and all of them when asked for.
 
 See ``tests/through_assets.py`` for how they run, and ``side_by_side`` for what is compared: what each
 run emits, in order, or as a set where results are held back; the final store; what was dropped, waits.
@@ -28,12 +29,14 @@ RANDOM = [
     "stream-table-join-1-12-1",  # left, grace 5, retention 20
     "stream-table-join-1-12-4",
 ]
-RUNS = 4
+FAILING = "kip328-shut-down-keys"
+"""A buffer that stops the run of its fourth record."""
+RUNS = 3
 """Of a scenario that needs more runs, only the records of these are taken for every change: its other
 ones run in memory (``test_conformance.py``), and here when asked for."""
-OF_EACH = 6
-"""So many scenarios of an operator and a group run for every change; the others in memory, and here
-when asked for."""
+OF_EACH = 2
+"""So many scenarios of an operator run for every change, in several runs; the others in memory, and
+here when asked for: a run of an asset takes seconds, and its operators are those of memory."""
 
 
 def chosen() -> list[Scenario]:
@@ -41,9 +44,21 @@ def chosen() -> list[Scenario]:
     return [*read_scenarios([SCENARIOS / "worked"]), *(s for s in drawn if s.name in RANDOM)]
 
 
+def cut(scenario: Scenario) -> list[range]:
+    """A scenario's runs: as few as keep its order. One that is a single run, of a single input, is cut
+    in two halves; the one that fails does so in its last run, after one that fills its buffer."""
+    runs = split_into_runs(layout(scenario), "run")
+    count = len(scenario.records)
+    if scenario.name == FAILING:
+        return [range(2), *(range(i, i + 1) for i in range(2, count))]
+    if len(runs) == 1 and count > 1 and len({r["input"] for r in scenario.records}) == 1:
+        return [range(count // 2), range(count // 2, count)]
+    return runs
+
+
 def beginning(scenario: Scenario) -> Scenario:
     """A scenario's first runs, if it has many; what is left at its end is then not known."""
-    runs = split_into_runs(layout(scenario), "run")
+    runs = cut(scenario)
     if len(runs) <= RUNS:
         return scenario
     end = runs[RUNS].start
@@ -61,7 +76,7 @@ def is_refused(scenario: Scenario) -> bool:
     return False
 
 
-STORE = "store"
+STORE, SEVERAL = "store", "several runs"
 ENDURING = "when asked for: "
 
 
@@ -69,22 +84,19 @@ def groups() -> dict[str, list[Scenario]]:
     """Scenarios that run together; those whose topology is refused are left out."""
     every = [s for s in chosen() if not is_refused(s)]
     others = [s for s in every if s.operator != "versioned_store"]
-    long = [s for s in others if runs_of(s) > RUNS and s.name not in RANDOM]
-    found = {STORE: [s for s in every if s.operator == "versioned_store"]}
-    for group in ThroughAssets.groups([beginning(s) for s in others]):
-        now = spread(group)
-        found[about_runs(group)] = now
-        found[ENDURING + about_runs(group)] = [s for s in group if s not in now]
-    return {**found, ENDURING + about_runs(long): long}
+    return {
+        STORE: [s for s in every if s.operator == "versioned_store"],
+        SEVERAL: [beginning(s) for s in telling(others)],
+        **{ENDURING + about_runs(group): group for group in ThroughAssets.groups(others)},
+    }
 
 
-def spread(group: list[Scenario]) -> list[Scenario]:
-    """Some of each operator, from the first to the last, and the random ones."""
-    found = []
-    for operator in {s.operator: None for s in group}:
-        of_it = [s for s in group if s.operator == operator]
-        places = {round(i * (len(of_it) - 1) / (OF_EACH - 1)) for i in range(OF_EACH)}
-        found += [s for place, s in enumerate(of_it) if place in places or s.name in RANDOM]
+def telling(scenarios: list[Scenario]) -> list[Scenario]:
+    """Those of each operator that emit most, the random ones, and one that fails."""
+    found = [s for s in scenarios if s.name in (*RANDOM, FAILING)]
+    for operator in {s.operator: None for s in scenarios}:
+        of_it = [s for s in scenarios if s.operator == operator and s not in found]
+        found += sorted(of_it, key=lambda s: -len(s.expected))[:OF_EACH]
     return found
 
 
@@ -102,10 +114,14 @@ def test_every_scenario_is_in_a_group() -> None:
     refused = [s for s in scenarios if is_refused(s)]
     assert refused == [s for s in scenarios if s.error is not None and s.error["at"] == "build"]
     assert len(refused) == 11, "scenarios whose topology is refused when it is built"
-    *short, long = GROUPS.values()
-    assert sum(map(len, short)) == 157 + len(RANDOM) - len(refused)
-    assert [len(group) for group in short] == [12, 45, 40, 29, 24]
-    assert len(long) == 11, "scenarios of which only the first runs are taken for every change"
+    enduring = [s for name, group in GROUPS.items() if name.startswith(ENDURING) for s in group]
+    assert len(GROUPS[STORE]) + len(enduring) == 157 + len(RANDOM) - len(refused)
+    assert [len(group) for group in GROUPS.values()] == [12, 23, 85, 41, 12]
+    (failing,) = (s for s in GROUPS[SEVERAL] if s.name == FAILING)
+    assert failing.error is not None
+    assert failing.error["trigger"] == cut(failing)[RUNS - 1].start
+    in_several = {s.operator for s in GROUPS[SEVERAL] if len(cut(s)) > 1}
+    assert in_several == {s.operator for s in enduring}, "each operator runs several times"
 
 
 @pytest.mark.slow
@@ -118,12 +134,16 @@ def test_assets_give_what_kafka_streams_gave(
     group: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_views_behind(monkeypatch)
-    kind = StoreThroughAssets if group == STORE else ThroughAssets
-    scenarios = kind(GROUPS[group], tmp_path, spark)
+    found = GROUPS[group]
+    scenarios = (
+        StoreThroughAssets(found, tmp_path, spark)
+        if group == STORE
+        else ThroughAssets(found, tmp_path, spark, [*map(cut, found)] if group == SEVERAL else None)
+    )
     scenarios.run()
-    found = scenarios.differences(COUNTS_BY_PARTITION)
-    assert [line for name, lines in found.items() if lines for line in (f"{name}:", *lines)] == []
-    assert len(found) == len(GROUPS[group])
+    differences = scenarios.differences(COUNTS_BY_PARTITION)
+    assert [line for name, lines in differences.items() if lines for line in (f"{name}:", *lines)] == []
+    assert len(differences) == len(found)
     nodes = scenarios.warehouse.nodes.values()
     for node in (n for n in nodes if n.operator is None and n.versioned):
         findings = audit(scenarios.warehouse.store(node.name))
