@@ -1,4 +1,5 @@
-"""Publishes a log and kills itself at a named point: ``ROOT SERVERS ORIGIN TARGET POINT``."""
+"""Publishes a log and kills itself at a named point: ``ROOT SERVERS ORIGIN TARGET POINT ADDRESS``,
+the last one that of a Spark Connect server."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from vt_dagster.storage import parquet
 
 
 def main() -> None:
-    root, servers, origin, target, point = sys.argv[1:]
+    root, servers, origin, target, point, address = sys.argv[1:]
     arm(parquet, "write", point.split(":")[0], lambda rows, path, **_: path.endswith("log"))
     cluster = Topics(servers).cluster
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, origin))
-    spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "2"})
+    spark = build_session("crash", remote=address)
     warehouse = f"{root}/warehouse"
     Publication(warehouse, "s_to_kafka", node, KafkaSink(cluster, target), spark).run()
     print("survived")

@@ -22,6 +22,7 @@ from confluent_kafka import Message, Producer
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructField, StructType
 
+from tests.conftest import ConnectServer
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
 from tests.market import materialized, messages, run, unchanged
@@ -42,7 +43,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
-    return Pipeline(tmp_path, spark)
+    """Without checks: what a source commits is checked by the tests of sources."""
+    return Pipeline(tmp_path, spark, checked=False)
 
 
 def publish(pipeline: Pipeline, node: Stream, sink: KafkaSink, **config: Any) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize("point", ["before:log", "after:log"])
 def test_killed_publication_repeats_nothing(
-    point: str, topics: Topics, broker: KafkaBroker, pipeline: Pipeline
+    point: str, topics: Topics, broker: KafkaBroker, pipeline: Pipeline, connect_server: ConnectServer
 ) -> None:
     origin, target = topics.create(partitions=2), topics.create(partitions=2)
     for partition in (0, 1):
@@ -114,6 +116,7 @@ def test_killed_publication_repeats_nothing(
         [
             *(sys.executable, "-m", "tests.kafka.sink_child"),
             *(str(pipeline.root), broker.bootstrap_servers, origin, target, point),
+            connect_server.address,
         ],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

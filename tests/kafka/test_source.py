@@ -19,6 +19,7 @@ from tests.kafka.topics import SCHEMA, Topics, record, records
 from vt_dagster import Stream, Table, TopologyError, VersionedTable
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import KafkaSource, Raw
+from vt_dagster.sources import kafka_cluster
 from vt_dagster.sources.kafka_source import HEADERS
 
 MOMENT = datetime(2024, 5, 1, 12, 0, tzinfo=timezone.utc)
@@ -269,7 +270,9 @@ def test_refused_when_definitions_load(change: dict[str, Any], said: str) -> Non
         Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, "t", **change))
 
 
-def test_no_such_topic_and_no_broker(topics: Topics, pipeline: Pipeline) -> None:
+def test_no_such_topic_and_no_broker(
+    topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = pipeline.source(topics, "nothing-here")
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=missing)
     assert "expected a topic 'nothing-here'" in pipeline.fails(node)
@@ -277,6 +280,8 @@ def test_no_such_topic_and_no_broker(topics: Topics, pipeline: Pipeline) -> None
     away = Stream(
         "s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(Topics.nowhere(), "t")
     )
-    assert "did not answer" in pipeline.tick(away)
+    with monkeypatch.context() as patched:
+        patched.setattr(kafka_cluster, "_SECONDS", 2.0)  # nobody answers, however long it waits
+        assert "did not answer" in pipeline.tick(away)
     with pytest.raises(SourceError, match="environment variable NO_SUCH_SERVERS"):
         KafkaSource(type(topics.cluster)(dg.EnvVar("NO_SUCH_SERVERS")), "t").pin(None)
