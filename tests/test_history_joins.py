@@ -203,7 +203,7 @@ def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: 
         name = chance.choice(("left", "right"))
         value = None if chance.random() < 0.25 else i
         rows.append((name, record(name, chance.choice("abcdef"), value, chance.randrange(40))))
-    cuts = chance.sample(range(1, len(rows)), 4)
+    cuts = chance.sample(range(1, len(rows)), 2)
     driver = TopologyTestDriver(*[joined(kind) for kind in KINDS], spark=spark)
     for taken in in_runs(rows, cuts):
         driver.run(taken)
