@@ -317,7 +317,7 @@ else:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 @pytest.mark.jvm
 def test_in_a_catalog_that_outlives_the_session(market: Market, tmp_path: Path) -> None:
     """A metastore of Hive in a directory: another process selects by name."""

@@ -209,6 +209,7 @@ defs = dg.Definitions.merge(
 """
 
 
+@pytest.mark.endurance  # test_executor.py has steps in processes, the tests above both kinds
 @pytest.mark.timeout(400)
 def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> None:
     """Both kinds, and an asset of the team's own, each in a process with a session of its own."""

@@ -529,6 +529,7 @@ def test_avro(spark: SparkSession) -> None:
     require(counts, 1400)
 
 
+@pytest.mark.endurance  # one reader converts its values and Avro's; test_formats.py has its messages
 def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(

@@ -280,6 +280,7 @@ def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) ->
     shot("narrow")
 
 
+@pytest.mark.endurance
 @pytest.mark.timeout(900)
 def test_materialize(page: Page, screenshots: Path) -> None:
     """A click launches a run of what has landed; it succeeds, and its log and numbers are there."""
