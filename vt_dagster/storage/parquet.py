@@ -72,7 +72,7 @@ _REFUSALS = (
 """Signs in error messages that a file system refuses writes."""
 ROWS_OF_A_FILE, ROWS_FOR_OTHERS = 250_000, 1_000_000
 """Rows per file: in logs and views, which are pruned by key and time; in tables read as a whole."""
-_TRIES = 20
+TRIES = 20
 """Number of attempts to commit beside concurrent commits."""
 _PROPERTIES: dict[str, str | None] = {
     "delta.checkpointInterval": "20",
@@ -192,15 +192,13 @@ def write(
     """
     app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
-        raise _conflict(asset, batch)
+        raise conflict(asset, batch)
     if after is not None:  # asked again before the commit: here, before anything is written
         _require_last(path, asset, last_of_ours(path), after)
     folder = f"{batch}-{uuid4().hex}"
     try:
         with writing(path):
-            _write_files(rows, posixpath.join(path, folder), parted)
-            require_seen(posixpath.join(path, folder), asset)
-            adds = _adds(path, folder)
+            adds = stage(rows, path, folder, asset, parted)
             if count is not None:
                 _require_count(asset, adds, count)
             about = CommitProperties(
@@ -214,7 +212,7 @@ def write(
             )
             columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
             columns = columns if like is None else noted(columns, like)
-            for _ in range(_TRIES):
+            for _ in range(TRIES):
                 table = open_table(path)
                 if _version_of(table, app) >= batch:
                     break
@@ -237,12 +235,23 @@ def write(
                 done = commit_of(path, batch, document["attempt"])
                 if done is not None:
                     return done
-        raise _conflict(asset, batch)
+        raise conflict(asset, batch)
     except BaseException:
         # If the commit exists, a later step failed (a checkpoint), and the table has these files.
         if commit_of(path, batch, document["attempt"]) is None:
-            _remove(posixpath.join(path, folder))
+            remove(posixpath.join(path, folder))
         raise
+
+
+def stage(rows: DataFrame, path: str, folder: str, asset: str, parted: bool = False) -> list[AddAction]:
+    """Writes rows to a folder below a table's directory, whose files belong to no table yet.
+
+    Raises:
+        StorageError: this process does not see the folder.
+    """
+    _write_files(rows, posixpath.join(path, folder), parted)
+    require_seen(posixpath.join(path, folder), asset)
+    return _adds(path, folder)
 
 
 def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
@@ -400,7 +409,8 @@ def _milliseconds(since_epoch: int) -> str | None:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _remove(folder: str) -> None:
+def remove(folder: str) -> None:
+    """Removes a folder of a run that did not commit."""
     fs, local = filesystem(folder)
     with contextlib.suppress(OSError):
         fs.rm(local, recursive=True)
@@ -440,7 +450,8 @@ def _require_last(path: str, asset: str, last: Committed | None, attempt: str) -
     )
 
 
-def _conflict(asset: str, batch: int) -> ConcurrentRunError:
+def conflict(asset: str, batch: int) -> ConcurrentRunError:
+    """Returns the error of a run that another one has overtaken."""
     return ConcurrentRunError(
         f"{asset}: expected to be the only run that writes batch {batch}, but another run committed "
         "at the same time and won; nothing of this run was written. Run again to process the remaining "
