@@ -42,6 +42,7 @@ DEMO = {("cli", "assets")}
 
 LATE_IMPORTS = {
     "vt_dagster.storage.arrow_reader": {"pyarrow": "its datasets take pandas with them, half a second"},
+    "vt_dagster.storage.iceberg": {"pyiceberg": "an extra"},
     "vt_dagster.runs.gate": {"pandera": "half a second, of no use to who has no contract"},
     "vt_dagster.orchestration.resources": {
         "dagster_pyspark": "0.2 s, of no use to a run without news",

@@ -31,11 +31,11 @@ from vt_dagster.runs import erase as erasure
 from vt_dagster.runs import replay as replays
 from vt_dagster.runs import restate as restatement
 from vt_dagster.runs import what_if as trial
+from vt_dagster.runs.export import last_export
 from vt_dagster.runs.plan import Planned
 from vt_dagster.runs.plan import plan as planned
 from vt_dagster.sources.kafka_cluster import as_offsets
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import delta
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, topological, with_settings
@@ -166,7 +166,10 @@ def erase(
         typer.Option(help="The module with the asset, all its consumers and exports as variables."),
     ] = None,
     export: Annotated[
-        list[str] | None, typer.Option("--export", help="The directory of another export; repeat it.")
+        list[str] | None,
+        typer.Option(
+            "--export", help="The directory of another export, or catalog:schema.table; repeat it."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be erased, and change nothing.")
@@ -215,7 +218,7 @@ def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
 
 
 def _exports(module: str, asset: str) -> list[str]:
-    """Returns the existing paths of a module's exports of an asset and of assets derived from it."""
+    """Returns the places of a module's existing exports of an asset and of assets derived from it."""
     nodes = nodes_of(module)
     made = [nodes[asset]]
     for node in topological([*nodes.values()]):
@@ -227,8 +230,10 @@ def _exports(module: str, asset: str) -> list[str]:
         for spec in value.specs if isinstance(value, dg.AssetsDefinition) else ():
             mine = spec.metadata.get("vt_dagster/kind") == "Export"
             if mine and any(dep.asset_key in keys for dep in spec.deps):
-                found.append(str(spec.metadata["dagster/uri"]))
-    return [path for path in found if delta.exists(path)]
+                catalog = spec.metadata.get("vt_dagster/iceberg_catalog")
+                table = f"{catalog}:{spec.metadata.get('dagster/table_name')}"
+                found.append(str(spec.metadata["dagster/uri"]) if catalog is None else table)
+    return [place for place in found if last_export(place) is not None]
 
 
 def node_of(module: str, name: str) -> Stream:

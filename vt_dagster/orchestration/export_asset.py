@@ -1,4 +1,4 @@
-"""The asset that writes a stream or table for other engines, as a plain Delta table."""
+"""The asset that writes a stream or table for other engines, as a plain Delta or Iceberg table."""
 
 import time
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from vt_dagster.orchestration.asset import data_version, needs_materialization, 
 from vt_dagster.orchestration.metadata import column_schema, positions_of, with_types
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
-from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows
-from vt_dagster.storage import parquet
+from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows, exported_types
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream
 
 What = Literal["current", "versions", "log"]
+Format = Literal["delta", "iceberg"]
 
 
 def build_export(
@@ -28,35 +28,44 @@ def build_export(
     columns: Sequence[str] = (),
     with_columns: Sequence[str] = (),
     catalog_table: str | None = None,
+    format: Format = "delta",
+    iceberg_catalog: str | None = None,
     warehouse: str | None = None,
     pool: str | None = None,
     retry_policy: dg.RetryPolicy | None = None,
     resource_prefix: str = PREFIX,
     **attributes: Unpack[SpecAttributes],
 ) -> dg.AssetsDefinition:
-    """Returns an asset that writes a stream or table as a Delta table for other engines.
+    """Returns an asset that writes a stream or table as a Delta or Iceberg table for other engines.
 
     The table has no tombstones, no expired rows, and of the library's columns only ``valid_from``
     (inclusive) and ``valid_to`` (exclusive, null = current) of versions; neither deletion vectors nor
-    column mapping. Each run makes one Delta commit: it appends the new rows of a log, and overwrites a
-    table. A run without new records writes nothing and starts no Spark. After a replay and swap it
-    overwrites the whole table.
+    column mapping. Each run makes one commit (Delta) or one snapshot (Iceberg): it appends the new rows
+    of a log, and overwrites a table. A run without new records writes nothing and starts no Spark.
+    After a replay and swap it overwrites the whole table.
 
     Args:
         what: ``current`` (default for tables: the row of every key), ``versions`` (for versioned
             tables) or ``log`` (default for streams: every record; for a table every change).
         to: the directory or URL of the table, outside of the warehouse; no other writer may use it,
-            except for OPTIMIZE and VACUUM.
+            except for OPTIMIZE and VACUUM; of an Iceberg table for what rewrites its files, expires its
+            snapshots and removes files that no snapshot has.
         name: of the asset; None = ``<node>_export``. Its key has the node's prefix.
         columns: in order, instead of the schema's; also library columns such as ``timestamp``.
         with_columns: additional columns. With ``is_tombstone``, deletions are included.
-        catalog_table: ``schema.name`` of the table in Spark's catalog.
+        catalog_table: ``schema.name`` of the table in Spark's catalog; of an Iceberg table in
+            ``iceberg_catalog``, where the schema must exist.
+        format: ``delta``, or ``iceberg`` with the extra ``vt-dagster[iceberg]``: Spark writes the
+            files, PyIceberg commits them.
+        iceberg_catalog: for ``iceberg``: name of the catalog in PyIceberg's configuration
+            (``.pyiceberg.yaml``, ``PYICEBERG_CATALOG__<NAME>__…``).
         warehouse: of the node's tables: a ``to`` inside of it is then an error when definitions load,
             else when the export runs.
         pool, retry_policy, resource_prefix, attributes: as in :func:`build_asset`.
 
     Raises:
-        TopologyError: the node does not have ``what`` or the columns, or ``to`` is within a warehouse.
+        TopologyError: the node does not have ``what`` or the columns, ``to`` is within a warehouse, or
+            an Iceberg table has no name, or a column of a type that Iceberg lacks.
     """
     export = export_of(
         node,
@@ -66,6 +75,8 @@ def build_export(
         columns=columns,
         with_columns=with_columns,
         catalog_table=catalog_table,
+        format=format,
+        iceberg_catalog=iceberg_catalog,
     )
     if warehouse is not None:
         export.require_outside(warehouse)
@@ -90,19 +101,22 @@ def _spec(export: Export) -> dg.AssetSpec:
     metadata = {
         "dagster/column_schema": _columns(export),
         "dagster/column_lineage": _lineage(export),
-        "dagster/storage_kind": "delta",
+        "dagster/storage_kind": export.format,
         "dagster/uri": export.to,
         "vt_dagster/kind": "Export",
     }
     if export.catalog_table is not None:
         metadata["dagster/table_name"] = export.catalog_table
+    if export.iceberg_catalog is not None:
+        metadata["vt_dagster/iceberg_catalog"] = export.iceberg_catalog
+    made = {"delta": "a Delta table", "iceberg": "an Iceberg table"}[export.format]
     return dg.AssetSpec(
         dg.AssetKey([*node.path[:-1], export.name]),
         deps=[dg.AssetKey(node.path)],
-        description=f"The {said} of `{node.name}` for other engines, a Delta table in {export.to}.",
+        description=f"The {said} of `{node.name}` for other engines, {made} in {export.to}.",
         group_name=node.group,
         owners=list(node.owners) or None,
-        kinds={"spark", "deltalake"},
+        kinds={"spark", "deltalake" if export.format == "delta" else "iceberg"},
         metadata=metadata,
     )
 
@@ -137,8 +151,8 @@ def _run(
 def _materialized(export: Export, commit: Commit, started: float) -> dg.MaterializeResult[Any]:
     metadata: dict[str, Any] = {
         "dagster/uri": export.to,
-        "dagster/row_count": exported_rows(export.to),
-        "dagster/column_schema": with_types(_columns(export), parquet.schema(export.to)),
+        "dagster/row_count": exported_rows(export),
+        "dagster/column_schema": with_types(_columns(export), exported_types(export)),
         "dagster/column_lineage": _lineage(export),
         "seconds": round(time.monotonic() - started, 3),
         "records_in": commit.counts["in"],

@@ -90,7 +90,8 @@ def build_maintenance(
 
     Args:
         nodes: the streams and tables whose logs may be truncated, with their consumers.
-        exports: directories of exports of these logs, which truncation waits for.
+        exports: directories of exports of these logs, which truncation waits for; of an Iceberg table
+            ``catalog:schema.table``.
         cron_schedule: default 03:00 every day.
         keep: how long files outside of all current table versions are kept: longer than any run takes.
         running: whether the schedule is on from the start.

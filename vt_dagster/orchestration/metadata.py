@@ -279,9 +279,13 @@ def column_schema(node: Stream) -> dg.TableSchema:
     )
 
 
-def with_types(columns: dg.TableSchema, stored: StructType) -> dg.TableSchema:
+def types_of(stored: StructType) -> dict[str, str]:
+    """Returns the types of a stored table's columns as text."""
+    return {f.name: f.dataType.simpleString() for f in stored.fields}
+
+
+def with_types(columns: dg.TableSchema, types: Mapping[str, str]) -> dg.TableSchema:
     """Returns columns with the types of a stored table: before a run, only Spark knows some of them."""
-    types = {f.name: f.dataType.simpleString() for f in stored.fields}
     return dg.TableSchema(
         columns=[
             dg.TableColumn(c.name, types.get(c.name, c.type), c.description, c.constraints)
@@ -476,7 +480,9 @@ def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commi
     metadata: dict[str, Any] = {
         "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
         "dagster/table_name": node.name,
-        "dagster/column_schema": with_types(column_schema(node), parquet.schema(store.log_path)),
+        "dagster/column_schema": with_types(
+            column_schema(node), types_of(parquet.schema(store.log_path))
+        ),
         **_column_lineage(node),
         "versions": {"batch": commit.batch, "log": receipt.log_version},
     }

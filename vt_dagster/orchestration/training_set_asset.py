@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
-from vt_dagster.orchestration.metadata import column_schema, positions_of, with_types
+from vt_dagster.orchestration.metadata import column_schema, positions_of, types_of, with_types
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.provenance.lateness import share
@@ -203,7 +203,7 @@ def _materialized(
         metadata={
             "dagster/uri": to,
             "dagster/row_count": made.rows,
-            "dagster/column_schema": with_types(_columns(declared), parquet.schema(to)),
+            "dagster/column_schema": with_types(_columns(declared), types_of(parquet.schema(to))),
             "dagster/column_lineage": _lineage(declared),
             "seconds": round(time.monotonic() - started, 3),
             "hash": made.hash,

@@ -51,12 +51,13 @@ from vt_dagster.core.source_records import RAW, SOURCE
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.commit_document import next_system_time
+from vt_dagster.runs.export import last_export
 from vt_dagster.sources.base import read_by_all_names
 from vt_dagster.sources.consumed_files import FileInfo, Memory
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small, small_run
-from vt_dagster.storage import delta, erase_files, parquet
+from vt_dagster.storage import delta, erase_files, iceberg, parquet
 from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure
@@ -77,6 +78,10 @@ KEPT = (
     "until it is made anew (vt-dagster replay and swap, or restate)"
 )
 KEPT_EXPORT = "it does not have the key's columns: remove it, and its next run writes it anew"
+KEPT_ICEBERG = (
+    "an Iceberg table: its next run writes it anew without the key; then expire its earlier snapshots, "
+    "and remove the files that no snapshot has"
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class Places:
         return marked
 
     def in_export(self, path: str) -> bool:
-        """Whether an export has the key's columns."""
+        """Whether an export in Delta has the key's columns."""
         names = {*delta.require_table(path).schema().to_arrow().names}
         return bool(self.columns) and {*self.columns.values()} <= names
 
@@ -239,8 +244,8 @@ def exported(plan: Sequence[Places], path: str) -> Places:
     Raises:
         StorageError: none of the erased assets is exported there.
     """
-    found = delta.last_commit(path)
-    whose = [] if found is None else [*Commit.model_validate(found.document).logs]
+    found = last_export(path)
+    whose = [] if found is None else [*found.logs]
     for one in plan:
         if one.node.name in whose:
             return one
@@ -749,6 +754,9 @@ def erase_dry_run(
             rows = parquet.read(spark, store.log_path, head.version, like=log_schema(one.node))
             left[one.name] = erase_files.without(rows, one.marked(key), one.way_of_log, one.values)
     for path, one in exports.items():
+        if iceberg.is_reference(path):
+            done.kept[path] = KEPT_ICEBERG
+            continue
         if not one.in_export(path):
             done.kept[path] = KEPT_EXPORT
             continue
@@ -823,7 +831,8 @@ def erase(
         key: the values of the key columns, also as texts; None = ``where`` alone selects the keys.
         where: a SQL condition over the key columns; quarantined records are searched by ``key`` only.
         among: the streams and tables that may consume the asset.
-        exports: the directories of exports of any of these (``build_export``).
+        exports: the directories of exports of any of these (``build_export``); of an Iceberg table
+            ``catalog:schema.table``.
         tell: is called with one line per result.
         runs: ids of the Dagster runs whose events have the key (``runs_with``); None = not searched.
         dry_run: changes nothing and reports what an erase would remove: see ``runs.erase``.
@@ -1087,6 +1096,11 @@ class _Erase:
     # -- an export -------------------------------------------------------------------------------
 
     def _export(self, path: str, one: Places) -> None:
+        if iceberg.is_reference(path):
+            iceberg.renew(path)
+            self.done.kept[path] = KEPT_ICEBERG
+            self.say(f"! {path}: {KEPT_ICEBERG}")
+            return
         there = delta.last_commit(path)
         assert there is not None
         if not one.in_export(path):

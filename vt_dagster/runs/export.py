@@ -1,4 +1,4 @@
-"""Exports a stream or table as a Delta table for other engines, and keeps it up to date.
+"""Exports a stream or table as a Delta or Iceberg table for other engines, and keeps it up to date.
 
 The exported table stores the position in its own commits: each names the log and the offsets up to
 which it was exported. So rows and position are written atomically, and a run without new log rows
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
 from vt_dagster.core.log_columns import log_columns
@@ -23,7 +24,7 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.pin import require_inputs_unchanged
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small
-from vt_dagster.storage import delta, parquet
+from vt_dagster.storage import delta, iceberg, parquet
 from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
 from vt_dagster.storage.commit_log import Commit, Exported, choose
 from vt_dagster.storage.delta import address
@@ -41,16 +42,20 @@ class Export:
 
     Args:
         name: name of the export's asset.
-        to: the directory or URL of the Delta table.
+        to: the directory or URL of the table.
         what: ``current``, ``versions`` or ``log``; empty = ``current`` for a table, ``log`` for a
             stream.
         columns: columns of the exported table, in order; empty = those of the schema, and with
             ``versions`` also ``valid_from`` and ``valid_to``.
         with_columns: additional columns.
-        catalog_table: name to register in the session's catalog; None = do not register.
+        catalog_table: name to register in the session's catalog; None = do not register. Of an Iceberg
+            table its name in ``iceberg_catalog``.
+        format: ``delta`` or ``iceberg``.
+        iceberg_catalog: of an Iceberg table: the catalog's name in PyIceberg's configuration.
 
     Raises:
-        TopologyError: the node does not have ``what`` or the columns, or ``to`` is no valid place.
+        TopologyError: the node does not have ``what`` or the columns, ``to`` is no valid place, or the
+            format lacks a name, a package or a type.
     """
 
     node: Stream
@@ -60,6 +65,8 @@ class Export:
     columns: tuple[str, ...] = ()
     with_columns: tuple[str, ...] = ()
     catalog_table: str | None = None
+    format: str = "delta"
+    iceberg_catalog: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -75,6 +82,49 @@ class Export:
                 f"{self.name}: expected catalog_table to be a name such as 'db.prices', got "
                 f"{self.catalog_table!r}; correct it"
             )
+        if self.format not in ("delta", "iceberg"):
+            raise TopologyError(
+                f"{self.name}: expected format to be 'delta' or 'iceberg', got {self.format!r}; "
+                "correct it"
+            )
+        if self.format == "iceberg":
+            self._require_iceberg()
+        elif self.iceberg_catalog is not None:
+            raise TopologyError(
+                f"{self.name}: expected iceberg_catalog with format='iceberg' only, got "
+                f"{self.iceberg_catalog!r} with format='delta'; leave it out, or set the format"
+            )
+
+    def _require_iceberg(self) -> None:
+        """Refuses an Iceberg table without a name in a catalog, without PyIceberg, and with types that
+        Iceberg does not have."""
+        if not iceberg.CATALOG.fullmatch(self.iceberg_catalog or ""):
+            raise TopologyError(
+                f"{self.name}: expected iceberg_catalog to name a catalog of PyIceberg's "
+                f"configuration, such as 'lake', got {self.iceberg_catalog!r}; set it"
+            )
+        if not iceberg.NAME.fullmatch(self.catalog_table or ""):
+            raise TopologyError(
+                f"{self.name}: expected catalog_table to be the name of the Iceberg table, such as "
+                f"'bi.prices', got {self.catalog_table!r}; set it"
+            )
+        if not iceberg.is_installed():
+            raise TopologyError(
+                f"{self.name}: expected the package pyiceberg for format='iceberg', got none; install "
+                '"vt-dagster[iceberg]"'
+            )
+        try:
+            known = [f for f in self.node.schema.fields if f.name in self.columns]
+            iceberg.require_types(self.name, StructType(known))
+        except StorageError as error:
+            raise TopologyError(str(error)) from None
+
+    @property
+    def iceberg_table(self) -> iceberg.IcebergTable | None:
+        """The Iceberg table; None = a Delta table."""
+        if self.iceberg_catalog is None or self.catalog_table is None:
+            return None
+        return iceberg.IcebergTable(self.name, self.iceberg_catalog, self.catalog_table, self.to)
 
     def _chosen(self, what: str) -> tuple[str, ...]:
         versions = (VALID_FROM, VALID_TO) if what == "versions" else ()
@@ -138,6 +188,7 @@ class ExportRun:
         export.require_outside(warehouse)
         self.export = export
         self._store = AssetStore(warehouse, export.node, spark, tell)
+        self._iceberg = export.iceberg_table
 
     def head(self) -> Commit | None:
         """Returns the last commit of the export; None before the first. Does not use Spark.
@@ -145,10 +196,13 @@ class ExportRun:
         Raises:
             StorageError: the place has other files, or another writer has written to the table.
         """
-        return head_in(self.export.to, self.export.name, _EXPORT)
+        if self._iceberg is None:
+            return head_in(self.export.to, self.export.name, _EXPORT)
+        last = self._iceberg.last()
+        return None if last is None else Commit.model_validate(last)
 
     def run(self, run_id: str | None = None) -> Commit | None:
-        """Writes the new rows of a log, or the whole of a table, in one Delta commit.
+        """Writes the new rows of a log, or the whole of a table, in one commit.
 
         If the log was replaced (swapped, restated) or the columns changed, writes the whole table.
 
@@ -174,23 +228,44 @@ class ExportRun:
         appends = before is not None and same and export.what == "log"
         start = before.next_offset if before is not None and appends else {}
         rows, number = self._rows(at, start)
-        last = delta.last_of_ours(export.to)
+        rows = parquet.packed(rows, number, for_others=True)
         with self._store.planner_settings(is_small(number, 0)):
-            written = parquet.write(
-                parquet.packed(rows, number, for_others=True),
-                export.to,
-                document=commit.model_dump(),
-                batch=commit.batch,
-                asset=export.name,
-                mode="append" if appends or last is None else "overwrite",
-                over=None if last is None else last.version,
-                before=lambda: require_inputs_unchanged(export.name, [(self._store, head)]),
+            version = self._write(
+                rows,
+                commit,
+                appends,
+                None if before is None else before.attempt,
+                lambda: require_inputs_unchanged(export.name, [(self._store, head)]),
             )
-        self._store.progress.done(
-            f"exported to {export.to}, batch {commit.batch} (version {written.version})"
-        )
+        self._store.progress.done(f"exported to {export.to}, batch {commit.batch} ({version})")
         self.register()
         return commit
+
+    def _write(
+        self,
+        rows: DataFrame,
+        commit: Commit,
+        appends: bool,
+        after: str | None,
+        check: Callable[[], None],
+    ) -> str:
+        """Writes rows in one commit, and returns the table's new version for the run's log."""
+        to, document = self.export.to, commit.model_dump()
+        if self._iceberg is not None:
+            about = {"document": document, "after": after, "append": appends, "before": check}
+            return f"snapshot {self._iceberg.write(rows, **about)}"
+        last = delta.last_of_ours(to)
+        written = parquet.write(
+            rows,
+            to,
+            document=document,
+            batch=commit.batch,
+            asset=self.export.name,
+            mode="append" if appends or last is None else "overwrite",
+            over=None if last is None else last.version,
+            before=check,
+        )
+        return f"version {written.version}"
 
     def _document(self, at: Snapshot, before: Commit | None, run_id: str | None) -> Commit:
         """Returns the commit: the log, its offsets, and what is exported."""
@@ -241,8 +316,8 @@ class ExportRun:
         return rows.select(*[f"`{c}`" for c in export.columns]), number
 
     def register(self) -> None:
-        """Registers the table in the session's catalog, if ``catalog_table`` is set."""
-        if self.export.catalog_table is not None:
+        """Registers a Delta table in the session's catalog, if ``catalog_table`` is set."""
+        if self._iceberg is None and self.export.catalog_table is not None:
             where = self._location().replace("\\", "\\\\").replace("'", "\\'")
             self._sql(
                 f"CREATE TABLE IF NOT EXISTS {self.export.catalog_table} USING DELTA LOCATION '{where}'"
@@ -250,6 +325,9 @@ class ExportRun:
 
     def _require_name(self) -> None:
         """Refuses a catalog name that another table has, before anything is written."""
+        if self._iceberg is not None:
+            self._iceberg.require_schema()
+            return
         name = self.export.catalog_table
         if name is None or not self._store.spark.catalog.tableExists(name):
             return
@@ -318,9 +396,40 @@ def _require_empty(to: str, name: str) -> None:
         )
 
 
-def exported_rows(to: str) -> int:
+def exported_rows(export: Export) -> int:
     """Returns the number of rows of an exported table. Does not use Spark."""
-    return sum(file.rows for file in delta.files(to))
+    if (table := export.iceberg_table) is not None:
+        return table.rows()
+    return sum(file.rows for file in delta.files(export.to))
+
+
+def exported_types(export: Export) -> dict[str, str]:
+    """Returns the columns of an exported table with their types in its format. Does not use Spark."""
+    if (table := export.iceberg_table) is not None:
+        return table.types()
+    return {f.name: f.dataType.simpleString() for f in parquet.schema(export.to).fields}
+
+
+def last_export(place: str) -> Commit | None:
+    """Returns the last commit of an export; None = no table. Does not use Spark.
+
+    Args:
+        place: its directory or URL; of an Iceberg table ``catalog:schema.table``.
+
+    Raises:
+        StorageError: the catalog does not answer, or the directory has an Iceberg table.
+    """
+    if iceberg.is_reference(place):
+        document = iceberg.last_document(place)
+    else:
+        found = delta.last_commit(place)
+        document = None if found is None else found.document
+        if found is None and iceberg.is_table(place):
+            raise StorageError(
+                f"expected the directory of a Delta table, got that of an Iceberg table, {place}; name "
+                "it as catalog:schema.table"
+            )
+    return None if document is None else Commit.model_validate(document)
 
 
 def export_of(
@@ -332,6 +441,8 @@ def export_of(
     columns: Sequence[str] = (),
     with_columns: Sequence[str] = (),
     catalog_table: str | None = None,
+    format: str = "delta",
+    iceberg_catalog: str | None = None,
 ) -> Export:
     """Returns an export; its default name is ``<node>_export``. See :class:`Export`."""
     return Export(
@@ -342,4 +453,6 @@ def export_of(
         tuple(columns),
         tuple(with_columns),
         catalog_table,
+        format,
+        iceberg_catalog,
     )

@@ -27,6 +27,7 @@ from vt_dagster.columns import PARTITION
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit_document import next_system_time
+from vt_dagster.runs.export import last_export
 from vt_dagster.runs.pin import retained_from
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
@@ -88,7 +89,8 @@ def truncate_logs(
 
     Args:
         nodes: the streams and tables, with all their consumers; their inputs are added.
-        exports: the directories of exports of logs, which hold the records not yet exported.
+        exports: the directories of exports of logs, which hold the records not yet exported; of an
+            Iceberg table ``catalog:schema.table``.
         keep: how long a base is kept after a later truncation has replaced it.
         now: epoch microseconds; None = this machine's clock.
         tell: is called with one line per truncated log and per consumer that holds one.
@@ -181,8 +183,7 @@ class _Log:
             why = "" if operator is None else ", of which maintenance was not given the definition"
             found.append(Consumer(other, done, why=why))
         for path in self.exports:
-            there = delta.last_commit(path)
-            document = None if there is None else Commit.model_validate(there.document)
+            document = last_export(path)
             if document is not None and document.logs.get(name) == last.log:
                 found.append(Consumer(path, document.inputs[name]))
         return found

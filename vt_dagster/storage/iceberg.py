@@ -1,0 +1,490 @@
+"""Commits files that Spark has written to Iceberg tables: PyIceberg does it, without Spark.
+
+A commit is one transaction: a snapshot that adds the run's files, and removes all others if the table
+is overwritten; the schema; and our document. The document is a property of the table: after a
+compaction, ``expire_snapshots`` may remove the snapshot of our last commit.
+
+Spark writes no field ids: the table has a mapping of column names (``schema.name-mapping.default``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from deltalake.transaction import AddAction
+from pyspark.sql import DataFrame
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    CharType,
+    DataType,
+    DateType,
+    DecimalType,
+    FractionalType,
+    IntegralType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+    VarcharType,
+)
+
+from vt_dagster.core.arrow_schema import arrow_schema
+from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.spark.jars import one_line
+from vt_dagster.storage import parquet
+from vt_dagster.storage.delta import (
+    MARK,
+    filesystem,
+    location,
+    require_format,
+    require_written,
+    with_format,
+)
+
+if TYPE_CHECKING:
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.table import Table, Transaction
+
+DOCUMENT = f"{MARK}.commit"
+"""The property of a table that has our last document."""
+ASSET, BATCH, ATTEMPT = f"{MARK}.asset", f"{MARK}.batch", f"{MARK}.attempt"
+"""In the summary of each snapshot of ours."""
+NAME = re.compile(r"\w+(\.\w+)+")
+CATALOG = re.compile(r"[a-zA-Z][\w-]+")
+_REFERENCE = re.compile(rf"({CATALOG.pattern}):({NAME.pattern})")
+_OWN_FOLDER = re.compile(r"\d+-[0-9a-f]{32}")
+_PROPERTIES = {
+    # A retry inside PyIceberg would append rows that another run has appended: see ``write``.
+    "commit.retry.num-retries": "0",
+    # Each commit writes the table's metadata anew: keep the last hundred files, Iceberg's default.
+    "write.metadata.delete-after-commit.enabled": "true",
+}
+_ANEW = "drop the table with its files (purge_table of PyIceberg): the next run writes it anew"
+_TYPES = (
+    *(BooleanType, IntegralType, FractionalType, DecimalType, StringType, CharType, VarcharType),
+    *(BinaryType, DateType, TimestampType, TimestampNTZType),
+)
+
+
+def is_installed() -> bool:
+    """Returns whether PyIceberg is there, without importing it."""
+    return find_spec("pyiceberg") is not None
+
+
+def lacking(kind: DataType) -> str | None:
+    """Returns the first type within a type of Spark that Iceberg does not have; None = it has all."""
+    if isinstance(kind, StructType):
+        inner = [field.dataType for field in kind.fields]
+    elif isinstance(kind, ArrayType):
+        inner = [kind.elementType]
+    elif isinstance(kind, MapType):
+        inner = [kind.keyType, kind.valueType]
+    else:
+        return None if isinstance(kind, _TYPES) else kind.simpleString()
+    return next((found for one in inner if (found := lacking(one)) is not None), None)
+
+
+class IcebergTable:
+    """An Iceberg table that one asset writes.
+
+    Args:
+        asset: name of the only writer.
+        catalog: name of the catalog in PyIceberg's configuration.
+        name: ``schema.table`` in the catalog.
+        place: absolute path or URL of the directory with the table's files.
+    """
+
+    def __init__(self, asset: str, catalog: str, name: str, place: str) -> None:
+        self.asset, self.catalog, self.name, self.place = asset, catalog, name, place.rstrip("/")
+
+    @property
+    def _told(self) -> str:
+        """The table in messages."""
+        return f"{self.name} in the catalog {self.catalog}"
+
+    @property
+    def _location(self) -> str:
+        """The directory as other engines need it: a URL, also of a local directory."""
+        found = location(self.place)
+        return found if re.match(r"[a-zA-Z][\w+.-]+:", found) else f"file://{found}"
+
+    def last(self) -> dict[str, Any] | None:
+        """Returns our last document; None = there is no table.
+
+        Raises:
+            StorageError: the catalog does not answer; the table, or the directory, is somebody else's;
+                or somebody else has changed the table's rows since.
+        """
+        table = _open(self.catalog, self.name)
+        if table is None:
+            self._require_empty()
+            return None
+        document = _document(table)
+        whose = None if document is None else document["asset"]
+        if document is None or whose != self.asset:
+            raise StorageError(
+                f"{self.asset}: expected no {self._told}, or its own table, got one that "
+                f"{whose or 'somebody else'} writes; give another catalog_table"
+            )
+        if table.location().rstrip("/") != self._location:
+            raise StorageError(
+                f"{self.asset}: expected the files of {self.name} in {self._location}, got "
+                f"{table.location()}; give that place, or {_ANEW}"
+            )
+        changed = _changed(table, document["attempt"])
+        if changed is not None:
+            raise StorageError(
+                f"{self.asset}: expected that only this export writes to {self._told}, got from "
+                f"somebody else: {changed}. Roll it back to the snapshot with "
+                f"{ATTEMPT}={document['attempt']} in its summary, or {_ANEW}"
+            )
+        return document
+
+    def _require_empty(self) -> None:
+        """Refuses a directory with files that no export has left: one that was dropped or killed leaves
+        ``metadata``, and its folders in ``data``."""
+        fs, root = filesystem(self.place)
+        found = _names(fs, root) - {"data", "metadata"}
+        found |= {n for n in _names(fs, f"{root}/data") if not _OWN_FOLDER.fullmatch(n)}
+        if found:
+            raise StorageError(
+                f"{self.asset}: expected an empty place for {self.name} in {self.place}, got "
+                f"{sorted(found)[:3]}; give the export another directory, or move that away"
+            )
+
+    def require_schema(self) -> None:
+        """Refuses a table without its schema (namespace) in the catalog, before anything is written.
+
+        Raises:
+            StorageError: there is no such schema, or the catalog does not answer.
+        """
+        schema = self.name.rpartition(".")[0]
+        with _asking(self.catalog):
+            found = _catalog(self.catalog).namespace_exists(schema)
+        if not found:
+            raise StorageError(
+                f"{self.asset}: expected a schema {schema} in the catalog {self.catalog}, got none; "
+                f"create it (load_catalog({self.catalog!r}).create_namespace({schema!r}) of "
+                "PyIceberg), or give another catalog_table"
+            )
+
+    def write(
+        self,
+        rows: DataFrame,
+        *,
+        document: dict[str, Any],
+        after: str | None,
+        append: bool,
+        before: Callable[[], None],
+    ) -> int:
+        """Writes rows in one commit with a document, like ``parquet.write``.
+
+        Args:
+            document: must have ``batch`` and ``attempt``.
+            after: attempt of the commit that this one must follow; None = there is no table.
+            append: whether to keep the rows that are there.
+            before: called right before the commit; raises to prevent it.
+
+        Returns:
+            the snapshot's id.
+
+        Raises:
+            ConcurrentRunError: another run committed at the same time, or the written files are gone.
+            StorageError: Iceberg has no such type, the table's columns cannot change to those of the
+                rows, or the catalog refuses the commit.
+        """
+        batch = document["batch"]
+        require_types(self.asset, rows.schema)
+        data, folder = f"{self.place}/data", f"{batch}-{uuid4().hex}"
+        # Once the catalog has been asked to commit, only its refusal tells that it has not.
+        asked = False
+        try:
+            with parquet.writing(data):
+                adds = parquet.stage(rows, data, folder, self.asset)
+            for _ in range(parquet.TRIES):
+                table = _open(self.catalog, self.name)
+                last = None if table is None else (_document(table) or {}).get("attempt", "")
+                if last != after:
+                    break
+                require_written(data, adds)
+                before()
+                change = self._change(table, rows.schema, adds, document, append)
+                asked = True
+                if self._commit(change, document["attempt"]):
+                    return self._snapshot()
+                asked = False
+            raise parquet.conflict(self.asset, batch)
+        except BaseException:
+            if not asked:
+                parquet.remove(posixpath.join(data, folder))
+            raise
+
+    def _change(
+        self,
+        table: Table | None,
+        columns: StructType,
+        adds: list[AddAction],
+        document: dict[str, Any],
+        append: bool,
+    ) -> Transaction:
+        """Returns the transaction that makes the commit.
+
+        Raises:
+            StorageError: the table does not take the files or their columns.
+        """
+        try:
+            return self._changed_by(table, columns, adds, document, append)
+        except StorageError:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"{self.asset}: expected {self._told} to take the files of batch "
+                f"{document['batch']}, got: {one_line(error)}; nothing was committed. If somebody has "
+                f"altered the table (its partitions, its columns), {_ANEW}"
+            ) from error
+
+    def _changed_by(
+        self,
+        table: Table | None,
+        columns: StructType,
+        adds: list[AddAction],
+        document: dict[str, Any],
+        append: bool,
+    ) -> Transaction:
+        from pyiceberg.io.pyarrow import parquet_file_to_data_file
+
+        files = [f"{self._location}/data/{one.path}" for one in adds]
+        told = {ASSET: self.asset, BATCH: str(document["batch"]), ATTEMPT: document["attempt"]}
+        if table is None:
+            schema = arrow_schema(columns)
+            catalog = _catalog(self.catalog)
+            change: Transaction = catalog.create_table_transaction(
+                self.name, schema, location=self._location, properties=_PROPERTIES
+            )
+        else:
+            change = table.transaction()
+            if not append:
+                self._evolve(change, columns)
+        change.set_properties({DOCUMENT: json.dumps(with_format(document))})
+        if table is None or append:
+            change.add_files(files, snapshot_properties=told, check_duplicate_files=False)
+            return change
+        with change.update_snapshot(snapshot_properties=told).overwrite() as replaced:
+            for task in table.scan().plan_files():
+                replaced.delete_data_file(task.file)
+            for file in files:
+                replaced.append_data_file(
+                    parquet_file_to_data_file(table.io, change.table_metadata, file)
+                )
+        return change
+
+    def _evolve(self, change: Transaction, columns: StructType) -> None:
+        """Gives a table that is overwritten the columns of its new rows, in their order."""
+        from pyiceberg.exceptions import ValidationError
+
+        there = [field.name for field in change.table_metadata.schema().fields]
+        try:
+            with change.update_schema() as update:
+                update.union_by_name(arrow_schema(columns))
+                for name in there:
+                    if name not in columns.names:
+                        update.delete_column((name,))
+                for name, left in zip(columns.names, ["", *columns.names], strict=False):
+                    if [n for n in there if n in columns.names] == columns.names:
+                        break
+                    if left:
+                        update.move_after((name,), (left,))
+                    else:
+                        update.move_first((name,))
+        except (ValueError, ValidationError) as error:
+            raise StorageError(
+                f"{self.asset}: expected columns that {self._told} can change to, got "
+                f"{columns.simpleString()}: {one_line(error)}; {_ANEW}"
+            ) from error
+
+    def _commit(self, change: Transaction, attempt: str) -> bool:
+        """Returns whether a commit was made; False = the table has changed, so the catalog refused it.
+
+        Raises:
+            StorageError: the catalog did not say, and the table does not have the commit.
+        """
+        from pyiceberg.exceptions import (
+            CommitFailedException,
+            TableAlreadyExistsError,
+            ValidationException,
+        )
+
+        try:
+            change.commit_transaction()
+        except (CommitFailedException, TableAlreadyExistsError, ValidationException):
+            return False
+        except Exception as error:
+            table = _open(self.catalog, self.name)
+            if table is None or (_document(table) or {}).get("attempt") != attempt:
+                raise StorageError(
+                    f"{self.asset}: expected the catalog {self.catalog} to commit to {self.name}, got: "
+                    f"{one_line(error)}. Run again: the next run finds out whether it has committed"
+                ) from error
+        return True
+
+    def _table(self) -> Table:
+        table = _open(self.catalog, self.name)
+        if table is None:
+            raise ConcurrentRunError(
+                f"{self.asset}: expected {self._told}, which this run has written, but it was "
+                "dropped since; run again"
+            )
+        return table
+
+    def _snapshot(self) -> int:
+        found = self._table().current_snapshot()
+        return 0 if found is None else found.snapshot_id
+
+    def rows(self) -> int:
+        """Returns the number of rows of the current snapshot."""
+        found = self._table().current_snapshot()
+        summary = None if found is None else found.summary
+        return 0 if summary is None else int(summary["total-records"] or 0)
+
+    def types(self) -> dict[str, str]:
+        """Returns the columns with their types in Iceberg."""
+        return {field.name: str(field.field_type) for field in self._table().schema().fields}
+
+
+def require_types(asset: str, columns: StructType) -> None:
+    """Refuses columns of types that Iceberg does not have.
+
+    Raises:
+        StorageError: a column has such a type.
+    """
+    for field in columns.fields:
+        found = lacking(field.dataType)
+        if found is not None:
+            raise StorageError(
+                f"{asset}: expected types that Iceberg has, got {found} in the column {field.name}; "
+                "leave it out with columns=, or export a table that has it as another type"
+            )
+
+
+def last_document(reference: str) -> dict[str, Any] | None:
+    """Returns our last document in the table ``catalog:schema.table``; None = there is no such table,
+    or it is somebody else's."""
+    table = _open(*_parts(reference))
+    return None if table is None else _document(table)
+
+
+def renew(reference: str) -> None:
+    """Has the next run write the whole table ``catalog:schema.table``: the rows of its commits have
+    changed, by an erase."""
+    table = _open(*_parts(reference))
+    document = None if table is None else _document(table)
+    if table is None or document is None:
+        return
+    with _asking(reference), table.transaction() as change:
+        change.set_properties({DOCUMENT: json.dumps({**document, "export": None})})
+
+
+def is_reference(text: str) -> bool:
+    """Returns whether a text is ``catalog:schema.table``, and no directory or URL."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def is_table(path: str) -> bool:
+    """Returns whether a directory has the metadata of an Iceberg table."""
+    fs, root = filesystem(path)
+    return any(name.endswith(".metadata.json") for name in _names(fs, f"{root}/metadata"))
+
+
+def _parts(reference: str) -> tuple[str, str]:
+    catalog, _, name = reference.partition(":")
+    return catalog, name
+
+
+def _names(fs: Any, folder: str) -> set[str]:
+    try:
+        return {posixpath.basename(n.rstrip("/")) for n in fs.ls(folder, detail=False, refresh=True)}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+def _document(table: Table) -> dict[str, Any] | None:
+    told = table.properties.get(DOCUMENT)
+    if told is None:
+        return None
+    document = json.loads(told)
+    require_format(table.location(), document, "the properties")
+    return document
+
+
+def _changed(table: Table, attempt: str) -> str | None:
+    """Returns how somebody else has changed the rows since our commit; None = not at all: rewriting
+    files (``replace``) changes none."""
+    from pyiceberg.table.snapshots import Operation
+
+    snapshot = table.current_snapshot()
+    if snapshot is None:
+        return "a table without rows"
+    while snapshot is not None:
+        summary = snapshot.summary
+        operation = None if summary is None else summary.operation
+        told = {} if summary is None else summary.additional_properties
+        if told.get(ATTEMPT) == attempt:
+            return None
+        if ATTEMPT in told:
+            return f"a roll-back to the snapshot {snapshot.snapshot_id} of batch {told.get(BATCH)}"
+        if operation is not Operation.REPLACE:
+            what = "a change" if operation is None else operation.value
+            return f"{what} in the snapshot {snapshot.snapshot_id}"
+        parent = snapshot.parent_snapshot_id
+        snapshot = None if parent is None else table.snapshot_by_id(parent)
+    return None
+
+
+def _catalog(name: str) -> Catalog:
+    from pyiceberg.catalog import load_catalog
+
+    return load_catalog(name)
+
+
+def _open(catalog: str, name: str) -> Table | None:
+    with _asking(catalog):
+        from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+
+        try:
+            return _catalog(catalog).load_table(name)
+        except (NoSuchNamespaceError, NoSuchTableError):
+            return None
+
+
+@contextlib.contextmanager
+def _asking(catalog: str) -> Iterator[None]:
+    """Turns errors of PyIceberg, which come from many libraries, into one readable sentence.
+
+    Raises:
+        StorageError: PyIceberg is missing, or the catalog is unknown or does not answer.
+    """
+    try:
+        yield
+    except (StorageError, ConcurrentRunError):
+        raise
+    except ImportError as error:
+        raise StorageError(
+            f"expected the package pyiceberg with what the catalog {catalog} needs, got: "
+            f'{one_line(error)}; install "vt-dagster[iceberg]", and for example "pyiceberg[glue]"'
+        ) from error
+    except Exception as error:
+        raise StorageError(
+            f"expected the catalog {catalog} of PyIceberg's configuration to answer, got: "
+            f"{one_line(error)}. Describe it in .pyiceberg.yaml, or by "
+            f"PYICEBERG_CATALOG__{catalog.upper()}__URI and other variables"
+        ) from error
