@@ -178,10 +178,12 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
         assert found.scan(row_filter=condition).to_arrow().num_rows == count
     # a new column, one that is gone, wider types, and another order
     other = made.selectExpr("text", "cast(i AS bigint) AS i", "cast(f AS double) AS f", "1 AS more")
+    assert not other.schema["more"].nullable
     second = {**document, "batch": 2, "attempt": "2"}
     table.write(other, document=second, after="1", **about)
     assert table.types() == {"text": "string", "i": "long", "f": "double", "more": "int"}
     found = lake.load_table("bi.types")
+    assert not any(field.required for field in found.schema().fields)
     assert rows(found) == Counter([("é", 1, 1.5, 1), (None, None, None, 1)])
     first = found.scan(snapshot_id=found.snapshots()[0].snapshot_id).to_arrow()
     assert first.to_pylist() == made.toArrow().to_pylist()

@@ -15,6 +15,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -50,6 +51,7 @@ from vt_dagster.storage.delta import (
     require_written,
     with_format,
 )
+from vt_dagster.topology.schema import nullable
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
@@ -205,6 +207,7 @@ class IcebergTable:
         """
         batch = document["batch"]
         require_types(self.asset, rows.schema)
+        columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
         data, folder = f"{self.place}/data", f"{batch}-{uuid4().hex}"
         # Once the catalog has been asked to commit, only its refusal tells that it has not.
         asked = False
@@ -218,7 +221,7 @@ class IcebergTable:
                     break
                 require_written(data, adds)
                 before()
-                change = self._change(table, rows.schema, adds, document, append)
+                change = self._change(table, columns, adds, document, append)
                 asked = True
                 if self._commit(change, document["attempt"]):
                     return self._snapshot()
@@ -299,13 +302,11 @@ class IcebergTable:
                 for name in there:
                     if name not in columns.names:
                         update.delete_column((name,))
-                for name, left in zip(columns.names, ["", *columns.names], strict=False):
-                    if [n for n in there if n in columns.names] == columns.names:
-                        break
-                    if left:
+                kept = [name for name in there if name in columns.names]
+                if [*kept, *(n for n in columns.names if n not in there)] != columns.names:
+                    update.move_first((columns.names[0],))
+                    for left, name in pairwise(columns.names):
                         update.move_after((name,), (left,))
-                    else:
-                        update.move_first((name,))
         except (ValueError, ValidationError) as error:
             raise StorageError(
                 f"{self.asset}: expected columns that {self._told} can change to, got "
