@@ -96,6 +96,9 @@ def every_operator() -> dict[str, Any]:
         "ahead": orders.join(rates, name="x", at="nearest", max_age=HOUR, grace_period=HOUR),
         "first": orders.join(rates, name="x", before_first="first_version"),
         "corrected": orders.left_join(rates, name="x", select=["right.m"], corrected_for=HOUR),
+        "corrected ahead": orders.left_join(
+            rates, name="x", at="after", max_age=HOUR, corrected_for=DAY, select=["right.m"]
+        ),
         "tables": limits.join(table("others", "o"), name="x", select=["left.*", "right.o as p"]),
         "foreign key": limits.join(rates, foreign_key="k", name="x", select=["left.*", "right.m"]),
         "history": rates.join(prices("costs"), name="x", select=["left.*"], history="complete"),
@@ -342,7 +345,7 @@ def test_which_option_lateness_knows() -> None:
         "as known": ("as_known",),
         "ahead": ("grace_period", "max_age"),
         "first": ("grace_period", "before_first"),
-        "corrected": ("corrected_for", "grace_period"),
+        **dict.fromkeys(("corrected", "corrected ahead"), ("corrected_for", "grace_period")),
         "corrected streams": ("corrected_for", "grace"),
         "SessionWindow": ("window.grace",),
         "SlidingWindow": ("window.grace",),

@@ -61,6 +61,16 @@ def test_a_corrected_join_reads_again_from_the_oldest_change_of_its_table() -> N
     assert (plan.corrects_after, plan.reads_own_table) == (49, True)
 
 
+def test_a_corrected_join_that_looks_ahead_reads_again_from_before_the_change() -> None:
+    """Records up to ``max_age`` before it, and the versions up to ``max_age`` before these."""
+    node = STREAM.left_join(
+        TABLE, name="priced", select=["left.*"], at="nearest", max_age=3 * MS, corrected_for=90 * MS
+    )
+    plan = plan_of(node, RunTimes(advanced={"changed": {0: 70 * MILLI, 1: 50 * MILLI}}))
+    assert [one.rescan_from for one in plan.inputs] == [47 * MILLI - 1, 44 * MILLI - 1]
+    assert plan.corrects_after == 47 * MILLI - 1
+
+
 def test_a_stream_join_reads_each_side_again_as_far_as_the_other_may_match() -> None:
     node = STREAM.left_join(OTHER, name="paid", before=3 * MS, after=7 * MS, grace=20 * MS)
     plan = plan_of(node, RunTimes(stream_time={0: 100 * MILLI, 1: 500 * MILLI}))

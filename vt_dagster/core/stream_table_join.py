@@ -18,6 +18,10 @@ interval that an earlier run has joined are joined again. The run finds them by 
 stream's log, in the range that its table records reach back to. The table's record itself, which the
 run has read, is the new answer: no version is looked up. A run without table records reads no such
 range and is a plain stream-table join.
+
+If the join looks ahead, a record of the table also changes the match of records from before its time,
+and a deletion reveals another version. So the records at most ``max_age`` away are looked up again, in
+the part of the table's log that lies as close to them.
 """
 
 from __future__ import annotations
@@ -113,7 +117,7 @@ from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.feature_views import FeatureView
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind, StreamTableJoin
-from vt_dagster.topology.operators.stream_table_join import AsKnown
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At
 
 # Stream table join
 
@@ -538,18 +542,12 @@ def affected_times(
         from the edge on do not overlap, and neither do the intervals up to ``_until``.
     """
     on, at = match_names(key), F.col(TIMESTAMP)
-    before = F.timestamp_micros(stream_time)
-    timed = with_stream_time(changes.withColumn(ARRIVAL, F.col(OFFSET)), before, chunk=chunk)
-    edge = F.unix_micros(STREAM_TIME) - promised
-    said = {VALID_FROM: at}
-    answer = F.when(
-        ~F.col(IS_TOMBSTONE), F.struct(*[said.get(v, F.col(f"`{v}`")).alias(v) for v in values])
-    )
     place = [PARTITION, OFFSET]
+    timed = _with_edge(changes, promised, stream_time, chunk)
     rows = timed.select(
         *match_columns(key),
-        *(at.alias(FROM), F.greatest(at, F.timestamp_micros(edge)).alias(_SEEN)),
-        *(F.lit(True).alias(_NEW), *place, edge.alias(EDGE), answer.alias(ANSWER)),
+        *(at.alias(FROM), F.greatest(at, F.timestamp_micros(EDGE)).alias(_SEEN)),
+        *(F.lit(True).alias(_NEW), *place, EDGE, _answer_of(values).alias(ANSWER)),
     )
     if earlier is not None:
         there = earlier.select(
@@ -573,6 +571,200 @@ def affected_times(
     return nullable(
         found.select(*on, first, TO, UNTIL, EDGE, F.struct(*place).alias(BY), ANSWER), ANSWER
     )
+
+
+def _with_edge(
+    changes: DataFrame, promised: Column, stream_time: Column, chunk: Column | None
+) -> DataFrame:
+    """Adds the time (epoch microseconds, inclusive) from which on each new record of a table corrects
+    rows, see :func:`affected_times`."""
+    before = F.timestamp_micros(stream_time)
+    timed = with_stream_time(changes.withColumn(ARRIVAL, F.col(OFFSET)), before, chunk=chunk)
+    return timed.withColumn(EDGE, F.unix_micros(STREAM_TIME) - promised)
+
+
+def _answer_of(values: Sequence[str]) -> Column:
+    """Returns the values of a log row of a table as a struct; null for a tombstone."""
+    said = {VALID_FROM: F.col(TIMESTAMP)}
+    every = F.struct(*[said.get(v, F.col(f"`{v}`")).alias(v) for v in values])
+    return F.when(~F.col(IS_TOMBSTONE), every)
+
+
+# Affected matches
+
+
+_TILE, _AT_MICROS, _LIMIT, _WHOLE = "_tile", "_at", "_limit", "_whole"
+_NEXT, _NEXT_EDGE, _HAS_VALUE = "_next", "_next_edge", "_has_value"
+_BACK, _AHEAD, _WAS_BACK, _WAS_AHEAD = "_back", "_ahead", "_was_back", "_was_ahead"
+_LATE_BACK, _LATE_VALUE, _LATE_AHEAD = "_late_back", "_late_value", "_late_ahead"
+_MATCH, _WAS, _FOUND_OUT = "_match", "_was", "_found_out"
+_ALWAYS = -(2**62)
+"""The edge of records that a table had before the run: all rows that can be corrected know them."""
+
+
+def affected_matches(
+    records: DataFrame,
+    changes: DataFrame,
+    earlier: DataFrame | None,
+    *,
+    left_key: Sequence[str],
+    key: Sequence[str],
+    values: Sequence[str],
+    at: At,
+    max_age: timedelta,
+    promised: Column,
+    stream_time: Column,
+    final: Column,
+    chunk: Column | None,
+    broadcastable: bool,
+) -> DataFrame:
+    """Returns the joined records whose match new records of a table change, in a join that looks ahead.
+
+    A joined record knows the table's records that have arrived up to a point: those with an edge at or
+    before its time, see :func:`affected_times`. Edges never decrease. So what a record knows, and with
+    it its match, does not depend on how the table's records are batched into runs. A record of the
+    table comes too late for a joined record that does not know it, if it alone would change its match.
+
+    Plan: a semi-join of the earlier log rows by key, a window by key and time over them, then a
+    semi-join of the records with the changes by key and tile, an equi-join by key and tile, and an
+    aggregate by record. A tile is one to two times as long as ``max_age``, so a record meets only the
+    log rows of its key that are at most twice as far from it.
+
+    Args:
+        records: log rows of the stream that earlier runs have joined.
+        changes: the table's log rows of the run.
+        earlier: the table's earlier log rows, from ``max_age`` before the first record on; None = none.
+        left_key: the stream's key columns, in the order of ``key``, those of the table.
+        values, promised, stream_time, chunk, broadcastable: see :func:`affected_times`.
+        at: ``at_or_after``, ``after`` or ``nearest``.
+        final: the time before which rows are final, of a record's partition, epoch microseconds; null =
+            none.
+
+    Returns:
+        the columns of ``records``, once or twice: with ``_too_old`` false if the match changes, with
+        true if a record of the table comes too late; ``_by``: the table's record that is the cause, a
+        struct of partition and offset; and ``_answer``: the match, a struct of the values, null without
+        a match.
+    """
+    on, reach, nearest = match_names(key), max_age // INSTANT, at == "nearest"
+
+    def told(rows: DataFrame, edge: Column) -> DataFrame:
+        place = F.struct(PARTITION, OFFSET).alias(BY)
+        since = F.unix_micros(TIMESTAMP).alias(FROM)
+        answer = _answer_of(values).alias(ANSWER)
+        return rows.select(*match_columns(key), since, place, edge.alias(EDGE), answer)
+
+    new = told(_with_edge(changes, promised, stream_time, chunk), F.col(EDGE))
+    versions = new
+    if earlier is not None:
+        keys = new.select(*on)
+        there = told(earlier, F.lit(_ALWAYS).cast("long"))
+        there = there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi")
+        versions = union(new, there)
+    # Of one key and time the last record counts among those that a joined record knows.
+    same_time = W.partitionBy(*on, FROM).orderBy(F.col(BY)[OFFSET], F.col(BY)[PARTITION])
+    following = {_NEXT: F.lead(BY).over(same_time), _NEXT_EDGE: F.lead(EDGE).over(same_time)}
+    versions = versions.withColumns(following)
+    versions = versions.where(F.col(_NEXT_EDGE).isNull() | (F.col(_NEXT_EDGE) > F.lit(_ALWAYS)))
+
+    level = reach.bit_length()
+    until = F.col(FROM) + F.lit(reach if nearest else 0)
+    tiles = F.sequence(F.shiftright(F.col(FROM) - F.lit(reach), level), F.shiftright(until, level))
+    versions = versions.withColumn(_TILE, F.explode(tiles))
+    touched = versions.where(F.col(EDGE) > F.lit(_ALWAYS)).select(*on, _TILE).distinct()
+    moment = F.unix_micros(TIMESTAMP)
+    is_final = F.coalesce(moment < final, F.lit(False))
+    asked = records.select(
+        *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, on, strict=True)],
+        F.struct(*columns(records.columns)).alias(_WHOLE),
+        moment.alias(_AT_MICROS),
+        F.when(is_final, F.lit(_ALWAYS)).otherwise(moment).alias(_LIMIT),
+        F.shiftright(moment, level).alias(_TILE),
+    )
+    asked = asked.join(F.broadcast(touched) if broadcastable else touched, [*on, _TILE], "left_semi")
+    distance, limit = F.col(FROM) - F.col(_AT_MICROS), F.col(_LIMIT)
+    from_here_on = distance >= 0 if at == "at_or_after" else distance > 0
+    near = (distance <= reach) & ((distance >= -reach) if nearest else from_here_on)
+    pairs = asked.join(versions, [*on, _TILE]).where(near)
+
+    behind = (distance <= 0) if nearest else F.lit(False)
+    has = F.col(ANSWER).isNotNull()
+    known = (F.col(EDGE) <= limit) & (F.col(_NEXT_EDGE).isNull() | (F.col(_NEXT_EDGE) > limit))
+    before, late = F.col(EDGE) == F.lit(_ALWAYS), F.col(EDGE) > limit
+    short = [FROM, BY, EDGE, _NEXT, has.alias(_HAS_VALUE)]
+    version, brief = F.struct(*short, ANSWER), F.struct(*short)
+
+    def last(which: Column, what: Column) -> Column:
+        return F.max_by(F.when(which, what), F.when(which, F.col(FROM)))
+
+    def first(which: Column, what: Column) -> Column:
+        return F.min_by(F.when(which, what), F.when(which, F.col(FROM)))
+
+    whole = F.col(_WHOLE)
+    found = pairs.groupBy(whole[PARTITION], whole[OFFSET]).agg(
+        F.first(_WHOLE).alias(_WHOLE),
+        F.first(_AT_MICROS).alias(_AT_MICROS),
+        last(behind & known, version).alias(_BACK),
+        first(~behind & known & has, version).alias(_AHEAD),
+        last(behind & before, brief).alias(_WAS_BACK),
+        first(~behind & before & has, brief).alias(_WAS_AHEAD),
+        last(behind & late, brief).alias(_LATE_BACK),
+        last(behind & late & has, brief).alias(_LATE_VALUE),
+        first(~behind & late & has, brief).alias(_LATE_AHEAD),
+    )
+    found = found.withColumns(
+        {
+            _MATCH: _nearer(F.col(_BACK), F.col(_AHEAD)),
+            _WAS: _nearer(F.col(_WAS_BACK), F.col(_WAS_AHEAD)),
+        }
+    )
+    match, was = F.col(_MATCH), F.col(_WAS)
+    differs = ~match[BY].eqNullSafe(was[BY])
+    # Without a new match the former one was deleted: at its time, or by a later tombstone before the
+    # record.
+    ended = F.lit(nearest) & (was[FROM] <= F.col(_AT_MICROS))
+    deleted = F.when(ended, F.col(_BACK)[BY]).otherwise(was[_NEXT])
+    by = F.when(match[EDGE] > F.lit(_ALWAYS), match[BY]).otherwise(deleted)
+    late_by = _too_late_by(nearest)
+
+    def outcome(which: Column, too_old: bool, cause: Column) -> Column:
+        return F.when(which, F.struct(F.lit(too_old).alias(_TOO_OLD), cause.alias(BY)))
+
+    outcomes = [outcome(differs, False, by), outcome(late_by.isNotNull(), True, late_by)]
+    every = F.filter(F.array(*outcomes), lambda one: one.isNotNull())
+    told_of = found.withColumn(_FOUND_OUT, F.explode(every))
+    return nullable(
+        told_of.select(f"{_WHOLE}.*", f"{_FOUND_OUT}.*", match[ANSWER].alias(ANSWER)), ANSWER
+    )
+
+
+def _nearer(back: Column, ahead: Column) -> Column:
+    """Returns the nearer of the version that is valid at a record's time, if it has a value, and the
+    first one that starts after it; of two equally near the earlier."""
+    at = F.col(_AT_MICROS)
+    near = ahead.isNull() | (at - back[FROM] <= ahead[FROM] - at)
+    return F.when(back[_HAS_VALUE] & near, back).otherwise(ahead)
+
+
+def _too_late_by(nearest: bool) -> Column:
+    """Returns the place of a record of the table that alone would change the match of a joined record
+    that does not know it; null = there is none."""
+    at, match, back = F.col(_AT_MICROS), F.col(_MATCH), F.col(_BACK)
+    late, value, ahead = F.col(_LATE_BACK), F.col(_LATE_VALUE), F.col(_LATE_AHEAD)
+    of_back = F.lit(nearest) & (match[FROM] <= at)
+    ends = of_back & (late[FROM] >= match[FROM])
+    valid = back.isNull() | (value[FROM] >= back[FROM])
+    nearer_back = match.isNull() | (~of_back & (at - value[FROM] <= match[FROM] - at))
+    nearer_ahead = match.isNull() | (ahead[FROM] - at < F.abs(match[FROM] - at))
+    return F.coalesce(
+        match[_NEXT],
+        F.when(ends, late[BY]),
+        F.when(valid & nearer_back, value[BY]),
+        F.when(nearer_ahead, ahead[BY]),
+    )
+
+
+# Rows of joins
 
 
 def with_row_of_key(
@@ -767,11 +959,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         operator = self.operator
         changed = times.advanced.get(_CHANGED)
-        back = min(changed.values()) - 1 if changed else None
+        back = versions = min(changed.values()) - 1 if changed else None
+        if back is not None and operator.looks_ahead and operator.max_age is not None:
+            # A change affects records from before it, whose match may have begun before them.
+            reach = operator.max_age // INSTANT
+            back, versions = back - reach, back - 2 * reach
         return RunPlan(
             inputs=(
                 InputPlan(operator.left, earliest(_waiting_from(times), back)),
-                InputPlan(operator.right, back),
+                InputPlan(operator.right, versions),
             ),
             reads_own_table=bool(operator.key or changed),
             corrects_after=back,
@@ -825,28 +1021,35 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         """Returns earlier joined records that new table records affect: those to re-join, with their
         rows, and those whose correction comes too late."""
         operator, right = self.operator, self.operator.right
-        times = affected_times(
-            table.rows,
-            table.earlier,
-            key=right.key,
-            values=sorted({*right.key, *operator.projection().right_columns()}),
-            promised=micros(operator.corrected_for),
-            stream_time=context.watermarks.get(_TABLE, _nothing()),
-            chunk=None if table.broadcastable else arrival_chunk(),
-            broadcastable=table.broadcastable,
-        )
-        times = F.broadcast(times) if table.broadcastable else times
         joined = earlier.where(
             moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.emitted_up_to)
         )
-        at = F.col(TIMESTAMP)
-        within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
-        for k, n in zip(operator.left.key, match_names(right.key), strict=True):
-            within = within & (F.col(f"`{k}`") == F.col(n))
-        final = F.greatest(context.watermarks.get(FINAL, _nothing()), F.col(EDGE))
-        late = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
+        final = context.watermarks.get(FINAL, _nothing())
+        about: dict[str, Any] = {
+            "key": right.key,
+            "values": sorted({*right.key, *operator.projection().right_columns()}),
+            "promised": micros(operator.corrected_for),
+            "stream_time": context.watermarks.get(_TABLE, _nothing()),
+            "chunk": None if table.broadcastable else arrival_chunk(),
+            "broadcastable": table.broadcastable,
+        }
+        if operator.looks_ahead:
+            assert operator.max_age is not None
+            about |= {"at": operator.at, "max_age": operator.max_age, "final": final}
+            about |= {"left_key": operator.left.key}
+            met = affected_matches(joined, table.rows, table.earlier, **about)
+            late = F.col(_TOO_OLD)
+        else:
+            times = affected_times(table.rows, table.earlier, **about)
+            times = F.broadcast(times) if table.broadcastable else times
+            at = F.col(TIMESTAMP)
+            within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
+            for k, n in zip(operator.left.key, match_names(right.key), strict=True):
+                within = within & (F.col(f"`{k}`") == F.col(n))
+            edge = F.greatest(final, F.col(EDGE))
+            late = F.coalesce(F.unix_micros(TIMESTAMP) < edge, F.lit(False))
+            met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
         cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
-        met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
         met = met.select(
             *columns(earlier.columns),
             F.col(OFFSET).alias(ARRIVAL),

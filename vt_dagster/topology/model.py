@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, get_args, overload
 
 from typing_extensions import Required, TypedDict
 
@@ -48,7 +48,7 @@ from vt_dagster.topology.operators import (
     UntilWindowCloses,
     WindowedAggregate,
 )
-from vt_dagster.topology.operators.stream_table_join import AsKnown, At, BeforeFirst
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At, AtOrBefore, BeforeFirst
 from vt_dagster.topology.version_rules import VersionRules
 from vt_dagster.topology.windows import Window
 
@@ -318,6 +318,8 @@ class StreamJoins(Generic[S, T]):
         key: str | Sequence[str] = (),
         select: Sequence[str] = ...,
         grace_period: Duration | None = None,
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         **shown: Any,
     ) -> T: ...
 
@@ -371,6 +373,7 @@ class StreamJoins(Generic[S, T]):
                 (inclusive); with at_or_after, after and nearest also how long after it.
             at: join with a versioned table: match the latest version that starts at_or_before or before
                 the record's timestamp, the first that starts at_or_after or after it, or the nearest.
+                The last three need max_age, and a grace_period or corrected_for at least as long.
             before_first: join with a versioned table: first_version: a record from before all versions
                 of its key matches the first of them; default: it matches nothing.
             within: join with a stream: how far before and after a record its matches may lie.
@@ -410,6 +413,8 @@ class StreamJoins(Generic[S, T]):
         key: str | Sequence[str] = (),
         select: Sequence[str] = ...,
         grace_period: Duration | None = None,
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         **shown: Any,
     ) -> T: ...
 
@@ -533,8 +538,9 @@ class StreamJoins(Generic[S, T]):
         if other.is_table:
             about.refuse_beside_table(name, other)
             if promise.corrected_for is not None:
-                match.refuse(name, "a corrected join, which follows all versions")
-                told = {"corrected_for": promise.corrected_for, "key": promise.names}
+                if match.at in get_args(AtOrBefore):
+                    match.refuse(name, "a corrected join that looks back, which follows all versions")
+                told = {**vars(match), "corrected_for": promise.corrected_for, "key": promise.names}
                 return CorrectedJoin(self, other, kind, name, select, grace_period, **told)
             promise.refuse(name, "a join without corrected_for")
             return StreamTableJoin(self, other, kind, name, select, grace_period, **vars(match))

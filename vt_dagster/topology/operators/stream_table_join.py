@@ -227,22 +227,27 @@ class StreamTableJoin(Join):
             )
         self._check_now("before_first='first_version'")
 
+    @property
+    def _final_after(self) -> tuple[str, Duration]:
+        """The setting that decides when a row is final, and its value."""
+        return "grace_period", self.grace_period or timedelta(0)
+
     def _check_looks_ahead(self) -> None:
         if not self.looks_ahead:
             return
-        asked = f"at={self.at!r}"
+        asked, (setting, length) = f"at={self.at!r}", self._final_after
         if self.max_age is None:
             raise TopologyError(
                 f"{self.name}: {asked} needs max_age, but has none: without it a version may start any "
                 "time after the record, so no wait is long enough to find it: set max_age to how far "
-                "from the record a version may start, and grace_period to at least as long"
+                f"from the record a version may start, and {setting} to at least as long"
             )
-        for partition, (grace, age) in pairs(self.grace_period or timedelta(0), self.max_age):
-            if grace < age:
+        for partition, (final, age) in pairs(length, self.max_age):
+            if final < age:
                 raise TopologyError(
-                    f"{self.name}: {asked} needs a grace period of at least max_age, {age}, got "
-                    f"{grace}{partition}: the record would be joined before its match can have come: "
-                    "lengthen grace_period or shorten max_age"
+                    f"{self.name}: {asked} needs a {setting} of at least max_age, {age}, got "
+                    f"{final}{partition}: the row would be final before its match can have come: "
+                    f"lengthen {setting} or shorten max_age"
                 )
         self._check_now(asked)
 
@@ -349,22 +354,29 @@ class CorrectedJoin(StreamTableJoin):
     A record or tombstone of the table is valid from its timestamp (inclusive) to the next version of
     its key (exclusive). Previously joined stream records of that key and interval are looked up again,
     and a row whose match differs is updated: ``revision`` counts up from 0, ``cause`` names the table
-    record (``table, partition, offset``; null for the first revision).
+    record (``table, partition, offset``; null for the first revision). With ``at_or_after``, ``after``
+    and ``nearest`` it affects the records at most ``max_age`` away (inclusive): those before it, and
+    with ``nearest`` also those after it.
 
     Late: a stream record always gets its row. A correction is too late if the row's timestamp is before
     ``stream time - corrected_for``, where stream time is either that of the row's partition before the
     run or that of the table record's partition when the table record arrived. The row then keeps its
-    values. It is counted once (``corrections_too_late``, whatever the values of the table record) and
-    listed in the asset's quarantine table (``too_late``) with ``source``, ``partition`` and
-    ``position`` of its stream record, and ``cause``. Table records that arrived earlier still correct
-    the row. The number of revisions depends on how arrivals are split into runs; the final rows do not.
+    values. It is counted once (``corrections_too_late``, whatever the values of the table record; in a
+    join that looks ahead, if that record alone would change which version matches) and listed in the
+    asset's quarantine table (``too_late``) with ``source``, ``partition`` and ``position`` of its
+    stream record, and ``cause``. Table records that arrived earlier still correct the row. The number
+    of revisions depends on how arrivals are split into runs; the final rows do not.
     Null key: as in ``StreamTableJoin``; a record with a null in a column of ``key`` is dropped and
     counted. Tombstone: of the stream, dropped and counted; of the table, the row loses its match (left)
     or is deleted (inner).
 
     Args:
         corrected_for: how long a row can be corrected, in stream time; at most the table's history
-            retention. It may change between runs; rows that are final stay final.
+            retention. It may change between runs; rows that are final stay final. With ``at_or_after``,
+            ``after`` and ``nearest`` at least ``max_age``; a ``grace_period`` is then optional: without
+            it, a record is joined at once, and its row is corrected when its match comes. A join that
+            looks back takes no ``max_age`` and no ``before``; none takes ``as_known`` or
+            ``before_first``.
         key: stream columns that identify a record; a second record with the same key fails the run.
             None: the record's partition and offset, as ``left_partition`` and ``left_offset``.
     """
@@ -396,10 +408,18 @@ class CorrectedJoin(StreamTableJoin):
         # A late table record is at most the history retention old, and its interval ends at the next
         # version: older table versions are never needed.
         late = longest(self.right.retention or timedelta(0))
+        if self.looks_ahead and self.max_age is not None:
+            # It affects records up to max_age before it, whose match starts up to max_age before them.
+            late += 2 * self.max_age
         return {
             self.left.name: max(self.corrected_for, *super().rescan_span.values()),
             self.right.name: late,
         }
+
+    @property
+    def _final_after(self) -> tuple[str, Duration]:
+        check_duration(self.name, "corrected_for", self.corrected_for)
+        return "corrected_for", self.corrected_for
 
     def _check_promise(self) -> None:
         check_duration(self.name, "corrected_for", self.corrected_for)
