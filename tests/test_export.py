@@ -16,12 +16,15 @@ import polars as pl
 import pytest
 from deltalake import DeltaTable, TableFeatures, write_deltalake
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StructField, StructType, TimestampType
 
-from tests.market import Market, materialized, messages, record, run, unchanged
-from vt_dagster import TopologyError, build_export
+from tests.market import RECORD, Market, lines, materialized, messages, record, run, unchanged
+from vt_dagster import FilesSource, TopologyError, VersionedTable, build_asset, build_export
 from vt_dagster.errors import StorageError
+from vt_dagster.orchestration.asset import data_version
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.storage import delta
+from vt_dagster.topology.durations import parse_time
 
 
 @pytest.fixture
@@ -112,6 +115,80 @@ def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_
     assert set(with_deleted["v"]) == {"q2", "z1"}  # a key that is deleted has no current row
     assert way.run()
     assert pl.read_delta(str(to)).columns == ["k", "v", "at"]
+
+
+def test_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the clock's time: of a it is p4 from day 2, 05:00 on, which the commit says."""
+    to = tmp_path / "now"
+    way = exporting(copy, copy.prices, None, to, as_of="now")
+    told: list[str] = []
+
+    def run_at(moment: str) -> tuple[int | None, set[str]]:
+        monkeypatch.setattr("vt_dagster.runs.export.clock", lambda: of(moment))
+        done = way.run()
+        if done is not None:
+            told.append(data_version(done).value)
+        return None if done is None else done.batch, set(pl.read_delta(str(to))["v"])
+
+    def of(moment: str) -> int:
+        return parse_time(f"2024-01-0{moment.replace(' ', 'T')}:00Z")
+
+    def said() -> tuple[Any, Any]:
+        head = way.head()
+        assert head is not None
+        assert head.export is not None
+        return head.export.as_of, head.export.valid_until
+
+    assert run_at("1 11:00") == (1, {"p3", "q1"})
+    assert said() == (of("1 11:00"), of("1 12:00"))
+    assert run_at("1 11:59") == (None, {"p3", "q1"})
+    assert run_at("1 12:00") == (2, {"p3", "q2"})
+    assert said() == (of("1 12:00"), of("2 05:00"))
+    assert run_at("2 05:00") == (3, {"p4", "q2"})
+    assert said() == (of("2 05:00"), None)
+    assert run_at("9 00:00") == (None, {"p4", "q2"})
+    require_plain(to, copy.spark)
+    # a future-dated record is news, but no row yet
+    copy.land("prices", "3.jsonl", record("a", "p5", "2 07:00"), record("b", None, "2 06:30"))
+    copy.run([copy.prices])
+    assert run_at("2 06:00") == (4, {"p4", "q2"})
+    assert said() == (of("2 06:00"), of("2 06:30"))
+    assert run_at("2 06:30") == (5, {"p4"})
+    assert run_at("2 07:00") == (6, {"p5"})
+    # without the setting it is another export, and back
+    assert exporting(copy, copy.prices, None, to).run()
+    assert run_at("2 06:10") == (8, {"p4", "q2"})
+    assert len({*told}) == len(told) == 7  # consumers are told of each
+    monkeypatch.setattr("vt_dagster.runs.export.clock", lambda: of("1 06:59"))
+    with pytest.raises(StorageError, match="expected a time from 2024-01-01T07:00:00Z on"):
+        exporting(copy, copy.prices, None, tmp_path / "old", as_of="now").run()
+
+
+def test_as_of_now_of_versions_that_end_by_themselves(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "offers").mkdir()
+    schema = StructType([*RECORD.fields, StructField("until", TimestampType())])
+    offers = VersionedTable(
+        "offers",
+        key="k",
+        schema=schema,
+        timestamp="at",
+        valid_until="until",
+        history_retention=timedelta(days=9),
+        source=FilesSource(str(tmp_path / "offers"), format="json"),
+    )
+    ends = {"until": "2024-01-03T00:00:00Z"}
+    rows = [record("a", "x", "1 00:00") | ends, record("b", "y", "2 00:00")]
+    (tmp_path / "offers" / "1.jsonl").write_text(lines(*rows))
+    run([build_asset(offers)], tmp_path / "warehouse", raise_on_error=True)
+    to = str(tmp_path / "now")
+    way = ExportRun(export_of(offers, None, to, as_of="now"), str(tmp_path / "warehouse"), spark)
+    for day, batch, found in (("2", 1, {"x", "y"}), ("3", 2, {"y"}), ("4", None, {"y"})):
+        now = parse_time(f"2024-01-0{day}T00:00:00Z")
+        monkeypatch.setattr("vt_dagster.runs.export.clock", lambda now=now: now)
+        done = way.run()
+        assert (done and done.batch, set(pl.read_delta(to)["v"])) == (batch, found)
 
 
 def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
@@ -223,6 +300,13 @@ def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> N
         ("prices", {"to": "a"}, "place outside of the warehouse a/warehouse"),
         ("prices", {"to": "a%20b"}, "a path can be read as a URL|path that is also valid as a URL"),
         ("prices", {"catalog_table": "bi.`x`"}, "expected catalog_table to be a name such as"),
+        ("rates", {"as_of": "now"}, "(as_of needs a VersionedTable), got 'current as of now'"),
+        (
+            "prices",
+            {"as_of": "now", "what": "versions"},
+            "as_of='now' selects the current rows, but what",
+        ),
+        ("prices", {"as_of": "2024-01-01"}, "expected as_of to be 'now' or None, got '2024-01-01'"),
     ],
 )
 def test_refused_when_definitions_load(

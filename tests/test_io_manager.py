@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.market import QUIET, Market, materialized, messages, record, run
 from vt_dagster import SparkResource, build_asset, build_resources, ops
 from vt_dagster.storage import commit_log
-from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.durations import in_utc, parse_time
 
 
 def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
@@ -54,6 +54,18 @@ def test_what_an_asset_gets(
     assert (told["asset"], sum(told["next_offset"].values()) > 0) == (upstream, True)
     found = {r["v"] for r in rows}
     assert (found - {None} if upstream == "prices" else found) == values
+
+
+def test_as_of_the_clock_which_the_metadata_records(
+    market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = parse_time("2024-01-01T11:59:59.500000Z")
+    monkeypatch.setattr("vt_dagster.topology.durations.clock", lambda: now)
+    result, rows = reading(market, "prices", {"vt_dagster/as_of": "now"})
+    assert result.success, messages(result)
+    assert {r["v"] for r in rows} == {"p3", "q1"}
+    told = materialized(result, "mine")["vt_dagster/reads"]["table"]
+    assert told["as_of"] == "2024-01-01T11:59:59.500000Z"
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,17 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
+from typer.testing import CliRunner
 
 import vt_dagster
 from tests.storage.topology import EPOCH, Topology
+from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import arrow_reader, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 
@@ -194,6 +197,28 @@ def test_into_other_libraries(tmp_path: Path, spark: SparkSession) -> None:
         vt_dagster.read("rates", warehouse=topology.warehouse, into="excel")  # type: ignore[arg-type]
 
 
+def test_as_of_the_clock(tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current row may be future-dated; now is read once, with Spark and without."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 2, 1), ("a", 3, 2)])
+    topology.run("rates", spark)
+    about: dict[str, Any] = {"warehouse": topology.warehouse}
+    for second, found in ((30, {1}), (90, {1, 2}), (120, {2, 3})):
+        times = iter([parse_time("2020-01-01T00:00:00Z") + second * 1_000_000] * 2)
+        monkeypatch.setattr("vt_dagster.topology.durations.clock", lambda times=times: next(times))
+        by_arrow = vt_dagster.read("rates", as_of="now", **about)
+        by_spark = vt_dagster.read("rates", as_of="now", into="spark", **about)
+        assert {*by_arrow.column("n").to_pylist()} == {r["n"] for r in by_spark.collect()} == found
+        assert next(times, None) is None
+    assert {*vt_dagster.read("rates", **about).column("n").to_pylist()} == {2, 3}
+    asked = ["get", "rates", "--key", "a", "--as-of", "now", "--json", "--warehouse"]
+    monkeypatch.setattr(
+        "vt_dagster.topology.durations.clock", lambda: parse_time("2020-01-01T00:01:59Z")
+    )
+    done = CliRunner().invoke(app, [*asked, topology.warehouse])
+    assert json.loads(done.stdout)["n"] == 1
+
+
 def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
     """The same sentences as with Spark."""
     topology = Topology(tmp_path)
@@ -205,6 +230,7 @@ def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
         ("nothing", {}, r"'nothing'.*orders.*rates"),
         ("orders", {"what": "current"}, r"orders is a Stream: expected one of \['log'\]"),
         ("orders", {"as_of": "2020-01-01"}, "as_of needs a VersionedTable"),
+        ("orders", {"as_of": "now"}, "as_of needs a VersionedTable"),
         ("rates", {"as_of": "2020-01-01T00:05:00Z"}, "expected a time from 2020-01-01T00:10:00Z on"),
     ):
         with pytest.raises(StorageError, match=said):

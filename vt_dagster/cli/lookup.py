@@ -24,6 +24,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.arrow_reader import asset_names, look_up, texts
+from vt_dagster.topology.durations import at_clock
 
 Warehouse = Annotated[
     str,
@@ -47,7 +48,11 @@ def get(
     table: str,
     key: Key,
     as_of: Annotated[
-        str | None, typer.Option(help="A time like 2013-07-01T12:00:00Z (inclusive); UTC.")
+        str | None,
+        typer.Option(
+            help="A time like 2013-07-01T12:00:00Z (inclusive; UTC), or now: the clock's time, for "
+            "tables with future-dated rows."
+        ),
     ] = None,
     partial: Annotated[
         bool, typer.Option(help="For a time before the history: the row, if it still exists.")
@@ -57,6 +62,7 @@ def get(
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
+    as_of = at_clock(as_of)
     rows = texts(_of_key(warehouse, table, key, None, as_of, partial, as_known_at).slice(0, 1))
     if not rows:
         when = f" as of {as_of}" if as_of else ""

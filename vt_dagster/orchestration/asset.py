@@ -441,8 +441,10 @@ def materialized(
 
 
 def data_version(commit: Commit) -> dg.DataVersion:
-    """Returns the log's identity and number of records: it changes when consumers have input."""
-    return dg.DataVersion(f"{commit.log[:8]}:{commit.total}")
+    """Returns the log's identity and number of records: it changes when consumers have input. Of an
+    export as of now, also the instant, since its rows change without records."""
+    now = "" if commit.export is None or commit.export.as_of is None else f":{commit.export.as_of}"
+    return dg.DataVersion(f"{commit.log[:8]}:{commit.total}{now}")
 
 
 def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:

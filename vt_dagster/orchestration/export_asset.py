@@ -11,8 +11,9 @@ from vt_dagster.orchestration.asset import data_version, needs_materialization, 
 from vt_dagster.orchestration.metadata import column_schema, positions_of, with_types
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
-from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows, exported_types
+from vt_dagster.runs.export import AsOf, Export, ExportRun, export_of, exported_rows, exported_types
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 
 What = Literal["current", "versions", "log"]
@@ -25,6 +26,7 @@ def build_export(
     *,
     to: str,
     name: str | None = None,
+    as_of: AsOf = None,
     columns: Sequence[str] = (),
     with_columns: Sequence[str] = (),
     catalog_table: str | None = None,
@@ -41,8 +43,8 @@ def build_export(
     The table has no tombstones, no expired rows, and of the library's columns only ``valid_from``
     (inclusive) and ``valid_to`` (exclusive, null = current) of versions; neither deletion vectors nor
     column mapping. Each run makes one commit (Delta) or one snapshot (Iceberg): it appends the new rows
-    of a log, and overwrites a table. A run without new records writes nothing and starts no Spark.
-    After a replay and swap it overwrites the whole table.
+    of a log, and overwrites a table. A run without new records writes nothing and starts no Spark,
+    except with ``as_of``. After a replay and swap it overwrites the whole table.
 
     Args:
         what: ``current`` (default for tables: the row of every key), ``versions`` (for versioned
@@ -51,6 +53,10 @@ def build_export(
             except for OPTIMIZE and VACUUM; of an Iceberg table for what rewrites its files, expires its
             snapshots and removes files that no snapshot has.
         name: of the asset; None = ``<node>_export``. Its key has the node's prefix.
+        as_of: ``now``, with ``current`` of a versioned table: the rows that are valid at the clock's
+            time when a run starts, instead of the latest ones, which may begin in the future. The
+            commit records the instant (metadata ``as_of``). A run without new records writes the rows
+            again if a version has begun or ended since. Only a run does: schedule one.
         columns: in order, instead of the schema's; also library columns such as ``timestamp``.
         with_columns: additional columns. With ``is_tombstone``, deletions are included.
         catalog_table: ``schema.name`` of the table in Spark's catalog; of an Iceberg table in
@@ -64,8 +70,8 @@ def build_export(
         pool, retry_policy, resource_prefix, attributes: as in :func:`build_asset`.
 
     Raises:
-        TopologyError: the node does not have ``what`` or the columns, ``to`` is within a warehouse, or
-            an Iceberg table has no name, or a column of a type that Iceberg lacks.
+        TopologyError: the node does not have ``what``, ``as_of`` or the columns, ``to`` is within a
+            warehouse, or an Iceberg table has no name, or a column of a type that Iceberg lacks.
     """
     export = export_of(
         node,
@@ -77,6 +83,7 @@ def build_export(
         catalog_table=catalog_table,
         format=format,
         iceberg_catalog=iceberg_catalog,
+        as_of=as_of,
     )
     if warehouse is not None:
         export.require_outside(warehouse)
@@ -98,6 +105,7 @@ def build_export(
 def _spec(export: Export) -> dg.AssetSpec:
     node = export.node
     said = {"current": "current rows", "versions": "versions", "log": "records"}[export.what]
+    said = said if export.as_of is None else "rows, valid when a run starts,"
     metadata = {
         "dagster/column_schema": _columns(export),
         "dagster/column_lineage": _lineage(export),
@@ -160,6 +168,8 @@ def _materialized(export: Export, commit: Commit, started: float) -> dg.Material
         "positions": positions_of(commit),
         "read_versions": dict(commit.reads),
     }
+    if commit.export is not None and commit.export.as_of is not None:
+        metadata["as_of"] = in_utc(commit.export.as_of)
     if export.catalog_table is not None:
         metadata["dagster/table_name"] = export.catalog_table
     return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))

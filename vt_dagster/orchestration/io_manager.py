@@ -13,7 +13,7 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import left_out_by_clock
 from vt_dagster.storage.read import Into, as_frame
 from vt_dagster.storage.stale_reads import Read
-from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.durations import at_clock, parse_time
 
 READ = "vt_dagster/read"
 AS_OF = "vt_dagster/as_of"
@@ -78,6 +78,8 @@ class TablesIOManager(dg.IOManager):
     - with ``"vt_dagster/as_of": "2013-07-01T00:00:00Z"``: a versioned table as of that time
       (inclusive; UTC if it has no offset); a time before the table's history is an error, but with
       ``"vt_dagster/partial": True`` returns the rows that remain;
+    - with ``"vt_dagster/as_of": "now"``: as of the clock's time when the input is read, for tables with
+      future-dated rows;
     - with ``"vt_dagster/as_of": "partition_end"``: as of the end of the run's partition (exclusive: a
       version that begins at that midnight belongs to the next day); for a range of partitions in one
       run, the end of the range. A backfill reads what runs at those times would have read, plus
@@ -118,6 +120,7 @@ class TablesIOManager(dg.IOManager):
         warehouse, partial = warehouse_of(context, self._prefix), wanted.get(PARTIAL, False)
         what = wanted.get(READ)
         as_of, known = (_time(context, name, said, wanted.get(said)) for said in (AS_OF, AS_KNOWN_AT))
+        as_of = at_clock(as_of)
         if known is not None:
             told = left_out_by_clock(name, parse_time(known), head_of(warehouse, name)[1])
             if told is not None:

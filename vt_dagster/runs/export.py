@@ -3,6 +3,11 @@
 The exported table stores the position in its own commits: each names the log and the offsets up to
 which it was exported. So rows and position are written atomically, and a run without new log rows
 writes nothing.
+
+**As of now.** A table may have future-dated versions. An export with ``as_of="now"`` has the rows
+that are valid at the clock's time when its run starts. Its commit names this instant, and the time at
+which the next version begins or ends. So a run without new log rows knows, without Spark, whether the
+rows have changed since.
 """
 
 from __future__ import annotations
@@ -12,9 +17,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
@@ -29,11 +36,14 @@ from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
 from vt_dagster.storage.commit_log import Commit, Exported, choose
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
+from vt_dagster.topology.durations import NOW, clock, in_utc
 from vt_dagster.topology.model import Stream, Table
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
 """Folders that a killed first run leaves."""
 _EXPORT = "export"
+AsOf = Literal["now"] | None
+"""As of when an export has the rows of a versioned table, see :class:`Export`."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,13 @@ class Export:
             table its name in ``iceberg_catalog``.
         format: ``delta`` or ``iceberg``.
         iceberg_catalog: of an Iceberg table: the catalog's name in PyIceberg's configuration.
+        as_of: of the current rows of a versioned table. None: the latest version of each key, also one
+            that begins in the future. ``now``: the version that is valid at the clock's time when a run
+            starts.
 
     Raises:
-        TopologyError: the node does not have ``what`` or the columns, ``to`` is no valid place, or the
-            format lacks a name, a package or a type.
+        TopologyError: the node does not have ``what``, ``as_of`` or the columns, ``to`` is no valid
+            place, or the format lacks a name, a package or a type.
     """
 
     node: Stream
@@ -67,13 +80,24 @@ class Export:
     catalog_table: str | None = None
     format: str = "delta"
     iceberg_catalog: str | None = None
+    as_of: AsOf = None
 
     def __post_init__(self) -> None:
         try:
-            what = choose(self.node.name, shape_of(self.node).kind, self.what or None, None)
+            what = choose(self.node.name, shape_of(self.node).kind, self.what or None, self.as_of)
             delta.require_place(str(self.to))
         except StorageError as error:
             raise TopologyError(str(error)) from None
+        if self.as_of not in (None, NOW):
+            raise TopologyError(
+                f"{self.name}: expected as_of to be {NOW!r} or None, got {self.as_of!r}; an export "
+                "follows its table: for the rows as of a fixed time use vt_dagster.read"
+            )
+        if self.as_of is not None and what != "current":
+            raise TopologyError(
+                f"{self.name}: as_of={NOW!r} selects the current rows, but what is {what!r}, which has "
+                "the rows of all times: remove one of the two"
+            )
         object.__setattr__(self, "what", what)
         object.__setattr__(self, "to", address(self.to))
         object.__setattr__(self, "columns", self._chosen(what))
@@ -204,14 +228,15 @@ class ExportRun:
     def run(self, run_id: str | None = None) -> Commit | None:
         """Writes the new rows of a log, or the whole of a table, in one commit.
 
-        If the log was replaced (swapped, restated) or the columns changed, writes the whole table.
+        If the log was replaced (swapped, restated) or the columns changed, writes the whole table. An
+        export as of now also writes the whole table once a version of it has begun or ended.
 
         Returns:
             the commit; None = no new rows, decided without Spark.
 
         Raises:
             StorageError: another writer owns the place; or the log is not the exported one, because it
-                was restored from a backup.
+                was restored from a backup; or now is before the table's history.
             ConcurrentRunError: another run of the export committed at the same time.
         """
         export, before, at = self.export, self.head(), self._store.snapshot()
@@ -219,16 +244,20 @@ class ExportRun:
         if head is None:
             return None
         require_same_log(export.name, export.node.name, before, head.commit, self._store.attempt_of)
-        commit = self._document(at, before, run_id)
-        what = (commit.log, commit.shape, commit.export)
-        same = before is not None and (before.log, before.shape, before.export) == what
+        now = None if export.as_of is None else clock()
+        commit = self._document(at, before, run_id, now)
+        same = before is not None and _content(before) == _content(commit)
         if before is not None and same and before.next_offset == commit.next_offset:
-            return None
+            until = None if before.export is None else before.export.valid_until
+            if now is None or until is None or now < until:
+                return None
         self._require_name()
         appends = before is not None and same and export.what == "log"
         start = before.next_offset if before is not None and appends else {}
-        rows, number = self._rows(at, start)
+        rows, number = self._rows(at, start, now)
         rows = parquet.packed(rows, number, for_others=True)
+        if now is not None:
+            commit = self._until(commit, at, now)
         with self._store.planner_settings(is_small(number, 0)):
             version = self._write(
                 rows,
@@ -267,14 +296,30 @@ class ExportRun:
         )
         return f"version {written.version}"
 
-    def _document(self, at: Snapshot, before: Commit | None, run_id: str | None) -> Commit:
-        """Returns the commit: the log, its offsets, and what is exported."""
+    def _until(self, commit: Commit, at: Snapshot, now: int) -> Commit:
+        """Adds when the rows as of now change: the first time after now at which a version begins or
+        ends. Plan: one aggregate over the versions that end after now."""
+        versions = as_read(self.export.node, self._store.view_at(at, since=now))
+        later = [F.min(F.when(m > now, m)) for m in map(F.unix_micros, (VALID_FROM, VALID_TO))]
+        until = versions.agg(F.least(*later)).collect()[0][0]
+        assert commit.export is not None
+        export = commit.export.model_copy(update={"valid_until": until})
+        return commit.model_copy(update={"export": export})
+
+    def _document(
+        self, at: Snapshot, before: Commit | None, run_id: str | None, now: int | None
+    ) -> Commit:
+        """Returns the commit: the log, its offsets, and what is exported.
+
+        Args:
+            now: the clock's time, epoch microseconds, for an export as of now.
+        """
         assert at.head is not None
         export, head = self.export, at.head.commit
         shape = shape_of(export.node)
         types = {f.name: f.dataType.simpleString() for f in export.node.schema.fields}
         exported = Exported(
-            what=export.what, columns=[(name, types.get(name)) for name in export.columns]
+            what=export.what, columns=[(name, types.get(name)) for name in export.columns], as_of=now
         )
         done = {} if before is None or before.log != head.log else before.next_offset
         ranges = {p: (done.get(p, 0), e) for p, e in head.next_offset.items() if e > done.get(p, 0)}
@@ -296,7 +341,7 @@ class ExportRun:
             reads={f"{export.node.name}/log": at.head.version},
         )
 
-    def _rows(self, at: Snapshot, start: dict[int, int]) -> tuple[DataFrame, int]:
+    def _rows(self, at: Snapshot, start: dict[int, int], now: int | None) -> tuple[DataFrame, int]:
         """Returns the rows to write, and their approximate number."""
         assert at.head is not None
         export, store = self.export, self._store
@@ -307,6 +352,8 @@ class ExportRun:
             rows = store.log(start, at.head)
         elif export.what == "versions":
             rows = as_read(export.node, store.view_at(at))
+        elif now is not None:
+            rows, number = store.read(export.what, in_utc(now), at=at), at.reach()
         else:
             assert isinstance(export.node, Table)
             rows = store.current_at(at)
@@ -351,6 +398,13 @@ class ExportRun:
                 f"{self.export.name}: expected the session's catalog to take {statement!r}, got: "
                 f"{one_line(error)}. Create its schema, or give another catalog_table"
             ) from error
+
+
+def _content(commit: Commit) -> tuple[object, ...]:
+    """Returns what decides the rows of an export besides the records and the clock."""
+    export = commit.export
+    told = None if export is None else (export.what, export.columns, export.as_of is None)
+    return commit.log, commit.shape, told
 
 
 def head_in(to: str, name: str, kind: str) -> Commit | None:
@@ -443,6 +497,7 @@ def export_of(
     catalog_table: str | None = None,
     format: str = "delta",
     iceberg_catalog: str | None = None,
+    as_of: AsOf = None,
 ) -> Export:
     """Returns an export; its default name is ``<node>_export``. See :class:`Export`."""
     return Export(
@@ -455,4 +510,5 @@ def export_of(
         catalog_table,
         format,
         iceberg_catalog,
+        as_of,
     )

@@ -198,6 +198,11 @@ class Exported(BaseModel):
     what: str
     columns: list[tuple[str, str | None]]
     """Name and Spark type of each column; None = not known without Spark."""
+    as_of: int | None = None
+    """The clock's time as of which it has the rows (inclusive), epoch microseconds; None = it has the
+    latest rows."""
+    valid_until: int | None = None
+    """When these rows change if no record comes (exclusive), epoch microseconds; None = never."""
 
 
 ERASE = "erase:"

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.topology.durations import at_clock
 
 Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
 
@@ -33,7 +34,8 @@ def read(
         warehouse: directory or URL of the tables.
         key: value of the key, for a composite key a tuple or list; texts are accepted. None = all keys.
         as_of: valid time, ISO 8601 or datetime (without an offset: UTC); returns the row of each key as
-            of it (inclusive).
+            of it (inclusive). ``now``: the time of this machine's clock when the read starts, for
+            tables with future-dated rows; without it, such a row is the current one.
         what: ``current`` (default for tables; without deleted keys), ``versions`` (with tombstones) or
             ``log`` (default for streams).
         partial: for an ``as_of`` before the history horizon, return the versions that have not expired;
@@ -53,6 +55,7 @@ def read(
         raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
     values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
     moment, known = (t.isoformat() if isinstance(t, datetime) else t for t in (as_of, as_known_at))
+    moment = at_clock(moment)
     if into == "spark":
         return _by_spark(warehouse, name, what, values, moment, partial, known)
     return as_frame(look_up(warehouse, name, what, values, moment, partial, known), into)

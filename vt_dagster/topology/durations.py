@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import time
 from collections.abc import Iterable, Mapping
 from datetime import date, datetime, timedelta, timezone
 from functools import cache
@@ -163,6 +164,21 @@ def parse_time(text: str) -> int:
         raise ContractError(f"expected a time like 2013-07-01T12:00:00Z, got {text!r}") from None
     aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
     return (aware - _EPOCH) // timedelta(microseconds=1)
+
+
+NOW = "now"
+"""As an as-of time: the clock's time when a read or run starts."""
+
+
+def clock() -> int:
+    """Returns the time of this machine's clock, epoch microseconds."""
+    return time.time_ns() // 1000
+
+
+def at_clock(moment: str | None) -> str | None:
+    """Returns an as-of time, ``now`` as the time of this machine's clock: a read calls it once, so that
+    all its parts are as of one instant."""
+    return in_utc(clock()) if moment == NOW else moment
 
 
 def in_utc(moment: int) -> str:
