@@ -74,7 +74,6 @@ defs = dg.Definitions(
     resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
     jobs=[
         dg.define_asset_job("default", selection="graph_of_sales"),
-        dg.define_asset_job("spread", selection="graph_of_sales", executor_def=spread),
         dg.define_asset_job("joined", selection="graph_of_priced", executor_def=spread),
         dg.define_asset_job("assets", selection={selected!r}, executor_def=spread),
     ],
@@ -132,7 +131,7 @@ def execute(root: Path, job: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["spread", "default", "joined"])
+@pytest.mark.parametrize("job", ["default", "joined"])
 def test_a_graph_with_a_process_per_step_is_refused(tmp_path: Path, job: str) -> None:
     (tmp_path / "landing" / "sales").mkdir(parents=True)
     (tmp_path / "landing" / "sales" / "1.jsonl").write_text(lines(record("a", "s1", "1 00:00")))
