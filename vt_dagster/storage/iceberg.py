@@ -39,7 +39,7 @@ from pyspark.sql.types import (
     VarcharType,
 )
 
-from vt_dagster.core.arrow_schema import arrow_schema
+from vt_dagster.core.log_columns import arrow_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import parquet
