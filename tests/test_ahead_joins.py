@@ -160,7 +160,7 @@ def test_random_runs(spark: SparkSession, seed: int) -> None:
     driver = TopologyTestDriver(*made, spark=spark)
     models = {name: Reference(about) for name, about in JOINS.items()}
     now, matched, first = 10, dict.fromkeys(JOINS, 0), 0
-    for _ in range(7):
+    for _ in range(7 if seed else 4):
         rates = drawn(chance, now, chance.randrange(9), 1_000 + first, 12)
         for rate in rates:
             rate["n"] = None if chance.random() < 0.35 else rate["n"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.market import messages
 from vt_dagster.testing import TopologyTestDriver
 
 pytestmark = pytest.mark.slow
@@ -42,7 +45,9 @@ def _type(command: str, where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_your_own_table_in_15_lines(tmp_path: Path) -> None:
+def test_your_own_table_in_15_lines(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = _block("# Your own table in 15 lines", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "prices.py").write_text(code)
@@ -62,13 +67,17 @@ def test_your_own_table_in_15_lines(tmp_path: Path) -> None:
     timeline = _type(history, tmp_path)
     assert re.findall(r"price=[\d.]+", timeline.stdout) == ["price=1.0", "price=1.1", "price=1.2"]
 
-    # break it, and read the message
+    # break it, and read the message; in this process, which has a session
     (landing / "2.csv").write_text("product,price,at\napple,-1,2026-02-01T10:00:00Z\n")
-    broken = _type(materialize, tmp_path)
-    assert broken.returncode != 0
-    assert "nothing was committed" in broken.stdout + broken.stderr
-    assert "greater_than_or_equal_to(0)" in broken.stdout + broken.stderr
-    assert '"price":-1.0' in broken.stdout + broken.stderr
+    monkeypatch.chdir(tmp_path)
+    defs: dg.Definitions = runpy.run_path("prices.py", run_name="prices")["defs"]
+    job = defs.resolve_implicit_global_asset_job_def()
+    broken = job.execute_in_process(raise_on_error=False)
+    assert not broken.success
+    said = messages(broken)
+    assert "nothing was committed" in said
+    assert "greater_than_or_equal_to(0)" in said
+    assert '"price":-1.0' in said
 
 
 ORDER = """

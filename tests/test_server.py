@@ -33,7 +33,8 @@ from tests.market import Market, messages
 from vt_dagster import SparkResource, build_asset, build_checks, build_resources
 
 market = Market(Path({root!r}), None)
-made = [*map(build_asset, market.nodes), *map(build_checks, market.nodes)]
+nodes = [market.prices, market.sales, market.priced]
+made = [*map(build_asset, nodes), *map(build_checks, nodes)]
 resources = build_resources(str(market.warehouse), SparkResource(remote={remote!r}))
 result = dg.materialize(made, resources=resources, raise_on_error=False)
 print(messages(result) or "done")
@@ -68,7 +69,6 @@ def test_runs_use_it_while_it_is_there(
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"), record("b", "q1", "1 01:00"))
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("b", "s2", "1 06:00"))
-    market.land("rates", "1.jsonl", record("a", "r1", "1 00:00"))
     assert spark_command(environment, "status") == (1, "no Spark server is running\n")
     said = run_on(environment, tmp_path, "server")
     assert "start it: vt-dagster spark start" in said
@@ -110,7 +110,7 @@ def test_one_that_is_killed_in_a_run(
 ) -> None:
     """Spark's client would retry for ten minutes, and once more for rows that are to be released."""
     market = Market(tmp_path, spark)
-    for name in ("prices", "sales", "rates"):
+    for name in ("prices", "sales"):
         market.land(name, "1.jsonl", record("a", "p1", "1 00:00"))
     code, started = spark_command(environment, "start", "--master", "local[2]")
     assert code == 0, started
