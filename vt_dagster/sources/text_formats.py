@@ -218,6 +218,8 @@ REFUSED = {
     "locale": "numbers and dates are read without a locale, with a point before the fraction: declare "
     "the column as STRING and convert it in map_values, for example try_to_number(replace(price, ',', "
     "'.'), '999999.99')",
+    "timeFormat": "a text is read as a TIME without it: remove it, and declare a column with another "
+    "format as STRING",
     "enableDateTimeParsingFallback": "a time in another format is unreadable: remove it, and set "
     "dateFormat or timestampFormat",
     "maxCharsPerColumn": "a longer value would fail the run: remove it, values of any length are read",
