@@ -91,7 +91,7 @@ _FUNCTIONS = {
     **dict.fromkeys(
         (
             *("current_user", "session_user", "user", "current_timezone", "version"),
-            *("current_catalog", "current_database", "current_schema"),
+            *("current_catalog", "current_database", "current_schema", "current_path"),
         ),
         _SESSION,
     ),
@@ -132,9 +132,10 @@ _KEYWORDS = {
 """Words before a parenthesis that are no call of a user-defined function."""
 _OWN_NAMES = {
     *("chr", "len", "luhn_check", "mod", "space", "from_avro", "to_avro", "schema_of_avro"),
-    *("from_protobuf", "to_protobuf"),
+    *("from_protobuf", "to_protobuf", "approx_top_k_estimate", "time", "vector_norm"),
+    *("vector_normalize", "vector_inner_product", "vector_cosine_similarity", "vector_l2_distance"),
 }
-"""Functions of Spark that ``pyspark.sql.functions`` lacks."""
+"""Functions of a supported series of Spark that ``pyspark.sql.functions`` lacks."""
 
 
 @dataclass(frozen=True)
