@@ -185,7 +185,7 @@ def serve(host: str, port: int, master: str = "local[*]", conf: Mapping[str, str
     """Becomes a server for other machines, the process of a container: it logs to stdout, and ends with
     the first SIGTERM. Its clients send the token of the environment variable ``TOKEN``.
 
-    Spark 4.0 serves without TLS: a proxy before it has the certificate.
+    Spark serves without TLS: a proxy before it has the certificate.
 
     Args:
         host: address to listen on.
