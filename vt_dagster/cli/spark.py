@@ -81,7 +81,7 @@ def jars(
     to: Annotated[Path, typer.Option(help="The directory; it is made.")],
     more: Annotated[
         list[str] | None,
-        typer.Argument(help="More Maven coordinates, like org.apache.hadoop:hadoop-aws:3.4.1."),
+        typer.Argument(help="More Maven coordinates, like org.apache.hadoop:hadoop-aws:3.5.0."),
     ] = None,
 ) -> None:
     """Copy the jars that Spark needs into a directory, for an image: set VT_DAGSTER_JARS to it."""
