@@ -33,6 +33,7 @@ ELSEWHERE = {
     "examples/features.md": "examples/features/README.md",
     "examples/kafka.md": "examples/kafka/README.md",
     "examples/payments.md": "examples/payments/README.md",
+    "examples/sql.md": "examples/sql/README.md",
     "examples/warehouse.md": "examples/warehouse/README.md",
     "pictures/asset.png": "tests/ui/screenshots/asset.png",
     "pictures/check.png": "tests/ui/screenshots/check.png",
