@@ -8,6 +8,7 @@ Paths are relative, to a working directory that is not that of a Spark Connect s
 """
 
 import json
+import logging
 import os
 import random
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pandera.pyspark as pandera
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import write_deltalake
@@ -45,11 +47,13 @@ from vt_dagster import (
     UntilTimeLimit,
     UntilWindowCloses,
     VersionedTable,
+    WarehouseResource,
     build_asset,
     build_checks,
     build_export,
     build_resources,
     build_training_set,
+    read,
     versioned_table,
 )
 from vt_dagster.topology.model import topological
@@ -80,6 +84,19 @@ LOADED = {"delivered": ["upstream"], "mine": ["versions"]}
 """What Dagster loads for an asset."""
 NOTHING_NEW = 3
 """The run before which nothing lands."""
+CLIENT = "pyspark.sql.connect.logging"
+"""The logger of Spark Connect's client."""
+NAMED = ("guarded", "opened", "versions")
+"""Assets whose tables get names, in the schema ``named`` of Spark's catalog."""
+
+
+class Guarded(pandera.DataFrameModel):
+    """``SCHEMA`` with a check that some records of each delivery break."""
+
+    k: StringType = pandera.Field(nullable=True)
+    g: StringType = pandera.Field(isin=["a", "b"])
+    n: IntegerType = pandera.Field(nullable=True)
+    timestamp: TimestampType
 
 
 @dataclass
@@ -127,6 +144,13 @@ def sources() -> dict[str, Stream]:
         Table("plain", **ABOUT, tombstone="n is null", source=files("plain", format="parquet")),
         Stream("clicks", **ABOUT, null_key="keep", source=files("clicks")),
         Stream("views", **ABOUT, source=files("views", recorded_at="file_time")),
+        Stream(
+            "guarded",
+            key="k",
+            schema=Guarded,
+            on_contract_break="quarantine",
+            source=files("guarded", max_bad_share=0.9),
+        ),
         Stream("once", **ABOUT, unique_by=["k", "n"], within=4 * MINUTE, source=files("once")),
         Table("dumped", **ABOUT, source=SnapshotSource("data/landing/dumped", dump_time="timestamp")),
         Stream("appended", **ABOUT, source=DeltaSource("data/theirs", max_clock_skew=LONG)),
@@ -194,6 +218,14 @@ def operators(of: Mapping[str, Any]) -> list[Stream]:
             max_age=2 * MINUTE,
             grace_period=2 * MINUTE,
         ),
+        clicks.left_join(
+            versions,
+            name="ahead",
+            select=JOINED,
+            at="after",
+            max_age=2 * MINUTE,
+            grace_period=2 * MINUTE,
+        ),
         clicks.join(versions, name="opened", select=JOINED, before_first="first_version"),
         clicks.join(versions, name="corrected", select=JOINED, corrected_for=LONG),
         versions.outer_join(plain, name="outer", select=JOINED),
@@ -240,10 +272,11 @@ class Everything:
             found |= {name, *self.made_of(before)}
         return found
 
-    def resources(self, remote: str | None) -> dict[str, Any]:
+    def resources(self, name: str, remote: str | None) -> dict[str, Any]:
         spark = SparkResource(master="local[2]", remote=remote)
         keeps = {"io_manager": dg.FilesystemIOManager(base_dir="data/values")}
-        return {**build_resources(WAREHOUSE, spark), **keeps}
+        where = WarehouseResource(path=WAREHOUSE, catalog="named" if name in NAMED else None)
+        return {**build_resources(where, spark), **keeps}
 
     def run(self, name: str, remote: str | None, instance: dg.DagsterInstance) -> Any:
         """One asset, with its checks, and nothing else."""
@@ -252,7 +285,7 @@ class Everything:
         return dg.materialize(
             [*made, *checks],
             selection=dg.AssetSelection.assets(name),
-            resources=self.resources(remote),
+            resources=self.resources(name, remote),
             instance=instance,
             run_config=QUIET,
             raise_on_error=False,
@@ -298,7 +331,7 @@ def table(records: list[dict[str, Any]]) -> pa.Table:
 def land(place: int) -> None:
     """What arrives before a run, in each place that a source reads."""
     root = Path("data/landing")
-    names = ("versions", "others", "parts", "plain", "clicks", "views", "returned", "once")
+    names = ("versions", "others", "parts", "plain", "clicks", "views", "returned", "once", "guarded")
     for i, name in enumerate(names):
         (root / name).mkdir(parents=True, exist_ok=True)
         records = _records(random.Random(10 * place + i), place)
@@ -343,7 +376,8 @@ def alone(work: Callable[[], Outcome | None]) -> int:
 
 def new_home() -> None:
     """Makes the tables that Dagster keeps its runs in."""
-    with dg.DagsterInstance.local_temp("data/home") as instance:
+    settings = {"telemetry": {"enabled": False}}  # as of users: without any Dagster sets up no logs
+    with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
         instance.get_runs(limit=1)
 
 
@@ -352,7 +386,8 @@ def outcome(everything: Everything, name: str, run: int, remote: str | None) -> 
     from pyspark.sql.utils import is_remote
 
     started = time.monotonic()
-    with dg.DagsterInstance.local_temp("data/home") as instance:
+    settings = {"telemetry": {"enabled": False}}  # as of users: without any Dagster sets up no logs
+    with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
         result = everything.run(name, remote, instance)
         made = {event.asset_key for event in result.get_asset_materialization_events()}
     seconds = round(time.monotonic() - started, 2)
@@ -361,9 +396,24 @@ def outcome(everything: Everything, name: str, run: int, remote: str | None) -> 
     if not result.success or failed:
         return Outcome(name, run, "failed", seconds, wrong or f"checks {failed}")
     if dg.AssetKey(name) in made:
-        return Outcome(name, run, "committed", seconds)
+        talks = is_remote() and logging.getLogger(CLIENT).isEnabledFor(logging.ERROR)
+        wrong = f"{CLIENT} is enabled: it logs refused calls that a run handles" if talks else ""
+        return Outcome(
+            name, run, "committed", seconds, wrong or (_misnamed(name) if name in NAMED else "")
+        )
     idle = is_remote() or _has_spark()
     return Outcome(name, run, "nothing new", seconds, "it started Spark" if idle else "")
+
+
+def _misnamed(name: str) -> str:
+    """How the rows that an asset's name selects differ from those of a read; empty = they do not."""
+    from pyspark.sql import SparkSession
+
+    found = SparkSession.active().table(f"named.{name}").select("k", "timestamp").collect()
+    expected = read(name, warehouse=WAREHOUSE).select(["k", "timestamp"]).to_pylist()
+    told = [(row["k"], row["timestamp"].timestamp()) for row in (*found, *expected)]
+    by_name, by_read = sorted(told[: len(found)]), sorted(told[len(found) :])
+    return "" if by_name and by_name == by_read else f"by its name {by_name}, by a read {by_read}"
 
 
 def _has_spark() -> bool:
