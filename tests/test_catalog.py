@@ -18,6 +18,8 @@ import pandera.pyspark as pa
 import pyspark.sql.types as T
 import pytest
 from pyspark.sql import SparkSession
+from typer.testing import CliRunner
+from vt_dagster.cli.app import app
 
 from tests.conftest import ROOT
 from tests.market import QUIET, Market, materialized, messages, record
@@ -32,13 +34,15 @@ from vt_dagster import (
     build_asset,
     build_definitions,
     build_export,
+    build_maintenance,
     build_resources,
 )
+from vt_dagster.errors import DefinitionsError
 from vt_dagster.orchestration.metadata import comments_of
 from vt_dagster.runs.replay import swap
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.catalog import names_of, register
+from vt_dagster.storage.catalog import drop_without_tables, names_of, register
 
 
 @pytest.fixture
@@ -132,6 +136,82 @@ def test_after_a_swap(market: Market, tmp_path: Path, spark: SparkSession, bronz
     register(AssetStore(warehouse, plain, spark), bronze)
     assert names_in(spark) == {"prices", "prices_log"}
     require_same(spark, AssetStore(warehouse, plain, spark))
+
+
+def test_names_of_removed_tables(
+    market: Market, tmp_path: Path, spark: SparkSession, bronze: str
+) -> None:
+    """Maintenance drops the names of removed tables, and nothing else."""
+    copy, other = market.copy(tmp_path / "copy"), market.copy(tmp_path / "copy2")
+    for node in (copy.prices, copy.rates):
+        register(copy.store(node), bronze)
+    register(other.store(other.sales), bronze)
+    spark.sql("CREATE VIEW bronze.theirs AS SELECT 1 AS x")
+    spark.sql("CREATE TEMPORARY VIEW passing AS SELECT 1 AS x")
+    where = WarehouseResource(path=str(copy.warehouse), catalog=bronze)
+    upkeep = dg.Definitions.merge(
+        build_maintenance(), dg.Definitions(resources=build_resources(where, SparkResource()))
+    ).resolve_job_def("maintenance")
+
+    shutil.rmtree(other.warehouse / "sales")
+    shutil.move(copy.warehouse / "rates", tmp_path / "away")
+    before = names_in(spark)
+    assert upkeep.execute_in_process(run_config=QUIET).success
+    assert before - names_in(spark) == {"rates", "rates_log"}
+    assert drop_without_tables(spark, bronze, str(copy.warehouse)) == []
+    require_same(spark, copy.store(copy.prices))
+    shutil.move(copy.warehouse, tmp_path / "all")  # as storage that is not mounted
+    assert drop_without_tables(spark, bronze, str(copy.warehouse)) == []
+    assert names_in(spark) == before - {"rates", "rates_log"}
+    spark.catalog.dropTempView("passing")
+
+
+DEFINITIONS = """
+from pathlib import Path
+from tests.market import Market
+from vt_dagster import WarehouseResource, build_definitions
+
+market = Market(Path({root!r}), None)
+defs = build_definitions(market.{name}, warehouse=WarehouseResource(path={path!r}, catalog={catalog!r}))
+"""
+
+
+def test_names_of_removed_assets(
+    market: Market, tmp_path: Path, spark: SparkSession, bronze: str
+) -> None:
+    """``vt-dagster catalog`` shows and drops names whose asset no code location declares."""
+    copy = market.copy(tmp_path / "copy")
+    for node in copy.nodes:
+        register(copy.store(node), bronze)
+    files = {}
+    for name, schema in (("priced", bronze), ("sales", None)):
+        files[name] = tmp_path / f"of_{name}.py"
+        about: Any = {"root": str(copy.root), "path": str(copy.warehouse), "catalog": schema}
+        files[name].write_text(DEFINITIONS.format(name=name, **about))
+
+    def told(*words: str) -> list[str]:
+        done = CliRunner().invoke(app, ["catalog", *words], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.stdout.splitlines()
+
+    of, every = f"names of assets in {copy.warehouse}", names_in(spark)
+    shown = told("--file", str(files["priced"]))
+    assert shown == [
+        "bronze.rates: its asset rates is not in the definitions",
+        "bronze.rates_log: its asset rates is not in the definitions",
+        f"bronze: 7 {of}, 2 of them of removed assets; drop these: --drop",
+    ]
+    assert names_in(spark) == every
+    assert told("--file", str(files["priced"]), "--drop") == [
+        "bronze.rates: dropped, its asset rates is not in the definitions",
+        "bronze.rates_log: dropped, its asset rates is not in the definitions",
+        f"bronze: 7 {of}, 2 of them dropped",
+    ]
+    assert names_in(spark) == every - {"rates", "rates_log"}
+    assert (copy.warehouse / "rates" / "log").is_dir()
+    assert told("--file", str(files["priced"]), "--drop") == [f"bronze: 5 {of}, 0 of them dropped"]
+    with pytest.raises(DefinitionsError, match=r"expected a WarehouseResource\(catalog=…\) in"):
+        told("--file", str(files["sales"]))
 
 
 SCHEMA = T.StructType(

@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": "vt_dagster.cli.tables",
     "swap": "vt_dagster.cli.tables",
     "rebuild": "vt_dagster.cli.tables",
+    "catalog": "vt_dagster.cli.tables",
     "erase": "vt_dagster.cli.tables",
     "restate": "vt_dagster.cli.tables",
     "spark": "vt_dagster.cli.spark",

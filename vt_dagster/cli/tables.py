@@ -1,7 +1,8 @@
 """Commands on tables: ``demo``, ``replay``, ``compare``, ``swap``, ``restate``, ``rebuild``, ``erase``.
 
 ``what-if``: what would change with another declaration of an asset. ``plan``: what changed definitions
-do to the tables of a warehouse, before a run.
+do to the tables of a warehouse, before a run. ``catalog``: drops names in Spark's catalog whose asset is
+no longer declared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,8 +25,14 @@ import dagster as dg
 import typer
 
 from vt_dagster.cli.lookup import Warehouse
-from vt_dagster.cli.run import module_of
+from vt_dagster.cli.run import DefinitionsFile, DefinitionsModule, load_definitions, module_of
 from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
+from vt_dagster.orchestration.resources import (
+    WarehouseResource,
+    session_of,
+    spark_key,
+    warehouse_key,
+)
 from vt_dagster.orchestration.sensors import runs_with
 from vt_dagster.provenance.lateness import parse_share, share
 from vt_dagster.runs import erase as erasure
@@ -37,6 +45,7 @@ from vt_dagster.runs.plan import plan as planned
 from vt_dagster.sources.kafka_cluster import as_offsets
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.catalog import drop, registered
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, topological, with_settings
 
@@ -430,3 +439,65 @@ def _indented(text: str) -> Iterator[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+# Names in a catalog
+
+
+def catalog(
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
+    dropping: Annotated[
+        bool, typer.Option("--drop", help="Drop the names that it shows; their tables remain.")
+    ] = False,
+) -> None:
+    """Show the names in Spark's catalog whose asset is no longer in the definitions; --drop drops them.
+
+    Without --file and --module, uses the code locations of ./workspace.yaml. An asset that only another
+    code location declares counts as removed.
+    """
+    found = load_definitions(file, module)
+    declared = {
+        key.to_user_string()
+        for defs in found
+        for key in defs.resolve_asset_graph().get_all_asset_keys()
+    }
+    places = [place for defs in found for place in _prefixes(defs)]
+    if not places:
+        raise DefinitionsError(
+            "expected a WarehouseResource(catalog=…) in the definitions, found none: no table of them "
+            "has a name in a catalog; name other definitions with --file or --module"
+        )
+    for defs, prefix in places:
+        with _resources(defs, prefix) as resources:
+            where: WarehouseResource = getattr(resources, warehouse_key(prefix))
+            spark = session_of(getattr(resources, spark_key(prefix)))
+            assert where.catalog is not None
+            names = registered(spark, where.catalog, where.path)
+            gone = {name: asset for name, asset in names.items() if asset not in declared}
+            if dropping:
+                drop(spark, where.catalog, gone)
+        for name, asset in gone.items():
+            done = "dropped, " if dropping else ""
+            typer.echo(f"{where.catalog}.{name}: {done}its asset {asset} is not in the definitions")
+        typer.echo(
+            f"{where.catalog}: {len(names)} names of assets in {where.path}, {len(gone)} of them "
+            f"{'dropped' if dropping else 'of removed assets'}"
+            + ("; drop these: --drop" if gone and not dropping else "")
+        )
+
+
+def _prefixes(defs: dg.Definitions) -> Sequence[tuple[dg.Definitions, str]]:
+    """Returns the prefixes of the resources of each warehouse whose tables have names in a catalog."""
+    end = warehouse_key("")
+    return [
+        (defs, key.removesuffix(end))
+        for key, resource in (defs.resources or {}).items()
+        if isinstance(resource, WarehouseResource) and resource.catalog is not None
+    ]
+
+
+def _resources(defs: dg.Definitions, prefix: str) -> AbstractContextManager[Any]:
+    """Returns the resources of a warehouse, set up as in a run."""
+    every = defs.resources or {}
+    return dg.build_resources({key: every[key] for key in (warehouse_key(prefix), spark_key(prefix))})

@@ -86,7 +86,8 @@ def build_maintenance(
 
     The job compacts logs, and removes files and prepared results that no table has needed for a while.
     It truncates the logs of the given streams and tables, and of their inputs, by their
-    ``log_retention``, but keeps what a consumer still needs: pass all consumers.
+    ``log_retention``, but keeps what a consumer still needs: pass all consumers. From the warehouse's
+    catalog it drops the names of assets whose tables were removed.
 
     Args:
         nodes: the streams and tables whose logs may be truncated, with their consumers.

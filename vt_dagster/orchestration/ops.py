@@ -47,6 +47,7 @@ from vt_dagster.orchestration.asset import (
 from vt_dagster.orchestration.metadata import KINDS, publication_metadata, steps_of
 from vt_dagster.orchestration.resources import (
     PREFIX,
+    catalog_of,
     keys_of,
     spark_for,
     stores_for,
@@ -58,6 +59,7 @@ from vt_dagster.runs.pin import Arrival, source_of
 from vt_dagster.runs.run import Results, Run
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
+from vt_dagster.storage.catalog import drop_without_tables
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream, topological
 from vt_dagster.topology.operators import Operator
@@ -464,8 +466,9 @@ def maintenance_op(
     *,
     resource_prefix: str = PREFIX,
 ) -> dg.OpDefinition:
-    """Op ``() -> numbers``: truncates logs, then compacts and cleans every asset of the warehouse; see
-    ``truncate_logs`` and ``maintain``."""
+    """Op ``() -> numbers``: truncates logs, then compacts and cleans every asset of the warehouse, and
+    drops the names of removed tables from its catalog; see ``truncate_logs``, ``maintain`` and
+    ``drop_without_tables``."""
 
     @dg.op(
         name="maintain",
@@ -483,6 +486,10 @@ def maintenance_op(
             done[name]["records_truncated"] = rows
         for name, numbers in done.items():
             context.log.info(f"{name}: {', '.join(f'{n} {what}' for what, n in numbers.items())}")
+        catalog = catalog_of(context, resource_prefix)
+        if catalog is not None:
+            for name in drop_without_tables(spark(), catalog, warehouse):
+                context.log.info(f"dropped {catalog}.{name}: its asset has no tables any more")
         return done
 
     return maintain

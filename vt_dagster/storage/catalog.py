@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import (
@@ -34,6 +34,7 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import parquet
+from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.schema_evolution import evolved, without_earlier_names
 from vt_dagster.storage.spark_reader import AssetReader
@@ -112,6 +113,76 @@ def register(
     _Catalog(store, catalog, batch).register(comments)
 
 
+def registered(spark: SparkSession, catalog: str, warehouse: str) -> dict[str, str]:
+    """Returns the names in a schema that are registered for assets of a warehouse, each with the name
+    of its asset; empty if there is no such schema.
+
+    Raises:
+        StorageError: the catalog refuses.
+    """
+    place, found = f"{address(warehouse).rstrip('/')}/", dict[str, str]()
+    if not _asked(catalog, "find the schema", lambda: spark.catalog.databaseExists(catalog)):
+        return found
+    views = _asked(catalog, "list views", lambda: spark.sql(f"SHOW VIEWS IN {catalog}").collect())
+    for name in sorted(row["viewName"] for row in views if not row["isTemporary"]):
+        asked = f"SHOW TBLPROPERTIES {_qualified(catalog, name)} ('{_ASSET}')"
+        (row,) = _asked(catalog, f"find {name}", lambda asked=asked: spark.sql(asked).collect())
+        if row["value"].startswith(place):
+            found[name] = row["value"].removeprefix(place)
+    return found
+
+
+def drop(spark: SparkSession, catalog: str, names: Iterable[str]) -> None:
+    """Drops names that ``registered`` returned; not the tables. A name that is gone is no error.
+
+    Raises:
+        StorageError: the catalog refuses.
+    """
+    for name in names:
+        gone = f"DROP VIEW IF EXISTS {_qualified(catalog, name)}"
+        _asked(catalog, f"take {gone!r}", lambda gone=gone: spark.sql(gone))
+
+
+def drop_without_tables(spark: SparkSession, catalog: str, warehouse: str) -> list[str]:
+    """Drops the names of assets whose tables are no longer in the warehouse, and returns these names.
+
+    Drops nothing if the warehouse has no asset at all: its storage may be away.
+
+    Raises:
+        StorageError: the catalog refuses.
+    """
+    there = {*asset_names(warehouse)}
+    if not there:
+        return []
+    gone = [n for n, asset in registered(spark, catalog, warehouse).items() if asset not in there]
+    drop(spark, catalog, gone)
+    return gone
+
+
+def _qualified(catalog: str, name: str) -> str:
+    return f"{catalog}.`{name}`"
+
+
+def _asked(catalog: str, what: str, done: Callable[[], _T], asset: str = "", standing: str = "") -> _T:
+    """Asks the catalog for something.
+
+    Args:
+        what: it is asked for.
+        asset, standing: for the message, the asset that it is asked for, and what is committed of it.
+
+    Raises:
+        StorageError: it refuses.
+    """
+    try:
+        return done()
+    except PySparkException as error:
+        raise StorageError(
+            f"{asset or catalog}: expected the catalog of the Spark session to {what}, got: "
+            f"{one_line(error)}. {standing}WarehouseResource(catalog={catalog!r}) "
+            "needs a catalog with views, and the right to write to it; correct it and run again"
+        ) from error
+
+
 class _Catalog:
     def __init__(self, store: AssetReader, catalog: str, batch: int | None) -> None:
         self._store, self._catalog, self._batch = store, catalog, batch
@@ -127,7 +198,7 @@ class _Catalog:
         for other in {f"{name}{suffix}" for suffix in _SUFFIXES.values()} - {*wanted.values()}:
             there = self._properties(other)
             if there is not None and there.get(_ASSET) == self._root:
-                self._sql(f"DROP VIEW IF EXISTS {self._qualified(other)}")
+                self._sql(f"DROP VIEW IF EXISTS {_qualified(self._catalog, other)}")
 
     def _put(self, name: str, what: str, comments: Mapping[str, str]) -> None:
         columns, query = select(self._store, what)
@@ -140,10 +211,11 @@ class _Catalog:
         made = f"({said}) COMMENT {_literal(about)}"
         digest = hashlib.sha256(f"{made} {query}".encode()).hexdigest()[:16]
         there = self._properties(name)
+        full = _qualified(self._catalog, name)
         if there is not None and there.get(_ASSET) != self._root:
             whose = there.get(_ASSET)
             raise StorageError(
-                f"{node.name}: expected {self._qualified(name)} to be a new name in the catalog, or "
+                f"{node.name}: expected {full} to be a new name in the catalog, or "
                 f"one of the asset in {self._root}, got one of "
                 f"{f'the asset in {whose}' if whose else 'somebody else'}. {self._standing()}Give "
                 "WarehouseResource(catalog=…) another schema, or drop that one, and run again"
@@ -151,16 +223,12 @@ class _Catalog:
         if there is not None and there.get(_DEFINITION) == digest:
             return
         mine = f"'{_ASSET}' = {_literal(self._root)}, '{_DEFINITION}' = '{digest}'"
-        full = self._qualified(name)
         self._sql(f"CREATE OR REPLACE VIEW {full} {made} TBLPROPERTIES ({mine}) AS {query}")
         self._store.progress.done(f"registered {self._catalog}.{name}")
 
-    def _qualified(self, name: str) -> str:
-        return f"{self._catalog}.`{name}`"
-
     def _properties(self, name: str) -> dict[str, str] | None:
         """Returns the properties of a table or view; None = there is none of that name."""
-        full = self._qualified(name)
+        full = _qualified(self._catalog, name)
         if not self._try(f"find {full}", lambda: self._spark.catalog.tableExists(full)):
             return None
         return {row[0]: row[1] for row in self._sql(f"SHOW TBLPROPERTIES {full}").collect()}
@@ -169,14 +237,7 @@ class _Catalog:
         return self._try(f"take {statement[:300]!r}", lambda: self._spark.sql(statement))
 
     def _try(self, what: str, done: Callable[[], _T]) -> _T:
-        try:
-            return done()
-        except PySparkException as error:
-            raise StorageError(
-                f"{self._store.node.name}: expected the catalog of the Spark session to {what}, got: "
-                f"{one_line(error)}. {self._standing()}WarehouseResource(catalog={self._catalog!r}) "
-                "needs a catalog with views, and the right to write to it; correct it and run again"
-            ) from error
+        return _asked(self._catalog, what, done, self._store.node.name, self._standing())
 
     def _standing(self) -> str:
         return "" if self._batch is None else f"Batch {self._batch} is committed. "
