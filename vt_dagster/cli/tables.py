@@ -1,8 +1,8 @@
 """Commands on tables: ``demo``, ``replay``, ``compare``, ``swap``, ``restate``, ``rebuild``, ``erase``.
 
 ``what-if``: what would change with another declaration of an asset. ``plan``: what changed definitions
-do to the tables of a warehouse, before a run. ``catalog``: drops names in Spark's catalog whose asset is
-no longer declared.
+do to the tables of a warehouse, before a run. ``catalog``: drops names in Spark's catalog whose asset
+is no longer declared.
 """
 
 from __future__ import annotations
