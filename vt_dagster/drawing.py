@@ -10,9 +10,9 @@ WIDTH = 720
 BLUE, RED, GREY = "#4f7cf0", "#e0483e", "#8a8f98"
 
 
-def text(x: float, y: float, said: str, anchor: str = "start", colour: str = GREY) -> str:
+def text(x: float, y: float, words: str, anchor: str = "start", colour: str = GREY) -> str:
     """Returns a text element; ``anchor``: the end of the text at ``x`` (start, middle, end)."""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(said)}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
 
 
 def svg(height: int, drawn: Iterable[str]) -> str:

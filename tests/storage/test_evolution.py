@@ -64,7 +64,7 @@ def test_what_is_followed() -> None:
         "struct<k:string,n:bigint,gone:string,odd:int,"
         "old:struct<n:bigint,gone:string,timestamp:timestamp,note:date>,note:date>"
     )
-    assert found.told == (
+    assert found.summary == (
         "columns change: new, null in old rows: note; wider type: n: int -> bigint; "
         "null from now on: gone"
     )
@@ -77,15 +77,15 @@ def test_nothing_changes() -> None:
     now = now.add("a", ArrayType(StringType(), containsNull=False), False)
     found = evolve(then, now, required={"a", "n"})
     assert found.columns == then
-    assert not found.told
+    assert not found.summary
     assert not found.refused
 
 
 def test_a_column_comes_back() -> None:
     """What was left out before is no news; declared again it is what it was."""
     then = columns(k=StringType(), gone=IntegerType())
-    assert not evolve(then, columns(k=StringType()), declared=["k"]).told
-    assert not evolve(then, then, declared=["k"]).told
+    assert not evolve(then, columns(k=StringType()), declared=["k"]).summary
+    assert not evolve(then, then, declared=["k"]).summary
     wrong = columns(k=StringType(), gone=StringType())
     assert evolve(then, wrong, declared=["k"]).refused == ("gone: int -> string",)
 

@@ -76,8 +76,8 @@ app = typer.Typer(
 )
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _tell_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"vt-dagster {version('vt-dagster')}")
         raise typer.Exit
 

@@ -25,7 +25,7 @@ from vt_dagster.provenance.explain import MOST
 from vt_dagster.provenance.explain import explain as explained
 from vt_dagster.provenance.explain_request import Candidate, Explanation, Origin, Record
 from vt_dagster.provenance.lateness import Choice, Lateness, share
-from vt_dagster.provenance.lateness import lateness as told
+from vt_dagster.provenance.lateness import lateness as find_lateness
 from vt_dagster.provenance.lateness import picture as drawn
 from vt_dagster.rules import RULES
 from vt_dagster.topology.durations import spoken
@@ -118,8 +118,8 @@ def _record_text(record: Record) -> str:
         return f"a tombstone of {_time(record.timestamp)}"
     shown = [f"{c}={v}" for c, v in list(record.values.items())[:_VALUES]]
     more = len(record.values) - len(shown)
-    said = "  ".join([*shown, f"and {more} more" if more else ""]).rstrip()
-    return f"of {_time(record.timestamp)}: {said}"
+    text = "  ".join([*shown, f"and {more} more" if more else ""]).rstrip()
+    return f"of {_time(record.timestamp)}: {text}"
 
 
 def _origin_text(origin: Origin) -> str:
@@ -138,8 +138,8 @@ def _candidate(one: Candidate) -> str:
         end = one.valid_to if one.known else one.valid_to_now
         valid = f" {_time(one.valid_from)} to {_time(end) if end else 'now'}"
     record = one.record
-    said = "deleted" if record.is_tombstone else f"recorded at {_time(record.recorded_at)}"
-    return f"{mark} {record.partition}:{record.offset}{valid}  {said}  {one.rule}"
+    state = "deleted" if record.is_tombstone else f"recorded at {_time(record.recorded_at)}"
+    return f"{mark} {record.partition}:{record.offset}{valid}  {state}  {one.rule}"
 
 
 def _time(moment: datetime | None) -> Any:
@@ -172,7 +172,7 @@ def lateness(
     length has more.
     """
     lengths = [one.strip() for one in grace.split(",") if one.strip()]
-    found = told(table, grace=lengths, at_most=at_most, warehouse=warehouse)
+    found = find_lateness(table, grace=lengths, at_most=at_most, warehouse=warehouse)
     if picture is not None:
         picture.write_text(drawn(found), encoding="utf-8")
     if as_json:
@@ -234,13 +234,13 @@ def _cells(found: Lateness, one: Choice) -> list[str]:
 
 def _short(length: timedelta) -> str:
     """Returns a length as ``--grace`` accepts it, rounded to seconds unless it is shorter than one."""
-    rest, told = round(length.total_seconds()), ""
+    rest, text = round(length.total_seconds()), ""
     if not rest:
         return spoken(length) if length else "0s"
     for unit, seconds in _UNITS:
         many, rest = divmod(rest, seconds)
-        told += f"{many}{unit}" if many else ""
-    return told
+        text += f"{many}{unit}" if many else ""
+    return text
 
 
 def _lateness_lines(found: Lateness) -> list[str]:

@@ -416,8 +416,8 @@ def execute(
     def tell(context: dg.HookContext) -> None:
         for metadata in context.op_output_metadata.values():
             if "at_a_glance" in metadata:  # in a graph asset, only the last op has it
-                said = records_of(str(metadata["at_a_glance"].value))
-                say(f"{metadata['dagster/table_name'].value}: {said}")
+                counts = records_of(str(metadata["at_a_glance"].value))
+                say(f"{metadata['dagster/table_name'].value}: {counts}")
 
     return execute_quietly(job.with_hooks({tell}), instance, keys)
 

@@ -210,11 +210,11 @@ def erase(
         dry_run=dry_run,
     )
     erased = sum(one.erased for one in done.searched.values())
-    told = f"{erased} rows of {len(done.searched)} tables"
+    extent = f"{erased} rows of {len(done.searched)} tables"
     typer.echo(
-        f"would erase {told}; nothing was changed"
+        f"would erase {extent}; nothing was changed"
         if dry_run
-        else f"erased {told}; certificate: {done.path}"
+        else f"erased {extent}; certificate: {done.path}"
     )
 
 
@@ -391,8 +391,8 @@ def plan(
     stops = any(one.stops for one in found)
     if as_json:
         assets = [asdict(one) for one in found]
-        told = {"warehouse": warehouse, "stops": stops, "assets": assets}
-        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+        document = {"warehouse": warehouse, "stops": stops, "assets": assets}
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     else:
         for line in _plan_lines(found, module, warehouse):
             typer.echo(line)

@@ -172,8 +172,8 @@ class Part(BaseModel):
             near = difflib.get_close_matches(name, cls.model_fields, 1)
             near += [known for known in cls.model_fields if words < {*known.split("_")}]
             meant = f"did you mean {near[0]!r}? " if near else ""
-            said = f"{name!r} is not known here; {meant}expected {', '.join(cls.model_fields)}"
-            return _problem(where, problem["input"], said)
+            message = f"{name!r} is not known here; {meant}expected {', '.join(cls.model_fields)}"
+            return _problem(where, problem["input"], message)
         return {k: problem[k] for k in ("type", "loc", "input", "ctx") if k in problem}
 
     @property
@@ -229,8 +229,8 @@ class Choice(Part):
         return getattr(self, self.chosen).make()
 
 
-def _problem(where: tuple[Any, ...], given: Any, said: str) -> Any:
-    return {"type": "value_error", "loc": where, "input": given, "ctx": {"error": ValueError(said)}}
+def _problem(where: tuple[Any, ...], given: Any, message: str) -> Any:
+    return {"type": "value_error", "loc": where, "input": given, "ctx": {"error": ValueError(message)}}
 
 
 def _python(value: Any) -> Any:
@@ -271,8 +271,11 @@ def part(
     for target in targets:
         known = get_type_hints(target.__init__ if _is_plain(target) else target)
         for parameter in inspect.signature(target).parameters.values():
-            told = parameter.name, parameter.kind
-            if told[0] in {"self", *leave_out, *more} or told[1] is parameter.VAR_KEYWORD:
+            name_and_kind = parameter.name, parameter.kind
+            if (
+                name_and_kind[0] in {"self", *leave_out, *more}
+                or name_and_kind[1] is parameter.VAR_KEYWORD
+            ):
                 continue
             required = parameter.default is parameter.empty
             kind = _yaml_type(known.get(parameter.name, parameter.annotation), types)
@@ -603,8 +606,8 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
 
 def _bound(name: str) -> Any:
     where = "-5m ends the window before it" if name == "after" else "-5m starts the window after it"
-    told = f"Join of two streams: how far {name} a left record its matches may lie; {where}."
-    return (optional(SignedDurationText), Field(default=None, description=told))
+    description = f"Join of two streams: how far {name} a left record its matches may lie; {where}."
+    return (optional(SignedDurationText), Field(default=None, description=description))
 
 
 def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
@@ -1051,10 +1054,10 @@ class _Builder:
 
     def _nearest(self, path: tuple[Any, ...], about: Part, message: str) -> tuple[Any, ...]:
         """Returns the path of the setting that a message names first, or that of the entry."""
-        said = [
+        matches = [
             (re.search(rf"(?<![\w.]){words}(?![\w.])", message), p) for p, words in _settings(about)
         ]
-        found = [(match.start(), place) for match, place in said if match is not None]
+        found = [(match.start(), place) for match, place in matches if match is not None]
         return (*path, *min(found)[1]) if found else path
 
     def _error(self, path: tuple[Any, ...], message: str) -> DefinitionsError:

@@ -507,8 +507,8 @@ def store_differences(
     """What is otherwise than expected: answers, the store's rows, how many puts were refused."""
     expected = run.scenario.expected
     if granularity == "run":
-        told = [_told(e, a) for e, a in zip(expected, run.answers, strict=False)]
-        expected = [*told, *expected[len(told) :]]
+        answers = [_comparable(e, a) for e, a in zip(expected, run.answers, strict=False)]
+        expected = [*answers, *expected[len(answers) :]]
     found = compare("answer", expected, run.answers)
     return found + compare_state(run.scenario, final_store(rows), dropped, run.failed_at)
 
@@ -574,8 +574,8 @@ class StoreRun:
         """
         end = max((record["index"] + 1 for record in self.writes()), default=0)
         for i, call in enumerate(self.scenario.records[:end]):
-            told = NOT_PUT if i not in latest else -1 if latest[i] else _OLDER
-            self.answers.append({"valid_to": told} if call["call"] == "put" else _NOT_TOLD)
+            valid_to = NOT_PUT if i not in latest else -1 if latest[i] else _OLDER
+            self.answers.append({"valid_to": valid_to} if call["call"] == "put" else _NOT_RETURNED)
 
     def fail(self, store: Store) -> None:
         """Makes the next call if its key is null, which must be refused."""
@@ -612,10 +612,10 @@ def answer_rest(store: Store, runs: Sequence[StoreRun]) -> None:
 
 
 def _answer_gets(store: Store, runs: Sequence[StoreRun]) -> None:
-    asked = [(r, call) for r in runs for call in r.gets()]
-    if asked:
-        keys = [((r.number, call["key"]), call.get("as_of")) for r, call in asked]
-        for (r, _), row in zip(asked, store.get_each(*keys), strict=True):
+    gets = [(r, call) for r in runs for call in r.gets()]
+    if gets:
+        keys = [((r.number, call["key"]), call.get("as_of")) for r, call in gets]
+        for (r, _), row in zip(gets, store.get_each(*keys), strict=True):
             r.answers.append(_row_answer(row))
 
 
@@ -640,7 +640,7 @@ def _store_step(store: VersionedStore, runs: Sequence[StoreRun]) -> None:
 
 
 _OLDER = "not the latest"
-_NOT_TOLD = "not told"
+_NOT_RETURNED = "not returned"
 
 
 def _store_run(driver: TopologyTestDriver, runs: Sequence[StoreRun]) -> None:
@@ -654,10 +654,10 @@ def _store_run(driver: TopologyTestDriver, runs: Sequence[StoreRun]) -> None:
     answer_rest(driver.store("table"), runs)
 
 
-def _told(expected: Any, answer: Any) -> Any:
+def _comparable(expected: Any, answer: Any) -> Any:
     """As much of an expected answer as a run of many calls can tell."""
-    if answer == _NOT_TOLD:
-        return _NOT_TOLD
+    if answer == _NOT_RETURNED:
+        return _NOT_RETURNED
     if expected is not None and expected["valid_to"] not in (None, -1, NOT_PUT):
         return {"valid_to": _OLDER}
     return expected

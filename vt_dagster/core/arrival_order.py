@@ -69,9 +69,9 @@ def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
     return rows.unionByName(more, allowMissingColumns=True)
 
 
-def with_columns(rows: DataFrame, told: Mapping[str, Column]) -> DataFrame:
+def with_columns(rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
     """Adds columns, possibly none: Spark Connect refuses ``withColumns`` with an empty mapping."""
-    return rows.withColumns({**told}) if told else rows
+    return rows.withColumns({**columns}) if columns else rows
 
 
 def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
@@ -235,10 +235,10 @@ def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame
         .withColumn(_EXACT, F.col("_rows") < F.least((F.col(_CHUNK) + 1) * FINE, end) - begins)
         .drop("_rows")
     )
-    told = chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
+    bounded = chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
     within = W.partitionBy(PARTITION, _CHUNK).orderBy(ARRIVAL)
     # A chunk without omitted records keeps the distances between its offsets, so it needs no sort.
-    whole = told.where(~F.col(_EXACT)).withColumn(OFFSET, F.col(ARRIVAL) - begins + F.col(_BEFORE))
-    others = told.where(_EXACT).withColumn(OFFSET, F.row_number().over(within) - 1 + F.col(_BEFORE))
+    whole = bounded.where(~F.col(_EXACT)).withColumn(OFFSET, F.col(ARRIVAL) - begins + F.col(_BEFORE))
+    others = bounded.where(_EXACT).withColumn(OFFSET, F.row_number().over(within) - 1 + F.col(_BEFORE))
     both = whole.unionByName(others)
     return both.withColumn(OFFSET, F.col(OFFSET).cast("long")).drop(_CHUNK, _BEFORE, _EXACT)

@@ -174,18 +174,18 @@ def with_answers(
     value = ~F.col(IS_TOMBSTONE) & (end.isNull() | (end > begin))
     if first:
         since, number, spans = "_since", "_number", "_spans"
-        told = versions.withColumn(since, F.min(VALID_FROM).over(W.partitionBy(*key)))
-        told = told.where(value).withColumn(number, F.row_number().over(by_time))
+        answering = versions.withColumn(since, F.min(VALID_FROM).over(W.partitionBy(*key)))
+        answering = answering.where(value).withColumn(number, F.row_number().over(by_time))
         # Two intervals: between them are the times of tombstones with which the key begins.
         valid, earlier = _span(begin, end), _span(_ever(), F.col(since))
         every = F.when(F.col(number) == 1, F.array(earlier, valid)).otherwise(F.array(valid))
         own = [F.col(f"`{c}`") for c in versions.columns]
-        return told.select(*own, F.explode(every).alias(spans)).select(*own, f"{spans}.*")
-    told = versions.where(value)
+        return answering.select(*own, F.explode(every).alias(spans)).select(*own, f"{spans}.*")
+    answering = versions.where(value)
     before = F.lag(begin).over(by_time)
     if at != "nearest":
         instant = F.lit(INSTANT if at == "at_or_after" else timedelta(0))
-        return told.withColumns(
+        return answering.withColumns(
             {ANSWERS_FROM: F.coalesce(before + instant, _ever()), ANSWERS_TO: begin + instant}
         )
     here = F.coalesce(_turn(before, begin, F.lag(end).over(by_time)), _ever())
@@ -193,13 +193,13 @@ def with_answers(
     limited = end.isNull() & horizon.isNotNull()
     opened = F.when(limited, F.greatest(here, F.least(begin, horizon))).otherwise(here)
     until = _turn(begin, F.lead(begin).over(by_time), end)
-    return told.withColumns({ANSWERS_FROM: opened, ANSWERS_TO: until})
+    return answering.withColumns({ANSWERS_FROM: opened, ANSWERS_TO: until})
 
 
 def _interval(versions: DataFrame) -> tuple[Column, Column]:
     """Returns when a version begins and ceases to answer."""
-    told = ANSWERS_FROM in versions.columns
-    names = (ANSWERS_FROM, ANSWERS_TO) if told else (VALID_FROM, VALID_TO)
+    has_answers = ANSWERS_FROM in versions.columns
+    names = (ANSWERS_FROM, ANSWERS_TO) if has_answers else (VALID_FROM, VALID_TO)
     return F.col(names[0]), F.col(names[1])
 
 
@@ -447,12 +447,14 @@ def system_time_join(
     if ends:
         # A version that has ended by now may have been current at the cut.
         sure = sure & F.col(name)[VALID_TO].isNull()
-    told = history.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
+    judged = history.persist_rows(
+        found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key]))
+    )
     own = [F.col(f"`{c}`") for c in left.columns]
     alive = F.col(FOUND) & ~F.col(name)[_DEAD]
     whole = F.struct(*[F.col(name)[c].alias(c) for c in versions.columns])
-    answered = told.where(_SURE).select(*own, F.when(alive, whole).alias(name), alive.alias(FOUND))
-    doubtful = told.where(~F.col(_SURE)).select(*own)
+    answered = judged.where(_SURE).select(*own, F.when(alive, whole).alias(name), alive.alias(FOUND))
+    doubtful = judged.where(~F.col(_SURE)).select(*own)
     needed = [c for c in versions.columns if c not in (VALID_FROM, VALID_TO, RECORDED_AT)]
     best = answers_from_log(
         doubtful, history, needed=needed, left_key=left_key, right_key=right_key, ends=ends
@@ -530,7 +532,7 @@ def _known_then(
         ``_at`` and ``_known_at`` of the row. A row without any log row known at its cut is omitted.
     """
     keys = [f"_key{i}" for i in range(len(left_key))]
-    asked = doubtful.select(
+    requests = doubtful.select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, keys, strict=True)],
         F.col(TIMESTAMP).alias(_AT),
         KNOWN_AT,
@@ -542,8 +544,8 @@ def _known_then(
         F.coalesce(RECORDED_AT, _ever()).alias(KNOWN_AT),
         F.struct(OFFSET, PARTITION).alias(_TURN),
         F.struct(*[F.col(f"`{c}`") for c in needed]).alias(_ROW),
-    ).join(asked.select(*keys).distinct(), keys, "left_semi")
-    both = rows.unionByName(asked, allowMissingColumns=True)
+    ).join(requests.select(*keys).distinct(), keys, "left_semi")
+    both = rows.unionByName(requests, allowMissingColumns=True)
     of_log = F.col(_TURN).isNotNull()
     # At equal times log rows come before the rows to look up.
     in_order = W.partitionBy(*keys).orderBy(KNOWN_AT, F.asc_nulls_last(_TURN))
@@ -603,14 +605,14 @@ def _in_blocks() -> Column:
     """Returns the blocks of the ``_known``-th log row that a lookup may use: complete left halves."""
     place = F.col(_KNOWN) - 1
 
-    def asked(level: Column) -> Column:
+    def requested(level: Column) -> Column:
         number = _shifted(place, level)
         return (number % 2 == 0) & (number < _shifted(F.col("_all"), level))
 
     def block(level: Column) -> Column:
         return F.struct(level.alias("level"), _shifted(place, level).alias("number"))
 
-    return F.transform(F.filter(_levels("_all"), asked), block)
+    return F.transform(F.filter(_levels("_all"), requested), block)
 
 
 def _shifted(number: Column, level: Column) -> Column:
@@ -629,6 +631,6 @@ def _remembered(best: DataFrame, horizons: DataFrame | None) -> DataFrame:
         & (F.col(KNOWN_AT) >= F.col(SINCE))
         & (F.col(UNTIL).isNull() | (F.col(KNOWN_AT) < F.col(UNTIL)))
     )
-    told = best.join(F.broadcast(horizons), of_then, "left")
+    with_horizons = best.join(F.broadcast(horizons), of_then, "left")
     old = (F.col(_AT) < F.col(HORIZON)) & (F.col(_BEST)[_AT] < F.col(_NEWEST))
-    return told.withColumn(_FORGOTTEN, F.coalesce(old, F.lit(False)))
+    return with_horizons.withColumn(_FORGOTTEN, F.coalesce(old, F.lit(False)))

@@ -96,12 +96,14 @@ def merge_forward(
     in_order = [*[F.col(f"`{k}`") for k in key], _KIND, _AT, *order]
     by_key = W.partitionBy(*[F.col(f"`{k}`") for k in key]).orderBy(*in_order[len(key) :])
     whole = by_key.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
-    told = F.when(is_record, F.col(_TIME))
-    rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_SINCE, F.min(told).over(whole))
+    record_time = F.when(is_record, F.col(_TIME))
+    rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_SINCE, F.min(record_time).over(whole))
     met = F.unix_micros(_END).isNull() | (F.unix_micros(_END) > F.col(_SINCE))
     rows = rows.where(~is_version | (F.col(_SINCE).isNotNull() & met)).drop(_SINCE, _END)
     after = by_key.rowsBetween(1, W.unboundedFollowing)
-    rows = rows.withColumns({_FLOOR: F.min(told).over(after), _FIRST: F.row_number().over(by_key) == 1})
+    rows = rows.withColumns(
+        {_FLOOR: F.min(record_time).over(after), _FIRST: F.row_number().over(by_key) == 1}
+    )
     rows = rows.sortWithinPartitions(*in_order)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
     schema = StructType([*fields, StructField(PROPAGATED_FROM, IntegerType())])
@@ -256,10 +258,10 @@ class _Batch:
         given: list[frozenset[int] | None] = [
             None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets
         ]
-        told = zip(rows.tolist(), sources.tolist(), kinds.ravel().tolist(), strict=True)
+        sources_of_cells = zip(rows.tolist(), sources.tolist(), kinds.ravel().tolist(), strict=True)
         versions = [
             _Version(r, s, given[int(k)], d)
-            for (r, s, k), d in zip(told, self.deleted[rows].tolist(), strict=True)
+            for (r, s, k), d in zip(sources_of_cells, self.deleted[rows].tolist(), strict=True)
         ]
         return list(zip(self.times[rows].tolist(), versions, strict=True))
 
@@ -293,13 +295,13 @@ class _Batch:
     ) -> Any:
         """Builds rows from the record's row, the version's row and the rows of the parts."""
         own = {*self.whose.own, TIMESTAMP, _TIME, IS_TOMBSTONE}
-        told = {PROVIDED_COLUMNS: given, PROPAGATED_FROM: pa.array(carried)}
+        made = {PROVIDED_COLUMNS: given, PROPAGATED_FROM: pa.array(carried)}
         for place, part in enumerate(self.whose.parts):
             rows = source[:, place]
-            told[part] = self.rows.column(part).take(pa.array(rows, mask=rows < 0))
+            made[part] = self.rows.column(part).take(pa.array(rows, mask=rows < 0))
         columns = [
-            told[name]
-            if name in told
+            made[name]
+            if name in made
             else self.rows.column(name).take(pa.array(version if name in own else record))
             for name in names
         ]

@@ -355,12 +355,12 @@ class RunCounts:
         records in, applied and out."""
         parts = self.parts(counts)
         before = sum(parts.values()) - counts["in"] if Outcome.WAITING in parts else 0
-        said = f"{counts['in']:,} in" + (f" + {before:,} waiting before" if before else "")
+        text = f"{counts['in']:,} in" + (f" + {before:,} waiting before" if before else "")
         shown = [_numbered(name, n) for name, n in parts.items() if n or name == Outcome.APPLIED]
-        said += f" = {' + '.join(shown)}" if shown else ""
+        text += f" = {' + '.join(shown)}" if shown else ""
         others = {name: n for name, n in counts.items() if name not in ("in", *parts)}
         more = [_numbered(name, n) for name, n in others.items() if n or name == "out"]
-        return f"{said}; {', '.join(more)}" if more else said
+        return f"{text}; {', '.join(more)}" if more else text
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         """Returns the size of the buffer: ``partition, records, bytes``; None = there is no buffer."""

@@ -163,14 +163,14 @@ def without_repeated_tombstones(
             (~F.col(IS_TOMBSTONE)).alias(_ALIVE),
         )
         known = rows.join(latest, list(key), "left")
-    asked = known.withColumns(
+    marked = known.withColumns(
         {
             _TIME: F.unix_micros(TIMESTAMP),
             _BEFORE: F.unix_micros(stream_time),
             _RETENTION: micros(history_retention),
         }
     )
-    ordered = gathered(asked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
+    ordered = gathered(marked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
     names = (*key, PARTITION, IS_TOMBSTONE, _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION)
 
     plain = _plain()

@@ -98,11 +98,11 @@ class SourceOrder:
         # The log does not keep a column of this name besides a version's time, and with deleted_when it
         # is then unknown which deletions have a stated time.
         named = node.timestamp in node.schema.names and node.timestamp.lower() == TIMESTAMP
-        told = F.lit(node.tombstone is not None)
+        has_time = F.lit(node.tombstone is not None)
 
         def own_time(rows: DataFrame) -> Column:
             if named:
-                return F.when(told | ~F.col(IS_TOMBSTONE), F.col(TIMESTAMP))
+                return F.when(has_time | ~F.col(IS_TOMBSTONE), F.col(TIMESTAMP))
             return time_of(node, rows)
 
         return cls(follows, node.start is not None, own_time, not named, last)
@@ -136,8 +136,8 @@ class SourceOrder:
         """
         if self.last is None:
             return records
-        told = records.join(self.last, list(key), "left")
-        return told.withColumn(NEWEST, F.coalesce(NEWEST, LAST)).drop(LAST)
+        joined = records.join(self.last, list(key), "left")
+        return joined.withColumn(NEWEST, F.coalesce(NEWEST, LAST)).drop(LAST)
 
     def in_force_again(
         self,
@@ -187,7 +187,7 @@ def _without_repeated(
     """
     kinds = dict(records.dtypes)
     # Spark cannot compare maps.
-    told, held = (
+    new, held = (
         [F.to_json(F.struct(c.alias("v"))) if "map<" in kinds[v] else c for v, c in columns]
         for columns in (
             [(v, F.col(f"`{v}`")) for v in values],
@@ -196,7 +196,7 @@ def _without_repeated(
     )
     names = [f"v{i}" for i in range(len(values))]
     alive = ~F.col(IS_TOMBSTONE)
-    row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(told, names, strict=True)])
+    row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(new, names, strict=True)])
     there = F.struct(
         F.col(BEFORE).isNotNull().alias("alive"),
         *[v.alias(n) for v, n in zip(held, names, strict=True)],
@@ -210,7 +210,7 @@ def _without_repeated(
     rows = rows.withColumn(_SEEN, F.coalesce(F.col(_SEEN), there))
     same = reduce(
         lambda found, pair: found & pair[0].eqNullSafe(F.col(_SEEN)[pair[1]]),
-        zip(told, names, strict=True),
+        zip(new, names, strict=True),
         F.col(_SEEN)["alive"],
     )
     repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
@@ -248,10 +248,10 @@ def _yielding(
     nothing = F.lit(None).cast("timestamp")
     own = own.withColumns({_HELD_OWN: nothing, _ASSUMED: F.lit(False)}) if newest is None else own
     if newest is not None:
-        told = own_time(newest)
-        assumed = F.coalesce(told != F.col(VALID_FROM), F.lit(True))
+        own_of_newest = own_time(newest)
+        assumed = F.coalesce(own_of_newest != F.col(VALID_FROM), F.lit(True))
         keys = [F.col(f"`{k}`") for k in key]
-        held = newest.select(*keys, told.alias(_HELD_OWN), assumed.alias(_ASSUMED))
+        held = newest.select(*keys, own_of_newest.alias(_HELD_OWN), assumed.alias(_ASSUMED))
         own = own.join(held, list(key), "left")
     applied = F.col(OUTCOME) == Outcome.APPLIED
     if START in records.columns:

@@ -84,18 +84,18 @@ class SourceCounts(RunCounts):
         if START not in columns:
             return carried
         outcomes = {STARTED: Outcome.APPLIED, START_BAD: Outcome.QUARANTINED}
-        told = {
+        by_outcome = {
             name: F.count_if(F.col(START) & (F.col(OUTCOME) == outcome))
             for name, outcome in outcomes.items()
         }
         record = F.col(PROPAGATED_FROM) == 0 if carried else F.lit(True)
-        return {**carried, **told, START_IN: F.count_if(F.col(START) & record)}
+        return {**carried, **by_outcome, START_IN: F.count_if(F.col(START) & record)}
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         carried = sum(found[name] for name in self._carried)
-        told = {outcome: found[outcome] for outcome in self._outcomes}
+        by_outcome = {outcome: found[outcome] for outcome in self._outcomes}
         applied = found[Outcome.APPLIED] - carried
-        shown = {"in": found["in"] - carried, **told, Outcome.APPLIED: applied}
+        shown = {"in": found["in"] - carried, **by_outcome, Outcome.APPLIED: applied}
         if partial_columns(self.node):
             return shown
         # Rare for whole rows: show these counts only if they are not zero.

@@ -125,9 +125,9 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     reason = reason.when(_odd_year(node), Reason.UNREADABLE)
     tombstone = F.lit(False)
     if node.tombstone is not None:
-        told = _attempt(F.coalesce(F.expr(node.tombstone), F.lit(False)), "boolean")
-        reason = reason.when(told.isNull(), Reason.NULL_TOMBSTONE)
-        tombstone = F.coalesce(told, F.lit(False))
+        deletes = _attempt(F.coalesce(F.expr(node.tombstone), F.lit(False)), "boolean")
+        reason = reason.when(deletes.isNull(), Reason.NULL_TOMBSTONE)
+        tombstone = F.coalesce(deletes, F.lit(False))
     if DELETED in rows.columns:
         tombstone = tombstone | F.col(DELETED)
         when = F.coalesce(when, F.when(F.col(DELETED), F.col(RECORD_TIME)))
@@ -137,10 +137,10 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     if START in rows.columns:
         when = F.coalesce(when, F.when(F.col(START), F.col(RECORD_TIME)))
     if SOURCE_RECORDED_AT in rows.columns:
-        told = F.col(SOURCE_RECORDED_AT)
+        recorded = F.col(SOURCE_RECORDED_AT)
         if DELETED in rows.columns:
-            told = F.coalesce(told, F.when(F.col(DELETED), F.col(RECORD_TIME)))
-        rows = rows.withColumn(SOURCE_RECORDED_AT, told)
+            recorded = F.coalesce(recorded, F.when(F.col(DELETED), F.col(RECORD_TIME)))
+        rows = rows.withColumn(SOURCE_RECORDED_AT, recorded)
         reason = reason.when(F.col(SOURCE_RECORDED_AT).isNull(), Reason.NULL_RECORDED_AT)
         if latest is not None:
             reason = reason.when(F.col(SOURCE_RECORDED_AT) > latest, Reason.FUTURE_RECORDED_AT)
@@ -213,7 +213,7 @@ def _given(
     listed, unknown = None, F.lit(False)
     if isinstance(only, str):
         listed, unknown = _listed(only, rows)
-    said: list[Column] = []
+    provided: list[Column] = []
     for part, before in parts.items():
         names, says = (part, *before), F.lit(True)
         if listed is not None:
@@ -225,8 +225,8 @@ def _given(
             says = says & ~F.coalesce(unchanged, F.lit(False))
         if part in ignored:
             says = says & F.col(f"`{part}`").isNotNull()
-        said.append(F.when(says, F.lit(part)))
-    given = F.array_compact(F.array(*said))
+        provided.append(F.when(says, F.lit(part)))
+    given = F.array_compact(F.array(*provided))
     return F.when(F.size(given) < len(parts), given), unknown
 
 
@@ -302,8 +302,8 @@ def difference(
     in_turn = W.partitionBy(*keys).orderBy(SOURCE, POSITION)
     beside = F.coalesce(F.lag(F.lit(1)).over(in_turn), F.lead(F.lit(1)).over(in_turn))
     twice = F.when(has_key(key) & beside.isNotNull(), Reason.DUPLICATE_KEY)
-    told = dump.withColumn(REASON, F.coalesce(F.col(REASON), twice))
-    given = told.select(*keys, F.struct(*[F.col(f"`{c}`") for c in own]).alias(_GIVEN))
+    checked = dump.withColumn(REASON, F.coalesce(F.col(REASON), twice))
+    given = checked.select(*keys, F.struct(*[F.col(f"`{c}`") for c in own]).alias(_GIVEN))
     there = F.lit(True).alias(_THERE)
     rows = held.select(*keys, F.struct(there, *[F.col(f"`{c}`") for c in compared]).alias(_HELD))
     both = given.join(rows, list(key), "full_outer")

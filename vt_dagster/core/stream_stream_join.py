@@ -270,7 +270,10 @@ class StreamJoinTime(TimePolicy):
 
     def advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         rows = self.processor.with_largest_times(self.processor.in_order(inputs), context, slim=True)
-        newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
+        newest = {
+            watermark: F.max(name).alias(watermark)
+            for name, watermark in {NOW: "time", **_TIMES}.items()
+        }
         return rows.groupBy(PARTITION).agg(*newest.values())
 
     def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
@@ -361,7 +364,9 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
         if context.none_late:
             return with_columns(new, {name: null_long() for name in _TIMES})
-        before = {name: context.watermarks.get(told, null_long()) for name, told in _TIMES.items()}
+        before = {
+            name: context.watermarks.get(watermark, null_long()) for name, watermark in _TIMES.items()
+        }
         look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
         moves = {LOOK: look}
         for i, name in enumerate(("_left", "_right")):
@@ -401,8 +406,8 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         once = F.col(END) < F.col(NOW)
         if context.none_late:
             no = F.lit(False)
-            told = {NEW: F.lit(True), LATE: no, HORIZON: null_long(), ONCE: once, EXPIRED: no}
-            return with_columns(self.with_window(rows), told)
+            added = {NEW: F.lit(True), LATE: no, HORIZON: null_long(), ONCE: once, EXPIRED: no}
+            return with_columns(self.with_window(rows), added)
         operator, at = self.operator, F.col(AT)
         reach, promise = micros(operator.reach), micros(operator.promise)
         of_left = F.col(SIDE) == 0
@@ -453,8 +458,8 @@ class StreamStreamJoinCounts(RunCounts):
         }
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        told = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
-        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+        shown = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in shown}}
 
 
 class StreamStreamJoinProcessor(StreamJoinProcessor):
@@ -514,9 +519,9 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             return None
         rows = self.with_window(self.side_rows(one.earlier, place)).where(VALID)
         there = set(rows.columns)
-        told = {NEW: F.lit(False), ONCE: F.lit(False)}
+        added = {NEW: F.lit(False), ONCE: F.lit(False)}
         missing = {
-            f.name: told.get(f.name, F.lit(None).cast(f.dataType))
+            f.name: added.get(f.name, F.lit(None).cast(f.dataType))
             for f in like.fields
             if f.name not in there
         }
@@ -551,10 +556,10 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         Args:
             once: records emitted on arrival; the others are emitted first of all, by time.
         """
-        told = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
+        leaving = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
         first = {c: F.when(F.col(PHASE) == 0, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
         first[ARRIVAL] = F.when(F.col(PHASE) == 0, F.col(AT)).otherwise(F.col(ARRIVAL))
-        return self._results(self.with_nothing(with_columns(told, first), place), matched=False)
+        return self._results(self.with_nothing(with_columns(leaving, first), place), matched=False)
 
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
@@ -650,7 +655,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
 
 _NEVER = 1 << 62
 """Later than any time."""
-_EMITTED = "_said"
+_EMITTED = "_emitted"
 """Whether the unmatched row of a record has been emitted."""
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RIGHT_OFFSET: "long"}
@@ -711,8 +716,8 @@ class CorrectedStreamJoinCounts(RunCounts):
         }
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        told = (UNMATCHED, Outcome.DROPPED, Outcome.WAITING, CORRECTED)
-        counts = {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+        shown = (UNMATCHED, Outcome.DROPPED, Outcome.WAITING, CORRECTED)
+        counts = {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in shown}}
         return {**counts, Outcome.LATE: found[Outcome.TOO_LATE]}
 
 
@@ -738,8 +743,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         ahead = F.greatest(*map(micros, self.lookahead))
         edge = context.watermarks.get(FINAL, null_long()) + ahead
         again = F.coalesce(F.col(AT) < edge, F.lit(False))
-        told = super().with_lateness(rows, context)
-        return told.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
+        marked = super().with_lateness(rows, context)
+        return marked.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
 
     def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         return self.process(self.in_order(inputs), inputs, context)
@@ -750,12 +755,12 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         """Returns unmatched records: those to emit now, and those that may still find a match."""
         if _EMITTED not in rows.columns:
             rows = rows.withColumn(_EMITTED, F.lit(False))
-        said = F.coalesce(F.col(_EMITTED), F.lit(False))
+        emitted = F.coalesce(F.col(_EMITTED), F.lit(False))
         over = F.col(AT) + micros(self.lookahead[place]) + micros(self.operator.grace)
-        leaves = ~said & (F.col(ONCE) | self.is_over(over, context))
+        leaves = ~emitted & (F.col(ONCE) | self.is_over(over, context))
         kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
             *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)),
-            (said | leaves).alias(_EMITTED),
+            (emitted | leaves).alias(_EMITTED),
         )
         return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
 
@@ -772,8 +777,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             return []
         on, operator = match_names(self.node.inputs[0].key), self.operator
         width = tile_width(operator.before, operator.after)
-        said = there.where(_EMITTED).drop(_EMITTED)
-        found = found_by(others, said, 1 - place, on=on, width=width)
+        emitted = there.where(_EMITTED).drop(_EMITTED)
+        found = found_by(others, emitted, 1 - place, on=on, width=width)
         first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
         row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
         return [self._end(row, place)]
@@ -798,12 +803,12 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             MATCHED: F.lit(True),
             OUTCOME: F.lit(Outcome.APPLIED),
         }
-        told = {OLD: self._row(at), REVISION: F.lit(1), CAUSE: by}
+        added = {OLD: self._row(at), REVISION: F.lit(1), CAUSE: by}
         return alone.select(
             *nothing,
             *ORDER,
             *_corrected_named(ends),
-            *_corrected_named(self._besides(place, partition, offset) | told),
+            *_corrected_named(self._besides(place, partition, offset) | added),
         )
 
     def _record_alone(self, pairs: DataFrame, place: int) -> dict[str, Column]:
@@ -839,16 +844,16 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def _new(self) -> dict[str, Column]:
         nothing = F.when(F.lit(False), self._row(F.timestamp_micros(AT)))
-        told = {OLD: nothing, REVISION: F.lit(0), CAUSE: _null(POSITION_TYPE)}
-        return {IS_LATEST: F.lit(True), **told}
+        added = {OLD: nothing, REVISION: F.lit(0), CAUSE: _null(POSITION_TYPE)}
+        return {IS_LATEST: F.lit(True), **added}
 
     def _row(self, at: Column) -> Column:
         """Returns a row's values and timestamp, nullable: otherwise Arrow cannot write a null
         struct."""
         values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
         chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
-        told = {name: F.when(there, chosen[name]) for name in values}
-        return F.struct(*_corrected_named({**told, TIMESTAMP: at}))
+        added = {name: F.when(there, chosen[name]) for name in values}
+        return F.struct(*_corrected_named({**added, TIMESTAMP: at}))
 
     # -- state and counts ------------------------------------------------------------------------
 
@@ -893,8 +898,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return super().waiting(logs, emitted_up_to, waits)
 
 
-def _corrected_named(told: Mapping[str, Column]) -> list[Column]:
-    return [c.alias(name) for name, c in told.items()]
+def _corrected_named(added: Mapping[str, Column]) -> list[Column]:
+    return [c.alias(name) for name, c in added.items()]
 
 
 def _null(kind: DataType) -> Column:

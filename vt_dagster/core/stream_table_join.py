@@ -585,8 +585,8 @@ def _with_edge(
 
 def _answer_of(values: Sequence[str]) -> Column:
     """Returns the values of a log row of a table as a struct; null for a tombstone."""
-    said = {VALID_FROM: F.col(TIMESTAMP)}
-    every = F.struct(*[said.get(v, F.col(f"`{v}`")).alias(v) for v in values])
+    replaced = {VALID_FROM: F.col(TIMESTAMP)}
+    every = F.struct(*[replaced.get(v, F.col(f"`{v}`")).alias(v) for v in values])
     return F.when(~F.col(IS_TOMBSTONE), every)
 
 
@@ -648,17 +648,17 @@ def affected_matches(
     """
     on, reach, nearest = match_names(key), max_age // INSTANT, at == "nearest"
 
-    def told(rows: DataFrame, edge: Column) -> DataFrame:
+    def with_bounds(rows: DataFrame, edge: Column) -> DataFrame:
         place = F.struct(PARTITION, OFFSET).alias(BY)
         since = F.unix_micros(TIMESTAMP).alias(FROM)
         answer = _answer_of(values).alias(ANSWER)
         return rows.select(*match_columns(key), since, place, edge.alias(EDGE), answer)
 
-    new = told(_with_edge(changes, promised, stream_time, chunk), F.col(EDGE))
+    new = with_bounds(_with_edge(changes, promised, stream_time, chunk), F.col(EDGE))
     versions = new
     if earlier is not None:
         keys = new.select(*on)
-        there = told(earlier, F.lit(_ALWAYS).cast("long"))
+        there = with_bounds(earlier, F.lit(_ALWAYS).cast("long"))
         there = there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi")
         versions = union(new, there)
     # Of one key and time the last record counts among those that a joined record knows.
@@ -674,18 +674,20 @@ def affected_matches(
     touched = versions.where(F.col(EDGE) > F.lit(_ALWAYS)).select(*on, _TILE).distinct()
     moment = F.unix_micros(TIMESTAMP)
     is_final = F.coalesce(moment < final, F.lit(False))
-    asked = records.select(
+    requests = records.select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, on, strict=True)],
         F.struct(*columns(records.columns)).alias(_WHOLE),
         moment.alias(_AT_MICROS),
         F.when(is_final, F.lit(_ALWAYS)).otherwise(moment).alias(_LIMIT),
         F.shiftright(moment, level).alias(_TILE),
     )
-    asked = asked.join(F.broadcast(touched) if broadcastable else touched, [*on, _TILE], "left_semi")
+    requests = requests.join(
+        F.broadcast(touched) if broadcastable else touched, [*on, _TILE], "left_semi"
+    )
     distance, limit = F.col(FROM) - F.col(_AT_MICROS), F.col(_LIMIT)
     from_here_on = distance >= 0 if at == "at_or_after" else distance > 0
     near = (distance <= reach) & ((distance >= -reach) if nearest else from_here_on)
-    pairs = asked.join(versions, [*on, _TILE]).where(near)
+    pairs = requests.join(versions, [*on, _TILE]).where(near)
 
     behind = (distance <= 0) if nearest else F.lit(False)
     has = F.col(ANSWER).isNotNull()
@@ -836,7 +838,7 @@ _RECORD, _TWICE, _TWICE_AT, _CORRECTED_SEEN, _PRODUCED = (
     "_seen",
     "_produced",
 )
-_TOLD, _TOLD_OF = "_told", "_told_of"
+_REFUSED_AT, _REFUSED_OF = "_refused_at", "_refused_of"
 _CARRIED = (_AGAIN, _CORRECTED_ROW, _GONE, _TOO_OLD, CAUSE)
 _LATER = 1 << 40
 """More chunks than corrections have."""
@@ -869,8 +871,8 @@ class CorrectedJoinTime(GraceTime):
         promised = self.processor.operator.corrected_for // timedelta(microseconds=1)
         times: dict[str, dict[int, int]] = {n: dict(before.get(n, {})) for n in (_TABLE, FINAL)}
         for row in found:
-            told = {_TABLE: row[_TABLE], FINAL: row["time"] and row["time"] - promised}
-            for name, moment in told.items():
+            reached = {_TABLE: row[_TABLE], FINAL: row["time"] and row["time"] - promised}
+            for name, moment in reached.items():
                 if moment is not None:
                     known = times[name].get(row[PARTITION], moment)
                     times[name][row[PARTITION]] = max(known, moment)
@@ -891,18 +893,18 @@ class CorrectedJoinCounts(RunCounts):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        told = (_CORRECTED_UNMATCHED, Outcome.WAITING, CORRECTED, TOO_LATE)
-        return ("in", "out", "late", "dropped", *told)
+        more = (_CORRECTED_UNMATCHED, Outcome.WAITING, CORRECTED, TOO_LATE)
+        return ("in", "out", "late", "dropped", *more)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        told = {
+        counts = {
             _CORRECTED_UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
             CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
         }
         if _TWICE not in columns:
-            return told
+            return counts
         first = F.coalesce(F.min(F.when(F.col(_TWICE), F.col(_RECORD))), F.lit(0))
-        return {**told, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
+        return {**counts, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
 
     def check(self, found: Mapping[int, Counts]) -> None:
         wrong = {p: some for p, some in found.items() if some.get(_TWICE)}
@@ -922,10 +924,10 @@ class CorrectedJoinCounts(RunCounts):
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
         counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
-        told = {name: found[name] for name in (_CORRECTED_UNMATCHED, CORRECTED)}
-        told[TOO_LATE] = found[Outcome.TOO_LATE]
+        corrected = {name: found[name] for name in (_CORRECTED_UNMATCHED, CORRECTED)}
+        corrected[TOO_LATE] = found[Outcome.TOO_LATE]
         counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
-        return {**counts, "out": found[Outcome.APPLIED], **told}
+        return {**counts, "out": found[Outcome.APPLIED], **corrected}
 
     def parts(self, counts: Counts) -> dict[str, int]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, CHANGES, Outcome.WAITING)
@@ -1064,11 +1066,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         """Drops records already in quarantine for a late correction: each is quarantined once."""
         if context.refused is None:
             return met
-        told = context.refused.where(F.col("reason") == Outcome.TOO_LATE)
-        told = told.select(F.col(PARTITION).alias(_TOLD_OF), F.col("position").alias(_TOLD))
-        same_record = (F.col(PARTITION) == F.col(_TOLD_OF)) & (F.col(OFFSET) == F.col(_TOLD))
-        found = met.join(told, F.col(_TOO_OLD) & same_record, "left").where(F.col(_TOLD).isNull())
-        return found.drop(_TOLD_OF, _TOLD)
+        refused = context.refused.where(F.col("reason") == Outcome.TOO_LATE)
+        refused = refused.select(
+            F.col(PARTITION).alias(_REFUSED_OF), F.col("position").alias(_REFUSED_AT)
+        )
+        same_record = (F.col(PARTITION) == F.col(_REFUSED_OF)) & (F.col(OFFSET) == F.col(_REFUSED_AT))
+        found = met.join(refused, F.col(_TOO_OLD) & same_record, "left").where(
+            F.col(_REFUSED_AT).isNull()
+        )
+        return found.drop(_REFUSED_OF, _REFUSED_AT)
 
     def _with_rows(self, records: DataFrame, context: RunContext) -> DataFrame:
         """Adds the current row of each record, or for a deleted row its last revision."""
@@ -1095,16 +1101,18 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         again = F.col(OUTCOME).isin(Outcome.AGAIN, Outcome.TOO_LATE)
-        told = judged.withColumn(_AGAIN, again)
-        found = super().look_up(told, lookup, context)
+        marked = judged.withColumn(_AGAIN, again)
+        found = super().look_up(marked, lookup, context)
         if ANSWER in judged.columns:
-            has = told.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
-            found = found.unionByName(answered(has, told.columns, ANSWER, self.selected_columns(told)))
+            has = marked.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
+            found = found.unionByName(
+                answered(has, marked.columns, ANSWER, self.selected_columns(marked))
+            )
         found = self._decided(found)
         if not self.operator.key:
             return found
-        asked = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.AGAIN))
-        return self._with_twice(found, asked, context)
+        looked_up = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.AGAIN))
+        return self._with_twice(found, looked_up, context)
 
     def _decided(self, rows: DataFrame) -> DataFrame:
         """Decides the result of each lookup: a new row, an update, a tombstone or nothing."""
@@ -1113,7 +1121,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         has = F.col(MATCHED) | F.lit(self.operator.kind == "left")
         outcome = F.when(has, Outcome.APPLIED).otherwise(Outcome.NO_RESULT)
         old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
-        told = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
+        added = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
         if _CORRECTED_ROW in rows.columns:
             row, types, existed = F.col(_CORRECTED_ROW), dict(rows.dtypes), _has_row()
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
@@ -1125,7 +1133,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
             revision = F.coalesce(F.when(existed, row.getField(REVISION) + 1), gone, F.lit(0))
             produced = (has | existed) & ~F.coalesce(F.col(_TOO_OLD), F.lit(False))
-            told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
+            added = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
         there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
         return rows.select(
             *[
@@ -1138,7 +1146,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             (~has).alias(IS_TOMBSTONE),
             F.lit(True).alias(IS_LATEST),
             old.alias(OLD),
-            *[c.alias(name) for name, c in told.items()],
+            *[c.alias(name) for name, c in added.items()],
             ARRIVAL,
             MATCHED,
             again.alias(_AGAIN),
@@ -1150,8 +1158,13 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def _place(self) -> list[Column]:
         """Returns the quarantine columns, without values, of a row whose correction is too late."""
         source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
-        told = {REASON: F.lit(Outcome.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
-        return [c.alias(name) for name, c in told.items()]
+        added = {
+            REASON: F.lit(Outcome.TOO_LATE),
+            SOURCE: source,
+            POSITION: F.col(_RECORD),
+            RAW: nothing,
+        }
+        return [c.alias(name) for name, c in added.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
         """Adds whether another record has a row of the same key.
@@ -1164,15 +1177,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if context.view is not None:
             there = context.view.select(*columns(key))
             if self.single_task:
-                asked = F.broadcast(judged.select(*columns(key)).distinct())
-                there = there.join(asked, key, "left_semi")
+                keys = F.broadcast(judged.select(*columns(key)).distinct())
+                there = there.join(keys, key, "left_semi")
             rows = rows.join(there.withColumn(_CORRECTED_SEEN, F.lit(True)), key, "left")
             # All rows of the table, not only those as young as the changes: the other record may be
             # older.
             own = _has_row() if _CORRECTED_ROW in rows.columns else F.lit(False)
             twice = twice | (F.col(_CORRECTED_SEEN) & ~own)
-        told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
-        return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_CORRECTED_SEEN)
+        repeated = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
+        return rows.withColumns({_TWICE: repeated, LEFT_OFFSET: F.col(_RECORD)}).drop(_CORRECTED_SEEN)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         """Inner join only: returns deleted rows that may reappear, with their last revision."""
@@ -1258,20 +1271,22 @@ def with_features(
     all_sure = F.lit(True)
     for i in answers:
         all_sure = all_sure & F.col(_sure(i))
-    told = with_columns(found.where(all_sure), values)
+    matched_rows = with_columns(found.where(all_sure), values)
     if answers:
         late = found.where(~all_sure)
         for i, best in answers.items():
             late = late.join(best, at_place(), "left").drop(*PLACES)
             values[_value(i)] = F.coalesce(values[_value(i)], F.col(_answer(i)))
         wanted = [*own, *values]
-        told = told.select(*wanted).unionByName(with_columns(late, values).select(*wanted))
+        matched_rows = matched_rows.select(*wanted).unionByName(
+            with_columns(late, values).select(*wanted)
+        )
     rows = [_row(i, f) for i, f in enumerate(features)]
     matched = [row.isNotNull().alias(matched_by(i)) for i, row in enumerate(rows)]
     columns = [
         row[c].alias(name) for row, f in zip(rows, features, strict=True) for name, c in f.view.named
     ]
-    return told.select(*own, *matched, *columns)
+    return matched_rows.select(*own, *matched, *columns)
 
 
 def matched_by(i: int) -> str:
@@ -1304,8 +1319,8 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
     found = with_columns(every, last).where(F.col(_SIDE) == 1).drop(*keys, _AT, _SIDE)
     judged = dict[str, Column]()
     for i, f in features.items():
-        row, asked = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
-        known = row.isNotNull() & still_answers(asked, row[VALID_TO], row[_HORIZON])
+        row, moment = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
+        known = row.isNotNull() & still_answers(moment, row[VALID_TO], row[_HORIZON])
         if f.view.as_known != "now":
             cut = known_at_of(f.view.as_known)
             by_then = row[RECORDED_AT].isNull() | (row[RECORDED_AT] <= cut)

@@ -168,8 +168,8 @@ class Bounds:
             low = now.get(row[PARTITION])
             high = max((t for t in (low, row["time"]) if t is not None), default=None)
             near = row["soonest"] is not None and high is not None and row["soonest"] <= high
-            told = (row["records"], row["oldest"], row["mean"])
-            chunks.append(Chunk(row[PARTITION], row[_CHUNK], low, high, *told, near))
+            about = (row["records"], row["oldest"], row["mean"])
+            chunks.append(Chunk(row[PARTITION], row[_CHUNK], low, high, *about, near))
             now[row[PARTITION]] = high
         return cls(chunks)
 
@@ -269,15 +269,15 @@ def passed(
     assert chunk is not None
     assert bounds.frame is not None
     each = F.broadcast(bounds.frame)
-    told = records.withColumn(_CHUNK, chunk.cast("long")).join(each, [PARTITION, _CHUNK])
-    sure = told.withColumn(PASSED, F.coalesce(deadline <= F.col(_LOW), F.lit(False)))
+    bounded = records.withColumn(_CHUNK, chunk.cast("long")).join(each, [PARTITION, _CHUNK])
+    sure = bounded.withColumn(PASSED, F.coalesce(deadline <= F.col(_LOW), F.lit(False)))
     if not bounds.near:
         return sure.drop(_CHUNK, _LOW, _HIGH, _EXACT)
     in_order = [c for c in ORDER if c in records.columns]
     so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order)
     so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
     own = F.max(F.when(moves, F.unix_micros(TIMESTAMP))).over(so_far)
-    exact = told.where(_EXACT).withColumn(STREAM_TIME, F.greatest(own, F.col(_LOW)))
+    exact = bounded.where(_EXACT).withColumn(STREAM_TIME, F.greatest(own, F.col(_LOW)))
     exact = exact.withColumn(PASSED, F.coalesce(deadline <= F.col(STREAM_TIME), F.lit(False)))
     both = sure.where(~F.col(_EXACT)).unionByName(exact.drop(STREAM_TIME))
     return both.drop(_CHUNK, _LOW, _HIGH, _EXACT)
@@ -350,8 +350,8 @@ def with_largest(
         name: F.greatest(F.max(c).over(so_far), F.col(_head(name)), before[name])
         for name, c in moves.items()
     }
-    told = with_columns(chunked.join(F.broadcast(heads), [PARTITION, _CHUNK]), found)
-    return told.drop(_CHUNK, *map(_head, moves))
+    bounded = with_columns(chunked.join(F.broadcast(heads), [PARTITION, _CHUNK]), found)
+    return bounded.drop(_CHUNK, *map(_head, moves))
 
 
 def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> DataFrame:

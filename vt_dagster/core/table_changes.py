@@ -146,14 +146,15 @@ def match_columns(key: Sequence[str]) -> list[Column]:
     return [c.alias(n) for c, n in zip(columns(key), match_names(key), strict=True)]
 
 
-def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
+def timeline(side: TableInput, name: str, requests: DataFrame) -> DataFrame:
     """Returns all states of a side that the run knows: its changes, and the requested current rows.
 
-    Plan: one left-semi join of ``current`` with ``asked``, before anything else; none without it.
+    Plan: one left-semi join of ``current`` with ``requests``, before anything else; none without it.
 
     Args:
         name: of the side; ``state_of`` derives its columns from it.
-        asked: rows with the ``match_names`` of the side's key; current rows of other keys are not read.
+        requests: rows with the ``match_names`` of the side's key; current rows of other keys are not
+            read.
 
     Returns:
         ``match_names, timestamp, partition, ORDER, _taken, _repeats`` and two containers: the state
@@ -177,7 +178,7 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
         *match_columns(side.key),
         _contain(side.row_state()).alias(found),
         F.lit(_BEHIND).alias(ARRIVAL),
-    ).join(asked.select(*match_names(side.key)), match_names(side.key), "left_semi")
+    ).join(requests.select(*match_names(side.key)), match_names(side.key), "left_semi")
     return union(rows, touched)
 
 

@@ -411,11 +411,11 @@ def _each_within(intervals: DataFrame, changes: DataFrame, on: Sequence[str]) ->
     return counted.where(within).select(*kept, places)
 
 
-def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -> DataFrame:
+def _intervals(left: TableInput, foreign_key: Sequence[str], requests: DataFrame) -> DataFrame:
     """Returns the intervals of the run (exclusive, null = open) in which left rows have a foreign key.
 
     Args:
-        asked: foreign keys; unchanged left rows are read only if they have one of these.
+        requests: foreign keys; unchanged left rows are read only if they have one of these.
 
     Returns:
         key columns, ``partition, _state, _start, _end`` and the ``match_names`` of the foreign key.
@@ -438,7 +438,7 @@ def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -
     current = left.current.select(*named(left.key), PARTITION, left.row_state().alias(_STATE))
     unchanged = (
         _referring(current, left, foreign_key)
-        .join(asked, asked.columns, "left_semi")
+        .join(requests, requests.columns, "left_semi")
         .join(changes.select(*named(left.key)), list(left.key), "left_anti")
     )
     return union(rows, unchanged)
@@ -590,9 +590,9 @@ def join_histories(
     # before.
     deleted = [F.coalesce(one.getField(IS_TOMBSTONE), F.lit(False)) for one in found]
     ended = before | deleted[0] | deleted[1] | F.col(_UNKNOWN)
-    told = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
+    marked = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
     cause = {name: F.col(_CAUSE).getField(name) for name in _HISTORY_PLACE}
-    joined = told.where(_BEGINS).select(
+    joined = marked.where(_BEGINS).select(
         *on,
         side_row(left, F.col(LEFT).getField(_HISTORY_STATE)).alias(LEFT),
         F.when(there[1], side_row(right, F.col(RIGHT).getField(_HISTORY_STATE))).alias(RIGHT),
@@ -636,18 +636,18 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     none = F.lit(None).cast(side.changes.select(place.alias(_CHANGE)).schema[_CHANGE].dataType)
     versions = side.current.select("*", *match_columns(side.key)).join(changed, on, "left_semi")
 
-    def said(at: str, rank: int, state: Column) -> Column:
+    def events_at(at: str, rank: int, state: Column) -> Column:
         return F.struct(F.col(at).alias(_AT), F.lit(rank).alias(_RANK), state.alias(_HISTORY_STATE))
 
     # Expand start and end from one scan: two scans would read the table twice.
     no_state = F.lit(None).cast(_type_of(side))
-    both = F.array(said(VALID_TO, 0, no_state), said(VALID_FROM, 1, side.new_state()))
+    both = F.array(events_at(VALID_TO, 0, no_state), events_at(VALID_FROM, 1, side.new_state()))
     horizon = F.lit(None) if side.horizon is None else side.horizon
     forgotten = horizon.cast("timestamp").alias(_forgotten(name))
-    told = versions.select(*on, forgotten, F.inline(both)).where(F.col(_AT).isNotNull())
+    begins = versions.select(*on, forgotten, F.inline(both)).where(F.col(_AT).isNotNull())
     state = F.struct(_HISTORY_STATE, none.alias(_CHANGE)).alias(name)
     zeros = [F.lit(0).alias(c) for c in (INPUT, SEQUENCE)]
-    return union(made, told.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
+    return union(made, begins.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
 
 
 def _forgotten(side: str) -> str:

@@ -87,8 +87,8 @@ def with_version_before(
     known = kept.withColumn(_FIRST, found)
     known = known.withColumn(_VERSION, F.last(_FIRST, ignorenulls=True).over(so_far))
     before = F.lag(_VERSION).over(in_order)[_ROW]
-    told = known.withColumn(OLD, F.when(F.col(_LAST).isNull(), F.col(_PEER)).otherwise(before))
-    return told.drop(_PEER, _LAST, _FIRST, _VERSION)
+    rows_with_old = known.withColumn(OLD, F.when(F.col(_LAST).isNull(), F.col(_PEER)).otherwise(before))
+    return rows_with_old.drop(_PEER, _LAST, _FIRST, _VERSION)
 
 
 def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequence[str]) -> DataFrame:
@@ -114,8 +114,8 @@ def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequen
         _LAST, F.lead(F.lit(1)).over(in_order).isNull()
     )
     ends = F.when(F.col(_LAST), F.col(_LAST_END)).otherwise(F.lead(_END).over(in_order))
-    told = with_version_start(kept.withColumn(VALID_TO, ends), new_version_on)
-    return told.drop(_REPEATS, _END, _LAST_END, _FIRST, _LAST)
+    versions = with_version_start(kept.withColumn(VALID_TO, ends), new_version_on)
+    return versions.drop(_REPEATS, _END, _LAST_END, _FIRST, _LAST)
 
 
 def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFrame:
@@ -124,9 +124,9 @@ def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFr
     kind = rows.schema[OLD].dataType
     assert isinstance(kind, StructType)
     fields = [c for c in kind.names if c in rows.columns]
-    told = {c: F.when(repeats, old.getField(c)).otherwise(F.col(f"`{c}`")) for c in fields}
+    values = {c: F.when(repeats, old.getField(c)).otherwise(F.col(f"`{c}`")) for c in fields}
     begin = F.when(repeats, old.getField(TIMESTAMP)).otherwise(F.col(VALID_FROM))
-    return rows.withColumns({**told, VALID_FROM: begin}).drop(OLD)
+    return rows.withColumns({**values, VALID_FROM: begin}).drop(OLD)
 
 
 def repeats_version(new_version_on: Sequence[str]) -> Column:
@@ -297,8 +297,8 @@ def without_superseded(
         records: with their outcome and ``_start``.
         first_changes: ``key columns, _first`` of the log; None = it is empty.
     """
-    told = F.when((F.col(OUTCOME) == Outcome.APPLIED) & ~F.col(START), F.col(TIMESTAMP))
-    first = F.min(told).over(W.partitionBy(*key))
+    applied_at = F.when((F.col(OUTCOME) == Outcome.APPLIED) & ~F.col(START), F.col(TIMESTAMP))
+    first = F.min(applied_at).over(W.partitionBy(*key))
     if first_changes is not None:
         records = records.join(first_changes, list(key), "left")
         first = F.least(first, F.col(FIRST))

@@ -187,11 +187,11 @@ class Pages:
 
     def table(self, request: Request) -> Response:
         """Shows an asset with its newest records, or the records that match a search."""
-        name, asked = self._name(request), request.query_params
+        name, query = self._name(request), request.query_params
         log = Log.open(self._warehouse, name)
-        words = asked.get("find", "").strip()
+        words = query.get("find", "").strip()
         condition = _conditions(log, words) if words else both()
-        around = _moment(asked.get("around"))
+        around = _moment(query.get("around"))
         # Without a search, the newest by time are among the last by arrival: reading a few is enough.
         enough = LOOKED_AT if words or around is not None else 20 * NEWEST
         found = newest(log, condition, around=around, most=NEWEST, looked_at=enough)
@@ -203,14 +203,14 @@ class Pages:
             key=log.key,
             columns=_columns(log),
             now=time.time() * 1e6,
-            around=asked.get("around", ""),
+            around=query.get("around", ""),
         )
 
     def key(self, request: Request) -> Response:
         """Shows the history of a key, as of an event time and as known at a system time."""
-        name, asked = self._name(request), request.query_params
-        key = asked.getlist("key")
-        as_of, known, around = (_moment(asked.get(n)) for n in ("as_of", "known", "around"))
+        name, query = self._name(request), request.query_params
+        key = query.getlist("key")
+        as_of, known, around = (_moment(query.get(n)) for n in ("as_of", "known", "around"))
         found = key_history(self._warehouse, name, key, as_of, known, around)
         drawn = key_history_module.timeline_of_key(found, as_of)
         return self.page(
@@ -221,23 +221,23 @@ class Pages:
             drawn=drawn,
             spoken=_spoken(found, key),
             runs=runs(self._warehouse, name),
-            as_of=asked.get("as_of", ""),
+            as_of=query.get("as_of", ""),
             moment=as_of,
             columns=_columns(found.log),
             known=known,
-            known_text=asked.get("known", ""),
+            known_text=query.get("known", ""),
         )
 
     def row(self, request: Request) -> Response:
         """Explains a row."""
-        name, asked = self._name(request), request.query_params
-        key = asked.getlist("key")
+        name, query = self._name(request), request.query_params
+        key = query.getlist("key")
         found = explain(
             name,
             key=key or None,
-            offset=asked.get("offset"),
-            at=asked.get("at"),
-            as_known_at=asked.get("known") or None,
+            offset=query.get("offset"),
+            at=query.get("at"),
+            as_known_at=query.get("known") or None,
             warehouse=self._warehouse,
             most=MADE_OF,
         )
@@ -251,38 +251,38 @@ class Pages:
             upstream=drawing(found),
             drawn=bars,
             key=log.key,
-            known=asked.get("known", ""),
-            known_at=_moment(asked.get("known")),
+            known=query.get("known", ""),
+            known_at=_moment(query.get("known")),
             status=200 if record is not None else 404,
         )
 
     def lateness(self, request: Request) -> Response:
         """Shows the cost of other grace periods or history retentions, or why it is not known."""
-        name, asked = self._name(request), request.query_params
+        name, query = self._name(request), request.query_params
         known = facts(self._warehouse, name)
         if known.no_cost is not None:
             late = came_late(known.totals)
             return self.page("no_cost.html", facts=known, no_cost=known.no_cost, late=late)
-        more = [one.strip() for one in asked.get("grace", "").split(",") if one.strip()][:20]
+        more = [one.strip() for one in query.get("grace", "").split(",") if one.strip()][:20]
         for one in more:
             if not _LENGTH.fullmatch(one):
                 raise StorageError(f"expected lengths like 90m,2h, got {one[:40]!r}; correct them")
-        at_most = asked.get("at_most") or None
+        at_most = query.get("at_most") or None
         return self.page(
             "lateness.html",
             name=name,
             costs=lateness_curves.lateness_curves(self._warehouse, name, more, at_most),
-            grace=asked.get("grace", ""),
+            grace=query.get("grace", ""),
             at_most=at_most or "",
             height=lateness_curves.HEIGHT,
         )
 
     def compare(self, request: Request) -> Response:
         """Compares two tables."""
-        asked, found = request.query_params, None
-        one, other = asked.get("one", ""), asked.get("other", "")
+        query, found = request.query_params, None
+        one, other = query.get("one", ""), query.get("other", "")
         sides = [
-            table_diff.Side(name, asked.get(known) or None)
+            table_diff.Side(name, query.get(known) or None)
             for name, known in ((one, "known_one"), (other, "known_other"))
         ]
         if one and other:
@@ -343,9 +343,9 @@ def _conditions(log: Log, words: str) -> Condition:
 # ------------------------------------------------------------------------------------------ addresses
 
 
-def link(page: str, name: str = "", asked: Mapping[str, Any] | None = None) -> str:
+def link(page: str, name: str = "", parameters: Mapping[str, Any] | None = None) -> str:
     """Returns the address of a page; empty parameters are left out."""
-    given = [(k, v) for k, v in (asked or {}).items() if v not in (None, "", [])]
+    given = [(k, v) for k, v in (parameters or {}).items() if v not in (None, "", [])]
     query = urlencode(given, doseq=True)
     path = f"/{page}/{quote(name)}" if name else f"/{page}"
     return f"{path}?{query}" if query else path
@@ -356,10 +356,10 @@ def row_link(asset: str, place: str, known: str = "") -> str:
     return link("row", asset, {"offset": place, "known": known})
 
 
-def key_link(record: Record, key: Any, **asked: Any) -> str:
+def key_link(record: Record, key: Any, **query: Any) -> str:
     """Returns the address of the history of a record's key."""
     values = [_plain(record.values.get(column)) for column in key]
-    return link("key", record.asset, {"key": values, **asked})
+    return link("key", record.asset, {"key": values, **query})
 
 
 def _plain(value: Any) -> str:
@@ -378,12 +378,12 @@ def _bytes(size: int) -> str:
 
 def _seconds(amount: float) -> str:
     """Returns a length of time in its two largest units."""
-    rest, told = round(amount), list[str]()
+    rest, parts = round(amount), list[str]()
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
         many, rest = divmod(rest, size)
-        if many and len(told) < 2:
-            told.append(f"{many:,} {unit}")
-    return " ".join(told) or "0 s"
+        if many and len(parts) < 2:
+            parts.append(f"{many:,} {unit}")
+    return " ".join(parts) or "0 s"
 
 
 def _date_and_time(micros: int) -> list[str]:
@@ -470,8 +470,8 @@ def application(warehouse: str) -> Starlette:
 
     def missing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        said = f"expected GET and a page, got {request.method} {request.url.path}"
-        return pages.page("error.html", status, said=said)
+        message = f"expected GET and a page, got {request.method} {request.url.path}"
+        return pages.page("error.html", status, message=message)
 
     routes = [
         Route("/", pages.start),

@@ -310,12 +310,12 @@ def _spans(log: Log, found: RecordSearch, condition: Condition) -> list[Span]:
         ends = [None if n else int(m) for n, m in zip(open_, micros(folded, VALID_TO), strict=True)]
     by_place = {one.place: one for one in found.records}
     places = list(zip(*(folded.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
-    told = list(zip(places, begins, ends, strict=True))
+    spans_of_places = list(zip(places, begins, ends, strict=True))
     if on is not None:
         since = min(as_micros(one.timestamp) for one in found.records)
-        asked = {p for p, _, end in told if end is None or end > since} - by_place.keys()
-        by_place |= {one.place: one for one in log.at(asked)}
-    spans = [Span(by_place[p], begin, end) for p, begin, end in told if p in by_place]
+        missing = {p for p, _, end in spans_of_places if end is None or end > since} - by_place.keys()
+        by_place |= {one.place: one for one in log.at(missing)}
+    spans = [Span(by_place[p], begin, end) for p, begin, end in spans_of_places if p in by_place]
     if found.later and on is None:  # the record that ends the last version was left out
         spans = [one for one in spans if one.end is not None]
     return sorted(spans, key=lambda one: one.begin)
@@ -342,7 +342,7 @@ def _all_lookups(
     """Returns the lookups of a key by joins, in the time range of the shown records."""
     if log.head.shape.kind == "stream" or not found.records:
         return []
-    base, told = posixpath.basename(log.name), list[Lookups]()
+    base, lookups = posixpath.basename(log.name), list[Lookups]()
     low = as_micros(min(one.timestamp for one in found.records))
     newest_time = max(log.commit.stream_time.values(), default=low)
     last = as_micros(max(one.timestamp for one in found.records))
@@ -354,8 +354,8 @@ def _all_lookups(
             continue
         if head.logs.get(base, log.head.log) == log.head.log:
             shown = between(low, high)
-            told.append(_lookups(Log.open(log.warehouse, name), key, join, shown, around))
-    return told
+            lookups.append(_lookups(Log.open(log.warehouse, name), key, join, shown, around))
+    return lookups
 
 
 def _lookups(
@@ -580,9 +580,9 @@ def row_text(record: Record) -> str:
     """Returns up to 12 of a record's values in one line."""
     if record.is_tombstone:
         return "(deleted)"
-    told = [f"{name}={value_text(value)}" for name, value in list(record.values.items())[:12]]
-    more = len(record.values) - len(told)
-    return "  ".join([*told, *([f"and {more} more"] if more else [])])[:400]
+    texts = [f"{name}={value_text(value)}" for name, value in list(record.values.items())[:12]]
+    more = len(record.values) - len(texts)
+    return "  ".join([*texts, *([f"and {more} more"] if more else [])])[:400]
 
 
 def value_text(value: object) -> str:

@@ -151,9 +151,9 @@ def lateness_curves(
     if log.specification is None or log.specification.lateness_option is None:
         read = {name: log.commit.total}
     if sum(read.values()) > MOST:
-        told = ", ".join(f"{count:,} of {one}" for one, count in read.items())
+        counts = ", ".join(f"{count:,} of {one}" for one, count in read.items())
         raise StorageError(
-            f"{name}: expected at most {MOST:,} records to read for a page, got {told}; run "
+            f"{name}: expected at most {MOST:,} records to read for a page, got {counts}; run "
             f"vt-dagster lateness {name} instead"
         )
     found = _lateness(warehouse, name, log.version, tuple(more), at_most)

@@ -90,10 +90,12 @@ def table_diff(warehouse: str, one: Side, other: Side) -> TableDiff:
     columns = sides[0].column_names
     only = [_more(ours, theirs, columns) for ours, theirs in (sides, reversed(sides))]
     key = [c for c in logs[0].key if c in columns]
-    told = "versions" if what else "records" if logs[0].head.shape.kind == "stream" else "current rows"
+    what_differs = (
+        "versions" if what else "records" if logs[0].head.shape.kind == "stream" else "current rows"
+    )
     counts = tuple(int(pc.call_function("sum", [rows.column(_COUNT)]).as_py() or 0) for rows in only)
     return TableDiff(
-        told,
+        what_differs,
         columns,
         (sides[0].num_rows, sides[1].num_rows),
         (counts[0], counts[1]),
@@ -133,10 +135,10 @@ def _flat(column: pa.ChunkedArray) -> Any:
 def _shown(only: Sequence[pa.Table], columns: Sequence[str], key: Sequence[str]) -> list[Difference]:
     order = [c for c in (*key, TIMESTAMP) if c in columns]
     some = [rows.sort_by([(c, "ascending") for c in order]).slice(0, SHOWN) for rows in only]
-    told = [(i == 0, row) for i, rows in enumerate(some) for row in texts(rows.select(list(columns)))]
-    told.sort(key=lambda one: ([str(one[1][c]) for c in order], not one[0]))
+    both = [(i == 0, row) for i, rows in enumerate(some) for row in texts(rows.select(list(columns)))]
+    both.sort(key=lambda one: ([str(one[1][c]) for c in order], not one[0]))
     found: list[Difference] = []
-    for first, row in told[:SHOWN]:
+    for first, row in both[:SHOWN]:
         before = found[-1].values if found and found[-1].first and not first else None
         if before is not None and any(before[c] != row[c] for c in order):
             before = None

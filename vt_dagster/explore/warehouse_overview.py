@@ -48,7 +48,7 @@ def no_cost(shape: Shape) -> LatenessUnsupported | None:
 
 def came_late(totals: Mapping[str, int]) -> dict[str, int]:
     """Returns an asset's counts of late records, by description."""
-    return {said: totals[name] for name, said in _COUNTS.items() if name in totals}
+    return {label: totals[name] for name, label in _COUNTS.items() if name in totals}
 
 
 # Warehouse overview

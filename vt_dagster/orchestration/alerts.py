@@ -182,7 +182,7 @@ def _sensor(
     )
     def sense(context: dg.SensorEvaluationContext) -> dg.SkipReason:
         sent, still = _cursor(context.cursor), dict[str, int]()
-        told, errors = list[str](), list[Exception]()
+        delivered, errors = list[str](), list[Exception]()
         for key, spec in specs.items():
             place = f"{key.asset_key.to_user_string()}:{key.name}"
             results = _results(context.instance, key)
@@ -203,15 +203,15 @@ def _sensor(
                     errors.append(error)
                     still |= {} if before is None else {place: before}
                     continue
-                told.append(place)
+                delivered.append(place)
             still[place] = last.id
-        if errors and not told:
+        if errors and not delivered:
             raise errors[0]
         # A tick that fails would lose its cursor, and send again what it has sent.
         context.update_cursor(json.dumps(still))
         later = f"; {len(errors)} could not be sent, the next tick tries again" if errors else ""
-        if told:
-            return dg.SkipReason(f"sent {len(told)} alert(s): {', '.join(told)}{later}")
+        if delivered:
+            return dg.SkipReason(f"sent {len(delivered)} alert(s): {', '.join(delivered)}{later}")
         return dg.SkipReason(f"no new breach; {len(still)} known: {', '.join(still) or 'none'}")
 
     return sense

@@ -320,7 +320,7 @@ def _of_frames(
 
 
 def _run(
-    context: dg.AssetExecutionContext, node: Stream, prefix: str, asked: Mapping[str, Any]
+    context: dg.AssetExecutionContext, node: Stream, prefix: str, pin_arguments: Mapping[str, Any]
 ) -> dg.MaterializeResult[Any]:
     """Runs an asset. If another run wins, as when the sensors of two sources request the same join, it
     tries again with the records that are left: without that, they would wait for the next input."""
@@ -328,12 +328,12 @@ def _run(
     for _ in range(_TRIES):
         before = _last_run(stores(node))
         try:
-            return _run_once(context, node, stores, prefix, asked)
+            return _run_once(context, node, stores, prefix, pin_arguments)
         except ConcurrentRunError as error:
             if _last_run(stores(node)) == before:  # an erase, a swap of an input or a clean-up
                 raise
             context.log.info(f"tries again, because of: {error}")
-    return _run_once(context, node, stores, prefix, asked)
+    return _run_once(context, node, stores, prefix, pin_arguments)
 
 
 def _last_run(store: AssetStore) -> str:
@@ -346,9 +346,9 @@ def _run_once(
     node: Stream,
     stores: Callable[[Stream], AssetStore],
     prefix: str,
-    asked: Mapping[str, Any],
+    pin_arguments: Mapping[str, Any],
 ) -> dg.MaterializeResult[Any]:
-    run = Run.pin(node, stores, **asked)
+    run = Run.pin(node, stores, **pin_arguments)
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
         return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
@@ -367,10 +367,10 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
     name = arrival.node.name
     if arrival.not_ready:
         tables, some = " and ".join(arrival.not_ready), f"{arrival.waiting:,} record(s)"
-        said = (
+        warning = (
             f"holds {some} until {tables} is ready" if arrival.empty else f"goes on though {tables} is"
         )
-        log.warning(f"{name}: {said}{'' if arrival.empty else ' not ready (accept_not_ready)'}")
+        log.warning(f"{name}: {warning}{'' if arrival.empty else ' not ready (accept_not_ready)'}")
     elif arrival.empty:
         log.info(f"{name}: nothing new since batch {arrival.before.batch}, so there is no commit")
     elif arrival.source is None:
@@ -389,8 +389,8 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
 
 def columns_of_expressions(node: Stream) -> list[StructField]:
     """Returns a text column for each name in the expressions over the columns of the node's source."""
-    asked = [one for one in set_options(node) if one.sql is not None and one.sql.types]
-    texts = [text for one in asked if isinstance(text := getattr(node, one.name), str)]
+    typed = [one for one in set_options(node) if one.sql is not None and one.sql.types]
+    texts = [text for one in typed if isinstance(text := getattr(node, one.name), str)]
     names = set[str]()
     for text in texts:
         known = {token.value for token in tokens(text) if token.is_name}  # in lower case
@@ -455,8 +455,8 @@ def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     if made is not None:
         versions = made.metadata.get("versions")
         same = (made.tags or {}).get(DATA_VERSION) == data_version(last).value
-        told = None if versions is None else versions.value["batch"]
-        if same and told is not None and (told == last.batch or last.upkeep):
+        batch = None if versions is None else versions.value["batch"]
+        if same and batch is not None and (batch == last.batch or last.upkeep):
             return False
     name = key.to_user_string()
     context.log.info(f"{name}: reports batch {last.batch}, committed but not yet reported to Dagster")
@@ -469,17 +469,17 @@ def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.Mat
     A partition without a materialization gets one (it has no records, or its run died after its
     commit), because otherwise downstream assets that need all partitions would wait forever.
     """
-    told = [
+    same_as_last = [
         context.instance.fetch_materializations(
             dg.AssetRecordsFilter(key, asset_partitions=[one]), limit=1
         ).records
         for one in context.partition_keys
     ]
-    if all(told):
+    if all(same_as_last):
         return unchanged(context, key, last)
-    said = {"status": "nothing new: no commit", **_standing(last)}
+    metadata = {"status": "nothing new: no commit", **_standing(last)}
     return dg.MaterializeResult(
-        metadata=said, data_version=None if last is None else data_version(last)
+        metadata=metadata, data_version=None if last is None else data_version(last)
     )
 
 
@@ -499,9 +499,9 @@ def unchanged(
     normal output would be a materialization. Dagster's observation key avoids both. If Dagster drops
     that key, the output is a materialization again.
     """
-    said: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
+    metadata: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
     if arrival is not None and arrival.not_ready:
-        said["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"
-        said["records_held"] = arrival.waiting
-    context.log_event(dg.AssetObservation(key, metadata=said))
+        metadata["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"
+        metadata["records_held"] = arrival.waiting
+    context.log_event(dg.AssetObservation(key, metadata=metadata))
     return dg.MaterializeResult(metadata={_NO_EVENT: True})

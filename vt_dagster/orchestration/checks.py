@@ -104,8 +104,8 @@ def _passed_before(
         evaluation = event.asset_check_evaluation_data if event else None
         if evaluation is None or not evaluation.passed:
             return False
-        told = evaluation.metadata.get("versions")
-        if told is None or told.value != versions:
+        checked = evaluation.metadata.get("versions")
+        if checked is None or checked.value != versions:
             return False
     return True
 
@@ -177,19 +177,19 @@ def build_freshness_check(
 
     def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
         _, commit = head_of(warehouse, "/".join(node.path))
-        newest, told = max(commit.stream_time.values(), default=None), dict[str, Any]()
+        newest, metadata = max(commit.stream_time.values(), default=None), dict[str, Any]()
         passed, limit = False, at_most.total_seconds()
-        said = "there is no record yet"
+        text = "there is no record yet"
         if newest is not None:
             age = time.time() - newest / 1e6
             passed = age <= limit
-            said = f"the newest record is of {in_utc(newest)}"
-            told = {"stream_time": as_time(newest), "age_seconds": round(age, 3)}
-        context.log.info(f"{node.name}: {said}")
+            text = f"the newest record is of {in_utc(newest)}"
+            metadata = {"stream_time": as_time(newest), "age_seconds": round(age, 3)}
+        context.log.info(f"{node.name}: {text}")
         return {
             "passed": passed,
-            "description": f"{said[0].upper()}{said[1:]}; it may be {spoken(at_most)} old.",
-            "metadata": {**told, "at_most_seconds": limit},
+            "description": f"{text[0].upper()}{text[1:]}; it may be {spoken(at_most)} old.",
+            "metadata": {**metadata, "at_most_seconds": limit},
         }
 
     text = f"The newest record is at most {spoken(at_most)} old."
@@ -273,9 +273,9 @@ def build_quarantine_check(
     def result(found: Mapping[str, int]) -> tuple[bool, str, dict[str, Any]]:
         bad, total = found.get(Outcome.QUARANTINED, 0), found.get("in", 0)
         actual = bad / total if total else 0.0
-        said = f"Bad records of the last run: {bad:,} of {total:,} ({share(actual)})"
+        text = f"Bad records of the last run: {bad:,} of {total:,} ({share(actual)})"
         numbers = {"quarantined": bad, "of": total, "share": actual, "at_most": limit}
-        return actual <= limit, f"{said}, allowed: {share(limit)}.", numbers
+        return actual <= limit, f"{text}, allowed: {share(limit)}.", numbers
 
     text = f"At most {at_most} of the records of the last run are bad."
     return _of_last_run(node, QUARANTINE_CHECK, text, result, severity, pool, resource_prefix)
@@ -314,8 +314,8 @@ def build_waiting_check(
 
     def result(found: Mapping[str, int]) -> tuple[bool, str, dict[str, Any]]:
         waiting = found.get(Outcome.WAITING, 0)
-        said = f"Records that wait after the last run: {waiting:,}, allowed: {at_most:,}."
-        return waiting <= at_most, said, {"waiting": waiting, "at_most": at_most}
+        text = f"Records that wait after the last run: {waiting:,}, allowed: {at_most:,}."
+        return waiting <= at_most, text, {"waiting": waiting, "at_most": at_most}
 
     text = f"At most {at_most:,} records wait."
     return _of_last_run(node, WAITING_CHECK, text, result, severity, pool, resource_prefix)
@@ -332,9 +332,9 @@ def _of_last_run(
 ) -> dg.AssetChecksDefinition:
     def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
         _, commit = head_of(warehouse, "/".join(node.path))
-        passed, said, numbers = result(commit.counts)
-        context.log.info(f"{node.name}: {said}")
-        return {"passed": passed, "description": said, "metadata": numbers}
+        passed, text, numbers = result(commit.counts)
+        context.log.info(f"{node.name}: {text}")
+        return {"passed": passed, "description": text, "metadata": numbers}
 
     return _not_blocking(node, name, description, found, severity, pool, resource_prefix)
 
@@ -380,12 +380,12 @@ def build_lateness_check(
 
     def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
         started = time.monotonic()
-        told = lateness(node, grace=grace, at_most=at_most, warehouse=warehouse)
-        metadata = _metadata(told)
+        result = lateness(node, grace=grace, at_most=at_most, warehouse=warehouse)
+        metadata = _metadata(result)
         context.log.info(
             f"{node.name}: {metadata['result'].value} ({time.monotonic() - started:.1f} s)"
         )
-        return {"passed": told.passed, "metadata": metadata}
+        return {"passed": result.passed, "metadata": metadata}
 
     text = f"At most {at_most} of the results are wrong because of late records."
     return _not_blocking(node, LATENESS_CHECK, text, found, severity, pool, resource_prefix)
@@ -403,24 +403,24 @@ def has_late_results(node: Stream) -> bool:
 def _metadata(found: Lateness) -> dict[str, Any]:
     one, what = found.declared, found.what.replace("_", " ")
     assert found.at_most is not None
-    told: dict[str, Any] = {"at_most": found.at_most}
+    metadata: dict[str, Any] = {"at_most": found.at_most}
     if one is None:
-        told["result"] = dg.MetadataValue.text(f"the {what} is unknown, or differs by partition")
+        metadata["result"] = dg.MetadataValue.text(f"the {what} is unknown, or differs by partition")
     else:
-        told["result"] = dg.MetadataValue.text(
+        metadata["result"] = dg.MetadataValue.text(
             f"with a {what} of {spoken(one.length)} {one.wrong:,} of {one.of:,} results are wrong "
             f"({share(one.share)}), allowed: {share(found.at_most)}"
         )
-        told |= {"wrong": one.wrong, "of": one.of, "share": one.share}
+        metadata |= {"wrong": one.wrong, "of": one.of, "share": one.share}
     if found.suggested is not None:
-        told[f"suggested_{found.what}_seconds"] = found.suggested.total_seconds()
-        told["suggestion"] = dg.MetadataValue.text(f"a {what} of {spoken(found.suggested)}")
+        metadata[f"suggested_{found.what}_seconds"] = found.suggested.total_seconds()
+        metadata["suggestion"] = dg.MetadataValue.text(f"a {what} of {spoken(found.suggested)}")
     if found.notes:
-        told["notes"] = dg.MetadataValue.text("\n".join(found.notes))
+        metadata["notes"] = dg.MetadataValue.text("\n".join(found.notes))
     rows = _aligned([_row(one) for one in found.choices])
-    told["choices"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
-    told["picture"] = dg.MetadataValue.md(image("lateness", picture(found)))
-    return told
+    metadata["choices"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+    metadata["picture"] = dg.MetadataValue.md(image("lateness", picture(found)))
+    return metadata
 
 
 def _row(one: Choice) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def build_export(
 
 def _spec(export: Export) -> dg.AssetSpec:
     node = export.node
-    said = {"current": "current rows", "versions": "versions", "log": "records"}[export.what]
-    said = said if export.as_of is None else "rows, valid when a run starts,"
+    rows = {"current": "current rows", "versions": "versions", "log": "records"}[export.what]
+    rows = rows if export.as_of is None else "rows, valid when a run starts,"
     metadata = {
         "dagster/column_schema": _columns(export),
         "dagster/column_lineage": _lineage(export),
@@ -121,7 +121,7 @@ def _spec(export: Export) -> dg.AssetSpec:
     return dg.AssetSpec(
         dg.AssetKey([*node.path[:-1], export.name]),
         deps=[dg.AssetKey(node.path)],
-        description=f"The {said} of `{node.name}` for other engines, {made} in {export.to}.",
+        description=f"The {rows} of `{node.name}` for other engines, {made} in {export.to}.",
         group_name=node.group,
         owners=list(node.owners) or None,
         kinds={"spark", "deltalake" if export.format == "delta" else "iceberg"},

@@ -119,12 +119,14 @@ class TablesIOManager(dg.IOManager):
             )
         warehouse, partial = warehouse_of(context, self._prefix), wanted.get(PARTIAL, False)
         what = wanted.get(READ)
-        as_of, known = (_time(context, name, said, wanted.get(said)) for said in (AS_OF, AS_KNOWN_AT))
+        as_of, known = (
+            _time(context, name, option, wanted.get(option)) for option in (AS_OF, AS_KNOWN_AT)
+        )
         as_of = at_clock(as_of)
         if known is not None:
-            told = left_out_by_clock(name, parse_time(known), head_of(warehouse, name)[1])
-            if told is not None:
-                context.log.warning(told)
+            warning = left_out_by_clock(name, parse_time(known), head_of(warehouse, name)[1])
+            if warning is not None:
+                context.log.warning(warning)
         kind = context.dagster_type.typing_type
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])
@@ -153,7 +155,7 @@ def _tell(context: dg.InputContext, read: Read) -> None:
             step.add_output_metadata({READS: {**before, context.name: read.as_json}}, output.name)
 
 
-def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) -> str | None:
+def _time(context: dg.InputContext, name: str, option: str, wanted: str | None) -> str | None:
     """Returns the time set in an input's metadata; for ``partition_end`` the last moment of the run's
     partition."""
     if wanted != PARTITION_END:
@@ -165,7 +167,7 @@ def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) ->
         except dg.DagsterError as error:
             why = str(error)
     raise ContractError(
-        f"{name}: expected {step.step.key}, which reads it {_WORDS[said]} {PARTITION_END!r}, to be "
+        f"{name}: expected {step.step.key}, which reads it {_WORDS[option]} {PARTITION_END!r}, to be "
         f"partitioned by time and run for a partition, got: {why}. Give it a partitions_def such as "
         "dagster.DailyPartitionsDefinition, or set a time to read as of"
     )

@@ -2,7 +2,7 @@
 
 Numbers have stable names, so that Dagster plots them. Only numbers worth a plot are entries of their
 own. Numbers that only count runs are in one entry without a plot, ``versions``. Counts that have always
-been zero are left out, unless zero is itself information (``_told``).
+been zero are left out, unless zero is itself information (``_is_shown``).
 
 **Text.** Dagster shows the summary of a run as text without a click; a picture needs one. Text is shown
 on every page. Markdown of fewer than 1,000 characters is shown on an asset's pages, and as a link in
@@ -117,10 +117,10 @@ def counts_text(records: str, rows: int | None, stream_time: int | None) -> str:
         rows: of the table after the run.
         stream_time: after the run, epoch µs.
     """
-    said = f"{_RECORDS}{records}"
+    text = f"{_RECORDS}{records}"
     if rows is not None:
-        said += f"{_ROWS}{rows:,}"
-    return said if stream_time is None else f"{said}; stream time: {moment_of(stream_time)} UTC"
+        text += f"{_ROWS}{rows:,}"
+    return text if stream_time is None else f"{text}; stream time: {moment_of(stream_time)} UTC"
 
 
 def records_of(at_a_glance: str) -> str:
@@ -297,8 +297,8 @@ def with_types(columns: dg.TableSchema, types: Mapping[str, str]) -> dg.TableSch
 
 def comments_of(node: Stream) -> dict[str, str]:
     """Returns the descriptions of the columns of an asset's tables, by name."""
-    said = {name: about for name, (_, about) in _ADDED_COLUMNS.items()}
-    return said | {c.name: c.description for c in column_schema(node).columns if c.description}
+    comments = {name: about for name, (_, about) in _ADDED_COLUMNS.items()}
+    return comments | {c.name: c.description for c in column_schema(node).columns if c.description}
 
 
 def _rules(node: Stream) -> dict[str, dg.TableColumnConstraints]:
@@ -324,17 +324,23 @@ def _checks_of_rows(node: Stream) -> list[str]:
 def _description(node: Stream, column: str) -> str | None:
     """Returns a column's description in the contract; for a derived column, that of its one origin."""
     contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
-    said = (
+    description = (
         getattr(contract.get(column), "description", None)
         or _ADDED_COLUMNS.get(column, (None, None))[1]
     )
     made_of = node.operator.lineage().get(column, []) if node.operator is not None else []
-    if said or len(made_of) != 1:
-        return said
+    if description or len(made_of) != 1:
+        return description
     asset, origin = made_of[0]
     up = next((n for n in node.inputs if n.name == asset), None)
-    told = None if up is None else _description(up, origin)
-    return None if told is None else told if " (from " in told else f"{told} (from {asset}.{origin})"
+    inherited = None if up is None else _description(up, origin)
+    return (
+        None
+        if inherited is None
+        else inherited
+        if " (from " in inherited
+        else f"{inherited} (from {asset}.{origin})"
+    )
 
 
 def definition_metadata(node: Stream) -> dict[str, Any]:
@@ -346,16 +352,16 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         "vt_dagster/kind": type(node).__name__,
         "vt_dagster/ops": " -> ".join(steps_of(node)),
     }
-    metadata |= {f"vt_dagster/{name}": said for name, said in shown_options(node).items()}
+    metadata |= {f"vt_dagster/{name}": text for name, text in shown_options(node).items()}
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
-        metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}
+        metadata |= {f"vt_dagster/{name}": text for name, text in node.operator.settings.items()}
     metadata |= _column_lineage(node)
     if node.source is not None:
         unit = getattr(node.source, "timestamps", None)
         if unit is not None:
-            said = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
-            metadata["vt_dagster/timestamps"] = said
+            text = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
+            metadata["vt_dagster/timestamps"] = text
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
     promises = "\n".join(f"- `{check.name}`: {check.promise}" for check in checks_of(node))
     metadata["vt_dagster/checks"] = dg.MetadataValue.md(promises)
@@ -376,12 +382,12 @@ def _page(node: Stream) -> str | None:
 def _numbers(node: Stream) -> str:
     """Returns the rules behind the counts of its materializations, as a Markdown list."""
     plan = processor_of(node).plan()
-    told = {f"records_{name}" for name in plan.counts.shown}
+    counted = {f"records_{name}" for name in plan.counts.shown}
     if plan.stream_time is not None and plan.stream_time.reports_lateness:
         closes = node.window is not None and all(up.window is None for up in node.inputs)
-        told |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
+        counted |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
     return "\n".join(
-        f"- `{name}`: {rule.description}" for name, rule in METRICS.items() if name in told
+        f"- `{name}`: {rule.description}" for name, rule in METRICS.items() if name in counted
     )
 
 
@@ -414,22 +420,22 @@ def describe(node: Stream) -> str:
     """Returns a description of a row, its key, its time and its history retention."""
     key = ", ".join(f"`{k}`" for k in node.key)
     if isinstance(node, VersionedTable):
-        said = (
+        text = (
             f"A versioned table, one row for each version of a key ({key}), valid from `{VALID_FROM}` "
             f"to `{VALID_TO}`: it keeps the history of each key for "
             f"{spoken(node.history_retention)} of stream time."
         )
     elif isinstance(node, Table):
-        said = f"A table, one row for each key ({key}): its latest record, by arrival."
+        text = f"A table, one row for each key ({key}): its latest record, by arrival."
     else:
-        said = f"A stream, one row for each record; its key is {key}."
+        text = f"A stream, one row for each record; its key is {key}."
     if node.operator is not None:
-        said = f"{node.operator.describe()} {said}"
+        text = f"{node.operator.describe()} {text}"
     elif node.timestamp != TIMESTAMP:
-        said = f"{said} Its time, `{TIMESTAMP}`, is `{node.timestamp}`."
+        text = f"{text} Its time, `{TIMESTAMP}`, is `{node.timestamp}`."
     page = _page(node)
     link = None if page is None else f"[Explore its keys and rows]({page})"
-    return said if link is None else f"{said}\n\n{link}"
+    return text if link is None else f"{text}\n\n{link}"
 
 
 def run_metadata(
@@ -453,8 +459,8 @@ def run_metadata(
     counts = {n: commit.counts.get(n, 0) for n in counted if _is_shown(node, n, commit)}
     rows = store.stored_rows()
     newest = max(commit.stream_time.values()) if commit.stream_time else None
-    said = counts_text(counting.text(commit.counts), rows, newest)
-    metadata: dict[str, Any] = {"at_a_glance": said, **_explore(node)}
+    summary = counts_text(counting.text(commit.counts), rows, newest)
+    metadata: dict[str, Any] = {"at_a_glance": summary, **_explore(node)}
     metadata |= {f"records_{name}": number for name, number in counts.items()}
     for name in _KIP_328:
         if name in commit.counts and _is_shown(node, name, commit):
@@ -726,8 +732,8 @@ def _lanes(key: Sequence[str], rows: pa.Table, join: bool) -> dict[tuple[Any, ..
     keys = list(zip(*(rows.column(k).to_pylist() for k in key), strict=True))
     times = _micros(rows.column(TIMESTAMP))
     flag = IS_LATE if join else IS_LATEST
-    told = rows.column(flag).to_pylist() if flag in rows.column_names else [not join] * len(keys)
-    odd = [value is join for value in told]
+    flags = rows.column(flag).to_pylist() if flag in rows.column_names else [not join] * len(keys)
+    odd = [value is join for value in flags]
     late = Counter(key for key, is_odd in zip(keys, odd, strict=True) if is_odd)
     every = Counter(key for key in keys if None not in key)
     chosen = sorted(every, key=lambda key: (-late[key], -every[key], str(key)))[:_LANES]

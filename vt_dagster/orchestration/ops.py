@@ -358,9 +358,9 @@ def read_logs_op(
         required_resource_keys=keys_of(resource_prefix),
     )
 
-    def read(context: dg.OpExecutionContext, asked: dict[str, Any]) -> tuple[Any, ...]:
+    def read(context: dg.OpExecutionContext, pin_arguments: dict[str, Any]) -> tuple[Any, ...]:
         _require_one_process(context)
-        run = Run.pin(node, stores_for(context, resource_prefix), **asked)
+        run = Run.pin(node, stores_for(context, resource_prefix), **pin_arguments)
         log_arrival(context.log, run.arrival)
         by_name = dict(zip((up.name for up in run.plan.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)

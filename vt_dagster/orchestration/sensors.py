@@ -355,8 +355,8 @@ def build_partition_sensor(
             return dg.SkipReason(
                 f"no partition of {len(made)} is wrong: {reads.name} has {_standing(head[1])}"
             )
-        told = Counter(request.tags[_WHY] for request in requests)
-        context.log.info(", ".join(f"{count} {why}" for why, count in told.items()))
+        reasons = Counter(request.tags[_WHY] for request in requests)
+        context.log.info(", ".join(f"{count} {why}" for why, count in reasons.items()))
         return dg.SensorResult(requests, cursor=now.text)
 
     return sense
@@ -467,9 +467,9 @@ class _Materializations:
     ) -> dict[str, StaleRead]:
         """Returns the partitions whose last materialization was not wiped meanwhile."""
         ids = {self._made[partition].storage_id: partition for partition in wrong}
-        asked, there = sorted(ids), set[str]()
-        for start in range(0, len(asked), _AT_ONCE):
-            some = asked[start : start + _AT_ONCE]
+        in_order, there = sorted(ids), set[str]()
+        for start in range(0, len(in_order), _AT_ONCE):
+            some = in_order[start : start + _AT_ONCE]
             wanted = dg.AssetRecordsFilter(self._key, storage_ids=some)
             found = instance.fetch_materializations(wanted, limit=_AT_ONCE).records
             there |= {ids[record.storage_id] for record in found}
@@ -480,8 +480,8 @@ class _Materializations:
 
 def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list[Read]:
     event = record.asset_materialization
-    told = None if event is None else event.metadata.get(READS)
-    value: Any = {} if told is None else told.value
+    entry = None if event is None else event.metadata.get(READS)
+    value: Any = {} if entry is None else entry.value
     reads = [Read.model_validate(value[one]) for one in inputs if one in value]
     return [read for read in reads if read.asset == table and read.as_of is not None]
 
@@ -549,8 +549,8 @@ class _PartitionCursor:
     @classmethod
     def of(cls, text: str | None) -> "_PartitionCursor":
         try:
-            told = json.loads(text or "")
-            return cls(Position.model_validate(told["position"]), int(told["storage_id"]))
+            cursor = json.loads(text or "")
+            return cls(Position.model_validate(cursor["position"]), int(cursor["storage_id"]))
         except (ValueError, KeyError, TypeError):  # lost, or written by another sensor
             return cls()
 

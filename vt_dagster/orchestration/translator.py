@@ -77,16 +77,16 @@ class TopologyTranslator:
 
 def _delivering(node: Stream) -> list[dg.AssetKey]:
     """Returns the keys of the assets that deliver a source's input, if the source names one."""
-    told = [getattr(one, "upstream", None) for one in (node.source, start_of(node))]
-    return [dg.AssetKey.from_user_string(upstream) for upstream in told if upstream is not None]
+    upstreams = [getattr(one, "upstream", None) for one in (node.source, start_of(node))]
+    return [dg.AssetKey.from_user_string(upstream) for upstream in upstreams if upstream is not None]
 
 
 def code_version(node: Stream) -> str:
     """Returns a digest of the meaning of a node's records; it changes when that meaning changes."""
     shape = {name: value for name, value in shape_of(node).definition().items() if value}
     unit = getattr(node.source, "timestamps", None)
-    said = json.dumps([shape, definition_of(node), None if unit is None else str(unit)])
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    definition = json.dumps([shape, definition_of(node), None if unit is None else str(unit)])
+    return hashlib.sha256(definition.encode()).hexdigest()[:12]
 
 
 def asset_arguments(

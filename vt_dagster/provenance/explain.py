@@ -338,24 +338,24 @@ class Explainer:
         return self._known[place]
 
     def _explained(self, log: Log, record: Record, depth: int) -> Explanation:
-        told = Reasoning()
+        reasoning = Reasoning()
         operator = log.specification
         found = Explanation(log.name, log.operator, record)
         commit = log.commit_of(record)
         found = replace(found, written=written(commit))
         if commit is None:
-            told.notes.append("the commit that wrote it is gone")
+            reasoning.notes.append("the commit that wrote it is gone")
         elif operator is None:
             again, count = duplicates_of(log, record)
             found = replace(found, origin=origin(log, record, commit), rejected=tuple(again))
             if count:
                 columns = ", ".join(log.head.shape.unique_by or ())
-                told.notes.append(f"duplicates in quarantine that mention its {columns}: {count}")
+                reasoning.notes.append(f"duplicates in quarantine that mention its {columns}: {count}")
         else:
-            found = self._made(found, log, record, commit, told, depth)
+            found = self._made(found, log, record, commit, reasoning, depth)
         if not isinstance(operator, _BY_TIME_ALONE):
-            place_of(log, record, told)
-        return replace(found, decisions=tuple(told.decisions), notes=tuple(told.notes))
+            place_of(log, record, reasoning)
+        return replace(found, decisions=tuple(reasoning.decisions), notes=tuple(reasoning.notes))
 
     def _made(
         self,
@@ -402,11 +402,11 @@ class Explainer:
 
     def _absent(self, log: Log, key: Sequence[Any] | None, absent: str) -> Explanation:
         """Explains why there is no such row: the outcome of the records it would have as inputs."""
-        told = Reasoning()
-        told.notes.append(f"{log.name} has no such row: {absent}")
+        reasoning = Reasoning()
+        reasoning.notes.append(f"{log.name} has no such row: {absent}")
         erased = sum(log.commit.erased.values())
         if erased:
-            told.notes.append(
+            reasoning.notes.append(
                 f"{erased:,} rows of its log have been erased: it may have been one of them"
             )
         found = Explanation(log.name, log.operator)
@@ -414,11 +414,13 @@ class Explainer:
             rows, count = rejected(log, key)
             for reason in dict.fromkeys(row.reason for row in rows):
                 of_it = sum(row.reason == reason for row in rows)
-                told.decide(reason, f"{of_it} of the {count} rows in quarantine that mention the key")
+                reasoning.decide(
+                    reason, f"{of_it} of the {count} rows in quarantine that mention the key"
+                )
             found = replace(found, rejected=tuple(rows))
         elif key is not None:
-            found = self._not_made(found, log, key, told)
-        return replace(found, decisions=tuple(told.decisions), notes=tuple(told.notes))
+            found = self._not_made(found, log, key, reasoning)
+        return replace(found, decisions=tuple(reasoning.decisions), notes=tuple(reasoning.notes))
 
     def _not_made(
         self, found: Explanation, log: Log, key: Sequence[Any], reasoning: Reasoning

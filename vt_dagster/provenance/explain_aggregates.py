@@ -527,14 +527,14 @@ def too_late(
 
 def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
     """Returns the update that suppress emitted as a result, see ``core.suppress``."""
-    name, told = request.specification.source, request.reasoning
+    name, reasoning = request.specification.source, request.reasoning
     source = request.inputs[name]
     same = source.same_key(request.record.values)
     place = request.record.partition
     updates = source.records(same, end={place: request.end(name).get(place, 0)})
     mine = [one for one in updates if _is(one, request.record)]
     if not mine:
-        told.notes.append(f"its update of {name} is gone")
+        reasoning.notes.append(f"its update of {name} is gone")
         return Derivation()
     before = [one for one in request.results(every=True) if one.offset < request.record.offset]
     since = _held_since(updates, before, mine)
@@ -542,17 +542,19 @@ def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
     out = _last_alike(updates, out)
     now = request.commit.stream_time.get(place)
     moment = "not known" if now is None else str(as_time(now))
-    told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place")
+    reasoning.decide(
+        rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place"
+    )
     closes = isinstance(request.of_run.until, WindowClosesSpec)
     if now is not None and closes and bounds_of(request.record)[1] <= now:
-        told.decide(
+        reasoning.decide(
             rules.WINDOW_CLOSED,
             f"its window ended at {_end(request.record)}; at the end of run {request.commit.batch} "
             "stream "
             f"time was {moment}",
         )
     else:
-        told.decide(
+        reasoning.decide(
             rules.RELEASED,
             f"at the end of run {request.commit.batch} stream time was {moment}: past the time of its "
             "place and the time limit, or the buffer was full",

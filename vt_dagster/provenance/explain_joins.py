@@ -166,18 +166,20 @@ def _inputs_of(request: ExplainRequest[Any], updates: Sequence[Update]) -> Deriv
     if place is None:
         request.reasoning.notes.append("the change that triggered it is ambiguous")
         return Derivation()
-    one, told = updates[place], request.reasoning
-    told.decide(rules.TRIGGERED, f"{one.trigger}{' (a tombstone)' * one.trigger.is_tombstone}")
+    one, reasoning = updates[place], request.reasoning
+    reasoning.decide(rules.TRIGGERED, f"{one.trigger}{' (a tombstone)' * one.trigger.is_tombstone}")
     if any(row is not one.other for _, row in one.made_of):
-        told.notes.append(
+        reasoning.notes.append(
             f"before it the key had a row in {one.log.name}: the tombstone retracts that row's result"
         )
     if one.other is None:
-        told.decide(rules.NO_MATCH, "the other side had no row for it then")
+        reasoning.decide(rules.NO_MATCH, "the other side had no row for it then")
     else:
-        told.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
+        reasoning.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
     if as_micros(request.record.timestamp) > one.time:
-        told.notes.append("its timestamp is that of an earlier result of its key: times never decrease")
+        reasoning.notes.append(
+            "its timestamp is that of an earlier result of its key: times never decrease"
+        )
     return Derivation([*one.made_of, (one.log, one.trigger)])
 
 
@@ -397,12 +399,12 @@ def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning
         name: the table's name in the join's commits.
         commit: the run's commit.
     """
-    asked, batch = commit.reads, None
+    reads, batch = commit.reads, None
     try:
-        if f"{name}/log" in asked:
-            batch = _batch_at(table.path, asked[f"{name}/log"])
-        elif f"{name}/view" in asked:
-            batch = _batch_at(posixpath.join(table.root, "view"), asked[f"{name}/view"])
+        if f"{name}/log" in reads:
+            batch = _batch_at(table.path, reads[f"{name}/log"])
+        elif f"{name}/view" in reads:
+            batch = _batch_at(posixpath.join(table.root, "view"), reads[f"{name}/view"])
         else:
             return None
     except FileNotFoundError:
@@ -604,12 +606,12 @@ def _knows(commit: Commit | None, version: Version) -> bool:
 def stream_table(request: ExplainRequest[StreamTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a stream-table join, see ``core.stream_table_join``."""
     left = request.specification.left
-    stream, told = request.inputs[left], request.reasoning
+    stream, reasoning = request.inputs[left], request.reasoning
     lefts = streams_record(request.log, stream, left, request.record, request.commit)
     if not lefts:
-        told.notes.append(f"its record of {left} is gone{stream.limit}")
+        reasoning.notes.append(f"its record of {left} is gone{stream.limit}")
     elif len(lefts) > 1:
-        told.notes.append(f"its input is one of {len(lefts)} records of its key and time")
+        reasoning.notes.append(f"its input is one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
         note_waiting(request, one)
     values = [request.record.values[c] for c in request.log.key]
@@ -625,14 +627,16 @@ def looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[
         values: the values of the key.
     """
     join, right = request.specification, request.specification.right
-    table, told = request.inputs[right], request.reasoning
-    seen = pinned(request.log, table, right, request.commit, told)
+    table, reasoning = request.inputs[right], request.reasoning
+    seen = pinned(request.log, table, right, request.commit, reasoning)
     cut = known_until(join, record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
-        told.notes.append(f"versions of {right} that were recorded after {as_time(cut)} do not count")
+        reasoning.notes.append(
+            f"versions of {right} that were recorded after {as_time(cut)} do not count"
+        )
     looked = look_up(table, values, record.timestamp, seen, join)
-    _note_looked(looked, table, right, record.timestamp, told, cut is None)
+    _note_looked(looked, table, right, record.timestamp, reasoning, cut is None)
     return looked
 
 
@@ -689,12 +693,12 @@ def _at(version: Version) -> str:
 def corrected(request: ExplainRequest[CorrectedJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected join, see ``core.stream_table_join``."""
     left = request.specification.left
-    stream, told = request.inputs[left], request.reasoning
+    stream, reasoning = request.inputs[left], request.reasoning
     rows = _revisions(request)
     place = _place(request, rows)
     record = None if place is None else stream.one(*place)
     if record is None:
-        told.notes.append(f"its record of {left} is gone{stream.limit}")
+        reasoning.notes.append(f"its record of {left} is gone{stream.limit}")
         return Derivation()
     _note_revisions(request, rows)
     looked = looked_up(request, record, [record.values[c] for c in stream.key])
@@ -775,7 +779,7 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
     join = request.specification
     names = [join.left, join.right]
     logs = [request.inputs[name] for name in names]
-    place, told = request.record.partition, request.reasoning
+    place, reasoning = request.record.partition, request.reasoning
     before, after = length_at(join.before, place), length_at(join.after, place)
     moment, nothing = request.record.timestamp, timedelta(0)
     back = [as_micros(moment - max(one, nothing)) for one in (after, before)]
@@ -799,7 +803,7 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
         and of_side(1, right)
     ]
     if request.record.is_late:
-        told.decide(rules.LATE, "the later of the two by arrival came after the grace period")
+        reasoning.decide(rules.LATE, "the later of the two by arrival came after the grace period")
     if pairs:
         return _matched(request, names, logs, pairs)
     kept = {"inner": (), "left": (0,), "outer": (0, 1)}[join.kind]
@@ -811,7 +815,7 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
         ]
         if alone:
             return _alone(request, logs, side, _nth(request, alone), (before, after))
-    told.notes.append("its input records are gone")
+    reasoning.notes.append("its input records are gone")
     return Derivation()
 
 
@@ -884,9 +888,9 @@ def _matched(
 
 def _note_match(request: ExplainRequest[Any], left: Record, right: Record) -> None:
     apart = right.timestamp - left.timestamp
-    said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
+    where = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
     request.reasoning.decide(
-        rules.MATCHED, f"{right} lies {said if apart else 'at the time of'} {left}"
+        rules.MATCHED, f"{right} lies {where if apart else 'at the time of'} {left}"
     )
 
 
@@ -934,29 +938,29 @@ def _alone(
 def corrected_streams(request: ExplainRequest[CorrectedStreamJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected stream-stream join, see
     ``core.stream_stream_join``: the row's key has the places of its records."""
-    told, parts = request.reasoning, list[tuple[Log, Record]]()
+    reasoning, parts = request.reasoning, list[tuple[Log, Record]]()
     for name, (partition, offset) in zip(request.specification.inputs, _PLACES, strict=True):
         log, place = request.inputs[name], request.record.values
         if place[offset] < 0:
             continue
         found = log.one(place[partition], place[offset])
         if found is None:
-            told.notes.append(f"its record of {log.name} is gone{log.limit}")
+            reasoning.notes.append(f"its record of {log.name} is gone{log.limit}")
             return Derivation(parts)
         parts.append((log, found))
     if request.record.is_late:
-        told.decide(rules.LATE, "the later of its records by arrival came after corrected_for")
+        reasoning.decide(rules.LATE, "the later of its records by arrival came after corrected_for")
     if len(parts) == len(_PLACES):
         _note_match(request, parts[0][1], parts[1][1])
         return Derivation(parts)
     cause = _cause(request)
     if cause is None:
         name, why = parts[0][0].name, "when stream time had passed its window and the grace period"
-        told.decide(rules.NO_MATCH, f"this record of {name} had no match {why}")
+        reasoning.decide(rules.NO_MATCH, f"this record of {name} had no match {why}")
         return Derivation(parts)
     where = cause[PARTITION], cause[OFFSET]
     by = f"{cause['table']} {where[0]}:{where[1]}"
-    told.decide(rules.CORRECTED, f"revision 1: retracted by {by}, a match that came later")
+    reasoning.decide(rules.CORRECTED, f"revision 1: retracted by {by}, a match that came later")
     other = request.inputs[cause["table"]]
     return Derivation([*parts, *[(other, one) for one in other.at([where])]])
 

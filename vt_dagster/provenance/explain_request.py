@@ -195,8 +195,8 @@ class Rejected:
         rule, _, more = self.reason.partition(": ")
         if rule not in RULES:
             return self.reason
-        said = RULES[rule].description
-        return f"{said}: {more}" if more else said
+        text = RULES[rule].description
+        return f"{text}: {more}" if more else text
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ class Log:
 
         recorded = flags(RECORDED_AT)
         moments = micros(rows, TIMESTAMP).tolist()
-        told = zip(
+        each = zip(
             rows.column(PARTITION).to_pylist(),
             rows.column(OFFSET).to_pylist(),
             map(as_time, moments),
@@ -459,7 +459,7 @@ class Log:
             flags(IS_LATE),
             strict=True,
         )
-        return [Record(self.name, *one) for one in told]
+        return [Record(self.name, *one) for one in each]
 
     def of_key(self, key: Sequence[Any]) -> Condition:
         """Returns the condition that a record has a key; the key's values may be texts."""
@@ -555,9 +555,9 @@ def both(*conditions: Condition | None) -> Condition:
     def condition(columns: pa.Schema) -> Any:
         found: Any = None
         for one in conditions:
-            told = None if one is None else one(columns)
-            if told is not None:
-                found = told if found is None else found & told
+            other = None if one is None else one(columns)
+            if other is not None:
+                found = other if found is None else found & other
         return found
 
     return condition
@@ -756,7 +756,7 @@ class Arrivals:
     """
 
     def __init__(self, request: ExplainRequest[Any], names: Sequence[str], merges: bool = True) -> None:
-        self._asked, self._names, self._merges = request, names, merges
+        self._request, self._names, self._merges = request, names, merges
         self._times: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def sorted(self, found: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:
@@ -767,7 +767,7 @@ class Arrivals:
         """
         runs: tuple[list[tuple[int, Record]], ...] = ([], [], [])
         for place, record in found:
-            runs[self._asked.turn(self._names[place], record)].append((place, record))
+            runs[self._request.turn(self._names[place], record)].append((place, record))
         earlier, new, later = runs
         alone = len({(self._names[place], record.partition) for place, record in new}) < 2
         new.sort(key=lambda one: (one[1].offset, one[0]) if alone else self._order(*one))
@@ -789,9 +789,9 @@ class Arrivals:
         key = name, record.partition
         if key not in self._times:
             place = record.partition
-            start = {place: self._asked.start(name).get(place, 0)}
-            end = {place: self._asked.end(name).get(place, 0)}
-            rows = self._asked.inputs[name].rows(both(), start, end, [TIMESTAMP])
+            start = {place: self._request.start(name).get(place, 0)}
+            end = {place: self._request.end(name).get(place, 0)}
+            rows = self._request.inputs[name].rows(both(), start, end, [TIMESTAMP])
             newest = np.maximum.accumulate(micros(rows, TIMESTAMP))
             self._times[key] = rows.column(OFFSET).to_numpy(), newest
         offsets, newest = self._times[key]

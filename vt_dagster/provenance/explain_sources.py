@@ -166,8 +166,8 @@ def rejected(log: Log, key: Sequence[Any], reason: str | None = None) -> tuple[l
         rows = rows.filter(mentions)  # a null raw text does not match
     rows = rows.sort_by([("batch", "descending")])
     names = ["reason", "source", "position", "raw", "batch"]
-    told = rows.slice(0, NAMED).select(names).to_pylist()
-    return [_as_rejected(one) for one in told], rows.num_rows
+    named = rows.slice(0, NAMED).select(names).to_pylist()
+    return [_as_rejected(one) for one in named], rows.num_rows
 
 
 def _as_rejected(row: dict[str, Any]) -> Rejected:
@@ -255,11 +255,11 @@ class History:
             there = found.column(VALID_TO).is_null().to_pylist()
             until = [None if n else m for n, m in zip(there, micros(found, VALID_TO), strict=True)]
         columns = (found.column(c).to_pylist() for c in (PARTITION, OFFSET, IS_TOMBSTONE))
-        told = [
+        versions = [
             Version(p, o, as_time(begin), None if end is None else as_time(int(end)), deleted)
             for p, o, deleted, begin, end in zip(*columns, begins, until, strict=True)
         ]
-        return told, places, repeats
+        return versions, places, repeats
 
     def fetch(self, places: Collection[Place]) -> None:
         """Reads the records at some places in one pass."""

@@ -134,11 +134,11 @@ class KeyCodes:
         known, there = self._pairs[place], (first != NONE) & (second != NONE)
         both, where = np.unique(first[there] * _WIDE + second[there], return_inverse=True)
         if new:
-            told = [known.setdefault(one, len(known)) for one in both.tolist()]
+            numbers = [known.setdefault(one, len(known)) for one in both.tolist()]
         else:
-            told = [known.get(one, NONE) for one in both.tolist()]
+            numbers = [known.get(one, NONE) for one in both.tolist()]
         codes = np.full(len(first), NONE, np.int64)
-        codes[there] = np.array(told, np.int64)[where]
+        codes[there] = np.array(numbers, np.int64)[where]
         return codes
 
 
@@ -390,13 +390,13 @@ class Delay:
     def of(cls, found: Counter[int]) -> Delay | None:
         """Returns the percentiles of a histogram of delays in microseconds; None = no results."""
         total, seen = found.total(), 0
-        told: list[timedelta] = []
+        delays: list[timedelta] = []
         for delay, times in sorted(found.items()):
             seen += times
-            for share in (50, 99)[len(told) :]:
+            for share in (50, 99)[len(delays) :]:
                 if seen * 100 >= total * share:
-                    told.append(delay * _ONE)
-        return cls(*told) if told else None
+                    delays.append(delay * _ONE)
+        return cls(*delays) if delays else None
 
 
 @dataclass(frozen=True)
@@ -484,10 +484,10 @@ class Lateness:
 
     def as_json(self) -> dict[str, Any]:
         """Returns all fields as plain values; lengths in seconds."""
-        told = asdict(self)
-        for one, choice in zip(told["choices"], self.choices, strict=True):
+        document = asdict(self)
+        for one, choice in zip(document["choices"], self.choices, strict=True):
             one["share"] = choice.share
-        return _in_seconds(told)
+        return _in_seconds(document)
 
 
 def _in_seconds(value: Any) -> Any:
@@ -616,12 +616,12 @@ class LateJoin:
                 "another grace period cannot be computed; try another as_known with vt-dagster what-if"
             )
         ahead = {"before_first": join.before_first, "at": join.at if join.looks_ahead else None}
-        asked = next((f"{option}={value}" for option, value in ahead.items() if value), None)
-        if asked is not None:
+        setting = next((f"{option}={value}" for option, value in ahead.items() if value), None)
+        if setting is not None:
             raise StorageError(
-                f"{log.name}: expected a join that looks back from each record, got {asked}: a version "
-                "then matches records from before its start, so another grace period costs more than "
-                "late table records; try one with vt-dagster what-if"
+                f"{log.name}: expected a join that looks back from each record, got {setting}: a "
+                "version then matches records from before its start, so another grace period costs more "
+                "than late table records; try one with vt-dagster what-if"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
@@ -1190,7 +1190,7 @@ def lateness(
     """
     name = table if isinstance(table, str) else "/".join(table.path)
     log, share = Log.open(str(warehouse), name), parse_share(at_most)
-    asked = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
+    requested = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
     operator, notes = log.specification, list[str]()
     found: LateJoin | LateWindows | LateRecords
     if isinstance(operator, StreamTableJoinSpec):
@@ -1215,8 +1215,8 @@ def lateness(
         )
     declared = declared if isinstance(declared, timedelta) else None
     usual = RETENTIONS if what == "history_retention" else GRACES
-    lengths = {*asked} or {*map(parse_length, usual)}
-    if declared is not None and (share is not None or not asked):
+    lengths = {*requested} or {*map(parse_length, usual)}
+    if declared is not None and (share is not None or not requested):
         lengths.add(declared)
     choices = found.cost(sorted(lengths))
     suggested = None

@@ -86,9 +86,9 @@ def of_source(
     source, start, own = arrival.source, arrival.start, counts
     assert source is not None
     if start is not None:
-        told = passed.counts
-        own = {**counts, "in": counts["in"] - told[START_IN]}
-        own[Outcome.QUARANTINED] -= told[START_BAD]
+        before_start = passed.counts
+        own = {**counts, "in": counts["in"] - before_start[START_IN]}
+        own[Outcome.QUARANTINED] -= before_start[START_BAD]
         rows = rows.where(~F.col(START))
     counts |= source.counts
     check_share(arrival.node.name, source, rows, own)
@@ -119,15 +119,15 @@ def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:
     return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
 
 
-def next_system_time(before: Commit, told: int | None) -> int:
+def next_system_time(before: Commit, stated: int | None) -> int:
     """Returns the system time of a commit, epoch microseconds: this machine's clock, but always after
     the commit before, in case the clock is behind.
 
     Args:
-        told: the system time to use instead of the clock; never before that of the last commit.
+        stated: the system time to use instead of the clock; never before that of the last commit.
     """
-    if told is not None:
-        return max(before.recorded_at, told)
+    if stated is not None:
+        return max(before.recorded_at, stated)
     return max(before.recorded_at + 1, time.time_ns() // 1000)
 
 
@@ -148,14 +148,14 @@ def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
 
 
 def system_time_by_clock(
-    before: Commit, told: int | None, progress: Progress
+    before: Commit, stated: int | None, progress: Progress
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns ``Commit.recorded_at`` and ``Commit.ahead`` of a run; warns if a clock was ahead.
 
     Args:
-        told: see :func:`next_system_time`.
+        stated: see :func:`next_system_time`.
     """
-    recorded_at = next_system_time(before, told)
+    recorded_at = next_system_time(before, stated)
     ahead = ahead_after(before, recorded_at)
     if ahead != before.ahead:
         progress.done(

@@ -367,7 +367,7 @@ class Certificate(BaseModel):
             fs.mv(f"{local}.part", local)
 
 
-def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Certificate:
+def begun(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Certificate:
     """Returns the certificate of an interrupted attempt at the same erase, or a new one."""
     folder = posixpath.join(warehouse, FOLDER)
     fs, local = delta.filesystem(folder)
@@ -376,16 +376,16 @@ def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Cert
         if not name.endswith(".json"):
             continue
         found = Certificate.model_validate_json(fs.cat_file(posixpath.join(local, name)))
-        if found.finished is None and found.key_sha256 == _hash(found.salt, asked):
+        if found.finished is None and found.key_sha256 == _hash(found.salt, request):
             found._path = posixpath.join(folder, name)
             return found
-    made = unwritten(asset, asked, reason)
+    made = unwritten(asset, request, reason)
     made._path = posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{made.id}.json")
     made.save()
     return made
 
 
-def unwritten(asset: str, asked: Sequence[Any], reason: str) -> Certificate:
+def unwritten(asset: str, request: Sequence[Any], reason: str) -> Certificate:
     """Returns a new certificate that is not written to a file, for a dry run."""
     salt = uuid4().hex
     return Certificate(
@@ -393,13 +393,13 @@ def unwritten(asset: str, asked: Sequence[Any], reason: str) -> Certificate:
         asset=asset,
         reason=reason,
         salt=salt,
-        key_sha256=_hash(salt, asked),
+        key_sha256=_hash(salt, request),
         started=_now(),
     )
 
 
-def _hash(salt: str, asked: Sequence[Any]) -> str:
-    return hashlib.sha256((salt + json.dumps(asked, default=str)).encode()).hexdigest()
+def _hash(salt: str, request: Sequence[Any]) -> str:
+    return hashlib.sha256((salt + json.dumps(request, default=str)).encode()).hexdigest()
 
 
 def _now() -> str:
@@ -425,13 +425,13 @@ def elsewhere(
         if not columns:
             continue
         rows = parquet.read(spark, path) if rows is None else rows
-        counted = [F.count_if(hit).alias(told) for told, hit in columns.items()]
+        counted = [F.count_if(hit).alias(column) for column, hit in columns.items()]
         counts = rows.agg(*counted).collect()[0]
         found += [
-            f"{name}: {counts[told]} rows have the key in {told}, which is not derived from the erased "
-            f"asset: erase it there too (vt-dagster erase … {name}), or replay and swap {name}"
-            for told in columns
-            if counts[told]
+            f"{name}: {counts[column]} rows have the key in {column}, which is not derived from the "
+            f"erased asset: erase it there too (vt-dagster erase … {name}), or replay and swap {name}"
+            for column in columns
+            if counts[column]
         ]
     return found
 
@@ -489,10 +489,12 @@ def _spans(store: AssetStore, head: Head, marked: Marked) -> list[tuple[int, int
     upto = Window.orderBy("low", "high").rowsBetween(Window.unboundedPreceding, 0)
     counted = spans.withColumn("begins", F.coalesce(begins, F.lit(1)))
     merged = counted.withColumn("span", F.sum("begins").over(upto)).groupBy("span")
-    told = merged.agg(F.min("low").alias("low"), F.max("high").alias("high")).orderBy("low")
+    merged_spans = merged.agg(F.min("low").alias("low"), F.max("high").alias("high")).orderBy("low")
     # The last interval covers all that follow it, to bound their number.
     last = F.least(F.col("span"), F.lit(SPANS))
-    few = told.groupBy(last.alias("place")).agg(F.min("low").alias("low"), F.max("high").alias("high"))
+    few = merged_spans.groupBy(last.alias("place")).agg(
+        F.min("low").alias("low"), F.max("high").alias("high")
+    )
     return [(row["low"], row["high"]) for row in few.orderBy("low").collect()]
 
 
@@ -646,14 +648,14 @@ def _events(plan: Sequence[Places], runs: Sequence[str] | None) -> str:
 
 def _named(names: Sequence[str], key: Key, rows: Mapping[str, int] | None = None) -> str:
     """Returns some names of files, with values of the key masked."""
-    told = list[str]()
+    texts = list[str]()
     for name in sorted(names)[:_NAMED]:
         clean = name
         for value in key.values or ():
             clean = clean.replace(value, "…") if isinstance(value, str) and value else clean
-        told.append(clean if rows is None else f"{clean} ({rows[name]:,} rows)")
-    left = len(names) - len(told)
-    return ", ".join(told) + (f" and {left:,} more" if left else "")
+        texts.append(clean if rows is None else f"{clean} ({rows[name]:,} rows)")
+    left = len(names) - len(texts)
+    return ", ".join(texts) + (f" and {left:,} more" if left else "")
 
 
 # ------------------------------------------------------------------------------ Delta's statistics
@@ -667,24 +669,26 @@ def in_statistics(spark: SparkSession, path: str, key: Key, columns: Mapping[str
         columns: by key column, the table's column; empty = search the key's values in all texts.
     """
     if not columns:
-        texts = [json.dumps(told, ensure_ascii=False) for told in _statistics(path)]
+        texts = [json.dumps(statistics, ensure_ascii=False) for statistics in _statistics(path)]
         words = [str(value) for value in key.values or ()]
         return sum(bool(words) and all(word in text for word in words) for text in texts)
     kinds = StructType([StructField(k, StringType()) for k in key.types])
-    rows = [row for told in _statistics(path) for row in _candidates(told, key, columns)]
+    rows = [row for statistics in _statistics(path) for row in _candidates(statistics, key, columns)]
     if not rows:
         return 0
     typed = [F.col(f"`{k}`").cast(kind).alias(k) for k, kind in key.types.items()]
-    told = spark.createDataFrame(rows, kinds).select(*typed)
-    return told.where(key.condition()).count()
+    statistics = spark.createDataFrame(rows, kinds).select(*typed)
+    return statistics.where(key.condition()).count()
 
 
-def _candidates(told: Mapping[str, Any], key: Key, columns: Mapping[str, str]) -> set[tuple[str, ...]]:
+def _candidates(
+    statistics: Mapping[str, Any], key: Key, columns: Mapping[str, str]
+) -> set[tuple[str, ...]]:
     """Returns the keys that a file's statistics may stand for."""
     values = dict(zip(key.types, key.values or (), strict=False))
     sides = list[set[str]]()
     for k in key.types:
-        both = [told.get(side) or {} for side in ("minValues", "maxValues")]
+        both = [statistics.get(side) or {} for side in ("minValues", "maxValues")]
         both += [one.get(OLD) or {} for one in both]
         ends = [one.get(columns[k]) for one in both]
         sides.append({_whole(str(one), values.get(k)) for one in ends if one is not None})
@@ -701,15 +705,15 @@ def _statistics(path: str) -> Iterator[dict[str, Any]]:
     fs, root = delta.filesystem(path)
     for name in delta.log_files(path):
         place = posixpath.join(root, "_delta_log", name)
-        told = list[Any]()
+        texts = list[Any]()
         if delta.COMMIT_FILE.fullmatch(name):
             actions = [json.loads(line) for line in fs.cat_file(place).decode().splitlines() if line]
-            told = [(one.get("add") or one.get("remove") or {}).get("stats") for one in actions]
+            texts = [(one.get("add") or one.get("remove") or {}).get("stats") for one in actions]
         elif name.endswith(".checkpoint.parquet"):
             with fs.open(place) as file:
                 rows = pq.read_table(file).to_pylist()
-            told = [(row.get("add") or {}).get("stats") for row in rows]
-        yield from (json.loads(one) for one in told if one)
+            texts = [(row.get("add") or {}).get("stats") for row in rows]
+        yield from (json.loads(one) for one in texts if one)
 
 
 # Erase dry run
@@ -739,9 +743,9 @@ def erase_dry_run(
     """
     left: dict[str, DataFrame] = {}
 
-    def note(table: str, told: Searched) -> None:
-        done.add(table, told)
-        say(f"{table}: {told}")
+    def note(table: str, searched: Searched) -> None:
+        done.add(table, searched)
+        say(f"{table}: {searched}")
 
     for one in plan:
         store = AssetStore(warehouse, one.node, spark, None)
@@ -749,8 +753,8 @@ def erase_dry_run(
         if not one.columns:
             done.kept[one.name] = KEPT
         elif head is not None:
-            for table, told in _asset(store, head, one, key, of_source=one is plan[0]):
-                note(f"{one.name}/{table}", told)
+            for table, searched in _asset(store, head, one, key, of_source=one is plan[0]):
+                note(f"{one.name}/{table}", searched)
             rows = parquet.read(spark, store.log_path, head.version, like=log_schema(one.node))
             left[one.name] = erase_files.without(rows, one.marked(key), one.way_of_log, one.values)
     for path, one in exports.items():
@@ -847,8 +851,8 @@ def erase(
         ConcurrentRunError: another run committed meanwhile. Run the erase again.
     """
     exports = [*map(address, exports)]
-    asked = address(warehouse), node, spark, reason, key, where, among, exports, tell, runs
-    return _Erase(*asked, dry_run).run()
+    arguments = address(warehouse), node, spark, reason, key, where, among, exports, tell, runs
+    return _Erase(*arguments, dry_run).run()
 
 
 class _Erase:
@@ -878,8 +882,10 @@ class _Erase:
             require_free(warehouse, one.node)
         self.exports = {path: exported(self.plan, path) for path in exports}
         name = posixpath.join(*node.path)
-        asked = [name, self.key.values, where]
-        self.done = unwritten(name, asked, reason) if dry_run else begun(warehouse, name, asked, reason)
+        request = [name, self.key.values, where]
+        self.done = (
+            unwritten(name, request, reason) if dry_run else begun(warehouse, name, request, reason)
+        )
 
     def run(self) -> Certificate:
         # Views, exports and consumed files have about as many rows as their logs.
@@ -1001,8 +1007,8 @@ class _Erase:
         totals = dict(commit.totals)
         waiting = commit.counts.get(Outcome.WAITING, 0)
         run_id = f"{ERASE}{self.done.id}"
-        told = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
-        lost = min(waiting, told)
+        counted = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
+        lost = min(waiting, counted)
         if lost:
             totals[Outcome.WAITING] = totals.get(Outcome.WAITING, 0) - lost
             totals["in"] = totals.get("in", 0) - lost
@@ -1139,9 +1145,9 @@ class _Erase:
         return removed
 
     def _tell(self, table: str, found: Found) -> None:
-        told = Searched(found.searched, found.rows, found.old, found.version, len(found.places))
-        self.done.add(table, told)
-        self.say(f"{table}: {told}")
+        searched = Searched(found.searched, found.rows, found.old, found.version, len(found.places))
+        self.done.add(table, searched)
+        self.say(f"{table}: {searched}")
 
 
 def _forget_attempts(store: AssetStore, until: float) -> int:

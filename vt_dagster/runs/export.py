@@ -403,8 +403,8 @@ class ExportRun:
 def _content(commit: Commit) -> tuple[object, ...]:
     """Returns what decides the rows of an export besides the records and the clock."""
     export = commit.export
-    told = None if export is None else (export.what, export.columns, export.as_of is None)
-    return commit.log, commit.shape, told
+    exported = None if export is None else (export.what, export.columns, export.as_of is None)
+    return commit.log, commit.shape, exported
 
 
 def head_in(to: str, name: str, kind: str) -> Commit | None:

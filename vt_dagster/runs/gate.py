@@ -540,9 +540,9 @@ def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
 
 def check_name(check: Any, column: str, taken: set[str]) -> str:
     """Returns the name that the user gave a check; without one, its column and its error text."""
-    said = str(check.error)
-    given = check.name and said.split("(")[0] != check.name
-    name = check.name if given and check.name not in taken else f"{column} {said}"
+    text = str(check.error)
+    given = check.name and text.split("(")[0] != check.name
+    name = check.name if given and check.name not in taken else f"{column} {text}"
     taken.add(name)
     return name
 

@@ -428,19 +428,19 @@ def source_of(node: Stream) -> Source:
 
 
 def from_source(
-    node: Stream, store: Store, at: Snapshot, source: Source | None, asked: Mapping[str, Any]
+    node: Stream, store: Store, at: Snapshot, source: Source | None, pin_arguments: Mapping[str, Any]
 ) -> Arrival:
     """Pins the records of a source asset's run.
 
     Args:
         at: snapshot of the asset's tables when the run starts.
         source: None = the node's own; with another one, no initial snapshot is read.
-        asked: arguments of the source's ``pin``.
+        pin_arguments: arguments of the source's ``pin``.
     """
     commit = None if at.head is None else at.head.commit
     alone = source is not None
     consumed = store.consumed_files(at.head)
-    pinned = (source or source_of(node)).pin(commit, consumed=consumed, **asked)
+    pinned = (source or source_of(node)).pin(commit, consumed=consumed, **pin_arguments)
     return Arrival(
         node,
         at.head,
@@ -659,12 +659,12 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
     """Returns a clearer error, if an input or its files caused this one; else None."""
     if (elsewhere := unseen(error)) is not None:
         return elsewhere
-    told = None
+    explanation = None
     if arrival.source is not None:
-        told = arrival.source.explain(error)
-    if told is None and arrival.start is not None:
-        told = arrival.start.explain(error)
-    return told or gone_meanwhile(arrival.node, error) or unreadable(arrival.node.name, error)
+        explanation = arrival.source.explain(error)
+    if explanation is None and arrival.start is not None:
+        explanation = arrival.start.explain(error)
+    return explanation or gone_meanwhile(arrival.node, error) or unreadable(arrival.node.name, error)
 
 
 def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:

@@ -143,8 +143,8 @@ def _changes(store: AssetStore, at: Snapshot) -> Iterator[str]:
     node, head = store.node, at.head
     assert head is not None
     columns = columns_of(node, store.warehouse, store.log_path, log_schema(node), head)
-    if columns.told:
-        yield columns.told
+    if columns.summary:
+        yield columns.summary
     yield from shape_of(node).changed_settings(head.commit.shape)
     stored = isinstance(node, Table) and delta.exists(store.view_path)
     if stored and (at.base is None or not at.base.is_view):

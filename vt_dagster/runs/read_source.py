@@ -310,14 +310,14 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     Raises:
         TopologyError: an expression has the wrong type, or names an unknown column.
     """
-    asked = _sql_settings(node)
-    if not asked:
+    settings = _sql_settings(node)
+    if not settings:
         return node
     own, found = list[StructField](node.schema.fields), list[StructField]()
     timed = TIMESTAMP in {c.lower() for c in node.schema.names}
     own += [] if timed else [StructField(TIMESTAMP, TimestampType())]
     sourced = getattr(node.source, "gives_timestamp", False) and SOURCE_TIME not in node.schema.names
-    for setting in asked:
+    for setting in settings:
         more = (
             [StructField(SOURCE_TIME, TimestampType())]
             if setting.name == "deleted_at" and sourced
@@ -355,8 +355,8 @@ def _sql_settings(node: Stream) -> list[_Setting]:
 
 def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: StructType) -> str | None:
     """Returns the first unknown column that an expression names; None = all are known."""
-    told = (setting.name, setting.expression, columns.json())
-    if told in _HOLD:
+    known = (setting.name, setting.expression, columns.json())
+    if known in _HOLD:
         return None
     try:
         with without_spark_logs():
@@ -368,15 +368,15 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
         if kind.startswith("UNRESOLVED_COLUMN") and "`" not in name and name not in columns.names:
             return name
-        said = f"which Spark refuses: {str(error).splitlines()[0]}"
+        fault = f"which Spark refuses: {str(error).splitlines()[0]}"
     else:
         if any(same(_TYPES[kind], given) for kind in setting.kinds):
-            _HOLD.add(told)
+            _HOLD.add(known)
             return None
-        said = f"which is {given.simpleString()}"
+        fault = f"which is {given.simpleString()}"
     raise TopologyError(
         f"{node.name}: expected {setting.name} to be {setting.what} over the columns {columns.names}, "
-        f"got {setting.expression!r}, {said}; correct it"
+        f"got {setting.expression!r}, {fault}; correct it"
     ) from None
 
 
@@ -395,20 +395,20 @@ def without_spark_logs() -> Generator[None]:
 
 def _require_other(node: Stream, setting: _Setting, name: str, alone: bool) -> None:
     """Refuses an unknown name that looks like a misspelt or renamed column, or that no source has."""
-    said = f"{node.name}: {setting.name}, {setting.expression!r}, names {name!r}"
+    text = f"{node.name}: {setting.name}, {setting.expression!r}, names {name!r}"
     if name in node.renamed:
         raise TopologyError(
-            f"{said}, which was renamed to {node.renamed[name]!r}: expected the new name, which stands "
+            f"{text}, which was renamed to {node.renamed[name]!r}: expected the new name, which stands "
             "for both; correct it"
         )
     alike = get_close_matches(name.lower(), [c.lower() for c in node.schema.names], 1, _ALIKE)
     if alike:
         raise TopologyError(
-            f"{said}, which is no column, but much like {alike[0]!r}: expected a column of the table "
+            f"{text}, which is no column, but much like {alike[0]!r}: expected a column of the table "
             "or one of another name that the source has; correct it, or add it to the schema"
         )
     if alone:
         raise TopologyError(
-            f"{said}, which is no column of the table: expected one of {node.schema.names}, as no "
+            f"{text}, which is no column of the table: expected one of {node.schema.names}, as no "
             "others are taken of a whole state or a DataFrame; add it to the schema"
         )

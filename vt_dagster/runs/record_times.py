@@ -51,9 +51,9 @@ def assign_system_times(
     """
     source, first = arrival.source, arrival.before.recorded_at + 1
     last = time.time_ns() // 1000 if latest is None else latest
-    told = source.recorded() if isinstance(source, Recorded) else None
-    if told:
-        times = _of_origins(told, first, last)
+    by_origin = source.recorded() if isinstance(source, Recorded) else None
+    if by_origin:
+        times = _of_origins(by_origin, first, last)
         # An initial snapshot comes last, and its system time is that of the run.
         end = max(first, last) if arrival.start is not None else max(times.values())
         return _by_origin(rows, times, end, store.spark), end
@@ -67,13 +67,13 @@ def assign_system_times(
     return _by_row(rows), latest if end is None else end
 
 
-def _of_origins(told: Mapping[str, int], now: int, last: int) -> dict[str, int]:
+def _of_origins(by_origin: Mapping[str, int], now: int, last: int) -> dict[str, int]:
     """Returns the system time per origin, non-decreasing in read order, at most ``_MOST`` distinct."""
     found = dict[str, int]()
-    names, length = list(told), -(-len(told) // _MOST)
+    names, length = list(by_origin), -(-len(by_origin) // _MOST)
     for first in range(0, len(names), length):
         together = names[first : first + length]
-        now = max(now, min(max(told[name] for name in together), last))
+        now = max(now, min(max(by_origin[name] for name in together), last))
         found.update(dict.fromkeys(together, now))
     return found
 
@@ -84,9 +84,9 @@ def _by_origin(rows: DataFrame, times: Mapping[str, int], end: int, spark: Spark
     Args:
         end: system time of rows whose origin has none.
     """
-    told = spark.createDataFrame([*times.items()], f"{SOURCE} STRING, {RECORDED_AT} BIGINT")
-    told = told.withColumn(RECORDED_AT, F.timestamp_micros(RECORDED_AT))
-    timed = rows.join(F.broadcast(told), SOURCE, "left")
+    recorded = spark.createDataFrame([*times.items()], f"{SOURCE} STRING, {RECORDED_AT} BIGINT")
+    recorded = recorded.withColumn(RECORDED_AT, F.timestamp_micros(RECORDED_AT))
+    timed = rows.join(F.broadcast(recorded), SOURCE, "left")
     return timed.withColumn(RECORDED_AT, F.coalesce(RECORDED_AT, F.timestamp_micros(F.lit(end))))
 
 
@@ -172,13 +172,13 @@ def advance_stream_time(
         late = bounds.lateness if policy.reports_lateness else None
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
     emitted_up_to = policy.emitted_up_to(times, before.emitted_up_to)
-    told: dict[str, Any] = {
+    more: dict[str, Any] = {
         "bounds": bounds,
         "gauges": gauges,
         "emitted_up_to": emitted_up_to,
         "watermarks": watermarks,
     }
-    return replace(arrival, stream_time=times, none_late=in_time, **told)
+    return replace(arrival, stream_time=times, none_late=in_time, **more)
 
 
 def watermark_columns(watermarks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
@@ -276,9 +276,9 @@ class TableSystemTimeHistory:
         names = [PARTITION, SINCE, UNTIL, HORIZON]
         kinds = [IntegerType(), LongType(), LongType(), LongType()]
         schema = StructType([StructField(n, k) for n, k in zip(names, kinds, strict=True)])
-        told = self.store.spark.createDataFrame(rows, schema)
-        told = with_columns(told, {n: F.timestamp_micros(n) for n in names[1:]})
-        return told.withColumn(HORIZON, of_table.horizon_of(self.table, F.col(HORIZON)))
+        of_partitions = self.store.spark.createDataFrame(rows, schema)
+        of_partitions = with_columns(of_partitions, {n: F.timestamp_micros(n) for n in names[1:]})
+        return of_partitions.withColumn(HORIZON, of_table.horizon_of(self.table, F.col(HORIZON)))
 
     def _steps(self) -> Mapping[int, list[tuple[int, int]]]:
         """Per partition: (system time, new stream time) of each advance; epoch microseconds."""

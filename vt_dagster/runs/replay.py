@@ -182,8 +182,8 @@ def make_anew(
     """
     head = live.head()
     runs = iter([({}, None)]) if head is None else _runs_of(live, head, keep_recorded)
-    for asked, recorded_at in runs:
-        about: dict[str, Any] = {"run_id": run_id, "recorded_at": recorded_at, **asked}
+    for arguments, recorded_at in runs:
+        about: dict[str, Any] = {"run_id": run_id, "recorded_at": recorded_at, **arguments}
         while run_once(copy, stores, **about).commit is not None:
             pass
 

@@ -433,12 +433,12 @@ class _Restatement:
         new = stores(node)
         if step.keep is not None and new.head() is None:
             self._begin(step.keep, node, new, made, whose)
-        asked = dict[str, Any]()
+        arguments = dict[str, Any]()
         if node.operator is None:
             head = self._live(node).head()
             assert head is not None
-            asked = as_far_as(node.source, head.commit)
-        while run_once(node, stores, run_id=whose, **asked).commit is not None:
+            arguments = as_far_as(node.source, head.commit)
+        while run_once(node, stores, run_id=whose, **arguments).commit is not None:
             pass
         done = new.head()
         found = 0 if done is None else done.commit.totals.get("in", 0)
@@ -486,10 +486,10 @@ class _Restatement:
             batch=keep.batch,
             asset=node.name,
         )
-        told = live.quarantine()
-        if told is not None:  # keep the rejected records of the kept batches
+        rejected = live.quarantine()
+        if rejected is not None:  # keep the rejected records of the kept batches
             parquet.write(
-                told.where(F.col("batch") <= keep.batch),
+                rejected.where(F.col("batch") <= keep.batch),
                 new.quarantine_path,
                 document=Checkpoint(asset=node.name, batch=keep.batch, attempt=name).model_dump(),
                 batch=keep.batch,

@@ -171,8 +171,8 @@ def numbered(
         placed = number_in_place(results, first, in_place)
     else:
         placed = number(results, first, plan.order.columns(), plan.chunk_of_results(single_task))
-    told = node.operator is None and RECORDED_AT in rows.columns
-    return placed.select(*log_columns(node), *([RECORDED_AT] if told else []))
+    has_system_time = node.operator is None and RECORDED_AT in rows.columns
+    return placed.select(*log_columns(node), *([RECORDED_AT] if has_system_time else []))
 
 
 def judge(records: DataFrame) -> Judged:
@@ -242,8 +242,8 @@ def join_strategy(
         counts = view.groupBy(*table.key).count()
         most = counts.agg(F.max("count")).collect()[0][0] or 0
         if most <= _FEW_OF_A_KEY:
-            said = f"broadcast: the table has at most {versions:,} versions, and {most} per key"
-            return "broadcast", said
+            reason = f"broadcast: the table has at most {versions:,} versions, and {most} per key"
+            return "broadcast", reason
     tiles, most = tiles_of(view, key=table.key, first=span[0], last=span[1])
     if most > _FEW_IN_A_TILE:
         return "sorted", (
@@ -387,12 +387,14 @@ class Run:
     # -- pin -------------------------------------------------------------------------------------
 
     @classmethod
-    def pin(cls, node: Stream, stores: Stores, source: Source | None = None, **asked: Any) -> Run:
+    def pin(
+        cls, node: Stream, stores: Stores, source: Source | None = None, **pin_arguments: Any
+    ) -> Run:
         """Completes what a killed run left, then pins the records and tables of this run.
 
         Args:
             source: source to read instead of the asset's own; None = the node's own.
-            asked: arguments of the source's ``pin``, or of ``from_logs`` for an operator.
+            pin_arguments: arguments of the source's ``pin``, or of ``from_logs`` for an operator.
 
         Raises:
             SourceError: the source does not exist, or the asset has none.
@@ -402,11 +404,11 @@ class Run:
         store = stores(node)
         at = store.catch_up()
         if node.operator is None:
-            return cls(from_source(node, store, at, source, asked), stores)
-        run = cls(from_logs(node, store, at, stores, **asked), stores)
+            return cls(from_source(node, store, at, source, pin_arguments), stores)
+        run = cls(from_logs(node, store, at, stores, **pin_arguments), stores)
         if run.arrival.empty:
             return run
-        if not asked.get("accept_not_ready"):
+        if not pin_arguments.get("accept_not_ready"):
             require_covered(run.arrival, stores)
         return replace(run, arrival=run._with_stream_time())
 
@@ -490,7 +492,7 @@ class Run:
             view = store.current() if own else None
             view = None if view is None else view.drop(RECORDED_AT)
         since = plan.corrects_after
-        asked = with_tables and since is not None and plan.quarantined_outcomes
+        reads_quarantine = with_tables and since is not None and plan.quarantined_outcomes
         many = arrival.few_records and arrival.view_rows > MANY_ROWS
         return RunContext(
             persist_rows=self._persist if with_tables and (many or plan.persists_rows) else None,
@@ -505,7 +507,7 @@ class Run:
             watermarks=watermark_columns(before.watermarks),
             watermarks_after=watermark_columns(arrival.watermarks),
             since=since,
-            refused=store.quarantine() if asked else None,
+            refused=store.quarantine() if reads_quarantine else None,
             first_changes=first_changes_of(arrival, store) if with_tables else None,
         )
 
@@ -600,10 +602,10 @@ class Run:
 
     def _joined(self, judged: DataFrame, context: RunContext) -> Results:
         with self.store.planner_settings(self.arrival.small):
-            told = judge(judged)
-        with self.store.planner_settings(self._small(told)):
-            rows, told = self._looked_up(judged, told, context)
-        return Results(rows, context, told)
+            judged_rows = judge(judged)
+        with self.store.planner_settings(self._small(judged_rows)):
+            rows, judged_rows = self._looked_up(judged, judged_rows, context)
+        return Results(rows, context, judged_rows)
 
     def _looked_up(
         self, records: DataFrame, judged: Judged, context: RunContext
@@ -630,8 +632,8 @@ class Run:
         if plan.uses_system_time and isinstance(table, VersionedTable):
             past = TableSystemTimeHistory(table, store, at.head, self._persist)
         found = look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
-        told = strategy if past is None else f"{strategy}; {past.description}"
-        return found, replace(judged, rows_read=at.reach(since), strategy=told)
+        description = strategy if past is None else f"{strategy}; {past.description}"
+        return found, replace(judged, rows_read=at.reach(since), strategy=description)
 
     def _persist(self, rows: DataFrame) -> DataFrame:
         """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock."""
@@ -745,9 +747,9 @@ class Run:
         consumed = None if arrival.source is None else arrival.source.consumed()
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
-        told = arrival.source is not None and RECORDED_AT in rows.columns
+        has_system_time = arrival.source is not None and RECORDED_AT in rows.columns
         recorded_at, ahead = system_time_by_clock(before, at, store.progress)
-        steps = steps_of(rows, before, recorded_at) if told else []
+        steps = steps_of(rows, before, recorded_at) if has_system_time else []
         return passed, document(
             arrival,
             passed,
@@ -773,13 +775,13 @@ def run_once(
     source: Source | None = None,
     run_id: str | None = None,
     recorded_at: int | None = None,
-    **asked: Any,
+    **pin_arguments: Any,
 ) -> Receipt:
     """Runs an asset once: the steps of its ops, one after another.
 
     Args:
-        source, asked: see :meth:`Run.pin`.
+        source, pin_arguments: see :meth:`Run.pin`.
         run_id, recorded_at: see :meth:`Run.commit`.
     """
-    run = Run.pin(node, stores, source, **asked)
+    run = Run.pin(node, stores, source, **pin_arguments)
     return run.commit(run.operate(run.read()), run_id, recorded_at)

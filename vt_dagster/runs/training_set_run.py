@@ -274,8 +274,8 @@ def position_of(at: Snapshot) -> Position:
     """Returns the position of a snapshot."""
     assert at.head is not None
     commit = at.head.commit
-    told = {n: getattr(commit, n) for n in ("log", "batch", "attempt", "recorded_at", "next_offset")}
-    return Position(**told)
+    fields = {n: getattr(commit, n) for n in ("log", "batch", "attempt", "recorded_at", "next_offset")}
+    return Position(**fields)
 
 
 def manifest_of(commit: Commit) -> Manifest:

@@ -224,7 +224,7 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
     if before.node.key != after.node.key:
         raise StorageError(
             f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and "
-            f"after are told, got {list(after.node.key)}; replay it under another name, and compare"
+            f"after are both, got {list(after.node.key)}; replay it under another name, and compare"
         )
     sides = [comparable(one, "versions" if one.node.versioned else None) for one in (before, after)]
     names = [one.columns for one in sides]
@@ -235,10 +235,10 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
         timed = [TIMESTAMP]
     identity = [*key, *timed]
     shown = sorted(c for c in common if c not in identity) or identity
-    told = [
+    both = [
         one.select(as_json(key, "key"), as_json(identity, "id"), as_json(shown, "row")) for one in sides
     ]
-    differing = differing_rows(*told).persist()
+    differing = differing_rows(*both).persist()
     try:
         pairs = _paired(differing)
         counts = pairs.agg(

@@ -98,9 +98,9 @@ def node_of(schema: str) -> Node:
         ) from None
 
 
-def _node(told: Any, known: dict[str, Any], space: str, inside: tuple[str, ...]) -> Node:
-    if isinstance(told, list):
-        members = [_node(one, known, space, inside) for one in told if one not in ("null", _NULL)]
+def _node(schema: Any, known: dict[str, Any], space: str, inside: tuple[str, ...]) -> Node:
+    if isinstance(schema, list):
+        members = [_node(one, known, space, inside) for one in schema if one not in ("null", _NULL)]
         kinds = {one.type for one in members}
         if len(members) == 1:
             return members[0]
@@ -108,29 +108,29 @@ def _node(told: Any, known: dict[str, Any], space: str, inside: tuple[str, ...])
             if kinds == both and len(members) == 2:  # Spark reads them as the longer one
                 return next(one for one in members if one.type in ("long", "double"))
         return Node("union", members=members)
-    if isinstance(told, str):
-        name = told if told in known else f"{space}.{told}"
+    if isinstance(schema, str):
+        name = schema if schema in known else f"{space}.{schema}"
         if name not in known:
-            return Node(told)
-        told, space = known[name]
+            return Node(schema)
+        schema, space = known[name]
         if name in inside:
             return Node("recursive")
         inside = (*inside, name)
-    kind = told["type"]
+    kind = schema["type"]
     if not isinstance(kind, str):
         return _node(kind, known, space, inside)
     if kind in ("record", "error", "enum", "fixed"):
-        space = told.get("namespace", told["name"].rpartition(".")[0] or space)
-        name = f"{space}.{told['name'].rpartition('.')[2]}"
-        known[name] = known[name.lstrip(".")] = (told, space)
+        space = schema.get("namespace", schema["name"].rpartition(".")[0] or space)
+        name = f"{space}.{schema['name'].rpartition('.')[2]}"
+        known[name] = known[name.lstrip(".")] = (schema, space)
         inside = (*inside, name, name.lstrip("."))
     if kind in ("record", "error"):
-        fields = {one["name"]: _node(one["type"], known, space, inside) for one in told["fields"]}
+        fields = {one["name"]: _node(one["type"], known, space, inside) for one in schema["fields"]}
         return Node("record", fields)
     if kind in ("array", "map"):
-        items = told["items" if kind == "array" else "values"]
+        items = schema["items" if kind == "array" else "values"]
         return Node(kind, items=_node(items, known, space, inside))
-    if _is_decimal(told):
+    if _is_decimal(schema):
         return Node("decimal")
     if kind in (
         "string",
@@ -144,7 +144,9 @@ def _node(told: Any, known: dict[str, Any], space: str, inside: tuple[str, ...])
         "fixed",
         "null",
     ):
-        unit = _UNITS.get(told.get("logicalType", ""), NAMED_UNITS.get(told.get("connect.name", "")))
+        unit = _UNITS.get(
+            schema.get("logicalType", ""), NAMED_UNITS.get(schema.get("connect.name", ""))
+        )
         return Node(kind, unit=unit)
     return _node(kind, known, space, inside)
 
@@ -152,19 +154,19 @@ def _node(told: Any, known: dict[str, Any], space: str, inside: tuple[str, ...])
 _NULL = {"type": "null"}
 
 
-def _is_decimal(told: Mapping[str, Any]) -> bool:
-    return told.get("logicalType") == "decimal" and told.get("precision", 99) <= 38
+def _is_decimal(schema: Mapping[str, Any]) -> bool:
+    return schema.get("logicalType") == "decimal" and schema.get("precision", 99) <= 38
 
 
-def _plain(told: Any) -> Any:
+def _plain(schema: Any) -> Any:
     """Returns a schema without logical types except decimals: Spark's conversion of times overflows."""
-    if isinstance(told, list):
-        return [_plain(one) for one in told]
-    if not isinstance(told, dict):
-        return told
-    keep = _is_decimal(told)
+    if isinstance(schema, list):
+        return [_plain(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    keep = _is_decimal(schema)
     deep = ("type", "items", "values", "fields")
-    return {k: _plain(v) if k in deep else v for k, v in told.items() if keep or k != "logicalType"}
+    return {k: _plain(v) if k in deep else v for k, v in schema.items() if keep or k != "logicalType"}
 
 
 def read_avro(message: Column, schema: str) -> Column:
@@ -231,7 +233,7 @@ def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
         return [f"the schema has the fields {list(node.fields)}, none of the columns {wanted.names}"]
     together = zip(wanted.fields, written, strict=True)
     there = [(f, node.fields[name]) for f, name in together if name in node.fields]
-    return [one for f, told in there for one in _never(told, f.dataType, how, (f.name,))]
+    return [one for f, found in there for one in _never(found, f.dataType, how, (f.name,))]
 
 
 def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:

@@ -270,13 +270,15 @@ class News:
 class Source(Protocol):
     """A source of an asset's records."""
 
-    def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = ..., **asked: Any) -> Pinned:
+    def pin(
+        self, before: Commit | None, *, consumed: Mapping[str, Any] = ..., **run_config: Any
+    ) -> Pinned:
         """Pins the input of a run. Does not use Spark.
 
         Args:
             before: the asset's last commit; None = no commit yet.
             consumed: the files consumed so far, from ``Pinned.consumed``.
-            asked: the settings of the run config.
+            run_config: the settings of the run config.
         """
         ...
 

@@ -207,11 +207,11 @@ class Memory:
         self._by_name: dict[str, list[tuple[str, Consumed]]] = {}
         self._sizes: dict[str, int] = {}
         self._there = {f.path: f for f in there}
-        for path, said in files.items():
-            if isinstance(said, int):
-                self._sizes[path] = said
+        for path, entry in files.items():
+            if isinstance(entry, int):
+                self._sizes[path] = entry
                 continue
-            consumed = Consumed(*said)
+            consumed = Consumed(*entry)
             self._by_path[path] = consumed
             self._by_name.setdefault(posixpath.basename(path), []).append((path, consumed))
 
@@ -294,12 +294,12 @@ def unconsumed(
         SourceError: the content of a consumed file has changed.
     """
     memory = Memory(consumed, there)
-    changed = {f.name: said for f in there if (said := memory.changed(f)) is not None}
+    changed = {f.name: change for f in there if (change := memory.changed(f)) is not None}
     if changed:
-        name, said = next(iter(changed.items()))
+        name, change = next(iter(changed.items()))
         raise SourceError(
             f"{len(changed)} file(s) in {directory} changed after they were consumed, for "
-            f"example {name}: {said}; a file is consumed once, so deliver new records in a new file "
+            f"example {name}: {change}; a file is consumed once, so deliver new records in a new file "
             "and put the old one back"
         )
     return [f for f in there if not memory.has(f)]
@@ -319,15 +319,15 @@ def chosen(
     if only is None:
         return list(new)
     memory = Memory(consumed)
-    asked = set(only)
-    missing = sorted(asked - {f.name for f in new})
+    requested = set(only)
+    missing = sorted(requested - {f.name for f in new})
     missing = [name for name in missing if name not in memory]
     if missing:
         raise SourceError(
             f"{directory}: expected the files {missing} of the run config, which do not exist; correct "
             "the names"
         )
-    return [f for f in new if f.name in asked]
+    return [f for f in new if f.name in requested]
 
 
 def remembered(
@@ -524,18 +524,18 @@ def is_compressed(name: str) -> bool:
 def fault_of_bytes(name: str, found: Known | None, format: str) -> str | None:
     """Returns the fault of a file of lines, by its name and kind; None = no fault."""
     lowered = name.lower()
-    said = next((s for s in (".gz", ".bz2", *_UNREAD) if lowered.endswith(s)), None)
+    suffix = next((s for s in (".gz", ".bz2", *_UNREAD) if lowered.endswith(s)), None)
     wanted = "CSV" if format == "csv" else "JSON lines"
     if found is None:
-        if said in (".gz", ".bz2"):
+        if suffix in (".gz", ".bz2"):
             return (
-                f"expected a {'gzip' if said == '.gz' else 'bzip2'} file, as its name says, got "
-                f"another content: name it without {said}, or compress it"
+                f"expected a {'gzip' if suffix == '.gz' else 'bzip2'} file, as its name says, got "
+                f"another content: name it without {suffix}, or compress it"
             )
-        if said in _UNREAD:
+        if suffix in _UNREAD:
             return (
                 f"expected {wanted}, plain or compressed with gzip or bzip2, got a name that ends with "
-                f"{said}: deliver it under another name, or compress it with gzip (.gz)"
+                f"{suffix}: deliver it under another name, or compress it with gzip (.gz)"
             )
         return None
     if found.suffix is None:

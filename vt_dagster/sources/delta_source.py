@@ -188,8 +188,8 @@ class ForeignTable:
 
     def bytes(self, version: int) -> int:
         """Returns the size of all files of a version."""
-        told = pa.RecordBatchReader.from_stream(self.at(version).get_add_actions(flatten=True))
-        return sum(told.read_all().column("size_bytes").to_pylist())
+        files = pa.RecordBatchReader.from_stream(self.at(version).get_add_actions(flatten=True))
+        return sum(files.read_all().column("size_bytes").to_pylist())
 
     def require_plain_files(self, version: int) -> None:
         """Checks that the files have the table's column names.
@@ -228,7 +228,7 @@ class ForeignTable:
         adds = [a["add"] for a in actions if a.get("add", {}).get("dataChange")]
         removes = [a["remove"] for a in actions if a.get("remove", {}).get("dataChange")]
         feed = [a["cdc"] for a in actions if "cdc" in a]
-        told = next((a["metaData"]["configuration"] for a in actions if "metaData" in a), None)
+        configuration = next((a["metaData"]["configuration"] for a in actions if "metaData" in a), None)
         return Change(
             version,
             time,
@@ -236,7 +236,7 @@ class ForeignTable:
             tuple(self._added(a) for a in adds),
             bool(removes),
             sum(int(a.get("size") or 0) for a in (feed or [*adds, *removes])),
-            told,
+            configuration,
         )
 
     def _added(self, add: Mapping[str, Any]) -> Added:
@@ -381,13 +381,13 @@ class PinnedVersions(Uncounted):
         files = [(c, f) for c in self.changes for f in sorted(c.added, key=lambda one: one.place)]
         if not files:
             return _nothing(spark, node)
-        told = [
+        listed = [
             (f.place, rank, c.version, c.time, *[f.parts.get(p) for p in parts])
             for rank, (c, f) in enumerate(files)
         ]
         columns = f"{_PLACE} string, {_RANK} long, {VERSION} long, {_TIME} long"
         about = spark.createDataFrame(
-            told, ", ".join([columns, *[f"{_PART}{n} string" for n in range(len(parts))]])
+            listed, ", ".join([columns, *[f"{_PART}{n} string" for n in range(len(parts))]])
         )
         own = StructType([f for f in node.schema.fields if f.name not in parted])
         decoded = F.url_decode(F.replace(F.col("_metadata.file_path"), F.lit("+"), F.lit("%2B")))
@@ -425,9 +425,11 @@ class PinnedVersions(Uncounted):
         )
         about = [(c.version, c.time, buckets_of(c.bytes)) for c in self.changes]
         versions = spark.createDataFrame(about, f"{VERSION} long, {_TIME} long, {BUCKETS} int")
-        told = feed.select(*_columns(feed, node), CHANGE, VERSION).join(F.broadcast(versions), VERSION)
+        changed = feed.select(*_columns(feed, node), CHANGE, VERSION).join(
+            F.broadcast(versions), VERSION
+        )
         values = [c for c in node.schema.names if c not in node.key]
-        done = changes(told, key=node.key, values=values, start=self.first)
+        done = changes(changed, key=node.key, values=values, start=self.first)
         own = [F.col(f"`{c}`") for c in node.schema.names]
         table = F.lit(self.table.path).alias(SOURCE)
         return done.select(*own, _TIME, table, F.col(VERSION).alias(POSITION), ARRIVAL, DELETED)
@@ -458,10 +460,10 @@ class PinnedVersions(Uncounted):
                 f"{list(there)}; take them out of the schema, or correct their names"
             )
         wrong = [
-            said
+            difference
             for f in node.schema.fields
             if f.name in there
-            for said in differences(there[f.name], f.dataType, f.name)
+            for difference in differences(there[f.name], f.dataType, f.name)
         ]
         if wrong:
             raise SourceError(
@@ -701,12 +703,12 @@ class DeltaSource:
         if before is None or known is None:
             return self._beginning(table)
         first = before.inputs[DELTA][0]
-        said = self._missing(table, known, first)
-        if said is None:
+        fault = self._missing(table, known, first)
+        if fault is None:
             return _Place(first, False)
         if not accept_gap:
             raise RecordsGoneError(
-                f"{self.path}: {said}. Run once with accept_gap: true to continue "
+                f"{self.path}: {fault}. Run once with accept_gap: true to continue "
                 f"{'without them' if self.mode == 'append' else 'with the table as it is now'} (the "
                 "commit records the gap), or reprocess into a new asset"
             )
@@ -809,8 +811,8 @@ class DeltaSource:
     ) -> PinnedVersions:
         version: int | None = state.get("state")
         end = place.first + len(changes) if version is None else version + 1
-        told = None if version is None else table.time(version)
-        time = changes[-1].time if changes else told
+        version_time = None if version is None else table.time(version)
+        time = changes[-1].time if changes else version_time
         upkeep = version is None and not any(c.changes_rows for c in changes)
         idle = upkeep and gap is None and len(changes) < _UPKEEP
         return kind(

@@ -104,8 +104,8 @@ def columns_of_path(name: str, schema: StructType) -> dict[str, str | None]:
     """Returns the schema's columns in a file's path, as texts; None = null. Names match without case,
     as in Spark."""
     columns = {c.lower(): c for c in schema.names}
-    told = [(columns[k.lower()], v) for k, v in parts_of(name) if k.lower() in columns]
-    return {column: None if value == NULL else value for column, value in told}
+    parts = [(columns[k.lower()], v) for k, v in parts_of(name) if k.lower() in columns]
+    return {column: None if value == NULL else value for column, value in parts}
 
 
 def fault_of_path(name: str, schema: StructType, there: Sequence[str]) -> str | None:
@@ -114,10 +114,10 @@ def fault_of_path(name: str, schema: StructType, there: Sequence[str]) -> str | 
     Args:
         there: the columns in the file.
     """
-    told = [k.lower() for k, _ in parts_of(name)]
+    named = [k.lower() for k, _ in parts_of(name)]
     for column in columns_of_path(name, schema):
         kind = schema[column].dataType
-        if told.count(column.lower()) > 1:
+        if named.count(column.lower()) > 1:
             return f"expected {column}= once in its path, got it more than once; rename a directory"
         if column.lower() in {c.lower() for c in there}:
             return (
@@ -156,25 +156,25 @@ def with_path_columns(
         the rows; the columns from files and paths; whether a value in a path does not fit its column,
         or the row also has that column (never null).
     """
-    told = {f.name: columns_of_path(f.name, schema) for f in files}
-    columns = [c for c in schema.names if any(c in some for some in told.values())]
+    by_file = {f.name: columns_of_path(f.name, schema) for f in files}
+    columns = [c for c in schema.names if any(c in some for some in by_file.values())]
     values, misfit = dict(found), F.lit(False)
     if not columns:
         return rows, values, misfit
     texts = [
         (name, *[part for c in columns for part in (some.get(c), c in some)])
-        for name, some in told.items()
+        for name, some in by_file.items()
     ]
     kinds = [f"{_TEXT}{n} string, {_SAYS}{n} boolean" for n in range(len(columns))]
     about = spark.createDataFrame(texts, ", ".join([f"{FILE} string", *kinds]))
     for number, column in enumerate(columns):
-        text, said = F.col(f"{_TEXT}{number}"), F.col(f"{_SAYS}{number}")
+        text, in_path = F.col(f"{_TEXT}{number}"), F.col(f"{_SAYS}{number}")
         value = of_text(text, schema[column].dataType, how, (column,))
-        values[column] = F.when(said, value).otherwise(found[column])
+        values[column] = F.when(in_path, value).otherwise(found[column])
         misfit = misfit | (text.isNotNull() & value.isNull())
         if own is not None:
             lowered = F.transform(own, lambda name: F.lower(name))
-            both = said & F.array_contains(lowered, column.lower())
+            both = in_path & F.array_contains(lowered, column.lower())
             misfit = misfit | F.coalesce(both, F.lit(False))
     return rows.join(F.broadcast(about), FILE), values, misfit
 
@@ -233,7 +233,7 @@ def faults_of_text(
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         found = zip(files, pool.map(fault, files), strict=True)
-        return {file.name: said for file, said in found if said is not None}
+        return {file.name: reason for file, reason in found if reason is not None}
 
 
 def faults_of_parquet(
@@ -262,10 +262,10 @@ def faults_of_parquet(
         if path_columns:
             missing = missing or fault_of_path(file.name, schema, list(types))
         wrong = [
-            said
+            difference
             for c in schema.fields
             if c.name in types
-            for said in differences(types[c.name], c.dataType, c.name, fits=widens)
+            for difference in differences(types[c.name], c.dataType, c.name, fits=widens)
         ]
         if missing:
             found[file.name] = missing
@@ -300,9 +300,9 @@ def _fault_of_header(
     try:
         header = header_of(file, options, schema).columns
     except UnicodeDecodeError as error:
-        said = encoding_of(options).upper()
+        encoding = encoding_of(options).upper()
         return (
-            f"expected a header line in {said}, got: {error.reason} at byte {error.start}; set the "
+            f"expected a header line in {encoding}, got: {error.reason} at byte {error.start}; set the "
             "file's encoding, for example options={'encoding': 'ISO-8859-1'}, or convert the file"
         )
     except csv.Error as error:
@@ -375,13 +375,13 @@ def _fault_of_archive(file: FileInfo, format: str) -> str | None:
 def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
     """Checks the byte order mark of a file."""
     order = byte_order(next(chunks_of(file), b""))
-    said = {UTF_8: None, "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, order)
+    declared = {UTF_8: None, "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, order)
     if encoding == "utf-16" and order not in ("UTF-16LE", "UTF-16BE") and file.size:
         return (
             "expected UTF-16 with a byte order mark, got none: set "
             "options={'encoding': 'UTF-16LE'} or 'UTF-16BE'"
         )
-    if order is None or order == said:
+    if order is None or order == declared:
         return None
     return (
         f"expected text in {encoding.upper()}, got a byte order mark of {order}: set "
@@ -391,8 +391,8 @@ def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
 
 def _in_files(file: FileInfo, schema: StructType) -> StructType:
     """Returns the columns that a file must contain: those that its path does not fill."""
-    told = columns_of_path(file.name, schema)
-    return StructType([f for f in schema.fields if f.name not in told])
+    in_path = columns_of_path(file.name, schema)
+    return StructType([f for f in schema.fields if f.name not in in_path])
 
 
 def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
@@ -406,8 +406,8 @@ def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -
     fields = [StructField(n, t) for n, t in more]
     none = [None] * len(schema)
     rows = [
-        (*none, number - len(bad), name, 0, said, Reason.UNREADABLE_FILE)
-        for number, (name, said) in enumerate(bad.items())
+        (*none, number - len(bad), name, 0, fault, Reason.UNREADABLE_FILE)
+        for number, (name, fault) in enumerate(bad.items())
     ]
     return spark.createDataFrame(rows, StructType([*nullable(schema).fields, *fields]))
 
@@ -582,10 +582,10 @@ class PinnedFiles(Uncounted):
             rows = read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
             return with_source_recorded_at(rows, self.source.recorded_at, _WORDS)
         except PySparkException as error:
-            told = unseen(error) or self.explain(error)
-            if told is None:
+            reason = unseen(error) or self.explain(error)
+            if reason is None:
                 raise
-            raise told from error
+            raise reason from error
 
     def consumed(self) -> dict[str, Any]:
         there = self.source.files()
@@ -618,8 +618,8 @@ class PinnedFiles(Uncounted):
                 f"{len(gone)} file(s) in {self.source.path} were removed before the run had read "
                 f"them, for example {gone[0]}; nothing was committed. Put them back or run without them"
             )
-        told = unquote(str(error))
-        broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in told), None)
+        text = unquote(str(error))
+        broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in text), None)
         if broken is None:
             return None
         return SourceError(
@@ -784,10 +784,10 @@ class FilesSource:
         """
         bad = self._faults(spark, files, schema)
         if bad and self.on_bad_file == "fail":
-            name, said = next(iter(bad.items()))
+            name, fault = next(iter(bad.items()))
             others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
             raise SourceError(
-                f"{name}: {said}{others}. Mend or move the bad files, or set on_bad_file='quarantine' "
+                f"{name}: {fault}{others}. Mend or move the bad files, or set on_bad_file='quarantine' "
                 "of the source to quarantine them"
             )
         good = [f for f in files if f.name not in bad]

@@ -78,8 +78,8 @@ class LocalFrame:
         total = 0
         for batch in self.rows.drop_columns([ROW]).to_batches(max_chunksize=10_000):
             for row in batch.to_pylist():
-                told = hashlib.blake2b(repr(row).encode("utf-8"), digest_size=16).digest()
-                total += int.from_bytes(told, "big")
+                digest = hashlib.blake2b(repr(row).encode("utf-8"), digest_size=16).digest()
+                total += int.from_bytes(digest, "big")
         return f"{self.count}:{total % (1 << 128):032x}"
 
     def frame(self, spark: SparkSession) -> DataFrame:
@@ -257,11 +257,11 @@ class SparkFrame:
         """Returns a digest of the rows, independent of their order."""
         row = F.to_json(F.struct(*self._rows.columns), {"ignoreNullFields": "false"})
         hashed = F.xxhash64(row)
-        told = self._rows.agg(
+        sums = self._rows.agg(
             F.coalesce(F.bit_xor(hashed), F.lit(0)),
             F.coalesce(F.sum(hashed.cast("decimal(38,0)")), F.lit(0)),
         ).collect()[0]
-        return f"{self.count}:{told[0]}:{int(told[1])}"
+        return f"{self.count}:{sums[0]}:{int(sums[1])}"
 
     def frame(self, spark: SparkSession) -> DataFrame:
         """Returns the rows with ``_row``, ``_raw`` and ``_reason``."""
@@ -386,7 +386,7 @@ class FrameSource:
         """Returns a description of the source, for metadata and messages."""
         raise NotImplementedError
 
-    def pin(self, before: Commit | None, **asked: Any) -> PinnedFrames:
+    def pin(self, before: Commit | None, **run_config: Any) -> PinnedFrames:
         """Fails: only a run of the asset has the deliveries.
 
         Raises:

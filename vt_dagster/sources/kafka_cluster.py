@@ -268,8 +268,8 @@ class KafkaCluster:
         )
 
         def ask(admin: Any) -> dict[str, str]:
-            asked = [ConfigResource(ResourceType.TOPIC, name) for name in names]
-            answers = admin.describe_configs(asked, request_timeout=_SECONDS)
+            resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
+            answers = admin.describe_configs(resources, request_timeout=_SECONDS)
             found = {r.name: answer.result(timeout=_SECONDS + 5) for r, answer in answers.items()}
             return {name: str(of["message.timestamp.type"].value) for name, of in found.items()}
 
@@ -283,8 +283,8 @@ class KafkaCluster:
         millis = int(moment.timestamp() * 1000)
 
         def ask(admin: Any) -> dict[int, int]:
-            asked = {TopicPartition(topic, p): OffsetSpec.for_timestamp(millis) for p in partitions}
-            found = _offsets(admin, asked)
+            specs = {TopicPartition(topic, p): OffsetSpec.for_timestamp(millis) for p in partitions}
+            found = _offsets(admin, specs)
             return {p: offset for (_, p), offset in found.items() if offset >= 0}
 
         return self._ask(ask)
@@ -338,8 +338,8 @@ class KafkaCluster:
         try:
             return question(admin)
         except confluent.KafkaException as error:
-            said = error.args[0]
-            why = said.str() if hasattr(said, "str") else str(said)
+            error_code = error.args[0]
+            why = error_code.str() if hasattr(error_code, "str") else str(error_code)
             # The request only times out; why there is no connection is an event of its own.
             admin.poll(0)
             why += f" ({reasons[-1]})" if reasons else ""
@@ -363,9 +363,9 @@ def _confluent() -> Any:
 def _described(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str, Any]:
     from confluent_kafka import KafkaError, KafkaException, TopicCollection
 
-    asked = admin.describe_topics(TopicCollection(list(names)), request_timeout=_SECONDS)
+    answers = admin.describe_topics(TopicCollection(list(names)), request_timeout=_SECONDS)
     about: dict[str, Any] = {}
-    for name, answer in asked.items():
+    for name, answer in answers.items():
         try:
             about[name] = answer.result(timeout=_SECONDS + 5)
         except KafkaException as error:
@@ -399,8 +399,8 @@ def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str
     }
 
 
-def _offsets(admin: Any, asked: Mapping[Any, Any], **more: Any) -> dict[tuple[str, int], int]:
-    answers = admin.list_offsets(asked, request_timeout=_SECONDS, **more)
+def _offsets(admin: Any, specs: Mapping[Any, Any], **more: Any) -> dict[tuple[str, int], int]:
+    answers = admin.list_offsets(specs, request_timeout=_SECONDS, **more)
     return {
         (at.topic, at.partition): answer.result(timeout=_SECONDS + 5).offset
         for at, answer in answers.items()
@@ -575,8 +575,8 @@ def read_messages(
 
 def reason_of(error: Exception) -> str | None:
     """Returns what Kafka's client says in an error of Spark; None = the error is not Kafka's."""
-    said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
-    return None if said is None else said[1].strip().rstrip(".;")
+    found = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+    return None if found is None else found[1].strip().rstrip(".;")
 
 
 def advice_on_reading(reason: str) -> str:
@@ -664,19 +664,19 @@ def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) 
     Args:
         before: the asset's last commit; None = no commit yet.
     """
-    said: list[str] = []
+    texts: list[str] = []
     for topic, missing in gaps.items():
         new = states[topic].id
         old = new if before is None else before.topics.get(topic, new)
         if before is not None and old != new:
-            said.append(
+            texts.append(
                 f"topic {topic} was deleted and recreated since batch {before.batch} (its id "
                 f"was {old}, now {new}): its offsets refer to other records"
             )
             continue
-        said += [
+        texts += [
             f"topic {topic}, partition {p}: {there - first} offsets are gone: {first} is the next "
             f"offset to consume, {there} the first available one (the topic's retention has passed)"
             for p, (first, there) in missing.items()
         ]
-    return "; ".join(said)
+    return "; ".join(texts)

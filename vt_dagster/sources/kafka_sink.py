@@ -340,13 +340,13 @@ class Publication:
 
     def _require_topic(self, before: Commit, topic: TopicState) -> None:
         """Checks that the topic is the one of the last commit, and was not truncated."""
-        name, said = self.sink.topic, ""
+        name, fault = self.sink.topic, ""
         if name not in before.topics:
-            said = (
+            fault = (
                 f"the topic is {name}, but batch {before.batch} was sent to {', '.join(before.topics)}"
             )
         elif before.topics[name] != topic.id:
-            said = (
+            fault = (
                 f"topic {name} was deleted and recreated since batch {before.batch} (its id was "
                 f"{before.topics[name]}, now {topic.id})"
             )
@@ -355,14 +355,14 @@ class Publication:
             cut = {p: end for p, end in sent.items() if topic.high_watermarks.get(p, 0) < end}
             if cut:
                 partition, end = min(cut.items())
-                said = (
+                fault = (
                     f"topic {name}, partition {partition}, ended at offset {end} after batch "
                     f"{before.batch}, and ends at {topic.high_watermarks.get(partition, 0)} now: it "
                     "was truncated or restored"
                 )
-        if said:
+        if fault:
             raise RecordsGoneError(
-                f"{self.name}: {said}. The records published before are gone, and nothing was sent. "
+                f"{self.name}: {fault}. The records published before are gone, and nothing was sent. "
                 f"{self._way_out()}"
             )
 
@@ -468,17 +468,17 @@ class Publication:
         send = producing(self.sink.cluster, self.sink.topic, HEADER)
         sent = ordered.mapInArrow(send, f"{_SENT}, error string")
         try:
-            told = sent.groupBy(PARTITION).agg(F.sum("records"), F.max("error")).collect()
+            acknowledged = sent.groupBy(PARTITION).agg(F.sum("records"), F.max("error")).collect()
         except (PySparkException, Py4JJavaError) as error:
-            said = reason_of(error)
-            if said is None:
+            reason = reason_of(error)
+            if reason is None:
                 raise
             raise SourceError(
                 f"{self.name}: expected to read which records the topic {self.sink.topic} at "
-                f"{self.sink.cluster.servers} already has, got: {said}; nothing was committed. Run "
-                f"again, and {advice_on_reading(said)}"
+                f"{self.sink.cluster.servers} already has, got: {reason}; nothing was committed. Run "
+                f"again, and {advice_on_reading(reason)}"
             ) from error
-        for _, count, error in told:
+        for _, count, error in acknowledged:
             if error is not None:
                 raise SourceError(
                     f"{self.name}: expected the topic {self.sink.topic} at {self.sink.cluster.servers} "
@@ -486,7 +486,7 @@ class Publication:
                     "was committed; the next run skips the records that the topic already has. First "
                     f"{advice_for(error)}"
                 )
-        return {partition: count for partition, count, _ in told}
+        return {partition: count for partition, count, _ in acknowledged}
 
 
 def _is_topic(name: str) -> bool:

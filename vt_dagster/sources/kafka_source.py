@@ -201,12 +201,12 @@ class PinnedTopics:
                 "committed. Let the connector skip them (skipped.operations=t), or set "
                 "Debezium(truncate='quarantine') and delete the keys in another way"
             )
-        said = reason_of(error)
-        if said is None:
+        reason = reason_of(error)
+        if reason is None:
             return None
         return SourceError(
-            f"the {self.source.describe()} could not be read to their end: {said}; nothing was "
-            f"committed. Run again, and {advice_on_reading(said)}"
+            f"the {self.source.describe()} could not be read to their end: {reason}; nothing was "
+            f"committed. Run again, and {advice_on_reading(reason)}"
         )
 
     @property
@@ -516,8 +516,8 @@ class KafkaSource:
         own = StructType([f for f in schema.fields if f.name != self.headers])
         keys = StructType([f for f in schema.fields if f.name in key])
         flat = isinstance(self.value, Json) and _UNWRAPPED.name not in own.names
-        asked = StructType([*own.fields, _UNWRAPPED]) if flat else own
-        value = self.value.decode(message, asked, f"{self.topics[0]}-value", "_read_value")
+        wanted = StructType([*own.fields, _UNWRAPPED]) if flat else own
+        value = self.value.decode(message, wanted, f"{self.topics[0]}-value", "_read_value")
         absent = message.isNull()
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
@@ -527,16 +527,16 @@ class KafkaSource:
             parsed = {**parsed, **decoded.parsed}
             parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
             reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
-        said = _markers(value, absent, flat)
-        if TRUNCATES in said:
-            reason = F.when(~said[TRUNCATES], reason)
-        told = F.col(RECORD_TIME)
-        time = told if value.time is None else F.coalesce(value.time, told)
+        flags = _markers(value, absent, flat)
+        if TRUNCATES in flags:
+            reason = F.when(~flags[TRUNCATES], reason)
+        record_time = F.col(RECORD_TIME)
+        time = record_time if value.time is None else F.coalesce(value.time, record_time)
         if value.unchanged is not None:
             parts[UNCHANGED] = value.unchanged
         for name, one in parsed.items():
             messages = messages.withColumn(name, one)
-        read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **said})
+        read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **flags})
         good = F.col(REASON).isNull()
         # The row image of a deletion holds the time of its last write, not of the deletion.
         valued = good & ~F.col(DELETED)
@@ -555,7 +555,7 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        inside += [*said, *(c for c in read.columns if c in (SOURCE_RECORDED_AT, UNCHANGED))]
+        inside += [*flags, *(c for c in read.columns if c in (SOURCE_RECORDED_AT, UNCHANGED))]
         return read.select(*columns, *inside)
 
     def _messages(
@@ -591,10 +591,12 @@ def _markers(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
     gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
     if flat:
         gone = F.coalesce(F.lower(value.row[_UNWRAPPED.name]) == "true", F.lit(False))
-    said = {DELETED: absent | gone}
+    markers = {DELETED: absent | gone}
     if value.restates is not None:
-        said[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))
+        markers[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))
     if value.truncates is not None:
         truncates = ~absent & F.coalesce(value.truncates, F.lit(False))
-        said = {name: told | truncates for name, told in said.items()} | {TRUNCATES: truncates}
-    return said
+        markers = {name: condition | truncates for name, condition in markers.items()} | {
+            TRUNCATES: truncates
+        }
+    return markers

@@ -487,8 +487,8 @@ class Debezium(Format):
         return self.format.timestamps
 
     def misfits(self, wanted: StructType) -> list[str]:
-        asked = wanted if self.unwrapped else _event(wanted)
-        return self.format.misfits(asked) if isinstance(self.format, Avro) else []
+        message_type = wanted if self.unwrapped else _event(wanted)
+        return self.format.misfits(message_type) if isinstance(self.format, Avro) else []
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         if self.unwrapped:
@@ -514,8 +514,8 @@ class Debezium(Format):
     def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         own = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
         more = [StructField(n, kind) for n, kind in own.items() if n not in wanted.names]
-        asked = StructType([*_nullable(wanted).fields, *more])
-        found = self.format.decode(message, asked, subject, into)
+        message_type = StructType([*_nullable(wanted).fields, *more])
+        found = self.format.decode(message, message_type, subject, into)
         deleted = F.lower(found.row["__deleted"].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
         time = None

@@ -203,15 +203,15 @@ _TYPES = {8: "bool", 9: "string", 12: "bytes", 14: "enum", 1: "double", 2: "floa
 
 
 def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) -> bool:
-    told = _TYPES.get(field.type, "integer")
+    family = _TYPES.get(field.type, "integer")
     if isinstance(kind, StructType | ArrayType | MapType):
         return False
-    if told in ("string", "enum") or isinstance(kind, StringType):
+    if family in ("string", "enum") or isinstance(kind, StringType):
         return True
-    if told in ("bool", "bytes"):
-        return isinstance(kind, BooleanType if told == "bool" else BinaryType)
+    if family in ("bool", "bytes"):
+        return isinstance(kind, BooleanType if family == "bool" else BinaryType)
     if isinstance(kind, TIMES):
-        return told == "integer" and how.unit(path) is not None
+        return family == "integer" and how.unit(path) is not None
     return not isinstance(kind, BooleanType | BinaryType)
 
 

@@ -340,10 +340,10 @@ class PinnedDump(Uncounted):
         try:
             rows = files.read(spark, dump.files if dump else (), node.schema)
         except PySparkException as error:
-            told = unseen(error) or self.explain(error)
-            if told is None:
+            reason = unseen(error) or self.explain(error)
+            if reason is None:
                 raise
-            raise told from error
+            raise reason from error
         place = F.concat(F.lit(f"{dump.name}/"), SOURCE) if dump and dump.nested else F.col(SOURCE)
         unread = F.when(F.col(REASON).isNotNull(), F.col(RAW)).alias(UNREAD)
         return rows.select(*node.schema.names, place.alias(SOURCE), POSITION, REASON, unread)
@@ -383,7 +383,7 @@ class PinnedDump(Uncounted):
         files = [f for d in there if d.name == dump.name for f in d.files]
         require_untouched(str(self.source.path), dump.files, files)
         names = {d.name for d in there}
-        kept = {name: said for name, said in self.before.items() if name in names}
+        kept = {name: entry for name, entry in self.before.items() if name in names}
         return {**kept, dump.name: {"bytes": dump.size, "time": self.learned["time"]}}
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -405,8 +405,8 @@ class PinnedDump(Uncounted):
                 f"the dump {self.dump.name if self.dump else ''} in {self.source.path} was removed "
                 "before the run had read it; nothing was committed. Put it back, or run without it"
             )
-        said = unquote(str(error))
-        if not any(f.name in said for f in self.dump.files):
+        text = unquote(str(error))
+        if not any(f.name in text for f in self.dump.files):
             return None
         return SourceError(
             f"the dump {self.dump.name} in {self.source.path} could not be read: {one_line(error)}; "
@@ -555,22 +555,22 @@ class SnapshotSource:
         Raises:
             SourceError: a dump is older than the last consumed one, or changed after it was consumed.
         """
-        if consumed and not all(isinstance(said, dict) for said in consumed.values()):
+        if consumed and not all(isinstance(entry, dict) for entry in consumed.values()):
             consumed = {}  # files of another kind of source that this table had before
         there = self.dumps()
         for one in there:
-            said = consumed.get(one.name)
-            if said is not None and said["bytes"] not in (one.size, one.size_above):
+            entry = consumed.get(one.name)
+            if entry is not None and entry["bytes"] not in (one.size, one.size_above):
                 raise SourceError(
                     f"the dump {one.name} in {self.path} changed after it was consumed: "
-                    f"{said['bytes']} bytes then, {one.size} now; deliver what is new as a dump of its "
-                    "own and put the old one back"
+                    f"{entry['bytes']} bytes then, {one.size} now; deliver what is new as a dump of "
+                    "its own and put the old one back"
                 )
         new = [d for d in there if d.name not in consumed]
         for one in new:
             self.require_order(one, self.time_of(one), consumed)
-        asked = [d for d in new if dump is None or d.name <= dump]
-        first = asked[0] if asked else None
+        requested = [d for d in new if dump is None or d.name <= dump]
+        first = requested[0] if requested else None
         waiting = [d.name for d in new if d is not first]
         return PinnedDump(self, first, waiting, consumed, accept_shrink)
 
@@ -616,9 +616,9 @@ class SnapshotSource:
         last = max(consumed)
         newest = consumed[last]["time"]
         if dump.name < last or (time is not None and time < newest):
-            told = "" if time is None else f" of {in_utc(time)}"
+            of_time = "" if time is None else f" of {in_utc(time)}"
             raise SourceError(
-                f"the dump {dump.name}{told} in {self.path} is older than the last one that was "
+                f"the dump {dump.name}{of_time} in {self.path} is older than the last one that was "
                 f"consumed, {last} of {in_utc(newest)}; nothing was committed. Move it away, or "
                 "rebuild the table from all dumps (vt-dagster replay)"
             )

@@ -351,20 +351,20 @@ def first_lines(file: FileInfo, options: Mapping[str, str], longest: int) -> Ite
         UnicodeDecodeError: a line is not text in the encoding.
         OSError, EOFError, zlib.error: the file cannot be read.
     """
-    encoding, said = own_encoding(file, encoding_of(options)), options.get("lineSep")
-    end, rest, number = (said or "\n").encode(encoding), b"", 0
+    encoding, separator = own_encoding(file, encoding_of(options)), options.get("lineSep")
+    end, rest, number = (separator or "\n").encode(encoding), b"", 0
     width = 4 * longest
     for chunk in chunks_of(file):
         rest += chunk
         while (place := _find(rest, end, encoding)) >= 0:
             number += 1
-            yield _line(rest[:place], encoding, said, number, longest)
+            yield _line(rest[:place], encoding, separator, number, longest)
             rest = rest[place + len(end) :]
         if len(rest) > width:
-            yield _line(rest[:width], encoding, said, number + 1, longest, whole=False)
+            yield _line(rest[:width], encoding, separator, number + 1, longest, whole=False)
             return
     if rest:
-        yield _line(rest, encoding, said, number + 1, longest)
+        yield _line(rest, encoding, separator, number + 1, longest)
 
 
 def _find(text: bytes, end: bytes, encoding: str) -> int:
@@ -376,13 +376,13 @@ def _find(text: bytes, end: bytes, encoding: str) -> int:
 
 
 def _line(
-    some: bytes, encoding: str, said: str | None, number: int, longest: int, whole: bool = True
+    some: bytes, encoding: str, separator: str | None, number: int, longest: int, whole: bool = True
 ) -> str:
     if number == 1 and encoding not in WIDE:
         some = some.removeprefix(codecs.BOM_UTF8)  # as Hadoop does, in any encoding
     text = codecs.getincrementaldecoder(encoding)("strict").decode(some, final=whole)
     text = text.removeprefix(_MARK) if number == 1 else text
-    text = text.removesuffix("\r") if said is None else text
+    text = text.removesuffix("\r") if separator is None else text
     return text[: longest + 1]
 
 
@@ -629,10 +629,10 @@ def read_object(
     texts = parsed.texts if texts is None else texts
     schema = parsed.texts[SCHEMA_OF] if schema is None else schema
     columns, named = dict(parsed.columns), f"{into}_named"
-    told = [f.name for f in wanted.fields if isinstance(f.dataType, (*TIMES, DecimalType))]
-    if told and _enveloped(wanted):
+    exact = [f.name for f in wanted.fields if isinstance(f.dataType, (*TIMES, DecimalType))]
+    if exact and _enveloped(wanted):
         columns[named] = F.when(
-            schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in told])
+            schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in exact])
         )
 
     bare = {
@@ -647,7 +647,7 @@ def read_object(
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
         if len(path) == 1 and path[0] in bare:
             return of_text(text, kind, how)
-        known = len(path) == 1 and path[0] in told and named in columns
+        known = len(path) == 1 and path[0] in exact and named in columns
         return value_of(text, kind, how, path, F.col(named)[path[0]] if known else None)
 
     return columns | read_row(F.col(plain), wanted, leaf, into), F.col(f"{into}_row")
@@ -674,14 +674,14 @@ def value_of(
     number = F.replace(text, F.lit(NUMBER), F.lit(""))
     if isinstance(kind, DecimalType):
         plain = of_text(number, kind, how)
-        told = None if field is None else field["name"] == DECIMAL
+        is_decimal = None if field is None else field["name"] == DECIMAL
         unscaled = of_unscaled(text, kind.scale, kind) if how.unscaled else None
         if unscaled is not None:
             plain = F.when(text.startswith(NUMBER), plain).otherwise(unscaled)
-        if field is None or told is None:
+        if field is None or is_decimal is None:
             return plain
         by_name = rarely(text, lambda odd: of_unscaled(odd, field["scale"], kind))
-        return F.when(told, by_name).otherwise(plain)
+        return F.when(is_decimal, by_name).otherwise(plain)
     if not isinstance(kind, (*TIMES, BinaryType)):
         return of_text(number, kind, how)
     counted = rarely(number, lambda odd: _counted(odd, kind, how.unit(path), field))
@@ -740,18 +740,18 @@ def _payload(row: Column, wanted: StructType) -> Column:
 
 def _marked(text: Column, options: Mapping[str, str]) -> Column:
     """Returns a JSON text with its numbers in quotes, behind a mark; invalid JSON remains invalid."""
-    told = {k.lower(): v.lower() == "true" for k, v in options.items()}
+    enabled = {k.lower(): v.lower() == "true" for k, v in options.items()}
     skipped = [r"[\s{}\[\]:,]++", r'"(?:[^"\\]++|\\.)*+"', r"(?:true|false|null)(?![\w$])"]
     number = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
-    if told.get("allowsinglequotes", True):
+    if enabled.get("allowsinglequotes", True):
         skipped.append(r"'(?:[^'\\]++|\\.)*+'")
-    if told.get("allownumericleadingzeros"):
+    if enabled.get("allownumericleadingzeros"):
         number = r"-?[0-9]++(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
-    if told.get("allownonnumericnumbers", True):
+    if enabled.get("allownonnumericnumbers", True):
         number = rf"(?:{number}|NaN|[+-]?INF|[+-]?Infinity)"
-    if told.get("allowcomments"):
+    if enabled.get("allowcomments"):
         skipped += [r"/\*.*?\*/", r"//[^\n]*+"]
-    if told.get("allowunquotedfieldnames"):
+    if enabled.get("allowunquotedfieldnames"):
         skipped.append(r"[\w$]++(?=\s*+:)")
     pattern = rf"(?s)\G((?:{'|'.join(skipped)})*+)({number})(?=[\s,/\]}}]|\z)"
     return F.regexp_replace(text, pattern, f'$1"{NUMBER}$2"')

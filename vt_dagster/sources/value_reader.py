@@ -496,8 +496,8 @@ def require_units(where: str, timestamps: object, schema: StructType | None = No
         SourceError: an unknown unit, or a name that is not a time column.
     """
     units = get_args(Unit)
-    said = timestamps if isinstance(timestamps, Mapping) else {"": timestamps}
-    wrong = {k: v for k, v in said.items() if v is not None and v not in units}
+    units_of = timestamps if isinstance(timestamps, Mapping) else {"": timestamps}
+    wrong = {k: v for k, v in units_of.items() if v is not None and v not in units}
     if wrong:
         raise SourceError(
             f"{where}: expected timestamps to be one of {', '.join(units)}, or a mapping of columns to "

@@ -71,9 +71,9 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether the server's process runs; a reused process id does not count."""
-        asked = ["ps", "-ww", "-o", "command=", "-p", str(self.pid)]  # -ww: ignore COLUMNS
-        told = subprocess.run(asked, capture_output=True, text=True, check=False)
-        return _CLASS in told.stdout and str(_file("conf")) in told.stdout
+        command = ["ps", "-ww", "-o", "command=", "-p", str(self.pid)]  # -ww: ignore COLUMNS
+        listed = subprocess.run(command, capture_output=True, text=True, check=False)
+        return _CLASS in listed.stdout and str(_file("conf")) in listed.stdout
 
 
 def running() -> Server | None:
@@ -231,8 +231,8 @@ def _until_it_answers(server: Server) -> None:
     end = time.monotonic() + _START_SECONDS
     while not is_open("localhost", server.port):
         if not server.alive or time.monotonic() > end:
-            said = Path(server.log).read_text(encoding="utf-8", errors="replace")
-            wrong = (line for line in said.splitlines() if "rror" in line or "xception" in line)
+            output = Path(server.log).read_text(encoding="utf-8", errors="replace")
+            wrong = (line for line in output.splitlines() if "rror" in line or "xception" in line)
             raise SparkUnavailableError(
                 f"Expected a Spark server on {server.master} to start, got: "
                 f"{next(wrong, 'no answer').strip()[:300]}. See {server.log}; check the settings."

@@ -130,11 +130,11 @@ def quiet_start(target: str) -> Iterator[Any]:
     except Exception as error:
         # In these two cases the exception names a consequence only; the JVM's output has the cause.
         next_only = re.search("JAVA_GATEWAY_EXITED|stopped SparkContext", str(error))
-        said = stderr.reason() if stderr and next_only else ""
+        reason = stderr.reason() if stderr and next_only else ""
         if stderr:
             stderr.release(drop=True)
-        if said:
-            raise not_started(target, said) from None
+        if reason:
+            raise not_started(target, reason) from None
         raise
     if stderr:
         stderr.release()
@@ -256,9 +256,9 @@ def build_session(
     except SparkUnavailableError:
         raise
     except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
-        told = getattr(error, "details", None)  # the short part of gRPC's long errors
+        details = getattr(error, "details", None)  # the short part of gRPC's long errors
         where = (remote or master).partition("/;")[0]  # the rest may contain a token
-        raise not_started(where, str(told()) if callable(told) else one_line(error)) from None
+        raise not_started(where, str(details()) if callable(details) else one_line(error)) from None
     if lacks:
         raise SparkUnavailableError(
             f"Expected a Spark session with Delta Lake in UTC, but the session in use lacks "

@@ -141,8 +141,8 @@ def type_name(kind: pa.DataType) -> str:
         "float": "float", "double": "double", "bool": "boolean", "date32[day]": "date",
         "large_string": "string", "string_view": "string", "large_binary": "binary",
     }  # fmt: skip
-    said = str(kind)
-    return "timestamp" if pa.types.is_timestamp(kind) else named.get(said, said)
+    name = str(kind)
+    return "timestamp" if pa.types.is_timestamp(kind) else named.get(name, name)
 
 
 def texts(rows: pa.Table) -> list[dict[str, Any]]:
@@ -268,7 +268,7 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
     last = np.append(opens[1:], rows.num_rows)[: len(opens)] - 1
     place = rows.schema.get_field_index(VALID_TO)
     ends = rows.column(VALID_TO).take(pa.array(last))
-    begun, told = rows.take(pa.array(opens)), pa.array(repeats[opens])
+    begun, repeated = rows.take(pa.array(opens)), pa.array(repeats[opens])
     begun = begun.set_column(place, VALID_TO, ends)
     if old is None:
         return begun
@@ -277,7 +277,7 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
         if field is not None:
             place, now = begun.schema.get_field_index(name), begun.column(name)
             then = field.take(pa.array(opens)).cast(now.type)
-            begun = begun.set_column(place, name, pc.call_function("if_else", [told, then, now]))
+            begun = begun.set_column(place, name, pc.call_function("if_else", [repeated, then, now]))
     return begun.drop_columns([OLD])
 
 
@@ -409,8 +409,8 @@ _WAS = WAS.encode()
 
 def was(field: pa.Field) -> list[str]:
     """Returns the earlier names of a column, newest first."""
-    told = (field.metadata or {}).get(_WAS)
-    return [] if told is None else json.loads(told)
+    earlier = (field.metadata or {}).get(_WAS)
+    return [] if earlier is None else json.loads(earlier)
 
 
 def names_of(columns: pa.Schema, column: str) -> list[str]:
@@ -781,8 +781,8 @@ def rows_of(
     files = delta.files_of(table, wanted)
     require_files(path, files, version)
     places = [posixpath.join(root, file.place) for file in files]
-    asked = columns.names if only is None else [c for c in only if c in columns.names]
-    names = {n for c in asked for n in names_of(columns, c)}
+    selected = columns.names if only is None else [c for c in only if c in columns.names]
+    names = {n for c in selected for n in names_of(columns, c)}
     read = columns if only is None else pa.schema([f for f in columns if f.name in names])
     if not places:
         return by_newest_names(read.empty_table(), read)
@@ -857,5 +857,5 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
 
 def columns_of(table: Any) -> pa.Schema:
     """Returns the columns of a log or view, without the column that partitions its files."""
-    told = pa.schema(table.schema().to_arrow())
-    return pa.schema([f for f in told if f.name != SEGMENT])
+    schema = pa.schema(table.schema().to_arrow())
+    return pa.schema([f for f in schema if f.name != SEGMENT])

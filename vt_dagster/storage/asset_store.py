@@ -123,9 +123,9 @@ class AssetStore(AssetReader):
         """
         self.require_writable(commit.batch)
         if commit.batch > 1:
-            told = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).told
-            if told:
-                self.progress.done(f"! {told}")
+            warning = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).summary
+            if warning:
+                self.progress.done(f"! {warning}")
         prepared = self._prepared.get(commit.attempt, {})
         commit = commit.model_copy(update={"staged": prepared})
 

@@ -202,13 +202,13 @@ class _Catalog:
 
     def _put(self, name: str, what: str, comments: Mapping[str, str]) -> None:
         columns, query = select(self._store, what)
-        said = ", ".join(
+        column_list = ", ".join(
             f"`{c}`" + (f" COMMENT {_literal(comments[c][:_COMMENT])}" if comments.get(c) else "")
             for c in columns
         )
         node = self._store.node
         about = f"{_SAID[what]} of {'/'.join(node.path)}. {node.description or ''}".strip()
-        made = f"({said}) COMMENT {_literal(about)}"
+        made = f"({column_list}) COMMENT {_literal(about)}"
         digest = hashlib.sha256(f"{made} {query}".encode()).hexdigest()[:16]
         there = self._properties(name)
         full = _qualified(self._catalog, name)
@@ -292,8 +292,8 @@ def select(store: AssetReader, what: str) -> tuple[list[str], str]:
         if what == "current":
             ahead = f"ended.`{VALID_TO}` IS NULL OR ended.`{VALID_TO}` > newest.stream_time"
             steps["present"] = f"{_WITH_TIME.format('ended')} WHERE {ahead}"
-    told = ", ".join(f"{name} AS ({step})" for name, step in steps.items())
-    return shown, f"WITH {told} SELECT {_list(shown)} FROM {[*steps][-1]}"
+    steps_sql = ", ".join(f"{name} AS ({step})" for name, step in steps.items())
+    return shown, f"WITH {steps_sql} SELECT {_list(shown)} FROM {[*steps][-1]}"
 
 
 def _versions(
@@ -310,15 +310,17 @@ def _versions(
     kind = columns[OLD].dataType
     assert isinstance(kind, StructType)
     shown = [c for c in columns.names if c != OLD]
-    told = {c: f"`{OLD}`.`{c}`" for c in kind.names if c in shown} | {
+    expressions = {c: f"`{OLD}`.`{c}`" for c in kind.names if c in shown} | {
         VALID_FROM: f"`{OLD}`.`{TIMESTAMP}`"
     }
-    told = {c: f"CASE WHEN {repeats} THEN {value} ELSE `{c}` END" for c, value in told.items()}
+    expressions = {
+        c: f"CASE WHEN {repeats} THEN {value} ELSE `{c}` END" for c, value in expressions.items()
+    }
     if not every:
-        return {"versions": f"SELECT {_list(shown, told)} FROM kept"}
+        return {"versions": f"SELECT {_list(shown, expressions)} FROM kept"}
     order = f"PARTITION BY {_list(key)} ORDER BY `{VALID_FROM}`"
     whole = f"{order} ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING"
-    told[VALID_TO] = f"CASE WHEN _last THEN _last_end ELSE lead(_end) OVER ({order}) END"
+    expressions[VALID_TO] = f"CASE WHEN _last THEN _last_end ELSE lead(_end) OVER ({order}) END"
     return {
         "marked": (
             f"SELECT *, {repeats} AS _repeats, lag(`{VALID_TO}`) OVER ({order}) AS _end, "
@@ -329,7 +331,7 @@ def _versions(
             f"SELECT *, lead(1) OVER ({order}) IS NULL AS _last FROM marked "
             "WHERE NOT _repeats OR _first"
         ),
-        "versions": f"SELECT {_list(shown, told)} FROM chosen",
+        "versions": f"SELECT {_list(shown, expressions)} FROM chosen",
     }
 
 

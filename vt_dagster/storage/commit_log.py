@@ -101,10 +101,10 @@ class Shape(BaseModel):
 
     def retention(self) -> Duration:
         """Returns the history retention; zero if the table is not versioned."""
-        told = self.history_retention or 0
-        if isinstance(told, int):
-            return timedelta(microseconds=told)
-        return {partition: timedelta(microseconds=length) for partition, length in told.items()}
+        retention = self.history_retention or 0
+        if isinstance(retention, int):
+            return timedelta(microseconds=retention)
+        return {partition: timedelta(microseconds=length) for partition, length in retention.items()}
 
     @property
     def version_rules(self) -> VersionRules | None:
@@ -330,8 +330,8 @@ class Commit(BaseModel):
     def missing(self) -> dict[str, int]:
         """Number of removed log records by reason."""
         cut = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
-        told = {"rows_erased": sum(self.erased.values()), "rows_truncated": cut}
-        return {why: count for why, count in told.items() if count}
+        removed = {"rows_erased": sum(self.erased.values()), "rows_truncated": cut}
+        return {why: count for why, count in removed.items() if count}
 
     @property
     def total(self) -> int:
@@ -500,11 +500,11 @@ def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
     choices = {"stream": ["log"], "table": ["log", "current"]}.get(kind, ["log", "current", "versions"])
     what = what or choices[-1 if kind != "versioned" else 1]
     if what not in choices or (as_of is not None and kind != "versioned"):
-        asked = what if as_of is None else f"{what} as of {as_of}"
+        requested = what if as_of is None else f"{what} as of {as_of}"
         called = {"stream": "Stream", "table": "Table"}.get(kind, "VersionedTable")
         raise StorageError(
             f"{name} is a {called}: expected one of {choices} to read"
-            f"{' (as_of needs a VersionedTable)' if as_of else ''}, got {asked!r}"
+            f"{' (as_of needs a VersionedTable)' if as_of else ''}, got {requested!r}"
         )
     return what
 
@@ -544,11 +544,11 @@ def known_at(root: str, name: str, moment: int, truncation: Truncation | None) -
     last = delta.last_commit(posixpath.join(root, "log"))
     if last is not None and last.document.get("stepped"):
         found = _with_part(root, found, moment)
-    told = None
+    warning = None
     if last is not None:
-        told = left_out_by_clock(name, moment, Commit.model_validate(last.document))
-    if told is not None:
-        warnings.warn(told, ClockWarning, stacklevel=2)
+        warning = left_out_by_clock(name, moment, Commit.model_validate(last.document))
+    if warning is not None:
+        warnings.warn(warning, ClockWarning, stacklevel=2)
     if found is not None:
         return found.model_copy(update={"truncation": truncation})
     first = next(commits(root))
@@ -595,9 +595,9 @@ def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:
     early = [step for step in after.steps if step.recorded_at <= moment]
     if not early:
         return found
-    told = {n: getattr(early[-1], n) for n in ("recorded_at", "next_offset", "stream_time")}
+    fields = {n: getattr(early[-1], n) for n in ("recorded_at", "next_offset", "stream_time")}
     # The disorder of the whole commit is a safe bound for the part.
-    update = {**told, "batch": batch - 1, "disorder": after.disorder, "steps": []}
+    update = {**fields, "batch": batch - 1, "disorder": after.disorder, "steps": []}
     return (found or after).model_copy(update=update)
 
 

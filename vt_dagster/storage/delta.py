@@ -323,8 +323,8 @@ def _info(path: str, version: int) -> dict[str, Any]:
     try:
         if not text.rstrip().endswith("}"):
             raise ValueError(name)
-        told = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
-        info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
+        lines = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
+        info = next((one["commitInfo"] for one in lines if "commitInfo" in one), {})
         if _is_cut_off(_metadata(info), text.splitlines()):
             raise ValueError(name)
     except ValueError:
@@ -545,22 +545,22 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         StorageError: the table has reader features with which the files alone do not give the rows.
     """
     protocol = table.protocol()
-    asked = set(protocol.reader_features or []) - _UNDERSTOOD
+    features = set(protocol.reader_features or []) - _UNDERSTOOD
     if protocol.min_reader_version == 2:
-        asked = {"columnMapping"}
-    if asked:
+        features = {"columnMapping"}
+    if features:
         raise StorageError(
             f"expected a Delta table as vt_dagster writes it in {table.table_uri}, got one with "
-            f"{', '.join(sorted(asked))}, whose files alone do not give its rows: remove the feature "
-            "(ALTER TABLE … DROP FEATURE), or rebuild the table (an asset: vt-dagster replay; an "
-            "export: remove its directory)"
+            f"{', '.join(sorted(features))}, whose files alone do not give its rows: remove the "
+            "feature (ALTER TABLE … DROP FEATURE), or rebuild the table (an asset: vt-dagster replay; "
+            "an export: remove its directory)"
         )
     # pa.table() gives the same, but imports pandas, which takes half a second.
-    told = pa.RecordBatchReader.from_stream(table.get_add_actions(flatten=True)).read_all()
-    rows = told.num_rows
+    actions = pa.RecordBatchReader.from_stream(table.get_add_actions(flatten=True)).read_all()
+    rows = actions.num_rows
 
     def column(name: str) -> list[Any]:
-        return told.column(name).to_pylist() if name in told.column_names else [None] * rows
+        return actions.column(name).to_pylist() if name in actions.column_names else [None] * rows
 
     def span(name: str) -> list[tuple[int, int] | None]:
         both = zip(column(f"min.{name}"), column(f"max.{name}"), strict=True)
@@ -568,8 +568,8 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
 
     counts = [count or 0 for count in column("num_records")]
     newest: list[int | None] = [None] * rows
-    if f"max.{TIMESTAMP}" in told.column_names:
-        times = told.column(f"max.{TIMESTAMP}")
+    if f"max.{TIMESTAMP}" in actions.column_names:
+        times = actions.column(f"max.{TIMESTAMP}")
         if pa.types.is_timestamp(times.type):
             micros = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_pylist()
             # Delta's statistics are truncated to milliseconds.

@@ -146,7 +146,7 @@ def find(
     if {OFFSET, TIMESTAMP, IS_TOMBSTONE} <= {*rows.columns}:
         offset = F.max(F.when(F.col(_HIT), F.col(OFFSET)))
         first = F.min(F.when(F.col(_HIT) & ~F.col(IS_TOMBSTONE), F.unix_micros(TIMESTAMP)))
-    told = (
+    matching = (
         marked(rows)
         .where(F.col(_HIT) | F.col(_OLD_HIT))
         .groupBy(_FILE, partition.alias(PARTITION))
@@ -159,7 +159,7 @@ def find(
         .collect()
     )
     known = {file.place for file in files}
-    for one in told:
+    for one in matching:
         # Spark's path and ours may differ in scheme and escaping, so a file is recognized by the end of
         # its path.
         parts = unquote(one[_FILE]).split("/")

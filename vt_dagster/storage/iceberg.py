@@ -110,7 +110,7 @@ class IcebergTable:
         self.asset, self.catalog, self.name, self.place = asset, catalog, name, place.rstrip("/")
 
     @property
-    def _told(self) -> str:
+    def _label(self) -> str:
         """The table in messages."""
         return f"{self.name} in the catalog {self.catalog}"
 
@@ -135,7 +135,7 @@ class IcebergTable:
         whose = None if document is None else document["asset"]
         if document is None or whose != self.asset:
             raise StorageError(
-                f"{self.asset}: expected no {self._told}, or its own table, got one that "
+                f"{self.asset}: expected no {self._label}, or its own table, got one that "
                 f"{whose or 'somebody else'} writes; give another catalog_table"
             )
         if table.location().rstrip("/") != self._location:
@@ -146,7 +146,7 @@ class IcebergTable:
         changed = _changed(table, document["attempt"])
         if changed is not None:
             raise StorageError(
-                f"{self.asset}: expected that only this export writes to {self._told}, got from "
+                f"{self.asset}: expected that only this export writes to {self._label}, got from "
                 f"somebody else: {changed}. Roll it back to the snapshot with "
                 f"{ATTEMPT}={document['attempt']} in its summary, or {_ANEW}"
             )
@@ -210,7 +210,7 @@ class IcebergTable:
         columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
         data, folder = f"{self.place}/data", f"{batch}-{uuid4().hex}"
         # Once the catalog has been asked to commit, only its refusal tells that it has not.
-        asked = False
+        committing = False
         try:
             with parquet.writing(data):
                 adds = parquet.stage(rows, data, folder, self.asset)
@@ -222,13 +222,13 @@ class IcebergTable:
                 require_written(data, adds)
                 before()
                 change = self._change(table, columns, adds, document, append)
-                asked = True
+                committing = True
                 if self._commit(change, document["attempt"]):
                     return self._snapshot()
-                asked = False
+                committing = False
             raise parquet.conflict(self.asset, batch)
         except BaseException:
-            if not asked:
+            if not committing:
                 parquet.remove(posixpath.join(data, folder))
             raise
 
@@ -251,7 +251,7 @@ class IcebergTable:
             raise
         except Exception as error:
             raise StorageError(
-                f"{self.asset}: expected {self._told} to take the files of batch "
+                f"{self.asset}: expected {self._label} to take the files of batch "
                 f"{document['batch']}, got: {one_line(error)}; nothing was committed. If somebody has "
                 f"altered the table (its partitions, its columns), {_ANEW}"
             ) from error
@@ -267,7 +267,7 @@ class IcebergTable:
         from pyiceberg.io.pyarrow import parquet_file_to_data_file
 
         files = [f"{self._location}/data/{one.path}" for one in adds]
-        told = {ASSET: self.asset, BATCH: str(document["batch"]), ATTEMPT: document["attempt"]}
+        properties = {ASSET: self.asset, BATCH: str(document["batch"]), ATTEMPT: document["attempt"]}
         if table is None:
             schema = arrow_schema(columns)
             catalog = _catalog(self.catalog)
@@ -280,9 +280,9 @@ class IcebergTable:
                 self._evolve(change, columns)
         change.set_properties({DOCUMENT: json.dumps(with_format(document))})
         if table is None or append:
-            change.add_files(files, snapshot_properties=told, check_duplicate_files=False)
+            change.add_files(files, snapshot_properties=properties, check_duplicate_files=False)
             return change
-        with change.update_snapshot(snapshot_properties=told).overwrite() as replaced:
+        with change.update_snapshot(snapshot_properties=properties).overwrite() as replaced:
             for task in table.scan().plan_files():
                 replaced.delete_data_file(task.file)
             for file in files:
@@ -309,7 +309,7 @@ class IcebergTable:
                         update.move_after((name,), (left,))
         except (ValueError, ValidationError) as error:
             raise StorageError(
-                f"{self.asset}: expected columns that {self._told} can change to, got "
+                f"{self.asset}: expected columns that {self._label} can change to, got "
                 f"{columns.simpleString()}: {one_line(error)}; {_ANEW}"
             ) from error
 
@@ -342,7 +342,7 @@ class IcebergTable:
         table = _open(self.catalog, self.name)
         if table is None:
             raise ConcurrentRunError(
-                f"{self.asset}: expected {self._told}, which this run has written, but it was "
+                f"{self.asset}: expected {self._label}, which this run has written, but it was "
                 "dropped since; run again"
             )
         return table
@@ -419,10 +419,10 @@ def _names(fs: Any, folder: str) -> set[str]:
 
 
 def _document(table: Table) -> dict[str, Any] | None:
-    told = table.properties.get(DOCUMENT)
-    if told is None:
+    text = table.properties.get(DOCUMENT)
+    if text is None:
         return None
-    document = json.loads(told)
+    document = json.loads(text)
     require_format(table.location(), document, "the properties")
     return document
 
@@ -438,11 +438,13 @@ def _changed(table: Table, attempt: str) -> str | None:
     while snapshot is not None:
         summary = snapshot.summary
         operation = None if summary is None else summary.operation
-        told = {} if summary is None else summary.additional_properties
-        if told.get(ATTEMPT) == attempt:
+        properties = {} if summary is None else summary.additional_properties
+        if properties.get(ATTEMPT) == attempt:
             return None
-        if ATTEMPT in told:
-            return f"a roll-back to the snapshot {snapshot.snapshot_id} of batch {told.get(BATCH)}"
+        if ATTEMPT in properties:
+            return (
+                f"a roll-back to the snapshot {snapshot.snapshot_id} of batch {properties.get(BATCH)}"
+            )
         if operation is not Operation.REPLACE:
             what = "a change" if operation is None else operation.value
             return f"{what} in the snapshot {snapshot.snapshot_id}"

@@ -95,9 +95,9 @@ def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) ->
     gone = {p: end for p in commit.next_offset if start.get(p, 0) < (end := commit.kept_from(p))}
     if gone and commit.truncation is not None:
         first = ", ".join(f"{p}:{end}" for p, end in sorted(gone.items())[:3])
-        asked = ", ".join(f"{p}:{start.get(p, 0)}" for p in sorted(gone)[:3])
+        places = ", ".join(f"{p}:{start.get(p, 0)}" for p in sorted(gone)[:3])
         raise StorageError(
-            f"{name}: expected the log of {of} from {asked} on (partition:offset), but "
+            f"{name}: expected the log of {of} from {places} on (partition:offset), but "
             f"{commit.truncation.description()}, and begins at {first}; nothing was consumed. Rebuild "
             f"{of} from its inputs to get a whole log (vt-dagster replay {of} --into …, swap), "
             "and run maintenance with the definitions of all consumers, so that it waits for them"

@@ -103,8 +103,8 @@ def stored_schema(path: str, version: int | None = None) -> StructType:
 
 
 def _schema_of(table: DeltaTable) -> StructType:
-    told = StructType.fromJson(json.loads(table.schema().to_json()))
-    return StructType([f for f in told.fields if f.name != SEGMENT])
+    stored = StructType.fromJson(json.loads(table.schema().to_json()))
+    return StructType([f for f in stored.fields if f.name != SEGMENT])
 
 
 def read(
@@ -325,7 +325,7 @@ def _commit(
         ]
     then = StructType.fromJson(json.loads(table.schema().to_json()))
     found = evolved(path, then, columns, declared=())
-    if found.told:
+    if found.summary:
         commit_with_columns(path, table, found.columns, adds, removes, about)
         return
     table.create_write_transaction(
@@ -350,12 +350,12 @@ def _adds(path: str, folder: str) -> list[AddAction]:
         if not place.endswith(".parquet") or is_hidden(place):
             continue
         with fs.open(name, "rb") as opened:
-            told = pq.read_metadata(opened)
+            footer = pq.read_metadata(opened)
         # Spark writes a file even if there are no rows; each read would open it.
-        if told.num_rows == 0:
+        if footer.num_rows == 0:
             fs.rm_file(name)
             continue
-        size, stats = fs.size(name), json.dumps(_statistics(told))
+        size, stats = fs.size(name), json.dumps(_statistics(footer))
         found.append(AddAction(place, size, _parts(place), now, True, stats))
     return found
 
@@ -380,15 +380,15 @@ def _parts(place: str) -> dict[str, str | None]:
     return {SEGMENT: None if found[1].startswith("__") else found[1]}
 
 
-def _statistics(told: pq.FileMetaData) -> dict[str, Any]:
+def _statistics(footer: pq.FileMetaData) -> dict[str, Any]:
     """Returns Delta's statistics of a file from its footer, for the columns that a log is pruned by."""
     lowest, highest = dict[str, Any](), dict[str, Any]()
-    names = [told.schema.column(i).path for i in range(told.num_columns)]
+    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
     for name in _COUNTED:
         if name not in names:
             continue
         place = names.index(name)
-        groups = [told.row_group(g).column(place).statistics for g in range(told.num_row_groups)]
+        groups = [footer.row_group(g).column(place).statistics for g in range(footer.num_row_groups)]
         if any(one is None or not one.has_min_max for one in groups):
             continue
         low, high = min(one.min_raw for one in groups), max(one.max_raw for one in groups)
@@ -397,7 +397,7 @@ def _statistics(told: pq.FileMetaData) -> dict[str, Any]:
             low, high = _milliseconds(low // 1000), _milliseconds(-(-high // 1000))
         if low is not None and high is not None:
             lowest[name], highest[name] = low, high
-    return {"numRecords": told.num_rows, "minValues": lowest, "maxValues": highest}
+    return {"numRecords": footer.num_rows, "minValues": lowest, "maxValues": highest}
 
 
 def _milliseconds(since_epoch: int) -> str | None:
@@ -426,8 +426,8 @@ def writing(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = str(error)
-        sign = next((sign for sign in _REFUSALS if sign in said), None)
+        text = str(error)
+        sign = next((sign for sign in _REFUSALS if sign in text), None)
         if sign is not None or isinstance(error, OSError):
             raise StorageError(
                 f"expected to write to {path}, got: {sign or one_line(error)}. Earlier commits are "

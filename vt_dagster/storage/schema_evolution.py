@@ -90,7 +90,7 @@ class Evolution:
     refused: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The changes as a sentence; empty if nothing changes."""
         parts = [f"new, null in old rows: {', '.join(self.added)}"] if self.added else []
         parts += [f"wider type: {', '.join(self.widened)}"] if self.widened else []
@@ -122,22 +122,22 @@ def evolve(
     table, names = _Columns(then), {f.name.lower() for f in now.fields}
     before = {f.name for f in then.fields} if declared is None else set(declared)
     added: list[StructField] = []
-    told: dict[str, list[str]] = {"widened": [], "renamed": [], "refused": []}
+    changes: dict[str, list[str]] = {"widened": [], "renamed": [], "refused": []}
     for field in now.fields:
         home, wrong = table.home(field, names)
         if wrong:
-            told["refused"].append(wrong)
+            changes["refused"].append(wrong)
         elif home is None:
             if not isinstance(field.dataType, NullType):
                 added.append(StructField(field.name, field.dataType))
                 if field.name in required:
-                    told["refused"].append(
+                    changes["refused"].append(
                         f"{field.name} is new and must not be null, but old rows do not have it"
                     )
         elif home.name == OLD:
             inner = evolve(_struct(home), _struct(field), declared=())
             table.kept[OLD] = StructField(OLD, inner.columns)
-            told["refused"] += [one for one in inner.refused if one not in told["refused"]]
+            changes["refused"] += [one for one in inner.refused if one not in changes["refused"]]
         else:
             kind = field.dataType
             if isinstance(kind, NullType) or same(home.dataType, kind):
@@ -145,21 +145,21 @@ def evolve(
             else:
                 change = _change_of_type(field.name, home.dataType, kind)
                 if not widens(home.dataType, kind):
-                    told["refused"].append(change)
+                    changes["refused"].append(change)
                 elif field.name in fixed:
-                    told["refused"].append(f"{change}, which is part of the key or the partitioning")
+                    changes["refused"].append(f"{change}, which is part of the key or the partitioning")
                 else:
-                    told["widened"].append(change)
+                    changes["widened"].append(change)
             if home.name != field.name:
-                told["renamed"].append(f"{home.name} -> {field.name}")
+                changes["renamed"].append(f"{home.name} -> {field.name}")
             table.put(home, field.name, kind)
     gone = [f for f in then.fields if f.name in before and not table.known(f.name, names)]
-    told["refused"] += [] if derived else _renamed(gone, added)
+    changes["refused"] += [] if derived else _renamed(gone, added)
     return Evolution(
         StructType([*table.kept.values(), *added]),
         tuple(f.name for f in added),
         dropped=tuple(f.name for f in gone),
-        **{what: tuple(dict.fromkeys(said)) for what, said in told.items()},
+        **{what: tuple(dict.fromkeys(changed)) for what, changed in changes.items()},
     )
 
 
@@ -178,8 +178,8 @@ class _Columns:
         there = self._names.get(name.lower())
         if there is not None and there != name:
             return None, f"{there} is now declared as {name}, which is another column for most engines"
-        asked = [name.lower(), *before]
-        homes = {self._homes.get(n, self._names.get(n)) for n in asked}
+        candidates = [name.lower(), *before]
+        homes = {self._homes.get(n, self._names.get(n)) for n in candidates}
         found = [field for home, field in self.kept.items() if home in homes]
         if len(found) > 1:
             return None, (
@@ -274,18 +274,18 @@ def by_newest_names(rows: DataFrame, columns: StructType) -> DataFrame:
     Args:
         columns: columns of the rows, with their earlier names.
     """
-    told: dict[str, Column] = {}
+    renamed: dict[str, Column] = {}
     for field in columns.fields:
         if was(field):
-            told[field.name] = _newest(F.col, field, columns)
+            renamed[field.name] = _newest(F.col, field, columns)
         elif field.name == OLD and isinstance(field.dataType, StructType):
             inner, old = field.dataType, F.col(OLD)
             gone = earlier_names(inner)
             if gone:
                 parts = [f for f in inner.fields if f.name not in gone]
                 whole = F.struct(*[_newest(old.getField, f, inner).alias(f.name) for f in parts])
-                told[OLD] = F.when(old.isNotNull(), whole)
-    return rows.withColumns(told).drop(*earlier_names(columns)) if told else rows
+                renamed[OLD] = F.when(old.isNotNull(), whole)
+    return rows.withColumns(renamed).drop(*earlier_names(columns)) if renamed else rows
 
 
 def _newest(value: Callable[[str], Column], field: StructField, among: StructType) -> Column:

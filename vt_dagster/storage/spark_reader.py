@@ -656,5 +656,5 @@ class AssetReader:
         return versioned_table.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 
 
-def _files(told: tuple[int, int]) -> str:
-    return f"{told[0]} file(s) of {told[1]:,} bytes"
+def _files(count_and_bytes: tuple[int, int]) -> str:
+    return f"{count_and_bytes[0]} file(s) of {count_and_bytes[1]:,} bytes"

@@ -353,10 +353,10 @@ def stale_reads(
         places = [place for place, read in enumerate(reads) if read.log == log]
         some, name = [reads[place] for place in places], reads[places[0]].asset
         if log == head[1].log:
-            told = _in_log(posixpath.join(str(warehouse), name), head, some)
+            reasons = _in_log(posixpath.join(str(warehouse), name), head, some)
         else:
-            told = _in_another(str(warehouse), name, head, some)
-        for place, read, why in zip(places, some, told, strict=True):
+            reasons = _in_another(str(warehouse), name, head, some)
+        for place, read, why in zip(places, some, reasons, strict=True):
             found[place] = None if why is None else StaleRead(*why, forgotten=read.moment < horizon)
     return found
 
@@ -378,8 +378,8 @@ def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[
         return found
     rows = _Changes(root, commit, version, commit.shape, None, False)
     some = [reads[place] for place in open_]
-    told = _Reads.of([read.moment for read in some], [read.next_offset for read in some], commit)
-    for place, by in zip(open_, rows.last(told, _horizon(commit)), strict=True):
+    moments = _Reads.of([read.moment for read in some], [read.next_offset for read in some], commit)
+    for place, by in zip(open_, rows.last(moments, _horizon(commit)), strict=True):
         found[place] = None if by is None else ("changed", by)
     return found
 
@@ -405,17 +405,17 @@ def _in_another(
     then, by = find_replaced(warehouse, name, reads[0].log), head[1].log[:8]
     if then is None:
         return [("another_log", by)] * len(reads)
-    told = _in_log(then[0], then[1:], reads)
+    reasons = _in_log(then[0], then[1:], reads)
     times = np.unique(np.array([read.moment for read in reads], np.int64))
     differs = changed_answers(then, (posixpath.join(warehouse, name), *head), times)
     for one, read in enumerate(reads):
-        if told[one] is not None:
+        if reasons[one] is not None:
             continue
         if differs is None:
-            told[one] = "another_log", by
+            reasons[one] = "another_log", by
         elif differs[np.searchsorted(times, read.moment)]:
-            told[one] = "changed", by
-    return told
+            reasons[one] = "changed", by
+    return reasons
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class TopologyTestDriver:
     def _count(self, name: str, receipt: Receipt) -> None:
         for partition, some in receipt.outcomes.items():
             carried = some.get(Outcome.CARRIED, 0)
-            told = {**some, Outcome.APPLIED: some.get(Outcome.APPLIED, 0) - carried}
+            counts = {**some, Outcome.APPLIED: some.get(Outcome.APPLIED, 0) - carried}
             for outcome in (
                 *arrival_order.REFUSED,
                 Outcome.APPLIED,
@@ -150,8 +150,8 @@ class TopologyTestDriver:
                 Outcome.DROPPED,
                 Outcome.QUARANTINED,
             ):
-                if told.get(outcome):
-                    self._fates[name][partition, outcome] += told[outcome]
+                if counts.get(outcome):
+                    self._fates[name][partition, outcome] += counts[outcome]
 
     # -- results out -----------------------------------------------------------------------------
 
@@ -459,7 +459,9 @@ class Records(Uncounted):
     store: MemoryStore
     records: Sequence[Mapping[str, Any]]
 
-    def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = {}, **asked: Any) -> Records:
+    def pin(
+        self, before: Commit | None, *, consumed: Mapping[str, Any] = {}, **run_config: Any
+    ) -> Records:
         return self
 
     @property
@@ -587,11 +589,11 @@ class VersionedStore:
             [StructField(k, t) for k, t in zip(node.key, node.key_types, strict=True)]
             + [StructField(_AT, TimestampType()), StructField(ARRIVAL, LongType())]
         )
-        asked = [
+        rows = [
             {**self._key(key), _AT: to_value(as_of, TimestampType()), ARRIVAL: i}
             for i, (key, as_of) in enumerate(calls)
         ]
-        table = pa.Table.from_pylist(asked, schema=arrow_schema(schema))
+        table = pa.Table.from_pylist(rows, schema=arrow_schema(schema))
         with self._session():
             view, calls_ = self._store.view(), self._store.frame(table)
             now = of_table.rows_now(node, of_table.current(node, view), self._times())
@@ -668,8 +670,8 @@ class VersionedStore:
         """Returns the results of :meth:`delete_each` without changing the table."""
         node, store = self._node, self._store
         with self._session():
-            asked = replace(node, tombstone=None)
-            requests = prepare(Records(store, records).read(store.spark, asked), asked)
+            as_upserts = replace(node, tombstone=None)
+            requests = prepare(Records(store, records).read(store.spark, as_upserts), as_upserts)
             found = versioned_table.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
                 of_table.as_read(node, store.view()),

@@ -384,8 +384,8 @@ class StreamJoins(Generic[S, T]):
         """
         about = _Window(within, before, after, grace)
         match = _Match(as_known, max_age, at, before_first)
-        told = about, _Promise(corrected_for, key), match
-        made = self._joined("inner", other, name, tuple(select), grace_period, *told)
+        more = about, _Promise(corrected_for, key), match
+        made = self._joined("inner", other, name, tuple(select), grace_period, *more)
         return made.result(**shown)
 
     @overload
@@ -469,8 +469,8 @@ class StreamJoins(Generic[S, T]):
         """Left join with a table or a stream; see :meth:`join`."""
         about = _Window(within, before, after, grace)
         match = _Match(as_known, max_age, at, before_first)
-        told = about, _Promise(corrected_for, key), match
-        made = self._joined("left", other, name, tuple(select), grace_period, *told)
+        more = about, _Promise(corrected_for, key), match
+        made = self._joined("left", other, name, tuple(select), grace_period, *more)
         return made.result(**shown)
 
     @overload
@@ -540,8 +540,12 @@ class StreamJoins(Generic[S, T]):
             if promise.corrected_for is not None:
                 if match.at in get_args(AtOrBefore):
                     match.refuse(name, "a corrected join that looks back, which follows all versions")
-                told = {**vars(match), "corrected_for": promise.corrected_for, "key": promise.names}
-                return CorrectedJoin(self, other, kind, name, select, grace_period, **told)
+                correction = {
+                    **vars(match),
+                    "corrected_for": promise.corrected_for,
+                    "key": promise.names,
+                }
+                return CorrectedJoin(self, other, kind, name, select, grace_period, **correction)
             promise.refuse(name, "a join without corrected_for")
             return StreamTableJoin(self, other, kind, name, select, grace_period, **vars(match))
         match.refuse(name, f"a join with {other.name!r}, a stream")

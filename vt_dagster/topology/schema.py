@@ -259,9 +259,9 @@ def differences(
         if not both:
             return [f"{path} has the fields {got.names}, expected some of {wanted.names}"]
         return [
-            said
+            difference
             for f in both
-            for said in differences(there[f.name], f.dataType, f"{path}.{f.name}", fits)
+            for difference in differences(there[f.name], f.dataType, f"{path}.{f.name}", fits)
         ]
     if same(_plain(got), _plain(wanted)) or fits(got, wanted):
         return []

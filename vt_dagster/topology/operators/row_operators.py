@@ -439,7 +439,7 @@ class Merge(Operator):
         first = self.sources[0]
         known = [_types(node) for node in self.sources]
         # A column whose type only Spark can infer (NullType) takes the type it has in another stream.
-        told = [
+        fields = [
             StructField(f.name, next((k[f.name] for k in known if k[f.name] != NullType()), f.dataType))
             for f in first.schema.fields
             if f.name in known[0]
@@ -448,7 +448,7 @@ class Merge(Operator):
             "stream",
             self.name,
             key=first.key,
-            schema=StructType(told),
+            schema=StructType(fields),
             timestamp=TIMESTAMP,
             partitions=max(node.partitions for node in self.sources),
             partition_by=first.partition_by,

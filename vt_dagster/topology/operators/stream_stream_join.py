@@ -276,8 +276,8 @@ class CorrectedStreamJoin(StreamStreamJoin):
         return make_table(self, self.left, schema, None, shown, **about)
 
     def describe(self) -> str:
-        said = super().describe().partition("; late after")[0]
+        text = super().describe().partition("; late after")[0]
         return (
-            f"{said} after {spoken(self.grace)}, and is retracted by a match within "
+            f"{text} after {spoken(self.grace)}, and is retracted by a match within "
             f"{spoken(self.corrected_for)} of stream time."
         )

@@ -235,26 +235,26 @@ class StreamTableJoin(Join):
     def _check_looks_ahead(self) -> None:
         if not self.looks_ahead:
             return
-        asked, (setting, length) = f"at={self.at!r}", self._final_after
+        option, (setting, length) = f"at={self.at!r}", self._final_after
         if self.max_age is None:
             raise TopologyError(
-                f"{self.name}: {asked} needs max_age, but has none: without it a version may start any "
-                "time after the record, so no wait is long enough to find it: set max_age to how far "
-                f"from the record a version may start, and {setting} to at least as long"
+                f"{self.name}: {option} needs max_age, but has none: without it a version may start "
+                "any time after the record, so no wait is long enough to find it: set max_age to how "
+                f"far from the record a version may start, and {setting} to at least as long"
             )
         for partition, (final, age) in pairs(length, self.max_age):
             if final < age:
                 raise TopologyError(
-                    f"{self.name}: {asked} needs a {setting} of at least max_age, {age}, got "
+                    f"{self.name}: {option} needs a {setting} of at least max_age, {age}, got "
                     f"{final}{partition}: the row would be final before its match can have come: "
                     f"lengthen {setting} or shorten max_age"
                 )
-        self._check_now(asked)
+        self._check_now(option)
 
-    def _check_now(self, asked: str) -> None:
+    def _check_now(self, option: str) -> None:
         if self.as_known != "now":
             raise TopologyError(
-                f"{self.name}: {asked} matches versions that start after the record, but as_known "
+                f"{self.name}: {option} matches versions that start after the record, but as_known "
                 "looks up what was known of the record's own time: remove one of the two"
             )
 
@@ -494,5 +494,5 @@ class CorrectedJoin(StreamTableJoin):
         )
 
     def describe(self) -> str:
-        said = super().describe().removesuffix(".")
-        return f"{said}; one row per record, corrected for {spoken(self.corrected_for)} of stream time."
+        text = super().describe().removesuffix(".")
+        return f"{text}; one row per record, corrected for {spoken(self.corrected_for)} of stream time."

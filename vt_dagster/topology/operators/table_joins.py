@@ -240,11 +240,11 @@ class HistoryJoin(TableTableJoin):
         if kept is None:
             return
         for side in self.inputs:
-            for partition, (asked, there) in pairs(kept, side.retention):
-                if asked > there:
+            for partition, (wanted, there) in pairs(kept, side.retention):
+                if wanted > there:
                     raise TopologyError(
                         f"{self.name}: expected a history_retention of at most {there}{partition}, "
-                        f"the history retention of {side.name!r}, got {asked}: older results would "
+                        f"the history retention of {side.name!r}, got {wanted}: older results would "
                         f"need expired versions; shorten it, or lengthen that of {side.name!r}"
                     )
 
