@@ -663,8 +663,9 @@ def affected_matches(
         versions = union(new, there)
     # Of one key and time the last record counts among those that a joined record knows.
     same_time = W.partitionBy(*on, FROM).orderBy(F.col(BY)[OFFSET], F.col(BY)[PARTITION])
-    following = {_NEXT: F.lead(BY).over(same_time), _NEXT_EDGE: F.lead(EDGE).over(same_time)}
-    versions = versions.withColumns(following)
+    versions = versions.withColumns(
+        {_NEXT: F.lead(BY).over(same_time), _NEXT_EDGE: F.lead(EDGE).over(same_time)}
+    )
     versions = versions.where(F.col(_NEXT_EDGE).isNull() | (F.col(_NEXT_EDGE) > F.lit(_ALWAYS)))
 
     level = reach.bit_length()
