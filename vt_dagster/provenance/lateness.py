@@ -620,8 +620,8 @@ class LateJoin:
         if setting is not None:
             raise StorageError(
                 f"{log.name}: expected a join that looks back from each record, got {setting}: a "
-                "version then matches records from before its start, so another grace period costs more "
-                "than late table records; try one with vt-dagster what-if"
+                "version then matches records from before its start, so another grace period costs "
+                "more than late table records; try one with vt-dagster what-if"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
