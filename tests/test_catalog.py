@@ -19,7 +19,6 @@ import pyspark.sql.types as T
 import pytest
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
-from vt_dagster.cli.app import app
 
 from tests.conftest import ROOT
 from tests.market import QUIET, Market, materialized, messages, record
@@ -37,6 +36,7 @@ from vt_dagster import (
     build_maintenance,
     build_resources,
 )
+from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError
 from vt_dagster.orchestration.metadata import comments_of
 from vt_dagster.runs.replay import swap

@@ -79,7 +79,7 @@ def as_delta(market: Market, node: Any, what: Any, to: Path) -> Counter[tuple[An
 def history(table: Table) -> list[tuple[str, str, str]]:
     """Of each snapshot: what it did, its batch, and the rows after it."""
     told = [one.summary for one in table.snapshots()]
-    return [(one.operation.value, one[BATCH], one["total-records"]) for one in told if one]
+    return [(one.operation.value, str(one[BATCH]), str(one["total-records"])) for one in told if one]
 
 
 def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) -> None:
@@ -333,7 +333,8 @@ def compacted(lake: Catalog, table: Table) -> None:
     numbers = {"snapshot_id": last.snapshot_id + 1, "parent_snapshot_id": last.snapshot_id}
     then = {"sequence_number": table.metadata.last_sequence_number + 1, "summary": told}
     made = last.model_copy(update={**numbers, **then})
-    ref = SetSnapshotRefUpdate(snapshot_id=made.snapshot_id, ref_name="main", type="branch")
+    about = {"snapshot-id": made.snapshot_id, "ref-name": "main", "type": "branch"}
+    ref = SetSnapshotRefUpdate.model_validate(about)
     lake.commit_table(table, (), (AddSnapshotUpdate(snapshot=made), ref))
 
 
@@ -361,6 +362,7 @@ def test_what_somebody_else_does(copy: Market, lake: Catalog, tmp_path: Path) ->
     assert rows(table).total() == 6
     last = table.current_snapshot()
     assert last is not None
+    assert last.summary is not None
     table.append(table.scan(limit=1).to_arrow())
     said = refused()
     assert "got from somebody else: append in the snapshot" in said
