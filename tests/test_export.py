@@ -176,7 +176,7 @@ def test_as_of_now_of_versions_that_end_by_themselves(
         timestamp="at",
         valid_until="until",
         history_retention=timedelta(days=9),
-        source=FilesSource(str(tmp_path / "offers"), format="json"),
+        source=FilesSource(str(tmp_path / "offers")),
     )
     ends = {"until": "2024-01-03T00:00:00Z"}
     rows = [record("a", "x", "1 00:00") | ends, record("b", "y", "2 00:00")]

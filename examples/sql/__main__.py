@@ -53,10 +53,11 @@ def rows_of(model: str) -> list[dict[str, Any]]:
 def show_all() -> None:
     for model in (made.key.path[-1] for made in models):
         rows = rows_of(model)
-        table = Table(*(rows[0] if rows else ["no row"]), title=model)
+        table = Table(*(rows[0] if rows else ["no row"]))
         for row in rows:
-            told = {c: f"{v:%d %b %H:%M}" if c == "valid_from" else v for c, v in row.items()}
-            table.add_row(*["" if v is None else str(v) for v in told.values()])
+            shown = {c: f"{v:%d %b %H:%M}" if c == "valid_from" else v for c, v in row.items()}
+            table.add_row(*["" if v is None else str(v) for v in shown.values()])
+        print(model)  # a title would be wrapped to the width of its table
         Console().print(table)
 
 

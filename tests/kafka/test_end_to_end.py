@@ -81,7 +81,7 @@ def begins(worker: subprocess.Popen[str]) -> bool:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("each", "in_all", "share"),
-    [(100_000, 2, 0.4), pytest.param(500_000, 3, 0.3, marks=pytest.mark.endurance)],
+    [(40_000, 1, 0.4), pytest.param(500_000, 3, 0.3, marks=pytest.mark.endurance)],
 )
 def test_many_records_and_kills(
     topics: Topics,
