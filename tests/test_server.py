@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from pyspark.sql import SparkSession
 
 from tests.conftest import ROOT, server_environment, spark_command
 from tests.market import Market, record
+from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.spark import server
 
 KILLS = """
 import os, signal, time
@@ -138,3 +141,26 @@ def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
     assert spark_command(environment, "status")[0] == 1
     code, said = spark_command(environment, "start", "--conf", "spark.driver.memory")
     assert (code, said) == (2, "error: Expected --conf name=value, got 'spark.driver.memory'.\n")
+
+
+def test_while_it_starts_its_process_tells_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ps`` may show no command of a process that is becoming another program."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    listens = f"import socket, time; time.sleep(0.5); s = socket.create_server(('127.0.0.1', {port}))"
+    log = tmp_path / "log"
+    log.write_text("Error: nothing\n")
+    monkeypatch.setattr(server, "check_connect", lambda address: None)
+    process = subprocess.Popen([sys.executable, "-c", f"{listens}; time.sleep(60)"])
+    try:
+        made = server.Server(process.pid, port, "token", "local", str(log))
+        assert not made.alive, "its command is not that of a server"
+        server._until_it_answers(made, process)  # pyright: ignore[reportPrivateUsage]
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(SparkUnavailableError, match="Error: nothing"):
+        server._until_it_answers(made, process)  # pyright: ignore[reportPrivateUsage]

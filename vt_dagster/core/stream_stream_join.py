@@ -655,7 +655,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
 
 _NEVER = 1 << 62
 """Later than any time."""
-_EMITTED = "_emitted"
+_EMITTED = "_said"
 """Whether the unmatched row of a record has been emitted."""
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RIGHT_OFFSET: "long"}

@@ -102,9 +102,9 @@ def start(master: str = "local[*]", conf: Mapping[str, str] = {}) -> Server:
         found = running()
         if found is not None:
             return found
-        made = _launch(master, conf)
+        made, process = _launch(master, conf)
         try:
-            _until_it_answers(made)
+            _until_it_answers(made, process)
         except BaseException:
             _end(made)
             raise
@@ -152,7 +152,7 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _launch(master: str, conf: Mapping[str, str]) -> Server:
+def _launch(master: str, conf: Mapping[str, str]) -> tuple[Server, subprocess.Popen[bytes]]:
     home = check_spark_home()
     archive = archive_of(home, check_java(), conf)
     if archive:
@@ -178,7 +178,7 @@ def _launch(master: str, conf: Mapping[str, str]) -> Server:
             env=environment,
             start_new_session=True,
         )
-    return Server(process.pid, port, token, master, str(_file("log")))
+    return Server(process.pid, port, token, master, str(_file("log"))), process
 
 
 def serve(host: str, port: int, master: str = "local[*]", conf: Mapping[str, str] = {}) -> NoReturn:
@@ -227,10 +227,11 @@ def _command(home: Path, place: Path, settings: Mapping[str, str]) -> tuple[list
     return [*submit, "--class", _CLASS, "spark-internal"], environment
 
 
-def _until_it_answers(server: Server) -> None:
+def _until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + _START_SECONDS
     while not is_open("localhost", server.port):
-        if not server.alive or time.monotonic() > end:
+        # Not server.alive: while the launcher becomes the JVM, ps may show no command for a moment.
+        if process.poll() is not None or time.monotonic() > end:
             output = Path(server.log).read_text(encoding="utf-8", errors="replace")
             wrong = (line for line in output.splitlines() if "rror" in line or "xception" in line)
             raise SparkUnavailableError(
