@@ -353,7 +353,8 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     said = {r["source"]: r["raw"] for r in quarantine.collect()}
     assert sorted(said) == ["clock", "cut", "less", "other", "text", "twice"]
     assert said["clock"].startswith("expected columns that Spark can read, got: ")
-    assert "TIME(MICROS" in said["clock"]
+    sign = "TIME(MICROS" if spark.version.startswith("4.0.") else "[UNSUPPORTED_TIME_TYPE]"
+    assert sign in said["clock"]
     assert said["twice"].startswith("expected columns that Spark can read, got: ")
     assert said["less"].startswith("expected columns ['v']")
     assert said["other"].startswith("n is double, expected bigint")

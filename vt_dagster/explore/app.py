@@ -405,7 +405,8 @@ _FILTERS: dict[str, Any] = {
     "exact_when": lambda moment: "" if moment is None else exact_time(as_micros(moment)),
     "value": value_text,
     "exact": exact_text,
-    "told": lambda text: _UTC.sub("", text),
+    "to_seconds": lambda text: _UTC.sub("", text),
+    "without_zone": lambda text: text.replace("+00:00", ""),
 }
 
 
@@ -466,7 +467,7 @@ def application(warehouse: str) -> Starlette:
 
     def refused(request: Request, error: Exception) -> Response:
         """Returns the error page for an error of this library, with status 400."""
-        return pages.page("error.html", 400, said=str(error))
+        return pages.page("error.html", 400, message=str(error))
 
     def missing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404

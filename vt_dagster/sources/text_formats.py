@@ -242,6 +242,7 @@ REFUSED = {
     "quoteAll": _WRITES,
     "pretty": _WRITES,
     "ignoreNullFields": _WRITES,
+    "sortKeys": _WRITES,
     "writeNonAsciiCharacterAsCodePoint": _WRITES,
     "pathGlobFilter": _LISTS,
     "recursiveFileLookup": "sub-directories are read; set recursive=False of the source to skip them",
