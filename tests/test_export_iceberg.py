@@ -150,7 +150,7 @@ SELECT 1, 2s, 3y, 4l, 1.5f, 2.5d, true, 'é', unhex('00ff'), cast(1.5 AS decimal
  cast(12345678901234567890.123456789012345678 AS decimal(38, 18)), date'1969-07-20',
  timestamp'2024-01-01 00:00:00.123456', timestamp'1900-01-01 00:00:00.000001',
  timestamp_ntz'2024-01-01 01:00:00.5',
- named_struct('x', nullif(1, 0), 'y', named_struct('z', nullif('q', ''))),
+ named_struct('x', nullif(1, 0), 'y', if(false, null, named_struct('z', nullif('q', '')))),
  array(1, 2, null), array(named_struct('p', nullif(1, 0)), null),
  map('k', named_struct('m', nullif(1.5d, 0d)), 'n', null)
 UNION ALL
