@@ -37,7 +37,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _LONGEST_FIRST = (
     *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_end_to_end.py"),
     *("test_crash.py", "test_faults.py", "test_pages.py", "test_maintenance.py", "test_self_joins.py"),
-    *("test_operator_properties.py", "test_random_chains.py", "test_bench.py", "test_erase.py"),
+    *("test_operator_properties.py", "test_random_chains.py", "test_erase.py"),
     *("test_freshness.py", "test_explain_operators.py", "test_sink.py", "test_corrected.py"),
 )
 

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,20 +93,29 @@ def _answers(address: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def explore(environment: dict[str, str]) -> Iterator[str]:
-    """Of a ``vt-dagster explore`` on the instance's warehouse."""
+@contextlib.contextmanager
+def exploring(warehouse: str, **about: Any) -> Iterator[str]:
+    """The address of a ``vt-dagster explore`` on a warehouse.
+
+    Args:
+        about: working directory and environment of its process.
+    """
     command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", "--port", "0"]
-    where = environment["VT_DAGSTER_DATA"]  # so that pictures show no path of this machine
-    process = subprocess.Popen(
-        [*command, "warehouse"], cwd=where, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*command, warehouse], stdout=subprocess.PIPE, text=True, **about)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[0]
     finally:
         process.terminate()
         process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def explore(environment: dict[str, str]) -> Iterator[str]:
+    """Of a ``vt-dagster explore`` on the instance's warehouse."""
+    where = environment["VT_DAGSTER_DATA"]  # so that pictures show no path of this machine
+    with exploring("warehouse", cwd=where, env=environment) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

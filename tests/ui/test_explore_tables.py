@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from deltalake import CommitProperties, write_deltalake
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.ui.conftest import FLAGS
+from tests.ui.conftest import FLAGS, exploring
 from tests.written import MICROS, Written, document, moment
 from vt_dagster.topology.specification import FilterSpec
 
@@ -66,14 +64,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     cheap = Written(root, "cheap", made_by=made_by, logs={prices.name: f"log of {prices.name}"})
     cheap.run([("apple", "1", 0), ("pear", "2", 0)], recorded=3)
     written_wide(root)
-    command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", str(root), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[0]
-    finally:
-        process.terminate()
-        process.wait(20)
+    with exploring(str(root)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -164,14 +164,14 @@ def session_of(spark: PySpark) -> Any:
             "jars included: spark_config=SparkResource(spark_config={…}).pyspark_config(). They apply "
             "only at the start of Spark: the first session of a process sets them."
         )
-    if not isinstance(spark, SparkResource) and session not in _warned:
+    if not isinstance(spark, SparkResource) and session not in _logged:
         silence_connect()
-        _warned.add(session)
+        _logged.add(session)
         _tell(session, "", started, f" of {kind}")
     return session
 
 
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+_logged: weakref.WeakSet[Any] = weakref.WeakSet()
 """Foreign sessions that a run's log has named already."""
 
 
