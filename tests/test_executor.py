@@ -178,7 +178,7 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(spark: object, tm
     }
 
 
-def test_spark_starts_for_few_rows_if_no_other_asset_follows(
+def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
     spark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     market = Market(tmp_path, spark)  # type: ignore[arg-type]
@@ -186,16 +186,25 @@ def test_spark_starts_for_few_rows_if_no_other_asset_follows(
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"))
     began: list[SparkResource] = []
     monkeypatch.setattr(SparkResource, "expect_few_rows", lambda self: began.append(self))
-    assert market.run([market.prices, market.sales]).success
-    assert not began, "the JVM cannot change its compiler when another asset has many rows"
-    market.land("prices", "2.jsonl", record("b", "p1", "1 07:00"))
-    assert market.run([market.prices]).success
-    assert len(began) == 2, "the run and its checks"
+    monkeypatch.setattr(SparkResource, "may_start_jvm", True)  # as in a process of its own
+    assert market.run([market.prices, market.sales, market.priced]).success
+    assert len(began) == 6, "three runs and their checks"
     began.clear()
-    monkeypatch.setattr(resources, "_FEW_ROWS", 1)
-    market.land("prices", "3.jsonl", record("c", "p1", "1 08:00"))
+
+    @dg.asset
+    def theirs() -> None: ...
+
+    market.land("prices", "2.jsonl", record("b", "p1", "1 04:00"))
+    assert market.run([market.prices], theirs).success
+    assert not began, "the JVM cannot change its compiler, and nothing is known of another's asset"
+    monkeypatch.setattr(resources, "_FEW_ROWS", 2)
+    market.land("prices", "3.jsonl", record("c", "p1", "1 05:00"))
     assert market.run([market.prices]).success
-    assert not began, "a run may write the whole view"
+    assert len(began) == 1, "a run may write the whole view, and its checks read three rows"
+    began.clear()
+    market.land("sales", "2.jsonl", record("a", "s2", "1 05:00"))
+    assert market.run([market.prices, market.sales]).success
+    assert not began, "the log of prices has many rows"
 
 
 def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:

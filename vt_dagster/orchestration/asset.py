@@ -39,6 +39,7 @@ from vt_dagster.orchestration.resources import (
     catalog_of,
     expect_few_rows,
     keys_of,
+    node_of_op,
     stores_for,
     tables_key,
 )
@@ -276,6 +277,12 @@ def build_asset(
     about |= {"pool": pool, "retry_policy": retry_policy}
     about |= {"required_resource_keys": keys_of(resource_prefix)}
     about |= {"io_manager_key": tables_key(resource_prefix)}
+    made = _asset_of(node, about, resource_prefix)
+    node_of_op(made.node_def, node, resource_prefix)
+    return made
+
+
+def _asset_of(node: Stream, about: dict[str, Any], resource_prefix: str) -> dg.AssetsDefinition:
     if node.operator is None:
         try:
             source: Any = source_of(node)

@@ -23,6 +23,7 @@ from vt_dagster.orchestration.resources import (
     check_op,
     expect_few_rows,
     keys_of,
+    node_of_op,
     stores_for,
     warehouse_key,
     warehouse_of,
@@ -85,6 +86,7 @@ def build_checks(
         for one in found:
             yield _result(one, promises[one.name], key, versions)
 
+    node_of_op(check.node_def, node, resource_prefix)
     return check
 
 

@@ -14,7 +14,9 @@ import dagster as dg
 from pydantic import Field, PrivateAttr, field_validator
 from pyspark.sql.utils import is_remote
 
-from vt_dagster.errors import SparkUnavailableError, TopologyError
+from vt_dagster.errors import SparkUnavailableError, TopologyError, VtDagsterError
+from vt_dagster.runs.pin import before_of, from_logs, from_source
+from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.spark.class_archive import JVM_OPTIONS
 from vt_dagster.spark.jars import resolve_jars
 from vt_dagster.spark.server import resolve_remote
@@ -45,9 +47,9 @@ class SparkResource(dg.ConfigurableResource[None]):
     ``spark_config`` takes any Spark setting and overrides the defaults for small runs. With
     ``{"spark.ui.enabled": "true"}`` Spark serves its UI; the run's log has its address.
 
-    If a process executes one asset only, as in Dagster's multiprocess executor, and its run and its
-    tables are small, the JVM starts with its fast compiler. That saves 40 % of the CPU time of such a
-    process. For millions of records the fast compiler doubles the CPU time. To choose it yourself, set
+    If the runs and the tables of all assets that a process executes are small, the JVM starts with its
+    fast compiler. That saves 40 % of the CPU time of such a process. For millions of records the fast
+    compiler doubles the CPU time. To choose it yourself, set
     ``{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}``; 4 instead of 1 never uses it.
     """
 
@@ -76,6 +78,11 @@ class SparkResource(dg.ConfigurableResource[None]):
         """Lets the JVM start with its fast compiler only. Without effect on a JVM that has started, on
         a Spark Connect server, and if ``spark_config`` chooses a compiler."""
         self._few_rows = True
+
+    @property
+    def may_start_jvm(self) -> bool:
+        """Whether its session, not started yet, may start a JVM in this process."""
+        return self._spark_session is None and resolve_remote(self.remote) is None
 
     def pyspark_config(self) -> dict[str, str]:
         """Returns all settings of its session, jars included: the ``spark_config`` of a
@@ -240,19 +247,53 @@ _FEW_ROWS = 1_000_000
 """Up to this size of its log, what a run does beside its records is small, such as writing the view."""
 
 
+_NODES: weakref.WeakKeyDictionary[Any, tuple[Stream, str]] = weakref.WeakKeyDictionary()
+"""Of each op of an asset or of its checks: the asset, and the prefix of its resource keys."""
+
+
+def node_of_op(op: Any, node: Stream, prefix: str) -> None:
+    """Records whose op this is, see :func:`expect_few_rows`."""
+    _NODES[op] = node, prefix
+
+
 def expect_few_rows(context: Any, prefix: str, node: Stream, rows: int) -> None:
-    """Lets Spark start for few rows if the process executes nothing but this asset and its checks: the
-    JVM cannot change its compiler later, when another asset has many rows.
+    """Lets Spark start for few rows if all that the process executes has few: the JVM cannot change its
+    compiler later, when another asset has many rows. Of ops that are no asset's or its checks', and of
+    tables of another prefix, nothing is known, so they have many.
 
     Args:
         rows: of the asset's log.
     """
     resource = getattr(context.resources, spark_key(prefix))
-    if rows > _FEW_ROWS or not isinstance(resource, SparkResource):
+    if rows > _FEW_ROWS or not isinstance(resource, SparkResource) or not resource.may_start_jvm:
         return
-    steps = context.get_step_execution_context().execution_plan.step_keys_to_execute
-    if {*steps} <= {asset_op(node), check_op(node)}:
+    step = context.get_step_execution_context()
+    others = {*step.execution_plan.step_keys_to_execute} - {asset_op(node), check_op(node)}
+    warehouse = warehouse_of(context, prefix)
+    if all(_has_few_rows(step.job_def, key, prefix, warehouse) for key in others):
         resource.expect_few_rows()
+
+
+def _has_few_rows(job: dg.JobDefinition, step: str, prefix: str, warehouse: str) -> bool:
+    if not job.has_node_named(step):  # a step of a graph
+        return False
+    node, of = _NODES.get(job.get_node_named(step).definition, (None, prefix))
+    if node is None or of != prefix or isinstance(node.source, FrameSource):
+        return False
+
+    def stores(one: Stream) -> AssetStore:
+        return AssetStore(warehouse, one)  # without a session: to look at logs and sources needs none
+
+    store = stores(node)
+    try:
+        at = store.snapshot()
+        if before_of(node, at.head).total > _FEW_ROWS:
+            return False
+        if node.operator is not None:
+            return from_logs(node, store, at, stores).small
+        return from_source(node, store, at, None, {}).small
+    except (VtDagsterError, OSError):
+        return False  # its own step reports the error
 
 
 def asset_op(node: Stream) -> str:
