@@ -375,6 +375,16 @@ def test_it_is_set_on_a_stream_that_has_run(shop: Shop, spark: SparkSession) -> 
     assert all(one.passed for one in audit(shop.store(named)))
 
 
+def test_a_renamed_column_forgets_nothing(shop: Shop) -> None:
+    """A duplicate is not in the log, but its value is remembered for as long: also under another name."""
+    shop.take("1", paid("p1", at(0)), paid("p1", at(50)), paid("p2", at(100)))
+    renamed = StructType([StructField("id", StringType()), *PAYMENT.fields[1:]])
+    names = {"payment_id": "id"}
+    named = replace(shop.payments, schema=renamed, unique_by="id", renamed=names)
+    again = {"id": "p1", "account": "a", "amount": 1, "timestamp": at(100)}
+    assert shop.take("2", again, node=named) == {"in": 1, "duplicate": 1}
+
+
 def test_an_erased_key_is_forgotten(shop: Shop, spark: SparkSession) -> None:
     own, other = paid("p1", at(0), account="erin"), paid("p2", at(0), account="bob")
     shop.take("1", own, other, own, {**other, "account": "erin"})

@@ -164,7 +164,9 @@ def state_of(arrival: Arrival, store: Store) -> DataFrame | None:
     if at is None or node.unique_by is None or node.within is None:
         return store.state(at)
     then = at.commit.shape
-    if then.unique_by == [*node.unique_by] and then.within is not None and node.within <= then.within:
+    now = {old: new for new, before in node.earlier.items() for old in before}
+    same = [now.get(c, c) for c in then.unique_by or ()] == [*node.unique_by]
+    if same and then.within is not None and node.within <= then.within:
         return store.state(at)
     return remembered_of_log(node, store.log({}, at), by_partition(at.commit.stream_time))
 
