@@ -13,14 +13,20 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from tests.market import Market, checks, record, run
+from tests.market import RECORD, Market, checks, record, run
 from vt_dagster import (
     Alert,
+    FilesSource,
+    SnapshotSource,
+    Stream,
     TopologyError,
+    TumblingWindow,
+    VersionedTable,
     VtDagsterError,
     build_alerts,
     build_asset,
     build_definitions,
+    build_lateness_check,
     build_quarantine_check,
     build_waiting_check,
 )
@@ -271,3 +277,35 @@ def test_refused_when_definitions_load(market: Market) -> None:
         build_waiting_check(market.sales, at_most=1)
     with pytest.raises(TopologyError, match="priced: expected a stream or table with a source"):
         build_quarantine_check(market.priced, at_most="1%")
+
+
+def test_late_results_that_cannot_be_counted() -> None:
+    """The limit leaves such an asset out; a check of it alone says why when definitions load."""
+    day = timedelta(days=1)
+    prices, offers, dump = (
+        VersionedTable(name, key="k", schema=RECORD, timestamp="at", history_retention=day, **more)
+        for name, more in (
+            ("prices", {"source": FilesSource("prices")}),
+            ("offers", {"source": FilesSource("offers"), "new_version_on": ["v"]}),
+            ("dump", {"source": SnapshotSource("dump", dump_time="file_time")}),
+        )
+    )
+    sales = Stream("sales", key="k", schema=RECORD, timestamp="at", source=FilesSource("sales"))
+    select = ["left.v", "right.v as price"]
+    priced = sales.left_join(prices, name="priced", select=select, grace_period=day)
+    offered = sales.left_join(offers, name="offered", select=select, grace_period=day)
+    window = TumblingWindow(day)
+    by_name = sales.group_by("v").windowed_by(window).count(name="by_name")
+    by_letter = sales.group_by("left(v, 1) as letter").windowed_by(window).count(name="by_letter")
+    counted = [prices, offers, priced, by_name]
+    every = [*counted, dump, offered, by_letter, sales]
+    alerts = build_alerts(every, to=Pager().send, late_share="1%")
+    keys = {spec.asset_key for check in alerts.asset_checks or () for spec in check.check_specs}
+    assert keys == {dg.AssetKey(node.name) for node in counted}
+    for node, why in (
+        (dump, "for which no record is late"),
+        (offered, r"with offers, which has new_version_on: the cost .* cannot be computed; remove"),
+        (by_letter, r"by left\(v, 1\) as letter, which needs Spark; remove the check"),
+    ):
+        with pytest.raises(TopologyError, match=f"^{node.name}: expected .* got one {why}"):
+            build_lateness_check(node, at_most="1%")

@@ -15,6 +15,7 @@ import dagster as dg
 
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_order import follows_source
 from vt_dagster.drawing import image
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.metadata import as_time
@@ -28,11 +29,14 @@ from vt_dagster.orchestration.resources import (
     warehouse_key,
     warehouse_of,
 )
+from vt_dagster.provenance.expressions import plain
 from vt_dagster.provenance.lateness import Choice, Lateness, lateness, parse_share, picture, share
 from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import Consumer, refused_option
+from vt_dagster.topology.specification import WindowedAggregateSpec
 
 # Checks
 
@@ -369,14 +373,14 @@ def build_lateness_check(
         pool, resource_prefix: as in :func:`build_checks`.
 
     Raises:
-        TopologyError: no record can be late for the node.
+        TopologyError: no record can be late for the node, or ``lateness`` cannot count its results.
         StorageError: the budget is invalid.
     """
-    if not has_late_results(node):
+    why = _not_counted(node)
+    if why is not None:
         raise TopologyError(
             f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
-            "tumbling or hopping windows, or a versioned table, got one for which no record is "
-            "late; remove the check"
+            f"tumbling or hopping windows, or a versioned table, got one {why}; remove the check"
         )
     parse_share(at_most)
 
@@ -394,12 +398,30 @@ def build_lateness_check(
 
 
 def has_late_results(node: Stream) -> bool:
-    """Returns whether records can be late for a stream or table, so that its results are wrong."""
-    waits = False
-    if node.operator is not None and all(one.versioned for one in node.inputs[1:]):
-        operator = node.operator.specification
-        waits = operator.lateness_option is not None and operator.lateness_unsupported is None
-    return waits or node.versioned
+    """Returns whether records can be late for a stream or table, so that its results are wrong, and
+    ``lateness`` can count them."""
+    return _not_counted(node) is None
+
+
+def _not_counted(node: Stream) -> str | None:
+    """Returns why ``lateness`` counts no results of a stream or table; None = it counts them."""
+    operator = None if node.operator is None else node.operator.specification
+    if operator is None or operator.lateness_option is None:
+        follows = node.versioned and follows_source(node)
+        return None if node.versioned and not follows else "for which no record is late"
+    if operator.lateness_unsupported is not None:
+        return "for which no record is late"
+    if isinstance(operator, WindowedAggregateSpec):
+        columns = node.inputs[0].schema.names
+        made = [str(one) for one in operator.group_key if plain(one.sql, columns) is None]
+        return f"by {', '.join(made)}, which needs Spark" if made else None
+    for table in node.inputs[1:]:
+        if not table.versioned:
+            return "for which no record is late"
+        refused = refused_option(Consumer.LATENESS, table)
+        if refused is not None:
+            return f"with {table.name}, which has {refused.option}: {refused.refusal.why}"
+    return None
 
 
 def _metadata(found: Lateness) -> dict[str, Any]:
