@@ -40,7 +40,14 @@ from tests.market import Market, messages, record
 from tests.test_quarantine import ROW, read, write
 from vt_dagster import FilesSource, SnapshotSource
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.consumed_files import Memory, files_in, matches, remembered
+from vt_dagster.sources.consumed_files import (
+    Consumed,
+    FileInfo,
+    Memory,
+    files_in,
+    matches,
+    remembered,
+)
 from vt_dagster.sources.message_formats import Json
 from vt_dagster.sources.text_formats import FOLLOWED, REFUSED
 from vt_dagster.topology.schema import differences, same_types
@@ -139,6 +146,13 @@ def test_a_store_of_objects_is_listed_once() -> None:
         del type(fs).find
         fs.rm("/landing", recursive=True)
     assert calls == ["find"]
+
+
+def test_an_object_is_known_by_either_name_of_its_store() -> None:
+    """A memory of S3 has ``s3://``, whichever name a source has."""
+    known = Memory({"s3://lake/landing/a.csv": Consumed(1, "stamp", "digest", 7)})
+    for scheme in ("s3", "s3a"):
+        assert known.batch_of(FileInfo("a.csv", f"{scheme}://lake/landing/a.csv", 1, "stamp")) == 7
 
 
 def _moved(tmp_path: Path, before: str, after: str, keep: bool = False) -> bool:

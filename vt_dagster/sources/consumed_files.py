@@ -48,6 +48,11 @@ class FileInfo(NamedTuple):
     size: int
     stamp: str = ""
 
+    @property
+    def place(self) -> str:
+        """The path by which a file is recognized, whether its directory is given as s3:// or s3a://."""
+        return delta.location(self.path)
+
 
 class Consumed(NamedTuple):
     """The stored state of a consumed file: size and stamp, see :class:`FileInfo`, and a content digest.
@@ -94,6 +99,7 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
             "correct the path"
         )
     root, found = root.rstrip("/"), list[FileInfo]()
+    local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     try:
         for entry in _entries(fs, root, recursive):
             name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
@@ -105,7 +111,11 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
                 entry = {**fs.info(entry["name"]), "name": entry["name"]}
             if entry["type"] == "file":
                 stamp = next((str(entry[s]) for s in _STAMPS if entry.get(s) is not None), "")
-                found.append(FileInfo(name, fs.unstrip_protocol(entry["name"]), entry["size"], stamp))
+                # An object store keeps the scheme that was given: it is the one that Spark knows.
+                path = (
+                    fs.unstrip_protocol(entry["name"]) if local else f"{directory.rstrip('/')}/{name}"
+                )
+                found.append(FileInfo(name, path, entry["size"], stamp))
     except PermissionError as error:
         raise SourceError(
             f"a directory in {directory!r} cannot be listed: {error}; give the user of the run the "
@@ -206,8 +216,9 @@ class Memory:
         self._by_path: dict[str, Consumed] = {}
         self._by_name: dict[str, list[tuple[str, Consumed]]] = {}
         self._sizes: dict[str, int] = {}
-        self._there = {f.path: f for f in there}
-        for path, entry in files.items():
+        self._there = {f.place: f for f in there}
+        for given, entry in files.items():
+            path = delta.location(given)
             if isinstance(entry, int):
                 self._sizes[path] = entry
                 continue
@@ -221,7 +232,7 @@ class Memory:
 
     def changed(self, file: FileInfo) -> str | None:
         """Returns how a consumed file has changed; None if it has not, or was not consumed."""
-        before = self._by_path.get(file.path)
+        before = self._by_path.get(file.place)
         size = self._sizes.get(file.name) if before is None else before.size
         if size is None:
             return None
@@ -233,21 +244,21 @@ class Memory:
 
     def has(self, file: FileInfo) -> bool:
         """Returns whether an unchanged file was consumed, under its path or an earlier one."""
-        if file.path in self._by_path or file.name in self._sizes:
+        if file.place in self._by_path or file.name in self._sizes:
             return True
         return self._elsewhere(file) is not None
 
     def knows_elsewhere(self, file: FileInfo) -> bool:
         """Returns whether a consumed file was moved or touched."""
-        before = self._by_path.get(file.path)
+        before = self._by_path.get(file.place)
         if before is not None:
             return before.stamp != file.stamp and _same(file, before)
         return self._elsewhere(file) is not None
 
     def batch_of(self, file: FileInfo) -> int | None:
         """Returns the batch that consumed a file; 0 = unknown; None = not consumed."""
-        if file.path in self._by_path:
-            return self._by_path[file.path].batch
+        if file.place in self._by_path:
+            return self._by_path[file.place].batch
         if file.name in self._sizes:
             return 0
         before = self._elsewhere(file)
@@ -262,7 +273,7 @@ class Memory:
     def _elsewhere(self, file: FileInfo) -> str | None:
         """Returns the earlier path under which a moved file was consumed; None = not consumed."""
         for path, before in self._by_name.get(posixpath.basename(file.name), ()):
-            gone = path != file.path and path not in self._there
+            gone = path != file.place and path not in self._there
             if gone and _was_moved(path, file) and _same(file, before):
                 return path
         return None
@@ -270,7 +281,7 @@ class Memory:
 
 def _was_moved(path: str, file: FileInfo) -> bool:
     """Returns whether a file may have been moved from a consumed path, by their directories."""
-    root = file.path.removesuffix(file.name)
+    root = file.place.removesuffix(file.name)
     name = path.removeprefix(root)
     if name == path:  # from another source directory, whose path is not stored
         return path.endswith("/" + file.name)
@@ -342,7 +353,7 @@ def remembered(
     memory = Memory(before, there)
     batches = {f: memory.batch_of(f) or 0 for f in there if memory.knows_elsewhere(f)}
     batches |= dict.fromkeys(taken, batch)
-    return {**before, **{f.path: Consumed(f.size, f.stamp, _digest(f), n) for f, n in batches.items()}}
+    return {**before, **{f.place: Consumed(f.size, f.stamp, _digest(f), n) for f, n in batches.items()}}
 
 
 def require_untouched(directory: str, taken: Sequence[FileInfo], there: Sequence[FileInfo]) -> None:
