@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
@@ -19,8 +20,9 @@ from tests.kafka.topics import SCHEMA, Topics, records
 from tests.market import materialized, messages, run
 from vt_dagster import Stream, build_asset
 from vt_dagster.errors import SourceError
-from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource
+from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, build_publication
 from vt_dagster.sources.kafka_cluster import token_of
+from vt_dagster.sources.kafka_sink import advice_for, producing
 from vt_dagster.spark.jars import resolve_broker_jars
 from vt_dagster.testing_kafka import KafkaBroker
 
@@ -41,6 +43,14 @@ def token() -> tuple[str, float]:
 
 def failing() -> tuple[str, float]:
     raise ValueError(f"no token with {SECRET}")
+
+
+def expired() -> tuple[str, float]:
+    return token()[0], time.time() - 60
+
+
+def short() -> tuple[str, float]:
+    return token()[0], time.time() + 0.5
 
 
 def in_millis() -> tuple[str, int]:
@@ -89,20 +99,23 @@ def test_a_function_gives_the_tokens(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Of Python's client; Spark's has a login of its own. No token is to be read anywhere."""
+    """Of Python's client, which publishes, too; Spark's has a login of its own. No token is to be read
+    anywhere."""
     caplog.set_level(logging.INFO)
     topics = Topics(token_broker.bootstrap_servers)
-    origin = topics.create()
+    origin, target = topics.create(), topics.create()
     topics.produce(origin, records(range(7)))
     good = cluster(token_broker.token_servers)
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(good, origin))
+    published = build_publication(node, KafkaSink(good, target), name="published")
     said = [repr(good), repr(node)]
     home = tmp_path / "dagster_home"
     home.mkdir()
     with dg.DagsterInstance.local_temp(str(home)) as instance:
-        done = run([build_asset(node)], tmp_path / "warehouse", instance=instance)
+        done = run([build_asset(node), published], tmp_path / "warehouse", instance=instance)
         assert done.success, messages(done)
         assert materialized(done, "s")["records_applied"] == 7
+        assert len(topics.consume(target)) == 7
         said += [str(r) for r in instance.all_logs(done.run_id)]
         wrong = KafkaSource(cluster(token_broker.token_servers, f"{__name__}:failing"), origin)
         broken = Stream("b", key="k", schema=SCHEMA, timestamp="at", source=wrong)
@@ -124,6 +137,7 @@ def test_a_function_gives_the_tokens(
     [
         ("failing", "to return a token and its expiry, got a ValueError; call it by hand"),
         ("nothing_here", "got a AttributeError"),
+        ("expired", "to return a token that is valid now, got one that has expired 60 s ago"),
         ("in_millis", "which looks like milliseconds; divide it by 1000"),
         ("alone", "to return (token, expiry), a text and epoch seconds, got str"),
     ],
@@ -199,6 +213,12 @@ def test_refused_when_declared(change: dict[str, Any], told: str) -> None:
     assert told in str(refused.value)
 
 
-def test_a_publication_does_not_call_a_function() -> None:
-    with pytest.raises(SourceError, match="expected a cluster without token_provider, got"):
-        KafkaSink(cluster("b:9092"), "topic")
+def test_a_token_that_has_expired_while_a_run_publishes(token_broker: TokenBroker) -> None:
+    target = Topics(token_broker.bootstrap_servers).create()
+    row = {"partition": 0, "key": b"a", "value": b"1", "millis": 1, "place": "p"}
+    send = producing(cluster(token_broker.token_servers, f"{__name__}:short"), target, "h")
+    time.sleep(0.6)  # until its token has expired
+    ((failed,),) = (one.to_pylist() for one in send(iter([pa.RecordBatch.from_pylist([row])])))
+    assert failed["records"] == 1
+    assert failed["partition"] is None
+    assert "lower max_records_per_run" in advice_for(failed["error"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -83,8 +84,8 @@ class KafkaCluster:
         token_provider: import path ``module:function`` of a Python function without parameters that
             returns a token and the time at which it expires (epoch seconds). For ``OAUTHBEARER``. It is
             called in the processes of Dagster, by sensors and at the start of runs. The Kafka client of
-            Spark is Java and cannot call it: ``java_options`` say how that one gets its tokens. Not for
-            a ``KafkaSink``, which sends from Spark's Python workers.
+            Spark is Java and cannot call it: ``java_options`` say how that one gets its tokens. A
+            publication sends from Spark's Python workers, with the token of the run's start.
         java_options: settings of Spark's Kafka client alone, which replace those made of the others,
             for example ``sasl.login.callback.handler.class``. The repr hides them.
     """
@@ -441,6 +442,12 @@ def token_of(provider: str) -> tuple[str, float]:
         raise SourceError(
             f"expected token_provider {provider!r} to return the expiry in epoch seconds, got "
             f"{expiry:.0f}, which looks like milliseconds; divide it by 1000"
+        )
+    if expiry <= time.time():
+        raise SourceError(
+            f"expected token_provider {provider!r} to return a token that is valid now, got one that "
+            f"has expired {time.time() - expiry:.0f} s ago; do not cache tokens for longer than they "
+            "live, and check this machine's clock"
         )
     return token, float(expiry)
 

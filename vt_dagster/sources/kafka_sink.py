@@ -43,6 +43,10 @@ from vt_dagster.topology.model import Stream
 # Kafka producer
 
 
+_LONGER = (
+    "let token_provider give tokens that live longer than a run, or lower max_records_per_run: a run "
+    "sends with the token of its start"
+)
 _ADVICE = {
     "Message size too large": "raise max.message.bytes of the topic; if each record is already "
     "smaller, set batch.size in the cluster's options below max.message.bytes",
@@ -50,6 +54,8 @@ _ADVICE = {
     "records that are further ahead of its clock",
     "Topic authorization failed": "allow the user to write to the topic",
     "Authentication failed": "correct username and password of the cluster",
+    "OAUTHBEARER token": _LONGER,
+    "OAuth token not set": _LONGER,
     "Unknown topic or partition": "create the topic, or correct its name",
 }
 
@@ -73,8 +79,14 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         a function that yields rows ``partition, records, error``: the number of records sent by
         partition; or, on failure, one row with a null partition, the number of records that the topic
         has not acknowledged and the first error.
+
+    Raises:
+        SourceError: the cluster's ``token_provider`` gave no token.
     """
     settings = _settings(cluster)
+    # One token for all workers, from this process: they may lack the module of token_provider.
+    give = settings.pop("oauth_cb", None)
+    token = None if give is None else give("")
 
     def send(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         # Self-contained: workers need confluent-kafka, not this package.
@@ -89,7 +101,19 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
             if error.code() != KafkaError._ALL_BROKERS_DOWN:
                 reasons.append(error.str())
 
-        producer = Producer({**settings, "error_cb": noticed})
+        def answer(*columns: list[Any]) -> pa.RecordBatch:
+            kinds = [("partition", pa.int32()), ("records", pa.int64()), ("error", pa.string())]
+            return pa.RecordBatch.from_arrays(
+                [pa.array(c, kind) for c, (_, kind) in zip(columns, kinds, strict=True)],
+                schema=pa.schema(kinds),
+            )
+
+        login = {} if token is None else {"oauth_cb": lambda _: token}
+        try:
+            producer = Producer({**settings, **login, "error_cb": noticed})
+        except KafkaException as error:  # the token has expired
+            yield answer([None], [sum(b.num_rows for b in batches)], [error.args[0].str()])
+            return
 
         def delivered(error: Any, _: Any) -> None:
             nonlocal acknowledged
@@ -135,11 +159,10 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
             failed.append(f"{len(producer)} records were not acknowledged within 90 s")
         producer.purge()
         poll(0)
-        rows = {"partition": [*sent], "records": [*sent.values()], "error": [None] * len(sent)}
         if failed:
-            rows = {"partition": [None], "records": [sent.total() - acknowledged], "error": [failed[0]]}
-        kinds = [("partition", pa.int32()), ("records", pa.int64()), ("error", pa.string())]
-        yield pa.RecordBatch.from_pydict(rows, schema=pa.schema(kinds))
+            yield answer([None], [sent.total() - acknowledged], [failed[0]])
+        else:
+            yield answer([*sent], [*sent.values()], [None] * len(sent))
 
     return send
 
@@ -194,12 +217,6 @@ class KafkaSink:
     at_epoch: Literal["refuse", "one_millisecond_later"] = "refuse"
 
     def __post_init__(self) -> None:
-        if self.cluster.token_provider is not None:
-            raise SourceError(
-                f"expected a cluster without token_provider, got {self.cluster.token_provider!r}: a "
-                "publication sends from Spark's Python workers, which do not call it; use "
-                "token_endpoint, or a username and password"
-            )
         if self.at_epoch not in ("refuse", "one_millisecond_later"):
             raise TopologyError(
                 f"{self.describe()}: at_epoch must be 'refuse' or 'one_millisecond_later', got "
