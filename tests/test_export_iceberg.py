@@ -203,6 +203,24 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     assert table.rows() == 2
 
 
+def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
+    """PostgreSQL's infinity, as Debezium sends it: without bounds in the statistics of the files."""
+    far = "timestamp'+294247-01-01 00:00:00' AS until, date'-0044-03-15' AS day"
+    table = IcebergTable("far", "lake", "bi.far", str(tmp_path / "far"))
+    for batch, sql in enumerate(("SELECT 1 AS n", f"SELECT 1 AS n, {far}", f"SELECT 2 AS n, {far}"), 1):
+        table.write(
+            spark.sql(sql).coalesce(1),
+            document={"asset": "far", "batch": batch, "attempt": str(batch)},
+            after=str(batch - 1) if batch > 1 else None,
+            append=batch == 3,
+            before=lambda: None,
+        )
+    found = lake.load_table("bi.far").scan(row_filter="n == 2").to_arrow()
+    assert found.column("until").cast("int64").to_pylist() == [9223371244800000000]
+    assert found.column("day").cast("int32").to_pylist() == [-735525]
+    assert len(lake.load_table("bi.far").scan(row_filter="n == 2").plan_files()) == 1
+
+
 def test_two_runs_at_once(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     """The one that commits first wins, be it the first run or a later one; nothing is left of the
     other one."""

@@ -72,9 +72,10 @@ _PROPERTIES = {
     "write.metadata.delete-after-commit.enabled": "true",
 }
 _ANEW = "drop the table with its files (purge_table of PyIceberg): the next run writes it anew"
+_TIMES = (DateType, TimestampType, TimestampNTZType)
 _TYPES = (
     *(BooleanType, IntegralType, FractionalType, DecimalType, StringType, CharType, VarcharType),
-    *(BinaryType, DateType, TimestampType, TimestampNTZType),
+    *(BinaryType, *_TIMES),
 )
 
 
@@ -245,8 +246,12 @@ class IcebergTable:
         Raises:
             StorageError: the table does not take the files or their columns.
         """
+        change = self._changed_by
         try:
-            return self._changed_by(table, columns, adds, document, append)
+            try:
+                return change(table, columns, adds, document, append)
+            except OverflowError:  # a date of no year from 1 to 9999, such as PostgreSQL's infinity
+                return change(table, columns, adds, document, append, bounds_of_times=False)
         except StorageError:
             raise
         except Exception as error:
@@ -263,7 +268,14 @@ class IcebergTable:
         adds: list[AddAction],
         document: dict[str, Any],
         append: bool,
+        bounds_of_times: bool = True,
     ) -> Transaction:
+        """See :meth:`_change`.
+
+        Args:
+            bounds_of_times: whether the statistics of files have the smallest and largest date or time
+                of a column, which PyIceberg computes as Python's.
+        """
         from pyiceberg.io.pyarrow import parquet_file_to_data_file
 
         files = [f"{self._location}/data/{one.path}" for one in adds]
@@ -278,7 +290,9 @@ class IcebergTable:
             change = table.transaction()
             if not append:
                 self._evolve(change, columns)
-        change.set_properties({DOCUMENT: json.dumps(with_format(document))})
+        times = [] if bounds_of_times else [f for f in columns.fields if isinstance(f.dataType, _TIMES)]
+        more = {f"write.metadata.metrics.column.{field.name}": "counts" for field in times}
+        change.set_properties({DOCUMENT: json.dumps(with_format(document)), **more})
         if table is None or append:
             change.add_files(files, snapshot_properties=properties, check_duplicate_files=False)
             return change
