@@ -35,6 +35,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import arrow_reader, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.read import Into
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -155,6 +156,7 @@ def test_keys_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) ->
         rows = vt_dagster.read(f"by_{name}", key=key, **about)
         assert rows.column("n").to_pylist() == [1, 2][:expected], key
     assert vt_dagster.read(f"by_{name}", key=text, warehouse=str(of_all_kinds)).num_rows == 1
+    assert vt_dagster.read(f"by_{name}", key=text, into="spark", **about).count() == expected
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,10 @@ def test_keys_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) ->
     ],
 )
 def test_a_value_that_cannot_be_the_key(of_all_kinds: Path, name: str, key: Any, said: str) -> None:
-    with pytest.raises(StorageError, match=said):
-        vt_dagster.read(f"by_{name}", key=key, warehouse=str(of_all_kinds))
+    intos: list[Into] = ["arrow", "spark"]
+    for into in intos:
+        with pytest.raises(StorageError, match=said):
+            vt_dagster.read(f"by_{name}", key=key, warehouse=str(of_all_kinds), into=into)
 
 
 def test_into_other_libraries(tmp_path: Path, spark: SparkSession) -> None:
@@ -193,6 +197,8 @@ def test_into_other_libraries(tmp_path: Path, spark: SparkSession) -> None:
     moment = datetime(2020, 1, 1, 0, 1, 30, tzinfo=timezone.utc)
     then = vt_dagster.read("rates", warehouse=topology.warehouse, as_of=moment)
     assert sorted(then.column("n").to_pylist()) == [1, 2]
+    then = vt_dagster.read("rates", warehouse=topology.warehouse, as_of=moment.date())
+    assert then.column("n").to_pylist() == [1]
     with pytest.raises(StorageError, match="expected into to be one of"):
         vt_dagster.read("rates", warehouse=topology.warehouse, into="excel")  # type: ignore[arg-type]
 
@@ -231,6 +237,12 @@ def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
         ("orders", {"what": "current"}, r"orders is a Stream: expected one of \['log'\]"),
         ("orders", {"as_of": "2020-01-01"}, "as_of needs a VersionedTable"),
         ("orders", {"as_of": "now"}, "as_of needs a VersionedTable"),
+        ("rates", {"as_of": "now", "what": "versions"}, "selects the current rows, but what is 'vers"),
+        (
+            "rates",
+            {"as_of": "2020-01-01", "what": "log"},
+            "selects the current rows, but what is 'log'",
+        ),
         ("rates", {"as_of": "2020-01-01T00:05:00Z"}, "expected a time from 2020-01-01T00:10:00Z on"),
     ):
         with pytest.raises(StorageError, match=said):

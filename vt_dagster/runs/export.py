@@ -93,11 +93,6 @@ class Export:
                 f"{self.name}: expected as_of to be {NOW!r} or None, got {self.as_of!r}; an export "
                 "follows its table: for the rows as of a fixed time use vt_dagster.read"
             )
-        if self.as_of is not None and what != "current":
-            raise TopologyError(
-                f"{self.name}: as_of={NOW!r} selects the current rows, but what is {what!r}, which has "
-                "the rows of all times: remove one of the two"
-            )
         object.__setattr__(self, "what", what)
         object.__setattr__(self, "to", address(self.to))
         object.__setattr__(self, "columns", self._chosen(what))

@@ -543,7 +543,7 @@ def _look_up(
     if known is not None and known < last:
         commit = known_at(root, name, known, commit.truncation)
     asset = AssetRows(root, commit, version, shape, key, commit.recorded_at < last)
-    moment = parse_time(as_of) if as_of is not None and what == "current" else None
+    moment = None if as_of is None else parse_time(as_of)
     if what == "log":
         return asset.log(None)
     if moment is not None and not partial and shape.version_rules is not None:

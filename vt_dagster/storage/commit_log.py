@@ -479,9 +479,10 @@ def require_remembered(
     horizon = rules.horizon(stream_time)
     if moment < horizon:
         raise StorageError(
-            f"{name}: expected a time from {in_utc(horizon)} on, where its history begins, got "
-            f"{in_utc(moment)}; use a later time, set a longer history_retention, or accept the "
-            'versions that have not expired ("vt_dagster/partial": True, --partial)'
+            f"{name}: expected a time from {in_utc(horizon)} on, where its history begins (its newest "
+            f"record is of {in_utc(max(stream_time.values()))}), got {in_utc(moment)}; use a later "
+            "time, set a longer history_retention, or accept the versions that have not expired "
+            '("vt_dagster/partial": True, --partial)'
         )
 
 
@@ -495,7 +496,7 @@ def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
 
     Raises:
         StorageError: the asset does not have ``what``, or ``as_of`` is set for an asset that is not a
-            VersionedTable.
+            VersionedTable, or with another ``what`` than ``current``.
     """
     choices = {"stream": ["log"], "table": ["log", "current"]}.get(kind, ["log", "current", "versions"])
     what = what or choices[-1 if kind != "versioned" else 1]
@@ -505,6 +506,11 @@ def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
         raise StorageError(
             f"{name} is a {called}: expected one of {choices} to read"
             f"{' (as_of needs a VersionedTable)' if as_of else ''}, got {requested!r}"
+        )
+    if as_of is not None and what != "current":
+        raise StorageError(
+            f"{name}: as_of={as_of!r} selects the current rows, but what is {what!r}, which has the "
+            "rows of all times; remove one of the two"
         )
     return what
 

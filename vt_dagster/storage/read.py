@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import date
 from importlib import import_module
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.arrow_reader import as_key, look_up, of_key
 from vt_dagster.topology.durations import at_clock
 
 Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
@@ -21,11 +21,11 @@ def read(
     *,
     warehouse: str = "data/warehouse",
     key: Any = None,
-    as_of: str | datetime | None = None,
+    as_of: str | date | None = None,
     what: str | None = None,
     partial: bool = False,
     into: Into = "arrow",
-    as_known_at: str | datetime | None = None,
+    as_known_at: str | date | None = None,
 ) -> Any:
     """Reads an asset as of its last commit or an earlier one. Uses Spark only for ``into="spark"``.
 
@@ -33,9 +33,10 @@ def read(
         table: asset name (with a key prefix: ``shop/prices``), or the stream or table itself.
         warehouse: directory or URL of the tables.
         key: value of the key, for a composite key a tuple or list; texts are accepted. None = all keys.
-        as_of: valid time, ISO 8601 or datetime (without an offset: UTC); returns the row of each key as
-            of it (inclusive). ``now``: the time of this machine's clock when the read starts, for
-            tables with future-dated rows; without it, such a row is the current one.
+        as_of: valid time, ISO 8601, datetime or date (without an offset: UTC; a date: its midnight);
+            returns the row of each key as of it (inclusive). ``now``: the time of this machine's clock
+            when the read starts, for tables with future-dated rows; without it, such a row is the
+            current one.
         what: ``current`` (default for tables; without deleted keys), ``versions`` (with tombstones) or
             ``log`` (default for streams).
         partial: for an ``as_of`` before the history horizon, return the versions that have not expired;
@@ -48,13 +49,14 @@ def read(
 
     Raises:
         StorageError: the asset does not exist or does not have ``what``, ``as_of`` is before its
-            history, or nothing was recorded by ``as_known_at``.
+            history or set with another ``what`` than ``current``, or nothing was recorded by
+            ``as_known_at``.
     """
     name = table if isinstance(table, str) else "/".join(table.path)
     if into not in get_args(Into):
         raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
     values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
-    moment, known = (t.isoformat() if isinstance(t, datetime) else t for t in (as_of, as_known_at))
+    moment, known = (t.isoformat() if isinstance(t, date) else t for t in (as_of, as_known_at))
     moment = at_clock(moment)
     if into == "spark":
         return _by_spark(warehouse, name, what, values, moment, partial, known)
@@ -88,5 +90,14 @@ def _by_spark(
     rows = store.read(what, as_of, partial, as_known_at)
     if key is None:
         return rows
+    names, of_arrow = store.node.key, import_module("vt_dagster.core.log_columns").arrow_schema
+    columns: pa.Schema = of_arrow(store.node.schema)
+    of_key(store.log_path, columns, names, key)  # refuses a text that Spark would round
+
+    def value(column: str, given: Any) -> Any:
+        kind = columns.field(column).type
+        return as_key(column, given, kind).as_py() if pa.types.is_binary(kind) else given
+
+    values = [value(*one) for one in zip(names, key, strict=True)]
     among = import_module("vt_dagster.core.versioned_table").key_range
-    return among(rows, key=store.node.key, lower=key, upper=key)
+    return among(rows, key=names, lower=values, upper=values)

@@ -646,7 +646,7 @@ class AssetReader:
             rows = self.current_at(at)
             rows = of_table.rows_now(node, rows, at.stream_time) if isinstance(node, Table) else rows
             return with_finality(rows, at.head.commit.watermarks)
-        moment = parse_time(as_of) if as_of is not None and what == "current" else None
+        moment = None if as_of is None else parse_time(as_of)
         view = of_table.as_read(node, self.view_at(at, since=moment))
         if moment is None or not isinstance(node, VersionedTable):
             return view
