@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pandera.pyspark as pa
 import pytest
 from pyspark.sql.types import (
     ArrayType,
@@ -23,6 +24,14 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.model import topological
 
 HOUR = timedelta(hours=1)
+
+
+class Unique(pa.DataFrameModel):
+    k: StringType
+    at: TimestampType
+
+    class Config:
+        unique = "k"
 
 
 def schema(**more: Any) -> StructType:
@@ -122,6 +131,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "contract break rule": (
         lambda: stream(on_contract_break="drop"),
         ["sales", "on_contract_break", "'fail' or 'quarantine'", "'drop'"],
+    ),
+    "unique in a model": (
+        lambda: stream(schema=Unique),
+        ["sales", "without unique in its Config, got ['k']", "remove it", "unique_by of a stream"],
     ),
     "contract break without checks": (
         lambda: stream(on_contract_break="quarantine"),

@@ -136,6 +136,13 @@ def as_struct(schema: Any, name: str) -> StructType:
         raise TopologyError(
             f"{name}: schema must be a pandera.pyspark DataFrameModel or a StructType, got {schema!r}"
         )
+    unique = schema.to_schema().unique if hasattr(schema, "to_schema") else None
+    if unique:
+        raise TopologyError(
+            f"{name}: expected a pandera model without unique in its Config, got {unique}: a run sees "
+            "its new records alone, of which several may have one key; remove it: a table has one row "
+            "for each key, and unique_by of a stream leaves repeated records out"
+        )
     return cast(StructType, convert())
 
 
