@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,28 @@ def test_a_stream_quarantines_what_breaks_a_check(spark: SparkSession) -> None:
         "quarantined/broken_contract: v_not_null (v)": 1,
     }
     assert (found["applied"], found["quarantined"]) == (2, 2)
+
+
+class Lenient(pa.DataFrameModel):
+    k: T.StringType = pa.Field(isin={"allowed_values": ["a", "b"], "name": "known_shop"})
+    v: T.StringType = pa.Field(str_startswith={"string": "p", "name": "is_a_price"}, raise_warning=True)
+    at: T.TimestampType
+
+    @pa.dataframe_check(name="one_shop", raise_warning=True)
+    def one_shop(cls, df: DataFrame) -> bool:
+        return df.agg(F.count_distinct("k")).collect()[0][0] <= 1
+
+
+@pytest.mark.parametrize("on_contract_break", ["quarantine", "fail"])
+def test_a_check_that_only_warns(spark: SparkSession, on_contract_break: Any) -> None:
+    about: Any = {"timestamp": "at", "on_contract_break": on_contract_break}
+    driver = TopologyTestDriver(Stream("sales", key="k", schema=Lenient, **about), spark=spark)
+    said = r"sales: (1|some) record\(s\) break the check (is_a_price|one_shop), which has raise_warning"
+    with pytest.warns(UserWarning, match=said) as told:
+        driver.pipe("sales", {"k": "a", "v": "xa", "at": 1}, {"k": "b", "v": "pb", "at": 2})
+    assert [row["v"] for row in driver.read("sales")] == ["xa", "pb"]
+    found = [match.groups() for one in told if (match := re.match(said, str(one.message)))]
+    assert found == [("1", "is_a_price"), ("some", "one_shop")]
 
 
 def test_an_explanation_names_the_broken_checks(spark: SparkSession, tmp_path: Path) -> None:

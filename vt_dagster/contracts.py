@@ -121,9 +121,11 @@ def _of_values(node: Stream) -> list[pa.Check]:
             found.append(pa.Check(_with_value(_present(name)), name=f"{name}_not_null"))
         for check in declared.checks:
             label = check_name(check, name, taken)
-            found.append(pa.Check(_with_value(on_column(check, name)), name=label))
+            run = _with_value(on_column(check, name))
+            found.append(pa.Check(run, name=label, raise_warning=check.raise_warning))
     for check in schema.checks:
-        found.append(pa.Check(_with_value(on_frame(check)), name=check.name or str(check.error)))
+        run, label = _with_value(on_frame(check)), check.name or str(check.error)
+        found.append(pa.Check(run, name=label, raise_warning=check.raise_warning))
     return found
 
 

@@ -16,6 +16,7 @@ other shape runs as pandera runs it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -397,20 +398,27 @@ class Rule:
         violated: the condition of an offending row.
         columns: further columns that the condition needs, by name.
         of: the column that it is about; empty: the whole row.
+        warns: whether a run only warns of offending rows (pandera's ``raise_warning``).
     """
 
     name: str
     violated: Column
     columns: Mapping[str, Column] = field(default_factory=dict[str, Column])
     of: str = ""
+    warns: bool = False
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A check that has no condition: a function of the DataFrame that must return true."""
+    """A check that has no condition: a function of the DataFrame that must return true.
+
+    Args:
+        warns: see ``Rule``.
+    """
 
     name: str
     holds: Callable[[DataFrame], bool]
+    warns: bool = False
 
 
 class _Recorder:
@@ -484,15 +492,18 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
     rules: list[Rule] = []
     probes: list[Probe] = []
 
-    def add(name: str, check: Callable[[Any], Any], of: str = "") -> None:
+    def add(name: str, check: Callable[[Any], Any], warns: bool, of: str = "") -> None:
         found = rule_of(name, check, [*node.schema.names, *columns])
         if found is None:
-            probes.append(Probe(name, check))
+            probes.append(Probe(name, check, warns))
         elif found.columns:
             # A window must not mix applied rows with rejected ones or tombstones: filter first.
-            probes.append(Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE))))))
+            probes.append(
+                Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE)))), warns)
+            )
         else:
-            rules.append(Rule(name, found.violated & ~F.col(IS_TOMBSTONE), of=of))
+            violated = found.violated & ~F.col(IS_TOMBSTONE)
+            rules.append(Rule(name, violated, of=of, warns=warns))
 
     taken = set[str]()
     for column, declared in schema.columns.items():
@@ -502,9 +513,10 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
             absent = present & ~F.col(IS_TOMBSTONE) if value else present
             rules.append(Rule(f"{column}_not_null", absent, of=column))
         for check in declared.checks:
-            add(check_name(check, column, taken), on_column(check, column), column)
+            name = check_name(check, column, taken)
+            add(name, on_column(check, column), check.raise_warning, column)
     for check in schema.checks:
-        add(check.name or str(check.error), on_frame(check))
+        add(check.name or str(check.error), on_frame(check), check.raise_warning)
     return rules, probes
 
 
@@ -521,7 +533,7 @@ def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
     """
     if node.on_contract_break != "quarantine":
         return records
-    rules, _ = contract_of(node, records.columns)
+    rules = [rule for rule in contract_of(node, records.columns)[0] if not rule.warns]
     if not rules:
         return records
     named = [(r.violated, f"{r.name} ({r.of})" if r.of else r.name) for r in rules]
@@ -653,6 +665,20 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
     )
 
 
+def _warn(node: Stream, broken: dict[str, int]) -> None:
+    """Warns of records that break checks with ``raise_warning``, as pandera does.
+
+    Args:
+        broken: see :func:`refuse`.
+    """
+    for name, count in broken.items():
+        warnings.warn(
+            f"{node.name}: {count if count >= 0 else 'some'} record(s) break the check {name}, which "
+            "has raise_warning=True; they are not held back",
+            stacklevel=2,
+        )
+
+
 # Gate
 
 
@@ -717,6 +743,9 @@ def gate(node: Stream, plan: RunPlan, rows: DataFrame, stream_time: Column) -> P
     broken = _broken(rules, found)
     kept = rows.where(applied)
     broken.update({p.name: -1 for p in probes if not p.holds(kept)})
+    strict = {one.name for one in (*rules, *probes) if not one.warns}
+    _warn(node, {name: n for name, n in broken.items() if name not in strict})
+    broken = {name: n for name, n in broken.items() if name in strict}
     refuse(node, broken, rows, [replace(r, violated=applied & r.violated) for r in rules])
     times = {row[PARTITION]: row["_time"] for row in found if row["_time"] is not None}
     earliest = [row["_earliest"] for row in found if "_earliest" in wanted]
