@@ -376,7 +376,7 @@ def test_it_is_set_on_a_stream_that_has_run(shop: Shop, spark: SparkSession) -> 
 
 
 def test_a_renamed_column_forgets_nothing(shop: Shop) -> None:
-    """A duplicate is not in the log, but its value is remembered for as long: also under another name."""
+    """A duplicate is not in the log, but its value is remembered: also under another name."""
     shop.take("1", paid("p1", at(0)), paid("p1", at(50)), paid("p2", at(100)))
     renamed = StructType([StructField("id", StringType()), *PAYMENT.fields[1:]])
     names = {"payment_id": "id"}
