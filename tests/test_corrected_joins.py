@@ -228,6 +228,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: orders().join(prices(), name="j", corrected_for=MS, select=["left.amount as revision"]),
         "no selected columns named \\['revision'\\]",
     ),
+    "a column that its reads add": (
+        lambda: orders().join(prices(), name="j", corrected_for=MS, select=["left.amount as Is_Final"]),
+        "no selected columns named \\['Is_Final'\\]",
+    ),
     "a join of tables": (
         lambda: prices().left_join(prices(), name="j", corrected_for=MS),
         "already follows every change of both: remove corrected_for",

@@ -117,6 +117,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ),
         ["x", "no selected columns named ['cause']", "'left.cause as own_cause'"],
     ),
+    "a name that reads of corrections add": (
+        lambda: orders().left_join(
+            payments(), name="x", within=HOUR, corrected_for=HOUR, select=["left.n as is_final"]
+        ),
+        ["x", "no selected columns named ['is_final']"],
+    ),
     "an unknown column": (
         lambda: orders().join(payments(), name="x", within=HOUR, select=["right.total"]),
         ["x", "'payments' has no column 'total'"],

@@ -14,6 +14,7 @@ from pyspark.sql.types import DataType, IntegerType, LongType, StructField, Stru
 
 from vt_dagster.columns import (
     CAUSE,
+    IS_FINAL,
     IS_LATE,
     LEFT_OFFSET,
     LEFT_PARTITION,
@@ -227,7 +228,7 @@ class CorrectedStreamJoin(StreamStreamJoin):
                     f"{grace}, before whose end there is no row to retract, got {promised}: lengthen "
                     "corrected_for, or shorten grace"
                 )
-        own = {REVISION, CAUSE, *self.result_key}
+        own = {REVISION, CAUSE, IS_FINAL, *self.result_key}
         taken = sorted(name for name, _ in self.projection().columns if name.lower() in own)
         if taken:
             raise TopologyError(

@@ -14,6 +14,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import (
     CAUSE,
+    IS_FINAL,
     IS_LATE,
     LEFT_OFFSET,
     LEFT_PARTITION,
@@ -439,7 +440,7 @@ class CorrectedJoin(StreamTableJoin):
 
     def _check_columns(self) -> None:
         chosen = self.projection()
-        own = {REVISION, CAUSE, *_POSITION}
+        own = {REVISION, CAUSE, IS_FINAL, *_POSITION}
         taken = sorted(name for name, _ in chosen.columns if name.lower() in own)
         if taken:
             raise TopologyError(
