@@ -44,12 +44,13 @@ from vt_dagster.storage.arrow_reader import (
 from vt_dagster.storage.commit_log import (
     Commit,
     Offsets,
+    base_of,
+    base_path,
     file_at_or_after,
     file_before,
     known_at,
     last_that,
 )
-from vt_dagster.storage.log_truncation import base_of, base_path
 from vt_dagster.topology.specification import OperatorSpec
 
 # Explanation

@@ -19,8 +19,7 @@ from vt_dagster.runs.gate import Passed
 from vt_dagster.runs.pin import Arrival, Store, after_run
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.asset_store import shape_of
-from vt_dagster.storage.commit_log import AHEAD, Commit, Started
-from vt_dagster.storage.log_truncation import consumed_commits
+from vt_dagster.storage.commit_log import AHEAD, Commit, Started, consumed_commits
 from vt_dagster.storage.view import Progress
 from vt_dagster.topology.durations import in_utc
 

@@ -60,10 +60,9 @@ from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, erase_files, iceberg, parquet
 from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure
+from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.erase_files import Found, Key, Marked, Way
-from vt_dagster.storage.log_truncation import bases_of
 from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import forget_replaced

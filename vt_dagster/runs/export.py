@@ -33,9 +33,15 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, iceberg, parquet
 from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
-from vt_dagster.storage.commit_log import Commit, Exported, choose
+from vt_dagster.storage.commit_log import (
+    Commit,
+    Exported,
+    choose,
+    consumed_commits,
+    require_not_truncated,
+    require_same_log,
+)
 from vt_dagster.storage.delta import address
-from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
 from vt_dagster.topology.durations import NOW, clock, in_utc
 from vt_dagster.topology.model import Stream, Table
 

@@ -40,9 +40,14 @@ from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.asset_store import shape_of
-from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
+from vt_dagster.storage.commit_log import (
+    Commit,
+    Offsets,
+    Ranges,
+    require_not_truncated,
+    require_same_log,
+)
 from vt_dagster.storage.delta import unreadable, unseen
-from vt_dagster.storage.log_truncation import require_not_truncated, require_same_log
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import Progress
 from vt_dagster.topology.durations import in_utc, spoken

@@ -36,8 +36,7 @@ from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.log_truncation import require_not_truncated
+from vt_dagster.storage.commit_log import Commit, require_not_truncated
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable

@@ -37,8 +37,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
-from vt_dagster.storage.log_truncation import require_not_truncated
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, require_not_truncated
 from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, VersionedTable, topological

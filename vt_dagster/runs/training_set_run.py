@@ -28,9 +28,8 @@ from vt_dagster.runs.record_times import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of
-from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.commit_log import Commit, Offsets, consumed_commits, require_same_log
 from vt_dagster.storage.delta import address
-from vt_dagster.storage.log_truncation import consumed_commits, require_same_log
 from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream

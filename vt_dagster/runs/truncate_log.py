@@ -38,10 +38,10 @@ from vt_dagster.storage.commit_log import (
     Commit,
     Offsets,
     Truncation,
+    base_path,
     file_before,
     last_that,
 )
-from vt_dagster.storage.log_truncation import base_path
 from vt_dagster.storage.maintenance import KEEP, is_older
 from vt_dagster.storage.spark_reader import Head, before
 from vt_dagster.topology.durations import in_utc

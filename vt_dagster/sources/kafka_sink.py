@@ -35,8 +35,14 @@ from vt_dagster.sources.kafka_cluster import (
 )
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Commit, Offsets, Shape
-from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
+from vt_dagster.storage.commit_log import (
+    Commit,
+    Offsets,
+    Shape,
+    consumed_commits,
+    require_not_truncated,
+    require_same_log,
+)
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
 

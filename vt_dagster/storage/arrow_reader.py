@@ -46,14 +46,17 @@ from vt_dagster.storage.commit_log import (
     Checkpoint,
     Commit,
     Shape,
+    base_of,
+    base_path,
     choose,
     file_at_or_after,
     file_before,
     known_at,
+    require_history,
     require_remembered,
+    usable,
 )
 from vt_dagster.storage.delta import require_files
-from vt_dagster.storage.log_truncation import base_of, base_path, require_history, usable
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.version_rules import EVER, expired
 

@@ -27,9 +27,18 @@ from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Segments, is_of_log
+from vt_dagster.storage.commit_log import (
+    Checkpoint,
+    Commit,
+    Offsets,
+    Segments,
+    base_of,
+    base_path,
+    is_of_log,
+    require_history,
+    usable,
+)
 from vt_dagster.storage.delta import File, Wanted, current, everything
-from vt_dagster.storage.log_truncation import base_of, base_path, require_history, usable
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import with_all_names
