@@ -76,7 +76,7 @@ LATER = {
     "sources/text_formats.py: _decoded",
     "sources/text_formats.py: _decoder",
     "sources/text_formats.py: file_name",
-    "storage/erase_files.py: condition",
+    "runs/erase.py: condition",
     "storage/spark_reader.py: at_or_after",
     "storage/spark_reader.py: before",
     "storage/view.py: segment_of",

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from tests.storage.topology import Topology
 from vt_dagster.runs.erase import erase
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import erase_files, parquet
+from vt_dagster.storage import parquet, rewrite
 from vt_dagster.storage.asset_store import AssetStore
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     if function in ("log", "view", "quarantine"):
         arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
     elif function == "purge":
-        arm(erase_files, function, when, lambda *_: True)
+        arm(rewrite, function, when, lambda *_: True)
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
     spark = session(*remote or [None])

@@ -29,9 +29,9 @@ from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage import arrow_reader, delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.erase_files import purge
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.read import read
+from vt_dagster.storage.rewrite import purge
 
 NAMES = ("rates", "orders", "priced")
 

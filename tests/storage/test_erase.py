@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,15 @@ from vt_dagster.cli import app
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.erase import FOLDER, Certificate, erase, in_statistics
+from vt_dagster.runs.erase import FOLDER, Certificate, Key, erase, in_statistics
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.training_set_run import TrainingRun
-from vt_dagster.storage import delta, erase_files, parquet
+from vt_dagster.storage import delta, parquet, rewrite
 from vt_dagster.storage.arrow_reader import head_of, look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, Shape, commits
-from vt_dagster.storage.erase_files import Key
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Table
@@ -316,7 +316,7 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     assert view.rows <= stored.rows
     assert view.erased <= stored.erased
     for table, one in done.searched.items():
-        assert told.searched[table] == one.model_copy(update={"version": None}), table
+        assert told.searched[table] == replace(one, version=None), table
     assert any(one.files for one in done.searched.values())
     for name in ("kept", "elsewhere", "unreachable"):
         assert getattr(told, name) == getattr(done, name)
@@ -344,9 +344,9 @@ def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.
         with monkeypatch.context() as patch:
             steps = iter(range(100))
             for owner, name in (
-                (erase_files, "rewrite"),
-                (erase_files, "purge"),
-                (erasure, "_forget_attempts"),
+                (rewrite, "rewrite"),
+                (rewrite, "purge"),
+                (erasure, "forget_attempts"),
             ):
                 patch.setattr(owner, name, armed(getattr(owner, name), place, steps))
             with pytest.raises(Killed):
@@ -371,17 +371,17 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
         run.commit(results)
     # and the other way round: the erase is refused, and can be made again
     shop.land("orders", "9.jsonl", [{"customer": "ada", "note": "late", "timestamp": 70}])
-    find = erase_files.find
+    find = rewrite.find
 
     def beside(*args: Any) -> Any:
         found = find(*args)
         with monkeypatch.context() as patch:
-            patch.setattr(erase_files, "find", find)
+            patch.setattr(rewrite, "find", find)
             run_once(shop.orders, stores)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(erase_files, "find", beside)
+        patch.setattr(rewrite, "find", beside)
         with pytest.raises(ConcurrentRunError):
             shop.erase(spark, shop.orders, key=["bob"])
     assert shop.erase(spark, shop.orders, key=["bob"]).finished
@@ -393,7 +393,7 @@ def test_not_beside_the_first_run_of_a_consumer(
     """Its log is not there to be searched, and its rows are already written as the key is erased."""
     for name in ("placed", "followed", "owned", "cities", "hourly"):
         shutil.rmtree(f"{shop.warehouse}/{name}")
-    to, commit, find = str(shop.root / "versions"), parquet._commit, erase_files.find  # pyright: ignore
+    to, commit, find = str(shop.root / "versions"), parquet._commit, rewrite.find  # pyright: ignore
     export = ExportRun(export_of(shop.customers, "versions", to), shop.warehouse, spark)
     declared = TrainingSet("examples", shop.orders, (FeatureView(shop.customers, prefix="of_"),))
     training = TrainingRun(declared, str(shop.root / "set"), shop.warehouse, spark)
@@ -418,12 +418,12 @@ def test_not_beside_the_first_run_of_a_consumer(
     # One that commits after an erase was planned is searched as well.
     def consumed(*args: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(erase_files, "find", find)
+            patch.setattr(rewrite, "find", find)
             consume()
         return find(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(erase_files, "find", consumed)
+        patch.setattr(rewrite, "find", consumed)
         done = shop.erase(spark, shop.orders, among=[shop.placed])
     assert done.searched["placed/log"].erased > 0
     assert left(shop.root / "warehouse", "items") == []

@@ -6,9 +6,8 @@ valid, and no answer for another key changes. A placeholder row would need a key
 operator would have to handle it. If a table with another key has the erased key among its values, its
 row becomes a tombstone, because the versions of that other key must not change.
 
-**Order of writes.** Inputs first, each table in one commit that is a batch of its own: a run that
-started earlier is refused. Each step is idempotent, and the certificate counts the work of each, so
-that the same call completes a killed erase.
+**Order of writes.** Inputs first, each table in one commit (``storage.rewrite``). The certificate is
+the intent of the erase: it counts the work of each step, and the same call completes a killed erase.
 
 **Certificate.** It lists the tables searched, and the places where copies of the key may remain that no
 erase reaches, with what to do there. It contains no value of the key. The validity intervals of the
@@ -23,25 +22,26 @@ Rejected records of a killed run are found only after another run has moved them
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import posixpath
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from functools import partial, reduce
 from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, Field, PrivateAttr
+from pydantic import Field
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import DataType, StringType, StructField, StructType
 
 from vt_dagster.columns import IS_TOMBSTONE, LOG_COLUMNS, OFFSET, OLD, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.core.arrival_order import Outcome, by_partition
@@ -57,13 +57,13 @@ from vt_dagster.sources.consumed_files import FileInfo, Memory
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small, small_run
-from vt_dagster.storage import delta, erase_files, iceberg, parquet
+from vt_dagster.storage import delta, iceberg, parquet, rewrite
 from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
 from vt_dagster.storage.delta import address
-from vt_dagster.storage.erase_files import Found, Key, Marked, Way
-from vt_dagster.storage.maintenance import is_older
+from vt_dagster.storage.maintenance import forget_attempts
+from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import forget_replaced
 from vt_dagster.storage.view import stored_as
@@ -81,6 +81,65 @@ KEPT_ICEBERG = (
     "an Iceberg table: its next run writes it anew without the key; then expire its earlier snapshots, "
     "and remove the files that no snapshot has"
 )
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key or keys to erase.
+
+    Args:
+        types: key columns with their types.
+        values: one for each column; None = ``where`` alone selects the keys.
+        where: SQL condition over the key columns.
+    """
+
+    types: Mapping[str, DataType]
+    values: tuple[Any, ...] | None = None
+    where: str | None = None
+
+    def condition(self) -> Column:
+        """Returns the condition on rows that have the key columns."""
+        given = zip(self.types.items(), self.values or (), strict=False)
+        found = [F.col(f"`{c}`").eqNullSafe(F.lit(v).cast(kind)) for (c, kind), v in given]
+        if self.where is not None:
+            found.append(F.expr(f"({self.where})"))
+        return F.coalesce(reduce(lambda a, b: a & b, found), F.lit(False))
+
+    def within(self, rows: DataFrame, places: Mapping[str, str]) -> DataFrame:
+        """Returns rows with ``_hit`` (the row has the key) and ``_old_hit`` (its old row has the key).
+
+        Args:
+            places: by key column, the column of ``rows`` that holds it.
+        """
+        found = self._flagged(rows, HIT, {k: f"`{c}`" for k, c in places.items()})
+        old = rows.schema[OLD].dataType if OLD in rows.columns else None
+        if not {*places.values()} <= {*getattr(old, "names", ())}:
+            return found.withColumn(OLD_HIT, F.lit(False))
+        return self._flagged(found, OLD_HIT, {k: f"{OLD}.`{c}`" for k, c in places.items()})
+
+    def in_text(self, rows: DataFrame) -> DataFrame:
+        """Returns quarantined records with the flags of :meth:`within`: a record matches if its text
+        contains each value of the key as a word."""
+        assert self.values is not None
+        texts = [F.col(c).cast("string") for c in ("raw", "raw_key") if c in rows.columns]
+        return rows.withColumns({HIT: self.among_words(texts), OLD_HIT: F.lit(False)})
+
+    def among_words(self, texts: Sequence[Column]) -> Column:
+        """Returns the condition that texts contain each value of the key as a word; false without
+        ``values``."""
+        whole = F.concat_ws("\n", *texts)
+        words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values or ()]
+        return reduce(lambda a, b: a & b, [whole.rlike(word) for word in words] or [F.lit(False)])
+
+    def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
+        # The row is packed into a struct: one of its columns may have the name of a key column.
+        row = F.struct(*[F.col(f"`{c}`") for c in rows.columns]).alias("_row")
+        keys = [F.col(place).alias(k) for k, place in places.items()]
+        return rows.select(row, *keys).withColumn(name, self.condition()).select("_row.*", name)
+
+
+def _quoted(text: str) -> str:
+    return re.sub(r"([^\w\s])", r"\\\1", text)
 
 
 @dataclass(frozen=True)
@@ -118,18 +177,16 @@ class Places:
         """The value columns, which are null in a tombstone."""
         return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
 
-    def marked(self, key: Key) -> Marked:
-        """See ``erase_files.find``."""
+    def marked(self, rows: DataFrame, key: Key) -> DataFrame:
+        """See ``Target.marked``."""
+        return key.within(rows, self.columns)
 
-        def marked(rows: DataFrame) -> DataFrame:
-            return key.within(rows, self.columns)
-
-        return marked
-
-    def in_export(self, path: str) -> bool:
-        """Whether an export in Delta has the key's columns."""
-        names = {*delta.require_table(path).schema().to_arrow().names}
-        return bool(self.columns) and {*self.columns.values()} <= names
+    def kept_in(self, export: str) -> str | None:
+        """Returns why an erase does not search an export; None = it does."""
+        if iceberg.is_reference(export):
+            return KEPT_ICEBERG
+        names = {*delta.require_table(export).schema().to_arrow().names}
+        return None if self.columns and {*self.columns.values()} <= names else KEPT_EXPORT
 
 
 def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None) -> Key:
@@ -276,7 +333,8 @@ FOLDER = "erased.certificates"
 """Folder in a warehouse; no asset can have this name."""
 
 
-class Searched(BaseModel):
+@dataclass
+class Searched:
     """The result for one table, summed over all attempts of an interrupted erase.
 
     Args:
@@ -292,22 +350,17 @@ class Searched(BaseModel):
     version: int | None = None
     files: int | None = 0
 
-    def __init__(
-        self,
-        rows: int = 0,
-        erased: int = 0,
-        old: int = 0,
-        version: int | None = None,
-        files: int | None = 0,
-    ) -> None:
-        super().__init__(rows=rows, erased=erased, old=old, version=version, files=files)
+    @classmethod
+    def of(cls, found: Found) -> Searched:
+        """Returns the result of a search, or of the rewrite after it."""
+        return cls(found.searched, found.rows, found.old, found.version, len(found.places))
 
     def __str__(self) -> str:
         files = "unknown number of files" if self.files is None else f"{self.files} files"
         return f"{self.erased} of {self.rows} rows, {self.old} old rows, {files}"
 
 
-class Certificate(BaseModel):
+class Certificate(Intent):
     """The document of one erase."""
 
     id: str
@@ -334,12 +387,6 @@ class Certificate(BaseModel):
     statistics after the erase."""
     waiting: dict[str, int] = Field(default_factory=dict)
     """During the erase: by join, how many buffered records the erase removes."""
-    _path: str = PrivateAttr("")
-
-    @property
-    def path(self) -> str:
-        """The file of the certificate; empty for a dry run."""
-        return self._path
 
     def add(self, table: str, found: Searched) -> None:
         """Adds the result for a table to that of earlier attempts."""
@@ -347,23 +394,13 @@ class Certificate(BaseModel):
         sums: dict[str, int] = {"erased": before.erased + found.erased, "old": before.old + found.old}
         if found.files is not None:
             sums["files"] = (before.files or 0) + found.files
-        self.searched[table] = found.model_copy(update=sums)
+        self.searched[table] = replace(found, **sums)
         self.save()
 
     def finish(self) -> None:
         """Marks the erase as finished."""
         self.finished = _now()
         self.save()
-
-    def save(self) -> None:
-        """Writes the document atomically; a dry run writes nothing."""
-        if not self._path:
-            return
-        fs, local = delta.filesystem(self._path)
-        with parquet.writing(self._path):
-            fs.makedirs(posixpath.dirname(local), exist_ok=True)
-            fs.pipe_file(f"{local}.part", self.model_dump_json(indent=2).encode())
-            fs.mv(f"{local}.part", local)
 
 
 def begun(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Certificate:
@@ -372,15 +409,11 @@ def begun(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Ce
     fs, local = delta.filesystem(folder)
     names = fs.ls(local, detail=False) if fs.exists(local) else []
     for name in sorted(map(posixpath.basename, names)):
-        if not name.endswith(".json"):
-            continue
-        found = Certificate.model_validate_json(fs.cat_file(posixpath.join(local, name)))
-        if found.finished is None and found.key_sha256 == _hash(found.salt, request):
-            found._path = posixpath.join(folder, name)
+        found = Certificate.read(posixpath.join(folder, name)) if name.endswith(".json") else None
+        if found and found.finished is None and found.key_sha256 == _hash(found.salt, request):
             return found
     made = unwritten(asset, request, reason)
-    made._path = posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{made.id}.json")
-    made.save()
+    made.save(posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{made.id}.json"))
     return made
 
 
@@ -457,7 +490,7 @@ SPANS, ERASURES = 16, 64
 _EVER = 2**63 - 1
 
 
-def erasures(store: AssetStore, head: Head, marked: Marked, found: Found) -> list[Erasure]:
+def erasures(store: AssetStore, head: Head, log: Target, found: Found) -> list[Erasure]:
     """Returns the earlier erases of a log and the new one, with the validity of its erased rows.
 
     Args:
@@ -469,17 +502,17 @@ def erasures(store: AssetStore, head: Head, marked: Marked, found: Found) -> lis
     commit = head.commit
     if not isinstance(store.node, VersionedTable):
         return []
-    spans = _spans(store, head, marked)
+    spans = _spans(store, log)
     if not spans and found.first is None:
         return commit.erasures
     own = Erasure(batch=commit.batch + 1, spans=spans, first=found.first, last=found.last)
     return _bounded([*commit.erasures, own], commit)
 
 
-def _spans(store: AssetStore, head: Head, marked: Marked) -> list[tuple[int, int]]:
+def _spans(store: AssetStore, log: Target) -> list[tuple[int, int]]:
     """Returns when an erased key had a value: [from, to), epoch microseconds; adjacent ones merged."""
     at = store.snapshot()
-    rows = marked(store.view_at(at)).where(F.col("_hit") & ~F.col(IS_TOMBSTONE))
+    rows = log.marked(store.view_at(at)).where(F.col("_hit") & ~F.col(IS_TOMBSTONE))
     low = F.unix_micros(VALID_FROM)
     high = F.coalesce(F.unix_micros(VALID_TO), F.lit(_EVER))
     spans = rows.select(low.alias("low"), high.alias("high"))
@@ -715,95 +748,10 @@ def _statistics(path: str) -> Iterator[dict[str, Any]]:
         yield from (json.loads(one) for one in texts if one)
 
 
-# Erase dry run
-
-
-Tell = Callable[[str], None]
-
-
-def erase_dry_run(
-    warehouse: str,
-    spark: SparkSession,
-    key: Key,
-    plan: Sequence[Places],
-    exports: Mapping[str, Places],
-    done: Certificate,
-    say: Tell,
-) -> dict[str, DataFrame]:
-    """Adds to ``done`` what an erase would find.
-
-    Args:
-        plan: the erased asset and the assets derived from it.
-        exports: by path, the exported asset.
-        done: the certificate that collects the results.
-
-    Returns:
-        by asset, the log rows that the erase would leave.
-    """
-    left: dict[str, DataFrame] = {}
-
-    def note(table: str, searched: Searched) -> None:
-        done.add(table, searched)
-        say(f"{table}: {searched}")
-
-    for one in plan:
-        store = AssetStore(warehouse, one.node, spark, None)
-        head = store.head()
-        if not one.columns:
-            done.kept[one.name] = KEPT
-        elif head is not None:
-            for table, searched in _asset(store, head, one, key, of_source=one is plan[0]):
-                note(f"{one.name}/{table}", searched)
-            rows = parquet.read(spark, store.log_path, head.version, like=log_schema(one.node))
-            left[one.name] = erase_files.without(rows, one.marked(key), one.way_of_log, one.values)
-    for path, one in exports.items():
-        if iceberg.is_reference(path):
-            done.kept[path] = KEPT_ICEBERG
-            continue
-        if not one.in_export(path):
-            done.kept[path] = KEPT_EXPORT
-            continue
-        there = delta.last_commit(path)
-        assert there is not None
-        note(path, _searched(erase_files.find(spark, path, there.version, one.marked(key))))
-    for name, why in done.kept.items():
-        say(f"! {name}: {why}")
-    return left
-
-
-def _asset(
-    store: AssetStore, head: Head, one: Places, key: Key, of_source: bool
-) -> Iterator[tuple[str, Searched]]:
-    """Yields the results of one asset, by table."""
-    spark, marked = store.spark, one.marked(key)
-    log = erase_files.find(spark, store.log_path, head.version, marked, log_schema(one.node))
-    yield "log", _searched(log)
-    if isinstance(one.node, Table):
-        like = stored_as(one.node, store.log_path)
-        at = store.snapshot()
-        is_there = at.base is not None and at.base.is_view and not at.tail
-        if not is_there:
-            counts = [F.count(F.lit(1)), F.count_if("_hit"), F.count_if(F.col("_old_hit"))]
-            rows, hits, old = marked(store.view_at(at)).agg(*counts).collect()[0]
-            yield "view", Searched(rows, hits, old, files=None)
-        for path in (*([store.view_path] if is_there else []), *bases_of(store.root)):
-            there = delta.last_commit(path)
-            assert there is not None
-            found = erase_files.find(spark, path, there.version, marked, like)
-            yield "view" if path == store.view_path else "base", _searched(found)
-    rejected = delta.last_commit(store.quarantine_path) if of_source else None
-    if rejected is not None and one.node.operator is None and key.values:
-        found = erase_files.find(spark, store.quarantine_path, rejected.version, key.in_text)
-        yield "quarantine", _searched(found)
-
-
-def _searched(found: Found) -> Searched:
-    return Searched(found.searched, found.rows, found.old, files=len(found.places))
-
-
 # Erase
 
 
+Tell = Callable[[str], None]
 _ROWS = "rows_erased"
 """Name of the count of erased rows in the commit of an erase."""
 
@@ -895,12 +843,7 @@ class _Erase:
             return self._run()
 
     def _run(self) -> Certificate:
-        left = dict[str, DataFrame]()
-        if self.dry_run:
-            look = self.warehouse, self.spark, self.key, self.plan, self.exports
-            left = erase_dry_run(*look, self.done, self.say)
-        else:
-            self._erase()
+        left = self._look() if self.dry_run else self._erase()
         self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark, left)
         self.done.unreachable = erase_residuals(
             self.warehouse, self.plan, self.key, self.spark, self.runs
@@ -912,7 +855,70 @@ class _Erase:
             self.say(f"! {line}")
         return self.done
 
-    def _erase(self) -> None:
+    def _targets(self, store: AssetStore, one: Places) -> Iterator[Target]:
+        """Yields the tables of an asset to search: its log, then those made of it that exist. The view
+        of a table always: readers see its rows from the log."""
+        node, marked = one.node, partial(one.marked, key=self.key)
+        log, way, values = log_schema(node), one.way_of_log, one.values
+        yield Target(f"{one.name}/log", store.log_path, node.name, marked, log, way, values)
+        if isinstance(node, Table):
+            about = marked, stored_as(node, store.log_path), one.way_of_view, values
+            parted = isinstance(node, VersionedTable)
+            yield Target(f"{one.name}/view", store.view_path, f"{node.name}:view", *about, parted)
+            for base in filter(delta.exists, bases_of(store.root)):
+                yield Target(f"{one.name}/base", base, f"{node.name}:base", *about)
+        # An operator's quarantine has offsets of records only, no values.
+        of_source = node is self.node and node.operator is None
+        if of_source and self.key.values and delta.exists(store.quarantine_path):
+            name = f"{one.name}/quarantine"
+            yield Target(name, store.quarantine_path, node.name, self.key.in_text)
+
+    def _note(self, table: str, searched: Searched) -> None:
+        self.done.add(table, searched)
+        self.say(f"{table}: {searched}")
+
+    # -- dry run ---------------------------------------------------------------------------------
+
+    def _look(self) -> dict[str, DataFrame]:
+        """Notes what an erase would find; returns, by asset, the log rows that it would leave."""
+        left: dict[str, DataFrame] = {}
+        for one in self.plan:
+            store = AssetStore(self.warehouse, one.node, self.spark, None)
+            head = store.head()
+            if not one.columns:
+                self.done.kept[one.name] = KEPT
+            elif head is not None:
+                targets = [*self._targets(store, one)]
+                for target in targets:
+                    self._note(target.name, self._searched(store, target))
+                rows = parquet.read(self.spark, store.log_path, head.version, like=targets[0].like)
+                left[one.name] = rewrite.without(rows, targets[0])
+        for path, one in self.exports.items():
+            if (kept := one.kept_in(path)) is not None:
+                self.done.kept[path] = kept
+            else:
+                self._note(path, Searched.of(self._find(self._export_target(path, one))[1]))
+        for name, why in self.done.kept.items():
+            self.say(f"! {name}: {why}")
+        return left
+
+    def _searched(self, store: AssetStore, target: Target) -> Searched:
+        at = store.snapshot() if target.path == store.view_path else None
+        if at is None or (at.base is not None and at.base.is_view and not at.tail):
+            return Searched.of(self._find(target)[1])
+        counts = [F.count(F.lit(1)), F.count_if(HIT), F.count_if(F.col(OLD_HIT))]
+        rows, hits, old = target.marked(store.view_at(at)).agg(*counts).collect()[0]
+        return Searched(rows, hits, old, files=None)
+
+    def _find(self, target: Target) -> tuple[dict[str, Any], Found]:
+        """Returns the document of a table's last commit, and its rows to erase."""
+        there = delta.last_commit(target.path)
+        assert there is not None
+        return there.document, rewrite.find(self.spark, target, there.version)
+
+    # -- erase -----------------------------------------------------------------------------------
+
+    def _erase(self) -> dict[str, DataFrame]:
         self._assets(self.plan)
         for path, one in self.exports.items():
             self._export(path, one)
@@ -922,6 +928,7 @@ class _Erase:
         new = [o for o in derived(self.warehouse, self.node, self.nodes) if o.name not in known]
         self._assets(new)
         self.plan += new
+        return {}
 
     def _assets(self, some: Sequence[Places]) -> None:
         for one in some:
@@ -929,8 +936,6 @@ class _Erase:
                 self.done.kept[one.name] = KEPT
                 continue
             self._asset(one)
-
-    # -- an asset --------------------------------------------------------------------------------
 
     def _asset(self, one: Places) -> None:
         store = AssetStore(self.warehouse, one.node, self.spark, None)
@@ -940,94 +945,73 @@ class _Erase:
         head = store.head()
         if head is None:
             return
-        marked = one.marked(self.key)
+        log, *made_of_it = self._targets(store, one)
         # Before the rows are erased: the commits of joins that buffer them subtract their number.
-        self._note_waiting(store, head, marked)
+        self._note_waiting(store, head, log)
         # The log first: its commit is the next batch, so a concurrent run is refused from here on.
-        after = self._log(store, head, one, marked)
+        after = self._log(store, head, one, log)
         committed = time.time()
-        bases = bases_of(store.root)
-        for path in (store.view_path, *bases) if isinstance(one.node, Table) else ():
-            if delta.exists(path):
-                self._view(store, path, after, one, marked)
-        # An operator's quarantine has offsets of records only, no values.
-        of_source = one.node is self.node and one.node.operator is None
-        if of_source and delta.exists(store.quarantine_path) and self.key.values:
-            self._quarantine(store, after)
-        removed = _forget_attempts(store, committed)
-        for path in (store.log_path, store.view_path, *bases, store.quarantine_path):
+        for target in made_of_it:
+            if delta.exists(target.path):
+                self._table(store, target, after)
+        removed = sum(forget_attempts(store.root, committed))
+        for path in (store.log_path, store.view_path, *bases_of(store.root), store.quarantine_path):
             if delta.exists(path):
                 removed += self._purge(path, after.batch, one)
         forget_replaced(self.warehouse, one.name, timedelta(0))
         self.done.files_removed += removed
         self.done.save()
 
-    def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> Commit:
-        found = erase_files.find(self.spark, store.log_path, head.version, marked, log_schema(one.node))
-        attempt, commit = store.new_attempt(), head.commit
-        self._stage(store, head, one, marked, attempt)
-        after = self._after(commit, attempt, one, found)
-        after.staged, after.erasures = store.staged(attempt), erasures(store, head, marked, found)
+    def _log(self, store: AssetStore, head: Head, one: Places, log: Target) -> Commit:
+        found = rewrite.find(self.spark, log, head.version)
+        after = self._after(store, head, one, log, found)
         # An earlier attempt was killed between its commit and the certificate: count its rows too.
-        again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
-        before = commit.counts.get(_ROWS, 0) if again else 0
+        again = head.commit.run_id == after.run_id and log.name not in self.done.searched
+        before = head.commit.counts.get(_ROWS, 0) if again else 0
         after.counts[_ROWS] = found.rows + before
-        erase_files.rewrite(
-            self.spark,
-            store.log_path,
-            head.version,
-            found,
-            marked,
-            one.way_of_log,
-            one.values,
-            document=after.model_dump(),
-            asset=one.node.name,
-            after=commit.attempt,
-        )
+        about = {"after": head.commit.attempt, "before": lambda: store.require_staged(after)}
+        rewrite.rewrite(self.spark, log, found, after.model_dump(), **about)
         found.rows += before
-        self._tell(f"{one.name}/log", found)
+        self._note(log.name, Searched.of(found))
         return after
 
-    def _stage(self, store: AssetStore, head: Head, one: Places, marked: Marked, attempt: str) -> None:
-        """Stages the last run's state and consumed files for the next run, without the key."""
-        state = store.state(head)
-        if state is not None:
-            hit = marked(store.log({}, head)).where("_hit")
-            state = processor_of(one.node).state_after_erase(state, hit)
-            if {*one.columns.values()} <= {*state.columns}:
-                state = erase_files.without(state, marked)
-            store.stage_state(attempt, state)
-        if head.commit.files:
-            store.stage_files(attempt, store.consumed_files(head))
-
-    def _after(self, commit: Commit, attempt: str, one: Places, found: Found) -> Commit:
+    def _after(self, store: AssetStore, head: Head, one: Places, log: Target, found: Found) -> Commit:
         """Returns the commit of the erase: the last commit's positions, and the erased rows."""
-        gone = found.by_partition if one.way_of_log == "remove" else {}
+        commit, run_id = head.commit, f"{ERASE}{self.done.id}"
+        gone = found.by_partition if log.way == "remove" else {}
         totals = dict(commit.totals)
         waiting = commit.counts.get(Outcome.WAITING, 0)
-        run_id = f"{ERASE}{self.done.id}"
         counted = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
         lost = min(waiting, counted)
         if lost:
             totals[Outcome.WAITING] = totals.get(Outcome.WAITING, 0) - lost
             totals["in"] = totals.get("in", 0) - lost
             totals["erased"] = totals.get("erased", 0) + lost
-        ends = {p: commit.next_offset.get(p, 0) for p in gone}
-        after = commit.successor(
-            attempt,
+
+        def without_key(state: DataFrame) -> DataFrame:
+            hit = log.marked(store.log({}, head)).where(HIT)
+            state = processor_of(one.node).state_after_erase(state, hit)
+            has_it = {*one.columns.values()} <= {*state.columns}
+            return rewrite.without(state, replace(log, way="remove")) if has_it else state
+
+        after = store.successor(
+            head,
+            store.new_attempt(),
             run_id,
+            without_key,
             previous="",  # its attempt had rows of the key and is removed
             # If the source provides system times, the erase must not be recorded before later ones.
             recorded_at=next_system_time(commit, commit.recorded_at if commit.stepped else None),
             totals=totals,
             erased={p: commit.erased.get(p, 0) + gone.get(p, 0) for p in {*commit.erased, *gone}},
-            erased_before={**commit.erased_before, **ends},
+            erased_before={**commit.erased_before, **{p: commit.next_offset.get(p, 0) for p in gone}},
+            erasures=erasures(store, head, log, found),
         )
         if waiting:
             after.counts[Outcome.WAITING] = waiting - lost
         return after
 
-    def _note_waiting(self, store: AssetStore, head: Head, marked: Marked) -> None:
+    def _note_waiting(self, store: AssetStore, head: Head, log: Target) -> None:
         """Counts erased records that joins still buffer, so that the joins' record counts add up."""
         for other in self.plan:
             there = AssetStore(self.warehouse, other.node, self.spark).head()
@@ -1043,129 +1027,56 @@ class _Erase:
             out = by_partition(there.commit.emitted_up_to, "long")
             waits = F.coalesce(F.unix_micros(TIMESTAMP) > out, F.lit(True))
             ours = F.col(OFFSET) < F.coalesce(by_partition(taken, "long"), F.lit(0))
-            count = marked(store.log({}, head)).where("_hit").where(waits & ours).count()
+            count = log.marked(store.log({}, head)).where(HIT).where(waits & ours).count()
             if count:
                 self.done.waiting[other.name] = count
                 self.done.save()
 
-    def _view(self, store: AssetStore, path: str, after: Commit, one: Places, marked: Marked) -> None:
-        there = delta.last_commit(path)
-        assert there is not None
-        like = stored_as(one.node, store.log_path)
-        found = erase_files.find(self.spark, path, there.version, marked, like)
-        of_base = path != store.view_path
+    def _table(self, store: AssetStore, target: Target, after: Commit) -> None:
+        """Erases from a table that is made of the log."""
+        document, found = self._find(target)
         if found.places:
-            then = Checkpoint.model_validate(there.document)
-            about = {"batch": after.batch, "attempt": uuid4().hex, "log_attempt": after.attempt}
-            about |= {"written": int(time.time() * 1e6)}
-            erase_files.rewrite(
-                self.spark,
-                path,
-                there.version,
-                found,
-                marked,
-                one.way_of_view,
-                one.values,
-                document=then.model_copy(update=about).model_dump(),
-                asset=f"{one.node.name}:{'base' if of_base else 'view'}",
-                parted=isinstance(one.node, VersionedTable) and not of_base,
-            )
-        self._tell(f"{one.name}/{'base' if of_base else 'view'}", found)
+            then = Checkpoint.model_validate(document)
+            about: dict[str, Any] = {"batch": after.batch, "attempt": uuid4().hex}
+            about |= {"log_attempt": after.attempt, "written": int(time.time() * 1e6)}
+            if target.path == store.quarantine_path:
+                about = {"batch": after.batch, "attempt": after.attempt}
+                about["erased"] = self._rejected(store, then.erased)
+            rewrite.rewrite(self.spark, target, found, then.model_copy(update=about).model_dump())
+        self._note(target.name, Searched.of(found))
 
-    def _quarantine(self, store: AssetStore, after: Commit) -> None:
-        there = delta.last_commit(store.quarantine_path)
-        assert there is not None
-        found = erase_files.find(self.spark, store.quarantine_path, there.version, self.key.in_text)
-        if found.places:
-            then = Checkpoint.model_validate(there.document)
-            rows = store.quarantine()
-            assert rows is not None
-            hits = self.key.in_text(rows).where("_hit").groupBy("reason").count().collect()
-            erased = dict(then.erased)
-            for row in hits:
-                erased[row["reason"]] = erased.get(row["reason"], 0) + row["count"]
-            about = {"batch": after.batch, "attempt": after.attempt, "erased": erased}
-            erase_files.rewrite(
-                self.spark,
-                store.quarantine_path,
-                there.version,
-                found,
-                self.key.in_text,
-                "remove",
-                (),
-                document=then.model_copy(update=about).model_dump(),
-                asset=store.node.name,
-            )
-        self._tell(f"{posixpath.join(*store.node.path)}/quarantine", found)
+    def _rejected(self, store: AssetStore, erased: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of erased rows of the quarantine by reason, with those to erase now."""
+        rows = store.quarantine()
+        assert rows is not None
+        hits = self.key.in_text(rows).where(HIT).groupBy("reason").count().collect()
+        return {**erased, **{r["reason"]: erased.get(r["reason"], 0) + r["count"] for r in hits}}
 
-    # -- an export -------------------------------------------------------------------------------
+    def _export_target(self, path: str, one: Places) -> Target:
+        whose = delta.last_commit(path)
+        assert whose is not None
+        return Target(path, path, whose.document["asset"], partial(one.marked, key=self.key))
 
     def _export(self, path: str, one: Places) -> None:
-        if iceberg.is_reference(path):
-            iceberg.renew(path)
-            self.done.kept[path] = KEPT_ICEBERG
-            self.say(f"! {path}: {KEPT_ICEBERG}")
+        kept = one.kept_in(path)
+        if kept is not None:
+            self.done.kept[path] = kept
+            if kept == KEPT_ICEBERG:
+                iceberg.renew(path)
+                self.say(f"! {path}: {kept}")
             return
-        there = delta.last_commit(path)
-        assert there is not None
-        if not one.in_export(path):
-            self.done.kept[path] = KEPT_EXPORT
-            return
-        marked = one.marked(self.key)
-        found = erase_files.find(self.spark, path, there.version, marked)
-        then = Commit.model_validate(there.document)
-        about = {
-            "batch": then.batch + 1,
-            "attempt": uuid4().hex,
-            "run_id": f"{ERASE}{self.done.id}",
-            "taken": {},
-            "counts": {"in": 0},
-        }
-        erase_files.rewrite(
-            self.spark,
-            path,
-            there.version,
-            found,
-            marked,
-            "remove",
-            (),
-            document=then.model_copy(update=about).model_dump(),
-            asset=then.asset,
-        )
-        self._tell(path, found)
-        self.done.files_removed += self._purge(path, then.batch + 1, one)
+        target = self._export_target(path, one)
+        document, found = self._find(target)
+        then = Commit.model_validate(document)
+        after = then.successor(uuid4().hex, f"{ERASE}{self.done.id}", previous="")
+        rewrite.rewrite(self.spark, target, found, after.model_dump())
+        self._note(path, Searched.of(found))
+        self.done.files_removed += self._purge(path, after.batch, one)
         self.done.save()
 
     def _purge(self, path: str, batch: int, one: Places) -> int:
-        removed = erase_files.purge(path, batch)
+        removed = rewrite.purge(path, batch)
         columns = {} if path.endswith("/quarantine") else one.columns
         left = in_statistics(self.spark, path, self.key, columns)
         self.done.statistics[path.removeprefix(f"{self.warehouse.rstrip('/')}/")] = left
         return removed
-
-    def _tell(self, table: str, found: Found) -> None:
-        searched = Searched(found.searched, found.rows, found.old, found.version, len(found.places))
-        self.done.add(table, searched)
-        self.say(f"{table}: {searched}")
-
-
-def _forget_attempts(store: AssetStore, until: float) -> int:
-    """Removes staged files of earlier runs, except those of the last commit, which the next run needs.
-
-    Args:
-        until: time of the erase's commit, epoch seconds; attempts staged later are kept.
-    """
-    head = store.head()
-    assert head is not None
-    fs, attempts = delta.filesystem(posixpath.join(store.root, "attempts"))
-    removed = 0
-    if not fs.exists(attempts):
-        return 0
-    for path in fs.ls(attempts, detail=False, refresh=True):
-        name = posixpath.basename(path.rstrip("/"))
-        age = timedelta(seconds=max(0.0, time.time() - until))
-        if name != head.commit.attempt and is_older(posixpath.join(store.root, "attempts", name), age):
-            with contextlib.suppress(FileNotFoundError):
-                removed += sum(name.endswith(".parquet") for name in fs.find(path))
-                fs.rm(path, recursive=True)
-    return removed

@@ -37,6 +37,7 @@ from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, require_not_truncated
+from vt_dagster.storage.rewrite import exchange
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
@@ -390,13 +391,5 @@ def swap(warehouse: str, live: str, other: str) -> None:
                 f"expected the assets {live} and {other} in {warehouse}, found no {missing}; replay an "
                 "asset into the missing name first, or choose another warehouse with --warehouse"
             )
-        fs.mv(paths[live], aside, recursive=True)
-    if not fs.exists(paths[live]):
-        fs.mv(paths[other], paths[live], recursive=True)
-    elif fs.exists(paths[other]):  # moved there, the tables would lie within those that exist
-        raise StorageError(
-            f"expected that nothing runs during a swap, but {live} and {other} both exist in "
-            f"{warehouse}, while {aside} has the earlier tables of {live}; move the one away that was "
-            "written since, and run it again"
-        )
+    exchange(fs, paths[live], paths[other], aside)
     fs.mv(aside, paths[other], recursive=True)

@@ -11,8 +11,8 @@ plain table has only current rows.
 
 **Order of writes.** The new logs are written beside the old ones, in a folder of the warehouse; then
 they are exchanged, inputs first. The old logs of a versioned table are kept for a while, so that reads
-can be compared with them (``storage.stale_reads``). Each step is idempotent, so that a killed
-restatement continues where it stopped. Nothing else may run meanwhile.
+can be compared with them (``storage.stale_reads``). A killed restatement goes on as
+``storage.rewrite`` says. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, require_not_truncated
+from vt_dagster.storage.rewrite import Intent, exchange
 from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, VersionedTable, topological
@@ -65,7 +66,7 @@ class Step(BaseModel):
     taken: int = 0
 
 
-class Plan(BaseModel):
+class Plan(Intent):
     """The steps of a restatement, inputs first."""
 
     start: int
@@ -351,9 +352,12 @@ class _Restatement:
         self.fs, self.root = delta.filesystem(self.place)
 
     def run(self) -> list[str]:
-        plan = self._saved(self.plan())
+        plan = self.plan()
+        if not plan.path and self.fs.exists(self.root):
+            self.fs.rm(self.root, recursive=True)  # of a restatement that was killed at its very end
         if not plan.steps:
             return []
+        plan.save(plan.path or posixpath.join(self.place, _PLAN))
         made = {step.path for step in plan.steps}
         steps = [(step, next(n for n in self.nodes if path_of(n) == step.path)) for step in plan.steps]
         if not self._exists(_READY):
@@ -361,7 +365,11 @@ class _Restatement:
                 self._build(step, node, made)
             self.fs.touch(posixpath.join(self.root, _READY))
         for step in plan.steps:
-            self._exchange(step.path)
+            live = posixpath.join(delta.filesystem(self.warehouse)[1], step.path)
+            new, old = (posixpath.join(self.root, of, step.path) for of in (_BESIDE, RESTATED))
+            if self.fs.exists(new) and not self.fs.exists(old):
+                self.say(f"{step.path}: replaces the old tables by the new ones")
+            exchange(self.fs, live, new, old)
         for step, node in steps:
             old = posixpath.join(self.root, RESTATED, step.path)
             if node.versioned and self.fs.exists(old):
@@ -389,9 +397,8 @@ class _Restatement:
 
     def plan(self) -> Plan:
         """Returns the plan of an interrupted restatement, or a new one. Writes nothing."""
-        place = posixpath.join(self.root, _PLAN)
-        if self.fs.exists(place):
-            plan = Plan.model_validate_json(self.fs.cat_file(place))
+        plan = Plan.read(posixpath.join(self.place, _PLAN))
+        if plan is not None:
             missing = {step.path for step in plan.steps} - {path_of(n) for n in self.nodes}
             if plan.start != self.moment or missing:
                 raise StorageError(
@@ -404,20 +411,6 @@ class _Restatement:
         plan = Planner(self.warehouse, self.node, self.moment, self.spark, self.nodes, self.say).plan()
         if not plan.steps:
             self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
-        return plan
-
-    def _saved(self, plan: Plan) -> Plan:
-        """Writes a new plan that has steps, so that a killed restatement goes on by it."""
-        place = posixpath.join(self.root, _PLAN)
-        if self.fs.exists(place):
-            return plan
-        if self.fs.exists(self.root):
-            self.fs.rm(self.root, recursive=True)
-        if not plan.steps:
-            return plan
-        self.fs.makedirs(self.root, exist_ok=True)
-        self.fs.pipe_file(f"{place}.part", plan.model_dump_json().encode())
-        self.fs.mv(f"{place}.part", place)
         return plan
 
     # -- build -----------------------------------------------------------------------------------
@@ -494,24 +487,3 @@ class _Restatement:
                 batch=keep.batch,
                 asset=node.name,
             )
-
-    # -- exchange --------------------------------------------------------------------------------
-
-    def _exchange(self, path: str) -> None:
-        """Replaces the old tables of an asset by the new ones, unless that is done."""
-        new, old = posixpath.join(self.root, _BESIDE, path), posixpath.join(self.root, RESTATED, path)
-        live = posixpath.join(delta.filesystem(self.warehouse)[1], path)
-        if not self.fs.exists(new):
-            return
-        if not self.fs.exists(old):
-            self.fs.makedirs(posixpath.dirname(old), exist_ok=True)
-            self.say(f"{path}: replaces the old tables by the new ones")
-            # After a kill between the two moves `old` exists and `live` does not: the next call makes
-            # the second move.
-            self.fs.mv(live, old, recursive=True)
-        if self.fs.exists(live):
-            raise StorageError(
-                f"{path}: expected that nothing runs while it is restated, but somebody has written to "
-                f"{live} between its old tables and the new ones; move that away and run it again"
-            )
-        self.fs.mv(new, live, recursive=True)

@@ -6,14 +6,12 @@ future would advance stream time, and with it the truncation, too far. Of these,
 consumer has consumed and will not re-read, by its own commits and its declaration.
 
 **Order of writes.** For a table, its rows as of the last removed batch are first written as a base,
-under a name of their own; then one commit of the log removes the batches and records the truncation. It
-is a batch of its own, so a run that started earlier is refused, as with any concurrent run. The commit
-is atomic: a process killed before it has truncated nothing.
+under a name of their own; then one commit of the log removes the batches and records the truncation
+(``storage.rewrite``).
 """
 
 from __future__ import annotations
 
-import posixpath
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,8 @@ from vt_dagster.storage.commit_log import (
     file_before,
     last_that,
 )
-from vt_dagster.storage.maintenance import KEEP, is_older
+from vt_dagster.storage.maintenance import KEEP, forget_unused
+from vt_dagster.storage.rewrite import replace
 from vt_dagster.storage.spark_reader import Head, before
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, topological
@@ -218,14 +217,16 @@ class _Log:
             if isinstance(self.node, Table):
                 # Before the commit: after it no other table has the rows of the removed batches.
                 self._put_aside(store, self.node, head, upto, attempt)
-            # The truncation is a batch: the next run reads state and consumed files from the attempt of
-            # the last batch.
-            state = store.state(head)
-            if state is not None:
-                store.stage_state(attempt, state)
-            if head.commit.files:
-                store.stage_files(attempt, store.consumed_files(head))
-            self._take_out(store, head, self._after(store, head, cut, attempt))
+            after = store.successor(
+                head,
+                attempt,
+                f"cut:{attempt}",
+                recorded_at=next_system_time(head.commit, max(self.now, head.commit.recorded_at + 1)),
+                erased=self._erased(store, head, cut),
+                truncation=cut,
+                upkeep=True,
+            )
+            self._take_out(store, head, after, cut)
         store.forget(head)
 
     def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
@@ -249,19 +250,6 @@ class _Log:
             asset=f"{head.commit.asset}:base",
         )
 
-    def _after(self, store: AssetStore, head: Head, truncation: Truncation, attempt: str) -> Commit:
-        """Returns the commit of the truncation: the last commit's positions, and the removed part."""
-        commit = head.commit
-        return commit.successor(
-            attempt,
-            f"cut:{attempt}",
-            staged=store.staged(attempt),
-            recorded_at=next_system_time(commit, max(self.now, commit.recorded_at + 1)),
-            erased=self._erased(store, head, truncation),
-            truncation=truncation,
-            upkeep=True,
-        )
-
     def _erased(self, store: AssetStore, head: Head, truncation: Truncation) -> Offsets:
         """Returns, per partition, how many rows of the kept part have been erased."""
         commit = head.commit
@@ -272,36 +260,26 @@ class _Log:
         kept = {p: end - truncation.next_offset.get(p, 0) for p, end in commit.next_offset.items()}
         return {p: n for p, end in kept.items() if (n := end - there.get(p, 0))}
 
-    def _take_out(self, store: AssetStore, head: Head, commit: Commit) -> None:
-        cut = commit.truncation
-        assert cut is not None
+    def _take_out(self, store: AssetStore, head: Head, after: Commit, cut: Truncation) -> None:
         files = delta.files(store.log_path, head.version, _both(cut))
         rows = parquet.read(self.spark, store.log_path, head.version, _both(cut))
-        parquet.write(
+        replace(
             parquet.packed(rows.where(~before(cut.next_offset)), sum(file.rows for file in files)),
             store.log_path,
-            document=commit.model_dump(),
-            batch=commit.batch,
+            head.version,
+            file_before(cut.next_offset),
+            after.model_dump(),
             asset=self.node.name,
-            mode="overwrite",
-            over=head.version,
-            replaced=file_before(cut.next_offset),
-            # A compaction after this version would have put the kept rows into files that are not
-            # replaced.
-            pinned=True,
             after=head.commit.attempt,
+            before=lambda: store.require_staged(after),
         )
 
     def forget_bases(self, keep: timedelta) -> None:
-        """Removes bases of earlier truncations that no log is folded onto any more."""
-        store = self.store
-        head = store.head()
+        """Removes bases of killed and earlier truncations that no log is folded onto any more."""
+        head = self.store.head()
         cut = None if head is None else head.commit.truncation
-        fs, folder = delta.filesystem(posixpath.join(store.root, "bases"))
-        for path in fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else ():
-            name = posixpath.basename(path.rstrip("/"))
-            if (cut is None or name != cut.base) and is_older(base_path(store.root, name), keep):
-                fs.rm(path, recursive=True)
+        needed = () if cut is None else (cut.base,)
+        forget_unused(base_path(self.store.root, ""), needed, time.time() - keep.total_seconds())
 
 
 def _document(commit: Commit) -> dict[str, Any]:

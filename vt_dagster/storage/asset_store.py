@@ -126,19 +126,12 @@ class AssetStore(AssetReader):
             warning = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).summary
             if warning:
                 self.progress.done(f"! {warning}")
-        prepared = self._prepared.get(commit.attempt, {})
-        commit = commit.model_copy(update={"staged": prepared})
+        commit = commit.model_copy(update={"staged": self._prepared.get(commit.attempt, {})})
 
-        # Runs right before the commit.
         def ready() -> None:
             if before is not None:
                 before()
-            # Maintenance may have removed staged files while the run was suspended, and the next run
-            # needs all that the commit names.
-            there = self.staged(commit.attempt)
-            gone = [what for what, size in prepared.items() if there.get(what) != size]
-            if gone:
-                raise gone_before_commit(commit.asset, self._attempt_path(commit.attempt, gone[0]))
+            self.require_staged(commit)
 
         written = parquet.write(
             parquet.packed(rows, count),
@@ -153,6 +146,41 @@ class AssetStore(AssetReader):
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)
+
+    def successor(
+        self,
+        head: Head,
+        attempt: str,
+        run_id: str,
+        change: Callable[[DataFrame], DataFrame] = lambda state: state,
+        **changes: Any,
+    ) -> Commit:
+        """Returns the commit of a batch that takes no records (``Commit.successor``), and stages for it
+        what the next run continues from: the state and the consumed files of the last run.
+
+        Args:
+            change: of the rows of the state.
+            changes: other fields of the new commit.
+        """
+        state = self.state(head)
+        if state is not None:
+            self.stage_state(attempt, change(state))
+        if head.commit.files:
+            self.stage_files(attempt, self.consumed_files(head))
+        staged = self._prepared.get(attempt, {})
+        return head.commit.successor(attempt, run_id, staged=staged, **changes)
+
+    def require_staged(self, commit: Commit) -> None:
+        """Checks right before a commit that the staged data which it names is there: the next run needs
+        it, and maintenance may have removed it while this process was suspended.
+
+        Raises:
+            ConcurrentRunError: some is gone.
+        """
+        there = self.staged(commit.attempt)
+        gone = [what for what, size in commit.staged.items() if there.get(what) != size]
+        if gone:
+            raise gone_before_commit(commit.asset, self._attempt_path(commit.attempt, gone[0]))
 
     def require_writable(self, batch: int) -> None:
         """Checks that a run may write a batch of the log. Does not use Spark.

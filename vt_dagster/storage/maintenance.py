@@ -11,6 +11,7 @@ import contextlib
 import posixpath
 import re
 import time
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -73,17 +74,55 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         with settings(spark, _CLEANING):
             spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
         done["commits_removed"] += forget_commits(path, keep)
-    done["attempts_removed"] = _forget_attempts(root, keep)
+    done["attempts_removed"] = len(forget_attempts(root, _ago(keep)))
     done["replaced_removed"] = forget_replaced(warehouse, name, keep)
     return done
 
 
 def is_older(path: str, age: timedelta) -> bool:
     """Returns whether a file, or every file of a directory, was written longer than ``age`` ago."""
+    return _is_before(path, _ago(age))
+
+
+def _is_before(path: str, until: float) -> bool:
     fs, local = delta.filesystem(path)
     # Object stores have modification times for files only.
-    written = [fs.modified(name) for name in fs.find(local) or [local]]
-    return all(time.time() - moment.timestamp() > age.total_seconds() for moment in written)
+    return all(fs.modified(name).timestamp() < until for name in fs.find(local) or [local])
+
+
+def _ago(age: timedelta) -> float:
+    return time.time() - age.total_seconds()
+
+
+def forget_unused(folder: str, needed: Collection[str], until: float) -> list[int]:
+    """Removes the directories in a folder that are not needed, such as those of killed processes.
+
+    Args:
+        needed: names of directories to keep.
+        until: directories with a file written later are kept, epoch seconds.
+
+    Returns:
+        by removed directory, the number of its data files.
+    """
+    fs, local = delta.filesystem(folder)
+    removed: list[int] = []
+    for path in fs.ls(local, detail=False, refresh=True) if fs.exists(local) else ():
+        name = posixpath.basename(path.rstrip("/"))
+        if name in needed or not _is_before(posixpath.join(folder, name), until):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # removed by a concurrent maintenance
+            removed.append(sum(one.endswith(".parquet") for one in fs.find(path)))
+            fs.rm(path, recursive=True)
+    return removed
+
+
+def forget_attempts(root: str, until: float) -> list[int]:
+    """Removes the staged data of earlier and killed runs, see :func:`forget_unused`. That of the last
+    commit is kept for the next run, and that of the previous commit in case the last one is lost."""
+    found = delta.last_commit(posixpath.join(root, "log"))
+    last = None if found is None else Commit.model_validate(found.document)
+    needed = () if last is None else (last.attempt, last.previous)
+    return forget_unused(posixpath.join(root, "attempts"), needed, until)
 
 
 def forget_commits(path: str, keep: timedelta) -> int:
@@ -127,24 +166,6 @@ def _compact(spark: SparkSession, path: str) -> int:
         return 0  # OPTIMIZE merges files of one segment; to find none takes it seconds
     metrics: Any = spark.sql(f"OPTIMIZE {delta.quoted(path)}").select("metrics.numFilesRemoved").first()
     return int(metrics[0] or 0)
-
-
-def _forget_attempts(root: str, keep: timedelta) -> int:
-    """Removes the staged data of killed runs. That of the last commit is kept for the next run, and
-    that of the previous commit in case the last one is lost."""
-    fs, attempts = delta.filesystem(posixpath.join(root, "attempts"))
-    found = delta.last_commit(posixpath.join(root, "log"))
-    last = None if found is None else Commit.model_validate(found[1])
-    needed = () if last is None else (last.attempt, last.previous)
-    removed = 0
-    if not fs.exists(attempts):
-        return 0
-    for path in fs.ls(attempts, detail=False, refresh=True):
-        name = posixpath.basename(path.rstrip("/"))
-        if name not in needed and is_older(posixpath.join(root, "attempts", name), keep):
-            fs.rm(path, recursive=True)
-            removed += 1
-    return removed
 
 
 def maintain_all(
