@@ -80,10 +80,12 @@ WINDOWS: dict[str, Any] = {
     "sliding": SlidingWindow(3 * MINUTE, grace=MINUTE),
 }
 WAREHOUSE, ROUNDS, RECORDS = "data/warehouse", 3, 12
-LOADED = {"delivered": ["upstream"], "mine": ["versions"]}
+LOADED = {"delivered": ["upstream"], "mine": ["versions"], "mine_now": ["versions"]}
 """What Dagster loads for an asset."""
 NOTHING_NEW = 3
 """The run before which nothing lands."""
+ALWAYS = ("upstream", "mine", "mine_now", "returned", "collected")
+"""Assets that have something new in each run."""
 CLIENT = "pyspark.sql.connect.logging"
 """The logger of Spark Connect's client."""
 NAMED = ("guarded", "opened", "versions")
@@ -226,6 +228,14 @@ def operators(of: Mapping[str, Any]) -> list[Stream]:
             max_age=2 * MINUTE,
             grace_period=2 * MINUTE,
         ),
+        clicks.left_join(
+            versions,
+            name="ahead_corrected",
+            select=JOINED,
+            at="at_or_after",
+            max_age=2 * MINUTE,
+            corrected_for=LONG,
+        ),
         clicks.join(versions, name="opened", select=JOINED, before_first="first_version"),
         clicks.join(versions, name="corrected", select=JOINED, corrected_for=LONG),
         versions.outer_join(plain, name="outer", select=JOINED),
@@ -255,7 +265,17 @@ class Everything:
             "log_export": build_export(clicks, to="data/lake/log", name="log_export"),
             "plain_export": build_export(plain, to="data/lake/plain", name="plain_export"),
             "training": build_training_set(clicks, features, name="training", to="data/lake/training"),
+            "now_export": build_export(versions, to="data/lake/now", name="now_export", as_of="now"),
+            "iceberg_export": build_export(
+                versions,
+                to="data/lake/iceberg",
+                name="iceberg_export",
+                format="iceberg",
+                iceberg_catalog="lake",
+                catalog_table="bi.versions",
+            ),
             "mine": mine,
+            "mine_now": mine_now,
         }
         self.checks = {name: build_checks(node) for name, node in self.nodes.items()}
 
@@ -263,7 +283,7 @@ class Everything:
         """Assets with all that they are made of."""
         found: set[str] = set()
         for name in names:
-            of = {"training": ["clicks", "versions"], "delivered": ["upstream"], "mine": ["versions"]}
+            of = {"training": ["clicks", "versions"], **LOADED}
             exports = {"plain_export": ["plain"], "log_export": ["clicks"]}
             before = of.get(name) or exports.get(name) or []
             before = ["versions"] if not before and name.endswith("_export") else before
@@ -305,6 +325,18 @@ def upstream() -> pa.Table:
 @dg.asset(ins={"versions": dg.AssetIn(input_manager_key="vt_dagster_tables")})
 def mine(context: dg.AssetExecutionContext, versions: Any) -> None:
     """A user's own asset that reads a table by Spark."""
+    context.add_output_metadata({"rows": versions.count()})
+
+
+@dg.asset(
+    ins={
+        "versions": dg.AssetIn(
+            input_manager_key="vt_dagster_tables", metadata={"vt_dagster/as_of": "now"}
+        )
+    }
+)
+def mine_now(context: dg.AssetExecutionContext, versions: Any) -> None:
+    """One that reads the rows that are valid at the clock's time."""
     context.add_output_metadata({"rows": versions.count()})
 
 
@@ -434,20 +466,31 @@ def levels(everything: Everything) -> list[list[str]]:
     return [[n for n, at in place.items() if at == level] for level in sorted({*place.values()})]
 
 
+def new_catalog() -> None:
+    """Makes the catalog of Iceberg tables, and a namespace in it."""
+    from pyiceberg.catalog import load_catalog
+
+    load_catalog("lake").create_namespace("bi")
+
+
 def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
     """Runs everything, or some kinds with what they are made of; so many processes at a time."""
     os.chdir(root)
+    # PyIceberg reads them at its import, in the processes below.
+    os.environ["PYICEBERG_CATALOG__LAKE__TYPE"] = "sql"
+    os.environ["PYICEBERG_CATALOG__LAKE__URI"] = f"sqlite:///{Path.cwd()}/data/catalog.db"
     everything = Everything()
     wanted = everything.made_of(kinds) if kinds else {*everything.assets}
     Path("data/home").mkdir(parents=True)
     os.waitpid(alone(new_home), 0)  # two that make Dagster's tables at once fail
+    os.waitpid(alone(new_catalog), 0)
     for run in range(1, ROUNDS + 1):
         if run != NOTHING_NEW:
             os.waitpid(alone(lambda run=run: land(run)), 0)  # deltalake's threads bear no fork
         for level in levels(everything):
             running: set[int] = set()
             for name in level:
-                always = name in ("upstream", "mine", "returned", "collected")
+                always = name in ALWAYS
                 if name not in wanted or (run == NOTHING_NEW and always):
                     continue
                 if len(running) >= beside:
