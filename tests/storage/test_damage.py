@@ -22,6 +22,7 @@ from tests.storage.test_commit_format import edit
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError
 from vt_dagster.runs import commit_document as run_commit
+from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
@@ -438,6 +439,33 @@ def test_a_run_that_slept_longer_than_maintenance_keeps(
         assert after.commit == head.commit
         assert topology.run("rates", spark).commit is not None
     assert topology.store("rates", spark).read().count() == 4
+
+
+def test_a_rewrite_that_slept_longer_than_maintenance_keeps(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for a truncation and an erase: the next run needs what they stage."""
+    commit = parquet._commit  # pyright: ignore
+    rates = replace(topology.rates, log_retention=timedelta(0))
+    head = topology.store("rates", spark).head()
+
+    def slept(path: str, *rest: Any) -> None:
+        if path.endswith("rates/log"):
+            attempts = folder(topology, "rates", "attempts")
+            shutil.rmtree(max(attempts.iterdir(), key=lambda one: one.stat().st_mtime))
+        commit(path, *rest)
+
+    told: list[str] = []
+    about: dict[str, Any] = {"key": ["a"], "reason": "asked to", "among": topology.nodes}
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "_commit", slept)
+        assert truncate_logs(topology.warehouse, spark, [rates], tell=told.append) == {}
+        with pytest.raises(ConcurrentRunError, match="Nothing was committed: run again"):
+            erase(topology.warehouse, topology.rates, spark, **about)
+    assert "Nothing was committed: run again" in told[0]
+    assert topology.store("rates", spark).head() == head
+    topology.land("rates", "3.jsonl", [("a", 9, 9)])
+    assert topology.run("rates", spark).commit is not None
 
 
 def put_orders_back(topology: Topology, _: SparkSession) -> None:

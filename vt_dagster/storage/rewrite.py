@@ -97,9 +97,9 @@ def exchange(fs: Any, live: str, new: str, old: str) -> None:
         fs.mv(live, old, recursive=True)
     if fs.exists(live):  # moved there, the tables would lie within those that exist
         raise StorageError(
-            f"expected that nothing runs while tables are exchanged, but {live} and {new} both exist, "
-            f"while {old} has the earlier tables; move the one away that was written since, and run it "
-            "again"
+            f"expected that nothing runs while tables are exchanged, but {live} and {new} both exist "
+            f"beside {old}, which has the earlier tables; move the one away that was written since, "
+            "and run it again"
         )
     fs.mv(new, live, recursive=True)
 
