@@ -191,7 +191,7 @@ def write(
             or the written files have another number of rows than expected.
     """
     app, path = f"{MARK}:{asset}", address(path)
-    if _version_of(open_table(path), app) >= batch:
+    if _version_of(open_table(path, to_read=True), app) >= batch:
         raise conflict(asset, batch)
     if after is not None:  # asked again before the commit: here, before anything is written
         _require_last(path, asset, last_of_ours(path), after)
@@ -267,7 +267,7 @@ def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
 
 def last_batch(path: str, asset: str) -> int:
     """Returns the last batch that was written to a table for an asset; 0 = none. Does not use Spark."""
-    return _version_of(open_table(path), f"{MARK}:{asset}")
+    return _version_of(open_table(path, to_read=True), f"{MARK}:{asset}")
 
 
 def _version_of(table: DeltaTable | None, app: str) -> int:
