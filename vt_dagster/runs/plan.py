@@ -1,24 +1,31 @@
-"""What changed definitions do to a live warehouse, before a run does it. Writes nothing, without Spark.
+"""What changed definitions do to a live warehouse, before a run does it; the replays that they need.
 
-The verdicts are those of a run: the same functions read the last commits, compare them with the
-declaration, and raise the same errors. What only the data can tell is left to the run: the checks of a
-contract, and the types of columns that Spark derives from expressions.
+A plan writes nothing, and needs no Spark. Its verdicts are those of a run: the same functions read the
+last commits, compare them with the declaration, and raise the same errors. What only the data can tell
+is left to the run: the checks of a contract, and the types of columns that Spark derives from
+expressions.
+
+Planned replays are made beside the live tables, each from those of its inputs. At the end all are
+swapped. What is left to do follows from the tables, so that a killed call is completed by another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import posixpath
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pyspark.sql import SparkSession
+
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import NeedsReplayError, TopologyError, VtDagsterError
+from vt_dagster.errors import NeedsReplayError, StorageError, TopologyError, VtDagsterError
 from vt_dagster.runs.pin import before_of, from_source, require_consumable
-from vt_dagster.runs.replay import AssetStores
+from vt_dagster.runs.replay import AssetStores, is_replay, renamed, replay, replay_id, swap
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_reader import asset_names, require_in_place
+from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
 from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.storage.spark_reader import Snapshot, columns_of
 from vt_dagster.topology.model import Stream, Table, topological
@@ -164,10 +171,133 @@ def _consumers(node: Stream, every: Sequence[Stream]) -> tuple[str, ...]:
 def _removed(store: AssetStore) -> Iterator[Planned]:
     """Yields an asset that no definition has; a replay beside a live asset is none."""
     head = store.head()
-    if head is not None and not (head.commit.run_id or "").startswith("replay:"):
+    if head is not None and not is_replay(head.commit):
         yield Planned("/".join(store.node.path), "removed", **_size(store))
 
 
 def _size(store: AssetStore) -> dict[str, Any]:
     files = delta.files(store.log_path) if delta.exists(store.log_path) else []
     return {"rows": sum(file.rows for file in files), "bytes": sum(file.size for file in files)}
+
+
+# Planned replays
+
+
+def to_replay(found: Sequence[Planned]) -> list[Planned]:
+    """Returns the assets of a plan that need a replay, and those downstream that need one after their
+    swap; inputs first.
+
+    Args:
+        found: the plan of all assets.
+
+    Raises:
+        StorageError: the next run of one of them is refused for a reason that a replay does not remove.
+    """
+    names = {
+        name for one in found if one.verdict == "needs_replay" for name in (one.asset, *one.downstream)
+    }
+    for one in found:
+        if one.asset in names and one.verdict == "refused" and one.cause not in names:
+            raise StorageError(
+                f"{one.asset}: expected that a replay is all it needs, but its runs are refused for "
+                f"another reason; remove that first: {one.reason}"
+            )
+    return [one for one in found if one.asset in names and one.verdict != "new"]
+
+
+def replay_planned(
+    warehouse: str,
+    nodes: Sequence[Stream],
+    spark: SparkSession | Callable[[], SparkSession],
+    *,
+    swapping: bool = True,
+    tell: Callable[[str], None] | None = None,
+    confirm: Callable[[list[Planned]], None] | None = None,
+) -> dict[str, str]:
+    """Replays the assets that need a replay, and those downstream of them, beside the live ones, and
+    then swaps them all.
+
+    The live tables are unchanged until the last replay is complete. Nothing else may run during the
+    swaps. To complete an interrupted call, call again with the same arguments.
+
+    Args:
+        nodes: all streams and tables of the warehouse, with or without their inputs.
+        spark: a session, or a function that creates it after ``confirm``.
+        swapping: False = leave the replays beside the live tables; a later call swaps them.
+        tell: is called with one line per run and swap.
+        confirm: is called with the assets before the first replay; raises to prevent all.
+
+    Returns:
+        the new tables by asset, inputs first; after the swap their name has the earlier tables.
+
+    Raises:
+        StorageError: see :func:`to_replay`; or the name of the new tables has others already.
+        SourceError: a source no longer has the records.
+    """
+    every = {"/".join(node.path): node for node in topological(nodes)}
+    into = {name: "/".join(renamed(node, _beside(node)).path) for name, node in every.items()}
+    say = tell or (lambda _: None)
+
+    def exchange(name: str) -> None:
+        swap(warehouse, name, into[name])
+        say(f"{name}: swapped; {into[name]} has the earlier tables")
+
+    fs, root = delta.filesystem(str(warehouse))
+    for name, other in into.items():
+        if fs.exists(posixpath.join(root, swap_folder(name, other))):
+            exchange(name)
+    chosen = to_replay(plan(warehouse, [*every.values()]))
+    for one in chosen:
+        _require_free(warehouse, every[one.asset], into[one.asset])
+    if chosen and confirm is not None:
+        confirm(chosen)
+    made = dict[str, str]()
+    for one in chosen:
+        node = every[one.asset]
+        replay(warehouse, node, _beside(node), spark, tell=tell, inputs=made)
+        made[node.name] = _beside(node)
+    for one in chosen if swapping else ():
+        exchange(one.asset)
+    return {one.asset: into[one.asset] for one in chosen}
+
+
+def _beside(node: Stream) -> str:
+    return f"{node.name}_new"
+
+
+def _require_free(warehouse: str, node: Stream, path: str) -> None:
+    """Checks that the new tables of an asset do not exist, or are its interrupted replay."""
+    copy = renamed(node, _beside(node))
+    head = AssetStore(warehouse, copy).head()
+    if head is None:
+        return
+    same = head.commit.shape.definition() == shape_of(copy).definition()
+    if not same or head.commit.run_id != replay_id(node):
+        raise StorageError(
+            f"{'/'.join(node.path)}: expected no tables {path}, or those of a replay of the same "
+            "definition that was interrupted, got others, which may be the tables from before an "
+            f"earlier replay; remove the directory {path} of the warehouse if nothing needs it"
+        )
+
+
+def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> None:
+    """Checks by a plan that an asset and its consumers can be restated: only a refusal prevents that,
+    since a restatement replays what needs a replay, and makes new tables of the causes among them.
+
+    Args:
+        nodes: all known streams and tables, inputs first.
+
+    Raises:
+        StorageError: the next run of one of them is refused.
+    """
+    again = {node.name: node}
+    for one in nodes:
+        if any(up.name in again for up in one.inputs):
+            again[one.name] = one
+    names = {"/".join(one.path) for one in again.values()}
+    for one in plan(warehouse, nodes, names):
+        if one.verdict == "refused" and one.cause not in names:
+            raise StorageError(
+                f"{one.asset}: expected that its runs are not refused, because a restatement makes "
+                f"them again, but a run says: {one.reason}"
+            )

@@ -35,7 +35,7 @@ from vt_dagster.sources.kafka_cluster import lost
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import swap_folder
-from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, require_not_truncated
 from vt_dagster.storage.rewrite import exchange
 from vt_dagster.storage.spark_reader import Head
@@ -104,16 +104,18 @@ def require_history(node: Stream, stores: AssetStores, keep: Commit | None, inst
 
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
+_RUN = "replay"
 
 
 def replay(
     warehouse: str,
     node: Stream,
     into: str,
-    spark: SparkSession,
+    spark: SparkSession | Callable[[], SparkSession],
     start: Start = None,
     tell: Callable[[str], None] | None = None,
     keep_recorded: bool = True,
+    inputs: Mapping[str, str] | None = None,
 ) -> AssetStore:
     """Reprocesses an asset under another name, up to the position of the live one.
 
@@ -128,6 +130,7 @@ def replay(
         keep_recorded: whether records of topics and files keep their original system times; they are
             then read in the same runs as the original. Results of an operator, and files whose run is
             unknown, are recorded now: results from the current inputs were not known then.
+        inputs: by the names of inputs, the names of their replays, which are read instead of them.
 
     Returns:
         the new tables.
@@ -142,7 +145,7 @@ def replay(
             f"{node.name}: nothing was ever committed, so there is nothing to replay; run it first"
         )
     require_name(into, "replay")
-    there, whose = AssetStore(warehouse, replace(node, name=into), spark).head(), f"replay:{node.name}"
+    there, whose = AssetStore(warehouse, renamed(node, into), spark).head(), replay_id(node)
     if there is not None and there.commit.run_id != whose:
         raise StorageError(
             f"expected {into!r} to be a new name, or a replay of {node.name!r} that was interrupted, "
@@ -158,12 +161,33 @@ def replay(
         source = replace(source, start=start)
     else:
         source = from_beginning(node, AssetStore(warehouse, node, spark)).source
-    copy = replace(node, name=into, source=source)
-    if copy.operator is not None:
-        copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
+    copy = renamed(replace(node, source=source), into)
     live = AssetStore(warehouse, replace(node, source=source), spark)
-    make_anew(copy, stores_of(warehouse, spark, tell), live, whose, keep_recorded)
+
+    def stores(one: Stream) -> AssetStore:
+        made = (inputs or {}).get(one.name)
+        return AssetStore(warehouse, one if made is None else renamed(one, made), spark, tell)
+
+    make_anew(copy, stores, live, whose, keep_recorded)
     return AssetStore(warehouse, copy, spark)
+
+
+def renamed(node: Stream, name: str) -> Stream:
+    """Returns a stream or table under another name."""
+    copy = replace(node, name=name)
+    if copy.operator is not None:
+        copy = replace(copy, operator=replace(copy.operator, name=name))  # pyright: ignore
+    return copy
+
+
+def replay_id(node: Stream) -> str:
+    """Returns the run id of the commits of a replay."""
+    return f"{_RUN}:{node.name}"
+
+
+def is_replay(commit: Commit) -> bool:
+    """Returns whether a commit is one of a replay."""
+    return (commit.run_id or "").startswith(f"{_RUN}:")
 
 
 def make_anew(

@@ -32,6 +32,7 @@ from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.runs.plan import require_restatable
 from vt_dagster.runs.replay import as_far_as, require_history, require_logs, require_same_topics
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
@@ -326,8 +327,9 @@ def restate(
         the names of all recomputed assets, inputs first; with ``dry_run`` of those that would be.
 
     Raises:
-        StorageError: the asset has never run; the history of a looked-up table is too short; records
-            for times before ``start`` would be missed; or a consumer is not in ``among``.
+        StorageError: the asset has never run; a run of it or of a consumer is refused; the history of a
+            looked-up table is too short; records for times before ``start`` would be missed; or a
+            consumer is not in ``among``.
         SourceError: the source no longer has the records.
     """
     moment = parse_time(start if isinstance(start, str) else start.isoformat())
@@ -408,6 +410,7 @@ class _Restatement:
                 )
             self.say(f"{self.node.name}: continues an interrupted restatement")
             return plan
+        require_restatable(self.warehouse, self.node, self.nodes)
         plan = Planner(self.warehouse, self.node, self.moment, self.spark, self.nodes, self.say).plan()
         if not plan.steps:
             self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
