@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -85,6 +86,75 @@ def test_in_yaml(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSessio
     own_test()(here / "elsewhere", monkeypatch)
     found = prices_of(vt_dagster.read("priced_orders", warehouse="data/warehouse"))
     assert found == {1: 1.0, 2: 3.0, 3: 1.2, 4: 1.4}
+    of_plans(here, monkeypatch, spark)
+
+
+def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+    """A plan finds the tables of a YAML file, and says the same as of those declared in Python."""
+    project = here / "market_hall"
+    declared = project / "market_hall" / "defs" / "prices" / "defs.yaml"
+    Path("workspace.yaml").write_text("load_from:\n  - python_module: market_hall.definitions\n")
+
+    def planned(*options: str) -> tuple[int, Any]:
+        done = CliRunner().invoke(app, ["plan", "--json", *options])
+        assert done.exit_code in (0, 3), (done.output, done.exception)
+        return done.exit_code, json.loads(done.stdout)
+
+    code, unchanged = planned()
+    assert code == 0
+    assert unchanged["warehouse"] == str(here / "elsewhere" / "data" / "warehouse")
+    verdicts = {one["asset"]: one["verdict"] for one in unchanged["assets"]}
+    assert verdicts == dict.fromkeys(("prices", "orders", "priced_orders"), "unchanged")
+
+    monkeypatch.chdir(project)
+    code, new = planned()  # without a workspace.yaml: the project itself
+    assert (code, [one["verdict"] for one in new["assets"]]) == (0, ["new", "new", "new"])
+    monkeypatch.chdir(here / "elsewhere")
+
+    text = declared.read_text().replace("right.price,", "right.price * 2 as price,")
+    declared.write_text(text.replace("history_retention: 30d", "history_retention: 40d"))
+    code, changed = planned()
+    assert code == 3
+    verdicts = {one["asset"]: one["verdict"] for one in changed["assets"]}
+    assert verdicts == {"prices": "goes_on", "orders": "unchanged", "priced_orders": "needs_replay"}
+    for options in (
+        ("--module", "market_hall.definitions"),
+        *(
+            ("--file", str(place))
+            for place in (project, declared.parents[1], declared.parent, declared)
+        ),
+    ):
+        assert planned(*options) == (code, changed)
+    monkeypatch.chdir(here)
+    assert init("corner_shop").exit_code == 0
+    inside(here / "corner_shop", monkeypatch)
+    monkeypatch.chdir(here / "elsewhere")
+    python = here / "corner_shop" / "corner_shop" / "defs" / "prices.py"
+    text = python.read_text().replace('"right.price",', '"right.price * 2 as price",')
+    python.write_text(text.replace("days=30", "days=40"))
+    for module in ("corner_shop.definitions", "corner_shop.defs.prices"):
+        assert planned("--module", module) == (code, changed)
+
+    def asked(*words: str) -> Result:
+        done = CliRunner().invoke(app, [*words])
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done
+
+    monkeypatch.setattr("vt_dagster.cli.tables.build_session", lambda _: spark)
+    said = asked("restate", "priced_orders", "--from", "2026-01-31", "--dry-run", "-f", str(declared))
+    assert said.output.endswith("would recompute: priced_orders\n")
+    assert "catalog" in str(CliRunner().invoke(app, ["catalog", "-f", str(declared)]).exception)
+    said = asked("replay", "--planned")
+    assert said.output.splitlines()[-2:] == [
+        "priced_orders: swapped; priced_orders_new has the earlier tables",
+        "replayed and swapped: priced_orders",
+    ]
+    found = prices_of(vt_dagster.read("priced_orders", warehouse="data/warehouse"))
+    assert found == {1: 2.0, 2: 6.0, 3: 2.4, 4: 2.8}
+    code, done = planned("--asset", "priced_orders")
+    assert (code, done["assets"][0]["verdict"]) == (0, "unchanged")
+    said = asked("run", "orders", "-f", str(declared))
+    assert said.output.startswith("orders: 5 in = 5 applied\n")
 
 
 def test_run_says_what_came_out(

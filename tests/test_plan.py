@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,22 @@ from pyspark.sql.types import (
 from typer.testing import CliRunner, Result
 
 from vt_dagster.cli import app
-from vt_dagster.errors import NeedsReplayError, TopologyError, VtDagsterError
-from vt_dagster.runs.plan import Planned, plan
+from vt_dagster.errors import (
+    DefinitionsError,
+    NeedsReplayError,
+    StorageError,
+    TopologyError,
+    VtDagsterError,
+)
+from vt_dagster.runs.plan import Planned, plan, replay_planned
 from vt_dagster.runs.replay import replay, swap
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.what_if import what_if_planned
 from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.read import read
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.windows import TumblingWindow
 
@@ -312,6 +323,103 @@ def test_downstream_needs_a_replay_after_the_swap(spark: SparkSession, copy: Pat
     assert "got another log" in found["doubled"].reason
 
 
+class Killed(BaseException):
+    pass
+
+
+def killed_at(start: str) -> Callable[[str], None]:
+    def tell(line: str) -> None:
+        if line.startswith(start):
+            raise Killed
+
+    return tell
+
+
+def rows_of(root: Path, name: str) -> list[tuple[Any, ...]]:
+    found = read(name, warehouse=str(root / "warehouse")).select(["product", "price"]).to_pylist()
+    return sorted(tuple(row.values()) for row in found)
+
+
+def test_planned_replays_are_resumed_at_each_step(
+    spark: SparkSession, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plan names is compared, replayed with what is downstream, and swapped."""
+    warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 1 and product = 'a'")
+    before = {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")}
+    changes = what_if_planned(warehouse, nodes, spark)
+    assert [(one.asset, one.remade, one.removed, one.changed) for one in changes] == [
+        ("dear", ("dear",), 0, 1),  # b has a deletion now
+        ("doubled", ("dear", "doubled"), 0, 1),
+    ]
+    chosen: list[Planned] = []
+
+    def refuse(found: list[Planned]) -> None:
+        chosen.extend(found)
+        raise Killed
+
+    with pytest.raises(Killed):
+        replay_planned(warehouse, nodes, spark, confirm=refuse)
+    assert [(one.asset, one.verdict) for one in chosen] == [
+        ("dear", "needs_replay"),
+        ("doubled", "refused"),
+    ]
+    assert {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")} == before
+
+    with pytest.raises(Killed):
+        replay_planned(warehouse, nodes, spark, tell=killed_at("dear_new: committed"))
+    other = shop(copy, dear="{} > 1 and product = 'b'")
+    with pytest.raises(StorageError, match="no tables dear_new, or those of a replay of the same"):
+        replay_planned(warehouse, other, spark)
+    into = {"dear": "dear_new", "doubled": "doubled_new"}
+    assert replay_planned(warehouse, nodes, spark, swapping=False) == into
+    logs = {name: AssetStore(warehouse, node).head() for name, node in zip(ALL, nodes, strict=True)}
+    assert rows_of(copy, "doubled") == [("a", 2.0), ("b", 2.0)]
+    assert rows_of(copy, "doubled_new") == [("a", 2.0)]
+    with pytest.raises(Killed):
+        replay_planned(warehouse, nodes, spark, tell=killed_at("dear: swapped"))
+    assert rows_of(copy, "dear") == [("a", 2.0)]
+    (copy / "warehouse" / "doubled").rename(copy / "warehouse" / swap_folder("doubled", "doubled_new"))
+    lines: list[str] = []
+    assert replay_planned(warehouse, nodes, spark, tell=lines.append) == {}
+    assert lines == ["doubled: swapped; doubled_new has the earlier tables"]
+    assert rows_of(copy, "doubled") == [("a", 2.0)]
+    verdicts = {one.asset: one.verdict for one in plan(warehouse, nodes)}
+    assert verdicts == {
+        **dict.fromkeys(ALL, "unchanged"),
+        "dear_new": "removed",
+        "doubled_new": "removed",
+    }
+    for name in ("prices", "priced"):  # they are read, or only look up what is read
+        assert AssetStore(warehouse, nodes[ALL.index(name)]).head() == logs[name]
+    for node in nodes:  # all goes on from there
+        assert run_once(node, stores_of(warehouse, spark)).commit is not None
+    assert rows_of(copy, "doubled") == [("a", 3.0)]
+    with pytest.raises(StorageError, match="which may be the tables from before an earlier replay"):
+        replay_planned(warehouse, other, spark)
+
+
+def test_what_a_replay_does_not_remove(spark: SparkSession, copy: Path) -> None:
+    """A refusal for another reason prevents planned replays and a restatement, before they start."""
+    warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 5")
+    about: Any = {"start": "2024-01-01T00:00:00Z", "spark": spark, "dry_run": True}
+    assert restate(warehouse, nodes[3], among=nodes, **about) == ["dear", "doubled"]
+    other = [*nodes[:4], nodes[3].to_stream(name="doubled")]
+    for call, said in (
+        (
+            lambda: replay_planned(warehouse, other, spark),
+            "that a replay is all it needs, but its runs",
+        ),
+        (
+            lambda: what_if_planned(warehouse, other, spark),
+            "that a replay is all it needs, but its runs",
+        ),
+        (lambda: restate(warehouse, nodes[3], among=other, **about), "that its runs are not refused"),
+    ):
+        with pytest.raises(StorageError, match=f"doubled: expected {said}.* declared as stream keyed"):
+            call()
+    assert not (copy / "warehouse" / "dear_new").exists()
+
+
 def test_another_program_has_written(spark: SparkSession, copy: Path) -> None:
     log = DeltaTable(f"{copy}/warehouse/orders/log")
     log.delete("customer = 'x'")
@@ -380,6 +488,10 @@ def test_the_command(
     assert lines[-1] == "1 needs a replay, 1 refused"
     assert [line for line in lines if len(line) > 80 and str(warehouse) not in line] == []
 
+    assert lines[-2].startswith(
+        "to replay and swap them all: vt-dagster replay --planned --module plan_"
+    )
+
     told = asked("plan_other", warehouse, "--json")
     assert told.exit_code == 3
     document = json.loads(told.output)
@@ -391,3 +503,26 @@ def test_the_command(
     assert by_name["doubled"]["cause"] == "dear"
     assert by_name["priced"]["changes"] == ["grace_period was 1 hour, is 2 hours"]
     assert isinstance(asked("plan_nothing", warehouse).exception, TopologyError)
+
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("vt_dagster.cli.tables.sys", terminal)
+    about = ["--module", "plan_other", "--warehouse", str(warehouse)]
+    refused = CliRunner().invoke(app, ["replay", "--planned", *about], input="n\n")
+    assert refused.exit_code == 1
+    rows = [line.split() for line in refused.output.splitlines()]
+    assert ["dear", "2", f"{size:,}", "it", "needs", "a", "replay"] in rows
+    assert [[*row[:1], *row[3:]] for row in rows if "of" in row] == [
+        ["doubled", "downstream", "of", "dear"]
+    ]
+    assert "Replay and swap them, while nothing else runs? [y/N]: n" in refused.output
+    assert not (warehouse / "dear_new").exists()
+    for words in (
+        ["replay", "dear", "--planned"],
+        ["replay", "dear"],
+        ["replay", "dear", "--into", "x", "--no-swap"],
+        ["what-if", "dear", "--planned"],
+        ["what-if", "--planned", "--set", "grace_period=2h"],
+        ["what-if"],
+    ):
+        wrong = CliRunner().invoke(app, [*words, *about])
+        assert isinstance(wrong.exception, DefinitionsError), (words, wrong.output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -138,6 +139,17 @@ def test_a_budget_fails_a_ci(market: Market, monkeypatch: pytest.MonkeyPatch) ->
         assert told.exit_code == code, told.output
         assert "2 rows change, 0 are added, 0 removed (2 %), of 2 keys" in told.output
     assert set(asked) == {timedelta(hours=2)}
+
+    def planned(_: str, nodes: Any, *__: Any, **___: Any) -> list[Changes]:
+        return [tried(_, nodes[0]), replace(tried(_, nodes[0]), asset="other", changed=0)]
+
+    monkeypatch.setattr(of_commands.trial, "what_if_planned", planned)
+    for budget, code in (("2%", 0), ("1.9%", 1)):
+        command = ["what-if", "--planned", "--json", "--module", "market_module", "--budget", budget]
+        told = CliRunner().invoke(app, command)
+        assert told.exit_code == code, told.output
+        shares = [(one["asset"], one["share"]) for one in json.loads(told.output)["assets"]]
+        assert shares == [("priced", 0.02), ("other", 0.0)]
 
 
 def test_other_settings(market: Market) -> None:

@@ -32,6 +32,14 @@ Warehouse = Annotated[
         help="Directory or URL of the tables.", envvar="VT_DAGSTER_WAREHOUSE", show_default=True
     ),
 ]
+DefinedWarehouse = Annotated[
+    str | None,
+    typer.Option(
+        "--warehouse",
+        help="Directory or URL of the tables; without it that of the definitions, or data/warehouse.",
+        envvar="VT_DAGSTER_WAREHOUSE",
+    ),
+]
 Key = Annotated[
     list[str], typer.Option("--key", help="Value of the key; repeat it for a composite key.")
 ]

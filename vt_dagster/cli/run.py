@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +43,13 @@ from vt_dagster.columns import (
     REVISION,
     TIMESTAMP,
 )
-from vt_dagster.errors import DefinitionsError
+from vt_dagster.errors import DefinitionsError, TopologyError
 from vt_dagster.orchestration.metadata import records_of
+from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
 from vt_dagster.storage.arrow_reader import texts
+from vt_dagster.storage.delta import address
 from vt_dagster.storage.read import read
+from vt_dagster.topology.model import Stream
 
 Verdict = Literal["passed", "warned", "failed", "broken"]
 _COLOURS = {"passed": "green", "warned": "yellow", "failed": "red", "broken": "red"}
@@ -79,7 +82,12 @@ Selection = Annotated[
     typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.'),
 ]
 DefinitionsFile = Annotated[
-    Path | None, typer.Option("--file", "-f", help="Python file with the Definitions.")
+    Path | None,
+    typer.Option(
+        "--file",
+        "-f",
+        help="Python file with the Definitions; or a defs.yaml or a folder of a dg project.",
+    ),
 ]
 DefinitionsModule = Annotated[
     str | None, typer.Option("--module", "-m", help="Python module with the Definitions.")
@@ -94,7 +102,7 @@ def check(
 ) -> None:
     """Run asset checks and exit with 1 if one fails with severity ERROR.
 
-    Without --file and --module, uses the code locations of ./workspace.yaml.
+    Without --file and --module, uses ./workspace.yaml, or the dg project here.
     """
     started = time.monotonic()
     results = [
@@ -115,19 +123,146 @@ def check(
 # ------------------------------------------------------------------------------- the definitions
 
 
+@dataclass(frozen=True)
+class Location:
+    """What a file, a module or a code location declares.
+
+    Args:
+        defs: its Definitions.
+        every: those of the whole project, of which ``defs`` may be a part.
+        variables: of a module: its streams, tables and assets that are variables.
+    """
+
+    defs: dg.Definitions
+    every: dg.Definitions
+    variables: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The streams and tables of one warehouse, declared in Python or in YAML.
+
+    Args:
+        where: the file, module or workspace, for messages.
+        options: the command-line options that name it.
+        nodes: by name; of a part of a project, those of the whole project.
+        chosen: of a part of a project: the names of its assets in the warehouse; None = all.
+        assets: all assets, also those of the user.
+    """
+
+    where: str
+    options: Sequence[str]
+    warehouse: str
+    nodes: Mapping[str, Stream]
+    chosen: Collection[str] | None
+    assets: Sequence[dg.AssetsDefinition]
+
+    def node(self, name: str) -> Stream:
+        """Returns a stream or table.
+
+        Raises:
+            TopologyError: none has the name.
+        """
+        if name not in self.nodes:
+            raise TopologyError(
+                f"expected one of {sorted(self.nodes)} in {self.where}, got {name!r}; choose one of "
+                "them, or declare it there: with an asset, or as a variable of the module"
+            )
+        return self.nodes[name]
+
+
 def load_definitions(file: Path | None, module: str | None) -> list[dg.Definitions]:
-    """Returns the Definitions of a file, of a module, or of each code location of ``./workspace.yaml``.
+    """Returns the Definitions of a file, of a module, or of each code location of ``./workspace.yaml``;
+    without that file, of the dg project in the working directory.
 
     Raises:
         DefinitionsError: a file, module or workspace is missing, or does not have exactly one
             Definitions object.
     """
-    sys.path.insert(0, str(Path.cwd()))
+    return [one.defs for one in load_locations(file, module)]
+
+
+def load_topology(file: Path | None, module: str | None, warehouse: str | None) -> Topology:
+    """Returns the streams and tables of a file, of a module, or of all code locations of
+    ``./workspace.yaml``: those of its assets, and those that are variables of the file or module.
+
+    Args:
+        warehouse: None = that of the definitions, or ``data/warehouse`` if they have none.
+
+    Raises:
+        DefinitionsError: as :func:`load_definitions`; or the definitions have several warehouses.
+        TopologyError: there are no streams and tables.
+    """
+    locations = load_locations(file, module, variables=True)
+    where = str(file) if file else module or _WORKSPACE
+    declared = [
+        (node, _warehouse_of(one.every, prefix))
+        for one in locations
+        for node, prefix in declared_nodes(one.every)
+    ]
+    places = {place for _, place in declared if place is not None}
+    given = None if warehouse is None else address(warehouse)
+    if given in places:
+        declared = [(node, place) for node, place in declared if place in (given, None)]
+    elif len(places) > 1:
+        raise DefinitionsError(
+            f"expected the tables of one warehouse in {where}, got those of {sorted(places)}; choose "
+            "one of them with --warehouse"
+        )
+    variables = [value for one in locations for value in one.variables]
+    streams = [value for value in variables if isinstance(value, Stream)]
+    nodes = {node.name: node for node in [*(node for node, _ in declared), *streams]}
+    if not nodes:
+        raise TopologyError(
+            f"expected streams and tables in {where}, found none; name the module or the file that "
+            "declares them, with --module or --file"
+        )
+    parts = [one.defs for one in locations if one.defs is not one.every]
+    chosen = {"/".join(node.path) for part in parts for node, _ in declared_nodes(part)}
+    return Topology(
+        where,
+        ["--file", str(file)] if file else ["--module", module] if module else [],
+        warehouse or next(iter(places), WAREHOUSE),
+        nodes,
+        chosen if parts else None,
+        [
+            *(
+                one
+                for location in locations
+                for one in location.every.resolve_asset_graph().assets_defs
+            ),
+            *(value for value in variables if isinstance(value, dg.AssetsDefinition)),
+        ],
+    )
+
+
+def _warehouse_of(defs: dg.Definitions, prefix: str) -> str | None:
+    """Returns the warehouse of the resources of a prefix; None = there is none."""
+    key = warehouse_key(prefix)
+    if key not in (defs.resources or {}):
+        return None
+    with dg.build_resources({key: (defs.resources or {})[key]}) as resources:  # with the environment's
+        return address(getattr(resources, key).path)
+
+
+def load_locations(file: Path | None, module: str | None, variables: bool = False) -> list[Location]:
+    """Returns what a file, a module, or each code location of ``./workspace.yaml`` declares.
+
+    Args:
+        variables: whether a file or module may declare streams and tables as variables only.
+
+    Raises:
+        DefinitionsError: see :func:`load_definitions`.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     if file is not None:
-        return [_of_file(file)]
+        return [_of_file(file, variables)]
     if module is not None:
-        return [_of_module(module)]
+        return [_of_module(module, variables)]
     workspace = Path(_WORKSPACE)
+    if not workspace.is_file() and _is_project(Path.cwd()):
+        return [_of_project(Path.cwd())]
     if not workspace.is_file():
         raise DefinitionsError(
             f"expected Definitions to check, found no {_WORKSPACE} in {Path.cwd()}; name them: "
@@ -137,7 +272,7 @@ def load_definitions(file: Path | None, module: str | None) -> list[dg.Definitio
     return [_of_location(location) for location in content.get("load_from") or []]
 
 
-def _of_location(location: dict[str, Any]) -> dg.Definitions:
+def _of_location(location: dict[str, Any]) -> Location:
     (kind, about), *_ = location.items()
     if kind == "python_module":
         return _of_module(about if isinstance(about, str) else about["module_name"])
@@ -149,18 +284,58 @@ def _of_location(location: dict[str, Any]) -> dg.Definitions:
     )
 
 
-def _of_file(file: Path) -> dg.Definitions:
+def _of_file(file: Path, variables: bool = False) -> Location:
+    if file.is_dir() or file.suffix in (".yaml", ".yml"):
+        return _of_project(file)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise DefinitionsError(f"expected a Python file with Definitions, got {file}; correct the path")
+        raise DefinitionsError(
+            f"expected a Python file with Definitions, got {file}; correct the path, or name a "
+            "defs.yaml or a folder of a dg project"
+        )
     found = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = found
     spec.loader.exec_module(found)
-    return _definitions_in(found, str(file))
+    return _in_module(found, str(file), variables)
 
 
-def _of_module(name: str) -> dg.Definitions:
-    return _definitions_in(module_of(name), name)
+def _of_project(place: Path) -> Location:
+    """Returns the definitions of a ``defs.yaml``, or of a folder: within the project's ``defs`` those
+    of the folder, with the resources and the executor of the project; else those of the project."""
+    folder = (place if place.is_dir() else place.parent).resolve()
+    root = next(filter(_is_project, (folder, *folder.parents)), None)
+    if not place.exists() or root is None:
+        raise DefinitionsError(
+            f"expected a defs.yaml or a folder of a dg project, which has a pyproject.toml with "
+            f"[tool.dg.project], got {place}; correct the path, or name Definitions in Python"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    tree = dg.ComponentTree.for_project(folder)
+    if Path(next(iter(tree.defs_module.__path__))).resolve() not in folder.parents:
+        whole = f"{tree.defs_module.__name__.partition('.')[0]}.definitions"  # as dg loads it
+        if importlib.util.find_spec(whole) is not None:
+            return _of_module(whole)
+        defs = tree.build_defs()
+        return Location(defs, defs)
+    every, own = tree.build_defs(), tree.build_defs_at_path(folder)
+    missing = {
+        key: one for key, one in (every.resources or {}).items() if key not in (own.resources or {})
+    }
+    executor = every.executor if own.executor is None else None
+    rest = dg.Definitions(resources=missing, executor=executor)
+    return Location(dg.Definitions.merge(own, rest), every)
+
+
+def _is_project(folder: Path) -> bool:
+    settings = folder / "pyproject.toml"
+    if (folder / "dg.toml").is_file():
+        return True
+    return settings.is_file() and "[tool.dg" in settings.read_text(encoding="utf-8")
+
+
+def _of_module(name: str, variables: bool = False) -> Location:
+    return _in_module(module_of(name), name, variables)
 
 
 def module_of(name: str) -> Any:
@@ -182,16 +357,24 @@ def module_of(name: str) -> Any:
         ) from None
 
 
-def _definitions_in(module: Any, where: str) -> dg.Definitions:
+def _in_module(module: Any, where: str, variables: bool) -> Location:
     lazy: Any = type(dg.definitions(lambda: dg.Definitions()))
     found = [value for value in vars(module).values() if isinstance(value, dg.Definitions | lazy)]
+    if variables and len(found) != 1:
+        none = dg.Definitions()
+        return Location(none, none, _assets_of(module))
     if len(found) != 1:
         raise DefinitionsError(
             f"expected one Definitions object in {where}, found {len(found)}; put one there, for "
             "example defs = build_definitions(...), and merge several with dagster.Definitions.merge"
         )
     one: dg.Definitions | Callable[[], dg.Definitions] = found[0]
-    return one if isinstance(one, dg.Definitions) else one()
+    defs = one if isinstance(one, dg.Definitions) else one()
+    return Location(defs, defs, _assets_of(module) if variables else ())
+
+
+def _assets_of(module: Any) -> list[Any]:
+    return [one for one in vars(module).values() if isinstance(one, Stream | dg.AssetsDefinition)]
 
 
 # ------------------------------------------------------------------------------------ the checks
@@ -362,8 +545,8 @@ _OURS = {
 """The library's own columns: not shown."""
 _READ = 1_000_000
 """Logs of more rows are not read: showing new rows reads the whole log."""
-_WAREHOUSE = "data/warehouse"
-"""The default warehouse of ``vt-dagster explain``."""
+WAREHOUSE = "data/warehouse"
+"""The default warehouse of the commands."""
 
 Say = Callable[[str], None]
 
@@ -377,7 +560,7 @@ def run(
     """Materialize assets in this process; exit with 1 if an asset or one of its checks fails.
 
     Shows the new rows of the assets that no other selected asset reads. Without --file and --module,
-    uses the code locations of ./workspace.yaml.
+    uses ./workspace.yaml, or the dg project here.
     """
     started, failed, found = time.monotonic(), False, False
     for defs in load_definitions(file, module):
@@ -465,7 +648,7 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     typer.echo(f"new rows of {name}: {len(new):,}{f', of which {most:,}' if len(new) > most else ''}")
     Console().print(table)
     place = f"{new[PARTITION][0].as_py()}:{new[OFFSET][0].as_py()}"
-    there = "" if Path(_WAREHOUSE).absolute() == Path(warehouse) else f" --warehouse {warehouse}"
+    there = "" if Path(WAREHOUSE).absolute() == Path(warehouse) else f" --warehouse {warehouse}"
     typer.echo(f"explain the first row: vt-dagster explain {name} --offset {place}{there}")
 
 

@@ -17,16 +17,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 import dagster as dg
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as TextTable
+from rich.text import Text
 
-from vt_dagster.cli.lookup import Warehouse
-from vt_dagster.cli.run import DefinitionsFile, DefinitionsModule, load_definitions, module_of
-from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
+from vt_dagster.cli.lookup import DefinedWarehouse, Warehouse
+from vt_dagster.cli.run import (
+    WAREHOUSE,
+    DefinitionsFile,
+    DefinitionsModule,
+    Topology,
+    load_locations,
+    load_topology,
+)
+from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.resources import (
     WarehouseResource,
     session_of,
@@ -36,12 +48,12 @@ from vt_dagster.orchestration.resources import (
 from vt_dagster.orchestration.sensors import runs_with
 from vt_dagster.provenance.lateness import parse_share, share
 from vt_dagster.runs import erase as erasure
+from vt_dagster.runs import plan as plans
 from vt_dagster.runs import replay as replays
 from vt_dagster.runs import restate as restatement
 from vt_dagster.runs import what_if as trial
 from vt_dagster.runs.export import last_export
 from vt_dagster.runs.plan import Planned
-from vt_dagster.runs.plan import plan as planned
 from vt_dagster.sources.kafka_cluster import as_offsets
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.asset_store import AssetStore
@@ -79,11 +91,27 @@ def demo(
 
 
 def replay(
-    asset: Annotated[str, typer.Argument(help="The live asset.")],
-    into: Annotated[str, typer.Option(help="The name of the new tables.")],
-    module: Annotated[
-        str, typer.Option(help="The module that has the asset's stream or table as a variable.")
-    ],
+    asset: Annotated[
+        str | None, typer.Argument(help="The live asset; none with --planned.", show_default=False)
+    ] = None,
+    into: Annotated[str | None, typer.Option(help="The name of the new tables.")] = None,
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
+    planned: Annotated[
+        bool,
+        typer.Option(
+            "--planned",
+            help="Replay all assets that need a replay by vt-dagster plan, and those downstream of "
+            "them, into NAME_new, and swap them.",
+        ),
+    ] = False,
+    no_swap: Annotated[
+        bool,
+        typer.Option("--no-swap", help="With --planned: leave the new tables beside the live ones."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="With --planned: do not ask in a terminal.")
+    ] = False,
     start_time: Annotated[
         str | None, typer.Option("--from", help="For a topic: start at a time (inclusive); UTC.")
     ] = None,
@@ -95,18 +123,69 @@ def replay(
         bool,
         typer.Option("--recorded-now", help="Use few runs; the records get the current system time."),
     ] = False,
-    warehouse: Warehouse = "data/warehouse",
+    warehouse: DefinedWarehouse = None,
 ) -> None:
-    """Recompute an asset beside the live one, up to its position; then compare and swap."""
-    node = node_of(module, asset)
+    """Recompute an asset beside the live one, up to its position; then compare and swap.
+
+    With --planned, recompute and swap all assets that need it; asks first in a terminal, and resumes an
+    interrupted call. Without --file and --module, uses ./workspace.yaml, or the dg project here.
+    """
+    alone = [asset, into, start_time, start_offsets, recorded_now or None]
+    if planned and any(one is not None for one in alone):
+        raise DefinitionsError(
+            "expected --planned without an asset and its options, since it takes the assets that need "
+            "a replay as they are declared, got both; drop one of them"
+        )
+    if not planned and (asset is None or into is None or no_swap or yes):
+        raise DefinitionsError(
+            "expected an asset and --into, or --planned, with which --no-swap and --yes go; give one "
+            "of both"
+        )
+    topology = load_topology(file, module, warehouse)
+    if asset is None or into is None:
+        _replay_planned(topology, swapping=not no_swap, yes=yes)
+        return
+    node = topology.node(asset)
     start: Any = None if start_offsets is None else as_offsets(start_offsets)
     if start_time is not None:
         start = datetime.fromtimestamp(parse_time(start_time) / 1e6, tz=timezone.utc)
     spark = build_session("vt-dagster")
     tell, keep = typer.echo, not recorded_now
-    done = replays.replay(warehouse, node, into, spark, start, tell, keep).head()
+    done = replays.replay(topology.warehouse, node, into, spark, start, tell, keep).head()
     assert done is not None
     typer.echo(f"{into}: {done.commit.totals.get('in', 0)} records in {done.commit.batch} runs")
+
+
+def _replay_planned(topology: Topology, swapping: bool, yes: bool) -> None:
+    def confirm(chosen: Sequence[Planned]) -> None:
+        table = TextTable(title="to replay" + (" and swap" if swapping else ""), box=SIMPLE)
+        table.add_column("asset")
+        table.add_column("rows", justify="right")
+        table.add_column("bytes", justify="right")
+        table.add_column("because")
+        for one in chosen:
+            ups = [up.asset for up in chosen if one.asset in up.downstream]
+            why = "it needs a replay" if one.verdict == "needs_replay" else f"downstream of {ups[0]}"
+            table.add_row(Text(one.asset), f"{one.rows:,}", f"{one.bytes:,}", Text(why))
+        Console().print(table)
+        if not yes and sys.stdin.isatty():
+            what = "Replay and swap them, while nothing else runs?" if swapping else "Replay them?"
+            typer.confirm(what, abort=True)
+
+    done = plans.replay_planned(
+        topology.warehouse,
+        [*topology.nodes.values()],
+        cache(lambda: build_session("vt-dagster")),
+        swapping=swapping,
+        tell=typer.echo,
+        confirm=confirm,
+    )
+    if not done:
+        typer.echo("no asset needs a replay")
+    elif swapping:
+        typer.echo(f"replayed and swapped: {', '.join(done)}")
+    else:
+        typer.echo(f"replayed: {', '.join(done.values())}; without --no-swap, this command swaps them")
 
 
 def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
@@ -132,23 +211,27 @@ def restate(
     start: Annotated[
         str, typer.Option("--from", help="Start time (inclusive); UTC if it has no offset.")
     ],
-    module: Annotated[
-        str,
-        typer.Option(help="The module with the asset and all its consumers as variables."),
-    ],
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be recomputed, and change nothing.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask in a terminal.")] = False,
-    warehouse: Warehouse = "data/warehouse",
+    warehouse: DefinedWarehouse = None,
 ) -> None:
     """Recompute an asset and all its consumers in place, from a time on, while nothing runs; resumes
-    an interrupted restatement. Asks first in a terminal."""
-    node, known = node_of(module, asset), [*nodes_of(module).values()]
+    an interrupted restatement. Asks first in a terminal.
+
+    Without --file and --module, uses ./workspace.yaml, or the dg project here, with all consumers.
+    """
+    topology = load_topology(file, module, warehouse)
+    node, known = topology.node(asset), [*topology.nodes.values()]
     if not (dry_run or yes) and sys.stdin.isatty():
         typer.confirm(f"Recompute {asset} and its consumers from {start} on, in place?", abort=True)
     spark = build_session("vt-dagster")
-    done = restatement.restate(warehouse, node, start, spark, known, tell=typer.echo, dry_run=dry_run)
+    done = restatement.restate(
+        topology.warehouse, node, start, spark, known, tell=typer.echo, dry_run=dry_run
+    )
     what = "would recompute" if dry_run else "recomputed"
     typer.echo(f"{what}: {', '.join(done) or 'nothing'}")
 
@@ -170,9 +253,12 @@ def erase(
     where: Annotated[
         str | None, typer.Option(help="A SQL condition on the key columns, to erase many keys.")
     ] = None,
+    file: DefinitionsFile = None,
     module: Annotated[
         str | None,
-        typer.Option(help="The module with the asset, all its consumers and exports as variables."),
+        typer.Option(
+            "--module", "-m", help="The module with the asset, all its consumers and exports."
+        ),
     ] = None,
     export: Annotated[
         list[str] | None,
@@ -183,21 +269,23 @@ def erase(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be erased, and change nothing.")
     ] = False,
-    warehouse: Warehouse = "data/warehouse",
+    warehouse: DefinedWarehouse = None,
 ) -> None:
     """Erase a key from an asset, from everything derived from it under that key, and from exports,
-    while nothing runs; writes a certificate. Resumes an interrupted erase."""
+    while nothing runs; writes a certificate. Resumes an interrupted erase.
+
+    Without --file and --module, erases it from the asset alone.
+    """
     spark = build_session("vt-dagster")
-    if module is None:
-        node, known, found = AssetStore.open(warehouse, asset, spark).node, [], []
+    if file is None and module is None:
+        place = warehouse or WAREHOUSE
+        node, known, found = AssetStore.open(place, asset, spark).node, list[Stream](), list[str]()
     else:
-        node, known, found = (
-            node_of(module, asset),
-            [*nodes_of(module).values()],
-            _exports(module, asset),
-        )
+        topology = load_topology(file, module, warehouse)
+        node, known, place = topology.node(asset), [*topology.nodes.values()], topology.warehouse
+        found = _exports(topology, node)
     done = erasure.erase(
-        warehouse,
+        place,
         node,
         spark,
         reason=reason,
@@ -226,53 +314,38 @@ def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
         return runs_with(instance, [dg.AssetKey(node.path) for node in nodes], key)
 
 
-def _exports(module: str, asset: str) -> list[str]:
-    """Returns the places of a module's existing exports of an asset and of assets derived from it."""
-    nodes = nodes_of(module)
-    made = [nodes[asset]]
-    for node in topological([*nodes.values()]):
-        if any(up.name in {one.name for one in made} for up in node.inputs):
-            made.append(node)
-    keys = {dg.AssetKey(node.path) for node in made}
+def _exports(topology: Topology, node: Stream) -> list[str]:
+    """Returns the places of the existing exports of an asset and of assets derived from it."""
+    made = [node]
+    for one in topological([*topology.nodes.values()]):
+        if any(up.name in {n.name for n in made} for up in one.inputs):
+            made.append(one)
+    keys = {dg.AssetKey(one.path) for one in made}
     found: list[str] = []
-    for value in vars(module_of(module)).values():
-        for spec in value.specs if isinstance(value, dg.AssetsDefinition) else ():
-            mine = spec.metadata.get("vt_dagster/kind") == "Export"
-            if mine and any(dep.asset_key in keys for dep in spec.deps):
-                catalog = spec.metadata.get("vt_dagster/iceberg_catalog")
-                table = f"{catalog}:{spec.metadata.get('dagster/table_name')}"
-                found.append(str(spec.metadata["dagster/uri"]) if catalog is None else table)
+    for spec in (spec for asset in topology.assets for spec in asset.specs):
+        mine = spec.metadata.get("vt_dagster/kind") == "Export"
+        if mine and any(dep.asset_key in keys for dep in spec.deps):
+            catalog = spec.metadata.get("vt_dagster/iceberg_catalog")
+            table = f"{catalog}:{spec.metadata.get('dagster/table_name')}"
+            found.append(str(spec.metadata["dagster/uri"]) if catalog is None else table)
     return [place for place in found if last_export(place) is not None]
-
-
-def node_of(module: str, name: str) -> Stream:
-    """Returns the stream or table of a name among a module's variables.
-
-    Raises:
-        TopologyError: the module has none of that name.
-    """
-    found = nodes_of(module)
-    if name not in found:
-        raise TopologyError(
-            f"expected one of {sorted(found)} in {module}, got {name!r}; choose one of them, or assign "
-            "the stream or table to a variable of the module"
-        )
-    return found[name]
-
-
-def nodes_of(module: str) -> dict[str, Stream]:
-    """Returns the streams and tables among a module's variables, by name."""
-    return {v.name: v for v in vars(module_of(module)).values() if isinstance(v, Stream)}
 
 
 # What if
 
 
 def what_if(
-    asset: Annotated[str, typer.Argument(help="The live asset.")],
-    module: Annotated[
-        str, typer.Option(help="The module with the asset's trial declaration as a variable.")
-    ],
+    asset: Annotated[
+        str | None, typer.Argument(help="The live asset; none with --planned.", show_default=False)
+    ] = None,
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
+    planned: Annotated[
+        bool,
+        typer.Option(
+            "--planned", help="Show it of all assets that vt-dagster replay --planned replays."
+        ),
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Another setting, like grace_period=2h; repeat it for more."),
@@ -295,32 +368,43 @@ def what_if(
         typer.Option(help="Directory or URL of the trial tables; default: in the warehouse."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    warehouse: Warehouse = "data/warehouse",
+    warehouse: DefinedWarehouse = None,
 ) -> None:
-    """Recompute an asset in a scratch place with another declaration, and show what would change."""
-    node, allowed = node_of(module, asset), parse_share(budget)
+    """Recompute an asset in a scratch place as it is declared, or with other settings, and show what
+    would change. Without --file and --module, uses ./workspace.yaml, or the dg project here."""
+    allowed = parse_share(budget)
+    if planned == (asset is not None) or (planned and (settings or also or against_replay)):
+        raise DefinitionsError(
+            "expected an asset, with --set, --also and --against-replay if you like, or --planned, "
+            "which takes the assets that need a replay as they are declared; give one of both"
+        )
     if against_replay and not settings:
         raise DefinitionsError(
             "--against-replay needs --set: it compares with a replay without --set; drop "
             "--against-replay to compare with the live table"
         )
+    topology = load_topology(file, module, warehouse)
     # SIGTERM becomes an exception, so that the scratch tables are removed.
     signal.signal(signal.SIGTERM, lambda *_: _leave())
-    found = trial.what_if(
-        warehouse,
-        with_settings(node, dict(map(_setting, settings or ()))),
-        build_session("vt-dagster"),
-        also=also or (),
-        baseline=node if against_replay else None,
-        scratch=scratch,
-        tell=None if as_json else typer.echo,
-    )
-    if as_json:
-        typer.echo(json.dumps({**asdict(found), "share": found.share}, indent=2, ensure_ascii=False))
+    how: Any = {"scratch": scratch, "tell": None if as_json else typer.echo}
+    if asset is None:
+        nodes = [*topology.nodes.values()]
+        found = trial.what_if_planned(topology.warehouse, nodes, build_session("vt-dagster"), **how)
     else:
-        for line in _lines(found):
+        node = topology.node(asset)
+        changed = with_settings(node, dict(map(_setting, settings or ())))
+        how |= {"also": also or (), "baseline": node if against_replay else None}
+        found = [trial.what_if(topology.warehouse, changed, build_session("vt-dagster"), **how)]
+    if as_json:
+        documents = [{**asdict(one), "share": one.share} for one in found]
+        document = {"assets": documents} if planned else documents[0]
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        for line in (line for one in found for line in _lines(one)):
             typer.echo(line)
-    raise typer.Exit(1 if allowed is not None and found.share > allowed else 0)
+        if not found:
+            typer.echo("no asset needs a replay")
+    raise typer.Exit(1 if allowed is not None and any(one.share > allowed for one in found) else 0)
 
 
 def _leave() -> Any:
@@ -367,39 +451,34 @@ _WIDTH = 80
 
 
 def plan(
-    module: Annotated[
-        str, typer.Option("--module", "-m", help="The module with all streams and tables as variables.")
-    ],
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
     asset: Annotated[
         list[str] | None, typer.Option("--asset", help="An asset to show; repeat it for more.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    warehouse: Warehouse = "data/warehouse",
+    warehouse: DefinedWarehouse = None,
 ) -> None:
     """Show what the next runs do to the tables, with the definitions as they are now; changes nothing.
 
     Exits with 3 if an asset needs a replay or is refused; with 0 if all others are unchanged, new,
-    removed, or go on.
+    removed, or go on. Without --file and --module, uses ./workspace.yaml, or the dg project here.
     """
-    nodes = list(nodes_of(module).values())
-    if not nodes:
-        raise TopologyError(
-            f"expected streams and tables as variables of {module}, found none; name the module that "
-            "declares them"
-        )
-    found = planned(warehouse, nodes, asset or None)
+    topology = load_topology(file, module, warehouse)
+    found = plans.plan(topology.warehouse, [*topology.nodes.values()], asset or topology.chosen)
     stops = any(one.stops for one in found)
     if as_json:
         assets = [asdict(one) for one in found]
-        document = {"warehouse": warehouse, "stops": stops, "assets": assets}
+        document = {"warehouse": topology.warehouse, "stops": stops, "assets": assets}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        for line in _plan_lines(found, module, warehouse):
+        named = [*topology.options, *(["--warehouse", warehouse] if warehouse else [])]
+        for line in _plan_lines(found, named):
             typer.echo(line)
     raise typer.Exit(STOPS if stops else 0)
 
 
-def _plan_lines(found: Sequence[Planned], module: str, warehouse: str) -> Iterator[str]:
+def _plan_lines(found: Sequence[Planned], named: Sequence[str]) -> Iterator[str]:
     for one in found:
         if one.verdict == "unchanged":
             continue
@@ -419,8 +498,11 @@ def _plan_lines(found: Sequence[Planned], module: str, warehouse: str) -> Iterat
         if one.verdict == "needs_replay":
             # A name with a key prefix is a path; the new tables have a plain name.
             name = one.asset.rpartition("/")[2]
-            arguments = [name, "--into", f"{name}_new", "--module", module, "--warehouse", warehouse]
+            arguments = [name, "--into", f"{name}_new", *named]
             yield f"    vt-dagster replay {' '.join(map(quote, arguments))}"
+    if any(one.verdict == "needs_replay" for one in found):
+        arguments = ["--planned", *named]
+        yield f"to replay and swap them all: vt-dagster replay {' '.join(map(quote, arguments))}"
     counts = Counter(one.verdict for one in found)
     yield ", ".join(f"{count} {_words(verdict)}" for verdict, count in counts.items()) or "no assets"
 
@@ -453,10 +535,10 @@ def catalog(
 ) -> None:
     """Show the names in Spark's catalog whose asset is no longer in the definitions; --drop drops them.
 
-    Without --file and --module, uses the code locations of ./workspace.yaml. An asset that only another
-    code location declares counts as removed.
+    Without --file and --module, uses ./workspace.yaml, or the dg project here. An asset that only
+    another code location declares counts as removed.
     """
-    found = load_definitions(file, module)
+    found = [one.every for one in load_locations(file, module)]
     declared = {
         key.to_user_string()
         for defs in found

@@ -252,8 +252,15 @@ _NODES: weakref.WeakKeyDictionary[Any, tuple[Stream, str]] = weakref.WeakKeyDict
 
 
 def node_of_op(op: Any, node: Stream, prefix: str) -> None:
-    """Records whose op this is, see :func:`expect_few_rows`."""
+    """Records whose op this is, see :func:`expect_few_rows` and :func:`declared_nodes`."""
     _NODES[op] = node, prefix
+
+
+def declared_nodes(defs: dg.Definitions) -> list[tuple[Stream, str]]:
+    """Returns the stream or table of each asset, and of each asset's checks, with the prefix of its
+    resource keys, ordered by key. Of a graph asset they are known by its checks only."""
+    ops = [one.node_def for one in defs.resolve_asset_graph().assets_defs if one.is_executable]
+    return sorted((_NODES[op] for op in ops if op in _NODES), key=lambda found: found[0].path)
 
 
 def expect_few_rows(context: Any, prefix: str, node: Stream, rows: int) -> None:
