@@ -388,14 +388,14 @@ class Live:
             (self.root / node.name / f"{next(self.files)}.jsonl").write_text(lines)
         run_once(node, stores_of(self.warehouse, self.spark), recorded_at=at_)
 
-    def versions(self, node: VersionedTable, n: str = "n") -> list[tuple[Any, ...]]:
+    def versions(self, node: VersionedTable, n: str = "n", tier: str = "tier") -> list[tuple[Any, ...]]:
         """Of both readers, which must give the same rows."""
         store = stores_of(self.warehouse, self.spark)(node)
         here, there = store.read("versions").toArrow(), look_up(self.warehouse, node.name, "versions")
         rows = [sorted(map(repr, r.select(here.column_names).to_pylist())) for r in (here, there)]
         assert rows[0] == rows[1]
         told = here.sort_by("valid_from").to_pylist()
-        return [(r["tier"], r[n], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in told]
+        return [(r[tier], r[n], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in told]
 
 
 def change(tier: str, n: int, second: int, **more: Any) -> dict[str, Any]:
@@ -469,6 +469,16 @@ def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
     assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
     with pytest.raises(StorageError, match="its rows as of then were stored with the earlier value"):
         stores(replace(wide, new_version_on=["city"])).read("versions")
+    # Under another name the column makes the same versions: also of rows from before the cut.
+    columns = [StructField("level" if f.name == "tier" else f.name, f.dataType) for f in wide.schema]
+    on = ["level" if c == "tier" else c for c in wide.new_version_on or ()]
+    names = {"n": "amount", "tier": "level"}
+    named = replace(wide, schema=StructType(columns), new_version_on=on, renamed=names)
+    live.run(named, {"level": "x", "amount": 4, "timestamp": at(40)}, at_=4 * hour)
+    there = [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
+    assert live.versions(named, "amount", "level") == there
+    stores(named).rebuild_view()
+    assert live.versions(named, "amount", "level") == there
 
 
 def test_a_row_that_was_deleted_is_not_there_again(spark: SparkSession, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -58,7 +58,7 @@ from vt_dagster.storage.commit_log import (
 )
 from vt_dagster.storage.delta import require_files
 from vt_dagster.topology.durations import parse_time
-from vt_dagster.topology.version_rules import EVER, expired
+from vt_dagster.topology.version_rules import EVER, VersionRules, expired
 
 # Value texts
 
@@ -689,6 +689,14 @@ class AssetRows:
         return rows.filter(pa.array(there & ~rows.column(IS_TOMBSTONE).to_numpy()))
 
     @property
+    def _rules(self) -> VersionRules | None:
+        """What the versions are, with the earlier names of the columns that define them."""
+        rules = self.shape.version_rules
+        if rules is None or rules.new_version_on is None:
+            return rules
+        return replace(rules, earlier={f.name: was(f) for f in self._columns})
+
+    @property
     def _limits(self) -> dict[int, int] | None:
         return self._limits_at(self.commit.stream_time)
 
@@ -713,7 +721,7 @@ class AssetRows:
         if found is None:
             return self._at_truncation()
         then = Checkpoint.model_validate(found.document)
-        rules = self.shape.version_rules
+        rules = self._rules
         if then.batch > self.commit.batch or not usable(self.root, then, self.commit, rules):
             return self._at_truncation()
         wanted = delta.everything
@@ -730,7 +738,7 @@ class AssetRows:
         name, cut = posixpath.basename(self.root), self.commit.truncation
         found = base_of(name, self.root, cut)
         then = Checkpoint.model_validate(found.document)
-        require_history(name, then, self.shape.version_rules, self.commit)
+        require_history(name, then, self._rules, self.commit)
         path = base_path(self.root, cut.base)
         return self._rows(path, found.version, like=self._columns), then
 

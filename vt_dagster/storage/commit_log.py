@@ -463,7 +463,7 @@ class Checkpoint(BaseModel):
         """Returns whether the stored rows are enough to answer by these rules; None = a plain table."""
         if rules is None:
             return True
-        same = self.new_version_on == rules.stored()["new_version_on"]
+        same = rules.same_versions(self.new_version_on)
         return same and max(self.lengthened(rules), default=0) <= 0
 
 
@@ -896,10 +896,10 @@ def require_history(
     cut = commit.truncation
     if rules is None or cut is None:
         return
-    new_version_on = rules.stored()["new_version_on"]
-    if then.new_version_on != new_version_on:
+    if not rules.same_versions(then.new_version_on):
+        now = rules.stored()["new_version_on"]
         raise NeedsReplayError(
-            f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
+            f"{name}: expected new_version_on={then.new_version_on} as before, got {now}: "
             f"{cut.description()}, and its rows as of then were stored with the earlier value; declare "
             "that value, or rebuild the table from its source (vt-dagster replay) and swap"
         )

@@ -7,7 +7,7 @@ Times are epoch microseconds, or arrays of them. ``core.versioned_table`` has th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ class VersionRules:
     Args:
         key: the key columns.
         history_retention, tie_break, valid_until, new_version_on: see ``VersionedTable``.
+        earlier: earlier names of columns, by column.
     """
 
     key: Sequence[str]
@@ -31,6 +32,7 @@ class VersionRules:
     tie_break: str | None = None
     valid_until: str | None = None
     new_version_on: Sequence[str] | None = None
+    earlier: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
     def horizons(self, stream_time: Mapping[int, int]) -> dict[int, int]:
         """Returns by partition the time from which on (inclusive) the table answers: stream time less
@@ -48,6 +50,13 @@ class VersionRules:
     def retention_micros(self, partition: int) -> int:
         """Returns the history retention of a partition, microseconds."""
         return length_at(self.history_retention, partition) // timedelta(microseconds=1)
+
+    def same_versions(self, new_version_on: Sequence[str] | None) -> bool:
+        """Returns whether an earlier ``new_version_on`` makes the same versions; its columns may have
+        been renamed since."""
+        now = {old: new for new, before in self.earlier.items() for old in before}
+        then = None if new_version_on is None else [now.get(c, c) for c in new_version_on]
+        return then == self.stored()["new_version_on"]
 
     def stored(self) -> dict[str, Any]:
         """Returns the rules that decide which rows a view has, as its checkpoint stores them."""
