@@ -168,6 +168,13 @@ def test_refused_when_declared(change: dict[str, Any], said: str, tmp_path: Path
     assert said in str(refused.value)
 
 
+def test_columns_that_differ_in_capitals_alone(tmp_path: Path) -> None:
+    visits, rates = Stream("visits", key="k", schema=schema("k", "shop")), table(tmp_path, "rates")
+    views = [FeatureView(rates, prefix=prefix) for prefix in ("now_", "Now_")]
+    with pytest.raises(TopologyError, match=r"got \['Now_n', 'now_n'\] more than once; set prefix"):
+        build_training_set(visits, views, name="examples", to="set")
+
+
 def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> None:
     """A version with null values is a match; a view without any is a warning; a bound is a check."""
     warehouse = str(tmp_path / "warehouse")

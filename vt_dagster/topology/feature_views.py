@@ -126,7 +126,8 @@ class TrainingSet:
         for view in self.features:
             self._check_key(view)
         require_readable(self.name, Consumer.SPINE, spine)
-        twice = sorted({n for n in self.columns if self.columns.count(n) > 1})
+        lowered = [n.lower() for n in self.columns]  # Spark ignores case
+        twice = sorted({n for n in self.columns if lowered.count(n.lower()) > 1})
         if twice:
             raise TopologyError(
                 f"{self.name}: expected each column once, got {twice} more than once; set prefix or "
