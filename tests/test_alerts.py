@@ -267,6 +267,13 @@ def test_refused_when_definitions_load(market: Market) -> None:
         ([market.priced], {"to": send, "quarantine_share": "1%"}, "to which quarantine_share applies"),
         ([], {"to": send, "freshness": timedelta(1)}, "to which freshness applies, got []"),
         (market.nodes, {"to": send, "freshness": timedelta(0)}, "a positive timedelta"),
+        (market.sales, {"to": send, "freshness": "2h"}, "sales: expected at_most to be a positive"),
+        (
+            market.sales,
+            {"to": send, "freshness": timedelta(1), "severity": "ERROR"},
+            "sales: expected severity to be a dagster.AssetCheckSeverity, got 'ERROR'",
+        ),
+        (market.nodes, {"to": send, "waiting": "5"}, "a number of records from 0 on, got '5'"),
         (market.nodes, {"to": send, "quarantine_share": "5"}, "expected a share"),
         (market.nodes, {"to": send, "waiting": -1}, "expected at_most to be a number of records"),
     ):

@@ -193,6 +193,7 @@ def test_as_of_now_of_versions_that_end_by_themselves(
 
 def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
     to = tmp_path / "sales"
+    assert export_of(copy.sales, None, str(to), columns="v").columns == ("v",)
     way = exporting(copy, copy.sales, None, to, columns=["offset", "v"])
     assert way.run()
     before = set(delta.files(str(to)))

@@ -126,6 +126,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: stream(timestamp="ms", schema=schema(ms=LongType())),
         ["sales", "'ms'", "bigint", "expected timestamp", "timestamp_millis(ms)"],
     ),
+    "renamed as a list": (
+        lambda: stream(renamed=["w"]),
+        ["sales", "{'before': 'now'}", "got ['w']", "correct or remove it"],
+    ),
     "partitions": (lambda: stream(partitions=0), ["sales", "partitions must be 1 or more, got 0"]),
     "null key rule": (lambda: stream(null_key="drop"), ["sales", "'quarantine' or 'keep'", "'drop'"]),
     "contract break rule": (
@@ -246,6 +250,7 @@ def test_key_and_schema_are_normalized() -> None:
     assert node.key == ("k",)
     assert node.key_types == (StringType(),)
     assert node.value_columns == ("v", "at")
+    assert join(select="right.v as price").schema.names == ["k", "price"]
     assert node.inputs == ()
     assert node.versioned
     assert not table().versioned

@@ -67,7 +67,7 @@ class Alert:
 
 
 def build_alerts(
-    nodes: Sequence[Stream],
+    nodes: Stream | Sequence[Stream],
     *,
     to: Callable[[Alert], object],
     freshness: timedelta | None = None,
@@ -118,6 +118,7 @@ def build_alerts(
         raise TopologyError(
             f"{name}: expected a function that takes an Alert (to), got {to!r}; give one that sends it"
         )
+    nodes = [nodes] if isinstance(nodes, Stream) else nodes
     how: Any = {"severity": severity, "pool": pool, "resource_prefix": resource_prefix}
     limits: dict[str, tuple[Any, Callable[..., dg.AssetChecksDefinition], Callable[[Stream], bool]]] = {
         "freshness": (freshness, build_freshness_check, lambda _: True),

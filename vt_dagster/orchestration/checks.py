@@ -175,7 +175,7 @@ def build_freshness_check(
     Raises:
         TopologyError: the limit is not positive.
     """
-    if at_most <= timedelta(0):
+    if not isinstance(at_most, timedelta) or at_most <= timedelta(0):
         raise TopologyError(
             f"{node.name}: expected at_most to be a positive timedelta, got {at_most!r}; set the "
             "maximum age of its newest record, for example timedelta(hours=2)"
@@ -217,6 +217,11 @@ def _not_blocking(
         found: returns the fields of the result, for the warehouse.
     """
     key = dg.AssetKey(node.path)
+    if not isinstance(severity, dg.AssetCheckSeverity):
+        raise TopologyError(
+            f"{node.name}: expected severity to be a dagster.AssetCheckSeverity, got {severity!r}; set "
+            "for example AssetCheckSeverity.WARN"
+        )
 
     @dg.asset_check(
         asset=key,
@@ -312,7 +317,7 @@ def build_waiting_check(
             f"{node.name}: expected a join of a stream with a table, or of two streams, got one for "
             "which no record waits; remove the check"
         )
-    if at_most < 0:
+    if not isinstance(at_most, int) or isinstance(at_most, bool) or at_most < 0:
         raise TopologyError(
             f"{node.name}: expected at_most to be a number of records from 0 on, got {at_most!r}; set "
             "how many may wait"

@@ -44,6 +44,7 @@ from vt_dagster.storage.commit_log import (
 from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import NOW, clock, in_utc
 from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.node import listed
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
 """Folders that a killed first run leaves."""
@@ -508,8 +509,8 @@ def export_of(
         name or f"{node.name}_export",
         str(to),
         what or "",
-        tuple(columns),
-        tuple(with_columns),
+        listed(columns),
+        listed(with_columns),
         catalog_table,
         format,
         iceberg_catalog,

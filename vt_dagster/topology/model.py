@@ -20,7 +20,7 @@ from typing_extensions import Required, TypedDict
 
 from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.topology.durations import Duration, parse_length
-from vt_dagster.topology.node import Freshness, Node, Source, topological
+from vt_dagster.topology.node import Freshness, Node, Source, listed, topological
 from vt_dagster.topology.operators import (
     Aggregator,
     CorrectedJoin,
@@ -97,7 +97,7 @@ class GroupedTable(Generic[N]):
             materialized,
             group_key=self.key,
             aggregates=chosen,
-            select=tuple(select),
+            select=listed(select),
             emit=emit,
             partitions=self.partitions,
             partition_by=self.partition_by,
@@ -254,7 +254,7 @@ class _Promise:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.key,) if isinstance(self.key, str) else tuple(self.key)
+        return listed(self.key)
 
     def refuse(self, name: str, where: str) -> None:
         """Raises TopologyError if any is set for another kind of join."""
@@ -385,7 +385,7 @@ class StreamJoins(Generic[S, T]):
         about = _Window(within, before, after, grace)
         match = _Match(as_known, max_age, at, before_first)
         more = about, _Promise(corrected_for, key), match
-        made = self._joined("inner", other, name, tuple(select), grace_period, *more)
+        made = self._joined("inner", other, name, listed(select), grace_period, *more)
         return made.result(**shown)
 
     @overload
@@ -470,7 +470,7 @@ class StreamJoins(Generic[S, T]):
         about = _Window(within, before, after, grace)
         match = _Match(as_known, max_age, at, before_first)
         more = about, _Promise(corrected_for, key), match
-        made = self._joined("left", other, name, tuple(select), grace_period, *more)
+        made = self._joined("left", other, name, listed(select), grace_period, *more)
         return made.result(**shown)
 
     @overload
@@ -517,7 +517,7 @@ class StreamJoins(Generic[S, T]):
     ) -> S | T:
         """Outer join with a stream; see :meth:`join`."""
         about, promise = _Window(within, before, after, grace), _Promise(corrected_for)
-        made = self._joined("outer", other, name, tuple(select), None, about, promise)
+        made = self._joined("outer", other, name, listed(select), None, about, promise)
         return made.result(**shown)
 
     def _joined(
@@ -669,7 +669,7 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
             column: name of the value column for the elements.
             keep: further columns of the stream to keep.
         """
-        made = FlatMapValues(self, name, expression=expression, column=column, keep=tuple(keep))
+        made = FlatMapValues(self, name, expression=expression, column=column, keep=listed(keep))
         return made.result(**shown)
 
     def group_by(
@@ -743,7 +743,7 @@ class Table(Stream, kind="table"):
         See ``TableTableJoin`` and ``ForeignKeyJoin``; for ``history="complete"`` (two versioned tables,
         common key) ``HistoryJoin``. ``grace_period`` is only for streams and is refused.
         """
-        about = {"select": tuple(select), "materialized": materialized, "emit": emit}
+        about = {"select": listed(select), "materialized": materialized, "emit": emit}
         about |= {"monotone_timestamps": monotone_timestamps}
         return self._join("inner", table, name, shown, about, history, grace_period, foreign_key)
 
@@ -762,7 +762,7 @@ class Table(Stream, kind="table"):
         **shown: Any,
     ) -> Table:
         """Left join with another table; see :meth:`join`."""
-        about = {"select": tuple(select), "materialized": materialized, "emit": emit}
+        about = {"select": listed(select), "materialized": materialized, "emit": emit}
         about |= {"monotone_timestamps": monotone_timestamps}
         return self._join("left", table, name, shown, about, history, grace_period, foreign_key)
 
@@ -779,7 +779,7 @@ class Table(Stream, kind="table"):
         **shown: Any,
     ) -> Table:
         """Outer join with another table by the common key; see ``TableTableJoin``."""
-        about = {"select": tuple(select), "materialized": materialized, "emit": emit}
+        about = {"select": listed(select), "materialized": materialized, "emit": emit}
         about |= {"monotone_timestamps": monotone_timestamps}
         return self._join("outer", table, name, shown, about, history)
 

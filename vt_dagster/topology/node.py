@@ -111,6 +111,11 @@ directory."""
 _KINDS: dict[Kind, type[Node]] = {}
 
 
+def listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names or expressions as a tuple; a text is one of them."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 class Source(Protocol):
     """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``.
 
@@ -258,7 +263,7 @@ class Node:
         if not isinstance(self.schema, StructType) and self.contract is None:
             object.__setattr__(self, "contract", self.schema)
         object.__setattr__(self, "schema", as_struct(self.schema, self.name))
-        key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
+        key = listed(self.key)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "owners", tuple(self.owners))
         prefix = self.key_prefix.split("/") if isinstance(self.key_prefix, str) else self.key_prefix

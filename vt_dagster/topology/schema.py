@@ -82,8 +82,14 @@ def names_before(asset: str, renamed: Mapping[str, str], schema: StructType) -> 
     """Returns the earlier names by column, from a declared ``{old: new}`` with an entry per old name.
 
     Raises:
-        TopologyError: the new name is not a column, or the old one is.
+        TopologyError: it maps no names, the new name is not a column, or the old one is.
     """
+    pairs = renamed.items() if isinstance(renamed, Mapping) else [(None, None)]
+    if not all(isinstance(one, str) for pair in pairs for one in pair):
+        raise TopologyError(
+            f"{asset}: expected renamed to map earlier column names to current ones, as "
+            f"{{'before': 'now'}}, got {renamed!r}; correct or remove it"
+        )
     found: dict[str, tuple[str, ...]] = {}
     columns = {name.lower() for name in schema.names}
     for old in renamed:
