@@ -23,9 +23,11 @@ from vt_dagster import (
     TumblingWindow,
     VersionedTable,
     VtDagsterError,
+    WarehouseResource,
     build_alerts,
     build_asset,
     build_definitions,
+    build_freshness_check,
     build_lateness_check,
     build_quarantine_check,
     build_waiting_check,
@@ -316,3 +318,16 @@ def test_late_results_that_cannot_be_counted() -> None:
     ):
         with pytest.raises(TopologyError, match=f"^{node.name}: expected .* got one {why}"):
             build_lateness_check(node, at_most="1%")
+
+
+def test_what_has_never_run_is_not_fresh(tmp_path: Path) -> None:
+    node = Stream("sales", key="k", schema=RECORD, timestamp="at", source=FilesSource("sales"))
+    check = build_freshness_check(node, at_most=timedelta(days=1))
+    result = dg.materialize(
+        [dg.AssetSpec("sales"), check],
+        selection=dg.AssetSelection.checks(check),
+        resources={"vt_dagster_warehouse": WarehouseResource(path=str(tmp_path))},
+    )
+    (one,) = result.get_asset_check_evaluations()
+    assert not one.passed
+    assert one.description == "There is no record yet; the newest one may be 1 day old."

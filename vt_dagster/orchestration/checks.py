@@ -6,6 +6,7 @@
 - Counts of the last run: limits on bad records and on records that wait.
 """
 
+import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -32,7 +33,8 @@ from vt_dagster.orchestration.resources import (
 from vt_dagster.provenance.expressions import plain
 from vt_dagster.provenance.lateness import Choice, Lateness, lateness, parse_share, picture, share
 from vt_dagster.runs.audit import Finding, audit, checks_of
-from vt_dagster.storage.arrow_reader import head_of
+from vt_dagster.storage import delta
+from vt_dagster.storage.arrow_reader import head_of, require_in_place
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import Consumer, refused_option
@@ -160,7 +162,8 @@ def build_freshness_check(
     resource_prefix: str = PREFIX,
 ) -> dg.AssetChecksDefinition:
     """Returns a check that fails if the newest record is older than a limit: if stream time, the
-    largest timestamp of all partitions, is further behind the clock. Needs no Spark; it does not block.
+    largest timestamp of all partitions, is further behind the clock, or there is no record yet. Needs
+    no Spark; it does not block.
 
     Dagster's ``FreshnessPolicy`` uses the time of the last materialization instead: a run today with
     records of last week does not make a table fresh, and a run without new records does not make it
@@ -182,19 +185,23 @@ def build_freshness_check(
         )
 
     def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
-        _, commit = head_of(warehouse, "/".join(node.path))
-        newest, metadata = max(commit.stream_time.values(), default=None), dict[str, Any]()
+        name, stream_time = "/".join(node.path), dict[int, int]()
+        if delta.exists(posixpath.join(warehouse, name, "log")):
+            stream_time = head_of(warehouse, name)[1].stream_time
+        else:  # it has never run, which an alert should tell
+            require_in_place(warehouse, name)
+        newest, metadata = max(stream_time.values(), default=None), dict[str, Any]()
         passed, limit = False, at_most.total_seconds()
-        text = "there is no record yet"
+        text, which = "there is no record yet", "the newest one"
         if newest is not None:
             age = time.time() - newest / 1e6
             passed = age <= limit
-            text = f"the newest record is of {in_utc(newest)}"
+            text, which = f"the newest record is of {in_utc(newest)}", "it"
             metadata = {"stream_time": as_time(newest), "age_seconds": round(age, 3)}
         context.log.info(f"{node.name}: {text}")
         return {
             "passed": passed,
-            "description": f"{text[0].upper()}{text[1:]}; it may be {spoken(at_most)} old.",
+            "description": f"{text[0].upper()}{text[1:]}; {which} may be {spoken(at_most)} old.",
             "metadata": {**metadata, "at_most_seconds": limit},
         }
 
