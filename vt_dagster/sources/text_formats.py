@@ -51,6 +51,7 @@ from vt_dagster.sources.value_reader import (
     read_row,
     texts_of,
 )
+from vt_dagster.spark.settings import in_one_task
 from vt_dagster.storage import delta
 from vt_dagster.topology.schema import earlier_names
 
@@ -457,12 +458,13 @@ def _lines_of(
         reader = reader.option("encoding", name).option("lineSep", end or "\n")
     elif end is not None:
         reader = reader.option("lineSep", end)
-    return reader.text([delta.literal(f.path) for f in files]).select(
+    lines = reader.text([delta.literal(f.path) for f in files]).select(
         F.col("value").alias(RAW),
         file_name(files).alias(FILE),
         F.col("_metadata.file_block_start").alias(_BLOCK),
         F.monotonically_increasing_id().alias(_ID),
     )
+    return in_one_task(lines, [f.size for f in files])
 
 
 def _decoded(groups: Mapping[str, Sequence[FileInfo]]) -> Column:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 # Scoped settings
 
@@ -75,6 +75,8 @@ SETTINGS = {
 
 _FEW_RECORDS, _FEW_READ = 30_000, 200_000
 """Above these limits, generated code and parallel tasks pay off."""
+_FEW_FILES, _SMALL = 16, 1 << 20
+"""One task reads so few files, of so few bytes, about as fast as several."""
 
 
 def is_small(records: int, rows_read: int) -> bool:
@@ -85,6 +87,16 @@ def is_small(records: int, rows_read: int) -> bool:
         rows_read: approximate number of rows that are read from tables and state.
     """
     return records <= _FEW_RECORDS and rows_read <= _FEW_READ
+
+
+def in_one_task(rows: DataFrame, files: Sequence[int]) -> DataFrame:
+    """Returns rows of files, in one task if these are few and small: what one task reads is not
+    shuffled, and each shuffle of few rows costs more than their computation.
+
+    Args:
+        files: their sizes, bytes.
+    """
+    return rows.coalesce(1) if len(files) <= _FEW_FILES and sum(files) <= _SMALL else rows
 
 
 def small_run(spark: SparkSession, small: bool = True) -> AbstractContextManager[None]:

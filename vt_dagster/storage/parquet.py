@@ -28,6 +28,7 @@ from pyspark.sql.types import StructType
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.jars import one_line
+from vt_dagster.spark.settings import in_one_task
 from vt_dagster.storage.delta import (
     FILES,
     MARK,
@@ -142,7 +143,8 @@ def read(
         none = spark.createDataFrame([], without_earlier_names(columns))
         return none.withColumn(SEGMENT, F.lit(None).cast("int")) if parted else none
     rows = by_newest_names(spark.read.schema(columns).parquet(*places), columns)
-    return rows.withColumn(SEGMENT, F.expr(_SEGMENT_OF_FILE)) if parted else rows
+    rows = rows.withColumn(SEGMENT, F.expr(_SEGMENT_OF_FILE)) if parted else rows
+    return in_one_task(rows, [file.size for file in there])
 
 
 # ------------------------------------------------------------------------------------------ writing
