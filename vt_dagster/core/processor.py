@@ -315,8 +315,14 @@ class RunCounts:
         return ("in", "out", "late", "dropped")
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        """Returns aggregates over the results that are counted besides their outcomes, by name."""
+        """Returns aggregates over the results that are counted besides their outcomes, by name. They
+        are computed by outcome, and added up."""
         return {}
+
+    @property
+    def smallest(self) -> tuple[str, ...]:
+        """Names of those tallies that are not sums, but smallest values; null = none."""
+        return ()
 
     def check(self, found: Mapping[int, Counts]) -> None:
         """Refuses results that must stop the run.

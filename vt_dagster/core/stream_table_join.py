@@ -904,8 +904,12 @@ class CorrectedJoinCounts(RunCounts):
         }
         if _TWICE not in columns:
             return counts
-        first = F.coalesce(F.min(F.when(F.col(_TWICE), F.col(_RECORD))), F.lit(0))
+        first = F.min(F.when(F.col(_TWICE), F.col(_RECORD)))
         return {**counts, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
+
+    @property
+    def smallest(self) -> tuple[str, ...]:
+        return (_TWICE_AT,)
 
     def check(self, found: Mapping[int, Counts]) -> None:
         wrong = {p: some for p, some in found.items() if some.get(_TWICE)}

@@ -23,7 +23,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeAlias
 from zlib import crc32
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, NullType, StructType
@@ -721,33 +721,51 @@ def gate(node: Stream, plan: RunPlan, rows: DataFrame, stream_time: Column) -> P
     rules += invariants_before_commit(node, plan, rows.columns, stream_time)
     applied = F.col(OUTCOME) == Outcome.APPLIED
     # A duplicate is a record: whether the next one is a duplicate depends on its time too.
-    moves = applied | (F.col(OUTCOME) == Outcome.DUPLICATE)
-    tallies = plan.counts.tallies(rows.columns)
+    moving = (Outcome.APPLIED, Outcome.DUPLICATE)
+    tallies, smallest = plan.counts.tallies(rows.columns), plan.counts.smallest
     wanted: dict[str, Column] = {
         "in": F.count(F.lit(1)),
-        **{outcome: F.count_if(F.col(OUTCOME) == outcome) for outcome in _COUNTED},
         **tallies,
-        "_time": F.max(F.when(moves, F.unix_micros(TIMESTAMP))),
+        "_time": F.max(F.unix_micros(TIMESTAMP)),
         **{f"_rule{i}": F.count_if(applied & rule.violated) for i, rule in enumerate(rules)},
     }
     if IS_LATEST in rows.columns:
-        out_of_order = F.when(applied & ~F.col(IS_LATEST), F.unix_micros(TIMESTAMP))
-        wanted["_earliest"] = F.min(out_of_order)
+        wanted["_earliest"] = F.min(F.when(applied & ~F.col(IS_LATEST), F.unix_micros(TIMESTAMP)))
     checked = with_columns_of(rows, rules)
-    found = checked.groupBy(PARTITION).agg(*[c.alias(name) for name, c in wanted.items()]).collect()
-    by_partition = {
-        row[PARTITION]: {name: row[name] for name in ("in", *_COUNTED, *tallies)} for row in found
-    }
+    # By outcome, too: fewer columns than with a count of each outcome, which take longer to plan.
+    aggregates = [c.alias(name) for name, c in wanted.items()]
+    found = checked.groupBy(PARTITION, OUTCOME).agg(*aggregates).collect()
     names = ("in", *_COUNTED, *tallies)
+    of_partition: dict[int, list[Row]] = {}
+    for row in found:
+        of_partition.setdefault(row[PARTITION], []).append(row)
+    by_partition = {
+        partition: {
+            "in": sum(row["in"] for row in some),
+            **{outcome: sum(r["in"] for r in some if r[OUTCOME] == outcome) for outcome in _COUNTED},
+            **{name: sum(row[name] for row in some) for name in tallies if name not in smallest},
+            **{
+                name: min((row[name] for row in some if row[name] is not None), default=0)
+                for name in smallest
+                if name in tallies
+            },
+        }
+        for partition, some in of_partition.items()
+    }
     counts = {name: sum(some[name] for some in by_partition.values()) for name in names}
     broken = _broken(rules, found)
-    kept = rows.where(applied)
-    broken.update({p.name: -1 for p in probes if not p.holds(kept)})
+    if probes:
+        kept = rows.where(applied)
+        broken.update({p.name: -1 for p in probes if not p.holds(kept)})
     strict = {one.name for one in (*rules, *probes) if not one.warns}
     _warn(node, {name: n for name, n in broken.items() if name not in strict})
     broken = {name: n for name, n in broken.items() if name in strict}
     refuse(node, broken, rows, [replace(r, violated=applied & r.violated) for r in rules])
-    times = {row[PARTITION]: row["_time"] for row in found if row["_time"] is not None}
+    moved = {
+        partition: [r["_time"] for r in some if r[OUTCOME] in moving and r["_time"] is not None]
+        for partition, some in of_partition.items()
+    }
+    times = {partition: max(some) for partition, some in moved.items() if some}
     earliest = [row["_earliest"] for row in found if "_earliest" in wanted]
     return Passed(
         counts, by_partition, times, min((t for t in earliest if t is not None), default=None)
