@@ -43,10 +43,10 @@ def put(
     rejected = F.col(OUTCOME).isNotNull()
     records = with_columns(records, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(records, current, key=key, values=values)
-    applied = known.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
+    outcome = F.coalesce(OUTCOME, F.lit(Outcome.APPLIED))
+    applied = known.withColumns({OUTCOME: outcome, IS_LATEST: F.lit(True)})
     counts = F.col(OUTCOME) == Outcome.APPLIED
-    replaced = with_old(applied, counts, key=key, values=values, order=order)
-    return replaced.withColumn(IS_LATEST, F.lit(True)).drop(NEWEST)
+    return with_old(applied, counts, key=key, values=values, order=order, drop=[NEWEST])
 
 
 def with_row_before(
@@ -68,13 +68,20 @@ def with_row_before(
 
 
 def with_old(
-    rows: DataFrame, counts: Column, *, key: Sequence[str], values: Sequence[str], order: Sequence[str]
+    rows: DataFrame,
+    counts: Column,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    order: Sequence[str],
+    drop: Sequence[str] = (),
 ) -> DataFrame:
     """Adds ``old``: the struct of values and timestamp of a key's previous row; null = no row.
 
     Args:
         rows: of ``with_row_before``.
         counts: whether a record becomes its key's latest.
+        drop: further columns to leave out.
 
     Returns:
         the rows with ``old``, without ``_before``.
@@ -88,7 +95,7 @@ def with_old(
     # A column of its own: Spark computes a window once per mention in an expression.
     seen = rows.withColumn(_SEEN, F.last(held, ignorenulls=True).over(before))
     old = F.when(F.col(_SEEN).isNotNull(), F.col(_SEEN)["row"]).otherwise(F.col(BEFORE))
-    return seen.withColumn(OLD, old).drop(_SEEN, BEFORE)
+    return seen.withColumn(OLD, old).drop(_SEEN, BEFORE, *drop)
 
 
 def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataFrame:

@@ -163,11 +163,12 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
             reason = reason.when(has_key(node.key) & chosen.isNull(), Reason.NULL_PARTITION)
         timed = timed.withColumn(PARTITION, home_of(node.key, node))
     outcome = F.when(F.col(REASON).isNotNull(), Outcome.QUARANTINED)
-    judged = timed.withColumn(REASON, reason).withColumn(OUTCOME, outcome)
-    unwanted = {SOURCE_TIME: named, UNCHANGED: not takes_unchanged(node)}
-    judged = judged.drop(*[column for column, is_so in unwanted.items() if is_so])
     # The quarantine is a table too, and its readers fail at times outside the range above.
-    return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
+    in_range = F.when(sane, F.col(TIMESTAMP))
+    judged = timed.withColumn(REASON, reason).withColumns({OUTCOME: outcome, TIMESTAMP: in_range})
+    unwanted = {SOURCE_TIME: named, UNCHANGED: UNCHANGED in rows.columns and not takes_unchanged(node)}
+    dropped = [column for column, is_so in unwanted.items() if is_so]
+    return judged.drop(*dropped) if dropped else judged
 
 
 def takes_unchanged(node: Stream) -> bool:

@@ -278,8 +278,8 @@ def put(
     if by_source is not None:
         decided = by_source.in_force_again(decided, newest, key=key, order=order)
         order = [*order, PROPAGATED_FROM]
-    replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
-    return replaced.drop(NEWEST, SO_FAR)
+    latest, own = F.col(IS_LATEST), (NEWEST, SO_FAR)
+    return with_old(decided, latest, key=key, values=values, order=order, drop=own)
 
 
 def without_superseded(
@@ -379,13 +379,17 @@ def fold(
     replaced = F.coalesce(F.col(VALID_TO) <= F.col(VALID_FROM), F.lit(False))
     if new_version_on is not None:
         return drop_expired(with_version_before(chained, replaced, key, new_version_on), horizon)
-    return drop_expired(chained.where(~replaced), horizon)
+    return chained.where(~replaced & ~_is_expired(horizon))
 
 
 def drop_expired(versions: DataFrame, horizon: Column) -> DataFrame:
     """Removes expired versions."""
+    return versions.where(~_is_expired(horizon))
+
+
+def _is_expired(horizon: Column) -> Column:
     gone = expired(F.col(VALID_FROM), F.col(VALID_TO), F.col(IS_TOMBSTONE), horizon)
-    return versions.where(~F.coalesce(gone, F.lit(False)))
+    return F.coalesce(gone, F.lit(False))
 
 
 def clip_at_valid_until(versions: DataFrame, valid_until: str) -> DataFrame:

@@ -157,12 +157,13 @@ def numbered(
     node: Stream,
     plan: RunPlan,
     single_task: bool,
+    recorded_at: int,
     in_place: InPlace | None = None,
 ) -> DataFrame:
-    """Returns the log rows of a run: its results, numbered from ``first``; with ``recorded_at`` if a
-    source provides it.
+    """Returns the log rows of a run: its results, numbered from ``first``.
 
     Args:
+        recorded_at: system time of rows for which no source provides one, epoch microseconds.
         single_task: whether one task can number them.
         in_place: set if they keep their log's order.
     """
@@ -171,8 +172,12 @@ def numbered(
         placed = number_in_place(results, first, in_place)
     else:
         placed = number(results, first, plan.order.columns(), plan.chunk_of_results(single_task))
-    has_system_time = node.operator is None and RECORDED_AT in rows.columns
-    return placed.select(*log_columns(node), *([RECORDED_AT] if has_system_time else []))
+    columns: list[str | Column] = [*log_columns(node)]
+    if node.operator is None and RECORDED_AT in rows.columns:
+        columns.append(RECORDED_AT)
+    elif RECORDED_AT not in log_columns(node):
+        columns.append(F.timestamp_micros(F.lit(recorded_at)).alias(RECORDED_AT))
+    return placed.select(*columns)
 
 
 def judge(records: DataFrame) -> Judged:
@@ -552,9 +557,9 @@ class Run:
                 bounds = bounds_of(table_time, self._inputs(read), before, spark)
                 context = replace(context, bounds=bounds)
         inputs = self._inputs(read)
-        judged = self._judged(inputs, context)
-        if judged is None:
-            with self._settings_for(self._own_rows):
+        with self._settings_for(self._own_rows):
+            judged = self._judged(inputs, context)
+            if judged is None:
                 return Results(self.processor.results(inputs, context), context)
         return self._joined(judged, context)
 
@@ -676,9 +681,9 @@ class Run:
                 first = by_partition(arrival.before.next_offset, "long")
                 plan = self.plan
                 in_place = places_of(arrival, plan, passed)
-                new = numbered(rows, first, self.node, plan, passed.single_task, in_place)
-                if RECORDED_AT not in new.columns:
-                    new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
+                new = numbered(
+                    rows, first, self.node, plan, passed.single_task, commit.recorded_at, in_place
+                )
                 count, check = passed.counts[Outcome.APPLIED], self._require_inputs_unchanged
                 head = store.commit(new, commit, count, check)
             # A projection of many persisted rows need not be read back from the log. Few rows are
