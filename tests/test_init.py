@@ -157,6 +157,51 @@ def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -
     assert said.output.startswith("orders: 5 in = 5 applied\n")
 
 
+def test_a_part_of_a_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder takes the resources of its project; two warehouses of one module are told apart."""
+    defs = here / "corner_shop" / "defs"
+    for name in ("orders", "returns"):
+        (defs / name).mkdir(parents=True)
+        (here / name).mkdir()
+        (defs / name / "defs.yaml").write_text(
+            "type: vt_dagster.components.TopologyComponent\nattributes:\n"
+            f"  assets: [{{name: {name}, stream: {{key: id, timestamp: at, "
+            f"columns: {{id: string, at: timestamp}}, source: {{files: {{path: {name}}}}}}}}}]\n"
+        )
+    (defs / "resources.py").write_text(
+        "import dagster as dg, vt_dagster\n\n"
+        "defs = dg.Definitions(resources=vt_dagster.build_resources('here'))\n"
+    )
+    (here / "pyproject.toml").write_text("[tool.dg.project]\nroot_module = 'corner_shop'\n")
+    (here / "two.py").write_text(
+        "import dagster as dg, vt_dagster\nfrom pathlib import Path\n"
+        "from tests.test_plan import shop\n\n"
+        "nodes = shop(Path('.'), of_orders={'source': vt_dagster.FilesSource('orders')})\n"
+        "one = vt_dagster.build_definitions(nodes[1], warehouse='here')\n"
+        "prices = vt_dagster.build_definitions(nodes[0], warehouse='there', resource_prefix='x')\n"
+        "both = [dg.Definitions.merge(one, prices)]\ndel one, prices\ndefs = both.pop()\n"
+    )
+    (here / "prices").mkdir()
+
+    def planned(*options: str) -> Any:
+        done = CliRunner().invoke(app, ["plan", "--json", *options])
+        if done.exit_code:
+            assert isinstance(done.exception, DefinitionsError)
+            return str(done.exception)
+        document = json.loads(done.stdout)
+        return document["warehouse"], [(one["asset"], one["verdict"]) for one in document["assets"]]
+
+    place = str(here / "here")
+    assert planned() == (place, [("orders", "new"), ("returns", "new")])
+    assert planned("--file", "corner_shop/defs/returns/defs.yaml") == (place, [("returns", "new")])
+    assert "expected a defs.yaml or a folder of a dg project" in planned("--file", "nowhere.yaml")
+    text = (defs / "returns" / "defs.yaml").read_text()
+    (defs / "returns" / "defs.yaml").write_text(text.replace("key: id", "key: nothing"))
+    assert "key columns ['nothing'] are not in the schema" in planned()
+    assert f"got those of ['{place}', '{here / 'there'}']; choose one" in planned("-f", "two.py")
+    assert planned("-f", "two.py", "--warehouse", "there") == ("there", [("prices", "new")])
+
+
 def test_run_says_what_came_out(
     here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
 ) -> None:

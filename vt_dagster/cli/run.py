@@ -43,7 +43,7 @@ from vt_dagster.columns import (
     REVISION,
     TIMESTAMP,
 )
-from vt_dagster.errors import DefinitionsError, TopologyError
+from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
 from vt_dagster.storage.arrow_reader import texts
@@ -256,20 +256,35 @@ def load_locations(file: Path | None, module: str | None, variables: bool = Fals
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    try:
+        return [*_locations(file, module, variables)]
+    except Exception as error:  # Dagster wraps that of a component
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, VtDagsterError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None
+
+
+def _locations(file: Path | None, module: str | None, variables: bool) -> Iterator[Location]:
     if file is not None:
-        return [_of_file(file, variables)]
+        yield _of_file(file, variables)
+        return
     if module is not None:
-        return [_of_module(module, variables)]
+        yield _of_module(module, variables)
+        return
     workspace = Path(_WORKSPACE)
     if not workspace.is_file() and _is_project(Path.cwd()):
-        return [_of_project(Path.cwd())]
+        yield _of_project(Path.cwd())
+        return
     if not workspace.is_file():
         raise DefinitionsError(
             f"expected Definitions to check, found no {_WORKSPACE} in {Path.cwd()}; name them: "
             "--file prices.py or --module my_project.definitions"
         )
     content = yaml.safe_load(workspace.read_text(encoding="utf-8")) or {}
-    return [_of_location(location) for location in content.get("load_from") or []]
+    yield from map(_of_location, content.get("load_from") or [])
 
 
 def _of_location(location: dict[str, Any]) -> Location:
