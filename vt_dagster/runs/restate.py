@@ -33,8 +33,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
-from vt_dagster.runs.replay import as_far_as, require_history, require_logs, require_same_topics
-from vt_dagster.runs.run import run_once
+from vt_dagster.runs.replay import make_anew, require_history, require_logs, require_same_topics
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -43,9 +42,6 @@ from vt_dagster.storage.rewrite import Intent, exchange
 from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, VersionedTable, topological
-
-# Restate plan
-
 
 _EVER = 1 << 62
 """A time after all others, epoch microseconds."""
@@ -74,15 +70,58 @@ class Plan(Intent):
     steps: list[Step] = Field(default_factory=list[Step])
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Plans a restatement. Writes nothing.
+Tell = Callable[[str], None]
+_PLAN, _READY = "plan.json", "ready"
+_BESIDE = "new"
+
+
+def restate(
+    warehouse: str,
+    node: Stream,
+    start: datetime | str,
+    spark: SparkSession,
+    among: Sequence[Stream] = (),
+    tell: Tell | None = None,
+    *,
+    dry_run: bool = False,
+) -> list[str]:
+    """Recomputes the results of an asset and of all its consumers from a time on, in place.
+
+    The result equals a full replay of each asset: records in the same order, and the same set of
+    buffered records. The logs are new ones: a consumer that is not among the definitions would refuse
+    its next run. Nothing else may run meanwhile. To complete an interrupted restatement, call again
+    with the same arguments.
+
+    Args:
+        start: first time to process again (inclusive; UTC if it has no offset).
+        among: the streams and tables that may consume the asset.
+        tell: is called with one line per kept log and per run.
+        dry_run: only plans: tells what each log would keep, and changes nothing.
+
+    Returns:
+        the names of all recomputed assets, inputs first; with ``dry_run`` of those that would be.
+
+    Raises:
+        StorageError: the asset has never run; a run of it or of a consumer is refused; the history of a
+            looked-up table is too short; records for times before ``start`` would be missed; or a
+            consumer is not in ``among``.
+        SourceError: the source no longer has the records.
+    """
+    moment = parse_time(start if isinstance(start, str) else start.isoformat())
+    nodes, say = topological([node, *among]), tell or (lambda _: None)
+    restatement = _Restatement(str(warehouse), node, moment, spark, nodes, say)
+    return restatement.names(restatement.plan()) if dry_run else restatement.run()
+
+
+@dataclass
+class _Restatement:
+    """A restatement.
 
     Args:
         node: the asset to restate.
         moment: first time to process again, inclusive, epoch microseconds.
         nodes: all known streams and tables, inputs first.
-        say: is called with one line per asset.
+        say: is called with one line per asset and per run.
     """
 
     warehouse: str
@@ -90,10 +129,74 @@ class Planner:
     moment: int
     spark: SparkSession
     nodes: Sequence[Stream]
-    say: Callable[[str], None]
+    say: Tell
+
+    def __post_init__(self) -> None:
+        self.place = posixpath.join(self.warehouse, restate_folder(self.node.path))
+        self.fs, self.root = delta.filesystem(self.place)
+
+    def run(self) -> list[str]:
+        plan = self.plan()
+        if not plan.path and self.fs.exists(self.root):
+            self.fs.rm(self.root, recursive=True)  # of a restatement that was killed at its very end
+        if not plan.steps:
+            return []
+        plan.save(plan.path or posixpath.join(self.place, _PLAN))
+        made = {step.path for step in plan.steps}
+        steps = [(step, next(n for n in self.nodes if path_of(n) == step.path)) for step in plan.steps]
+        if not self.fs.exists(posixpath.join(self.root, _READY)):
+            for step, node in steps:
+                self._build(step, node, made)
+            self.fs.touch(posixpath.join(self.root, _READY))
+        for step in plan.steps:
+            live = posixpath.join(delta.filesystem(self.warehouse)[1], step.path)
+            new, old = (posixpath.join(self.root, of, step.path) for of in (_BESIDE, RESTATED))
+            if self.fs.exists(new) and not self.fs.exists(old):
+                self.say(f"{step.path}: replaces the old tables by the new ones")
+            exchange(self.fs, live, new, old)
+        for step, node in steps:
+            old = posixpath.join(self.root, RESTATED, step.path)
+            if node.versioned and self.fs.exists(old):
+                put_aside(self.warehouse, step.path, old)
+        # The plan goes first: without it, the next call removes the folder as garbage.
+        self.fs.rm_file(posixpath.join(self.root, _PLAN))
+        self.fs.rm(self.root, recursive=True)
+        return self.names(plan)
+
+    def names(self, plan: Plan) -> list[str]:
+        """Returns the names of the assets that a plan recomputes, inputs first."""
+        names = {path_of(node): node.name for node in self.nodes}
+        return [names[step.path] for step in plan.steps]
+
+    def _live(self, node: Stream) -> AssetStore:
+        return AssetStore(self.warehouse, node, self.spark, self.say)
+
+    def _beside(self, node: Stream) -> AssetStore:
+        return AssetStore(posixpath.join(self.place, _BESIDE), node, self.spark, self.say)
+
+    # -- plan ------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Returns the plan; it has no steps if no record is from the time on."""
+        """Returns the plan of an interrupted restatement, or a new one. Writes nothing."""
+        plan = Plan.read(posixpath.join(self.place, _PLAN))
+        if plan is not None:
+            missing = {step.path for step in plan.steps} - {path_of(n) for n in self.nodes}
+            if plan.start != self.moment or missing:
+                raise StorageError(
+                    f"{self.node.name}: a restatement from {in_utc(plan.start)} was interrupted, of "
+                    f"{[step.path for step in plan.steps]}; complete it first: run it again with the "
+                    "same time and definitions"
+                )
+            self.say(f"{self.node.name}: continues an interrupted restatement")
+            return plan
+        require_restatable(self.warehouse, self.node, self.nodes)
+        plan = self._new_plan()
+        if not plan.steps:
+            self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
+        return plan
+
+    def _new_plan(self) -> Plan:
+        """Returns a plan; it has no steps if no record is from the time on."""
         plan = Plan(start=self.moment)
         for node in self.nodes:
             if node.name == self.node.name or self._consumes(node, plan):
@@ -103,9 +206,6 @@ class Planner:
         if plan.steps:
             self._require_all(plan)
         return plan
-
-    def _live(self, node: Stream) -> AssetStore:
-        return AssetStore(self.warehouse, node, self.spark, self.say)
 
     def _consumes(self, node: Stream, plan: Plan) -> bool:
         return not {path_of(up) for up in node.inputs}.isdisjoint(step.path for step in plan.steps)
@@ -255,167 +355,6 @@ class Planner:
                 )
             self.say(f"! {name} has taken from the log of {consumed[0]} what is made anew now")
 
-
-def path_of(node: Stream) -> str:
-    """Returns the folder of an asset in its warehouse."""
-    return posixpath.join(*node.path)
-
-
-def _least(one: Offsets, other: Offsets) -> Offsets:
-    return {p: min(one.get(p, 0), other.get(p, 0)) for p in {*one, *other}}
-
-
-def _within(taken: Offsets, ends: Offsets) -> bool:
-    return all(end <= ends.get(p, 0) for p, end in taken.items())
-
-
-def _positions(store: AssetStore) -> Callable[[dict[str, int]], Offsets | None]:
-    """Returns a function that gives a table's offsets at a run's lookup; None = no longer known."""
-    name = store.node.name
-    there = {
-        part: [(one.version, one.document["next_offset"]) for one in delta.commits(path)]
-        for part, path in (("log", store.log_path), ("view", store.view_path))
-    }
-
-    def at(reads: dict[str, int]) -> Offsets | None:
-        if not {f"{name}/{part}" for part in there} & set(reads):
-            return {}
-        for part in ("log", "view"):
-            version = reads.get(f"{name}/{part}")
-            if version is None:
-                continue
-            for known, ends in there[part]:
-                if known <= version:
-                    return {int(p): end for p, end in ends.items()}
-        return None
-
-    return at
-
-
-# Restate
-
-
-Tell = Callable[[str], None]
-_PLAN, _READY = "plan.json", "ready"
-_BESIDE = "new"
-
-
-def restate(
-    warehouse: str,
-    node: Stream,
-    start: datetime | str,
-    spark: SparkSession,
-    among: Sequence[Stream] = (),
-    tell: Tell | None = None,
-    *,
-    dry_run: bool = False,
-) -> list[str]:
-    """Recomputes the results of an asset and of all its consumers from a time on, in place.
-
-    The result equals a full replay of each asset: records in the same order, and the same set of
-    buffered records. The logs are new ones: a consumer that is not among the definitions would refuse
-    its next run. Nothing else may run meanwhile. To complete an interrupted restatement, call again
-    with the same arguments.
-
-    Args:
-        start: first time to process again (inclusive; UTC if it has no offset).
-        among: the streams and tables that may consume the asset.
-        tell: is called with one line per kept log and per run.
-        dry_run: only plans: tells what each log would keep, and changes nothing.
-
-    Returns:
-        the names of all recomputed assets, inputs first; with ``dry_run`` of those that would be.
-
-    Raises:
-        StorageError: the asset has never run; a run of it or of a consumer is refused; the history of a
-            looked-up table is too short; records for times before ``start`` would be missed; or a
-            consumer is not in ``among``.
-        SourceError: the source no longer has the records.
-    """
-    moment = parse_time(start if isinstance(start, str) else start.isoformat())
-    restatement = _Restatement(str(warehouse), node, moment, spark, among, tell)
-    return restatement.names(restatement.plan()) if dry_run else restatement.run()
-
-
-class _Restatement:
-    def __init__(
-        self,
-        warehouse: str,
-        node: Stream,
-        moment: int,
-        spark: SparkSession,
-        among: Sequence[Stream],
-        tell: Tell | None,
-    ) -> None:
-        self.warehouse, self.node, self.moment, self.spark = warehouse, node, moment, spark
-        self.nodes = topological([node, *among])
-        self.say = tell or (lambda _: None)
-        self.place = posixpath.join(warehouse, restate_folder(node.path))
-        self.fs, self.root = delta.filesystem(self.place)
-
-    def run(self) -> list[str]:
-        plan = self.plan()
-        if not plan.path and self.fs.exists(self.root):
-            self.fs.rm(self.root, recursive=True)  # of a restatement that was killed at its very end
-        if not plan.steps:
-            return []
-        plan.save(plan.path or posixpath.join(self.place, _PLAN))
-        made = {step.path for step in plan.steps}
-        steps = [(step, next(n for n in self.nodes if path_of(n) == step.path)) for step in plan.steps]
-        if not self._exists(_READY):
-            for step, node in steps:
-                self._build(step, node, made)
-            self.fs.touch(posixpath.join(self.root, _READY))
-        for step in plan.steps:
-            live = posixpath.join(delta.filesystem(self.warehouse)[1], step.path)
-            new, old = (posixpath.join(self.root, of, step.path) for of in (_BESIDE, RESTATED))
-            if self.fs.exists(new) and not self.fs.exists(old):
-                self.say(f"{step.path}: replaces the old tables by the new ones")
-            exchange(self.fs, live, new, old)
-        for step, node in steps:
-            old = posixpath.join(self.root, RESTATED, step.path)
-            if node.versioned and self.fs.exists(old):
-                put_aside(self.warehouse, step.path, old)
-        # The plan goes first: without it, the next call removes the folder as garbage.
-        self.fs.rm_file(posixpath.join(self.root, _PLAN))
-        self.fs.rm(self.root, recursive=True)
-        return self.names(plan)
-
-    def names(self, plan: Plan) -> list[str]:
-        """Returns the names of the assets that a plan recomputes, inputs first."""
-        names = {path_of(node): node.name for node in self.nodes}
-        return [names[step.path] for step in plan.steps]
-
-    def _exists(self, *parts: str) -> bool:
-        return self.fs.exists(posixpath.join(self.root, *parts))
-
-    def _live(self, node: Stream) -> AssetStore:
-        return AssetStore(self.warehouse, node, self.spark, self.say)
-
-    def _beside(self, node: Stream) -> AssetStore:
-        return AssetStore(posixpath.join(self.place, _BESIDE), node, self.spark, self.say)
-
-    # -- plan ------------------------------------------------------------------------------------
-
-    def plan(self) -> Plan:
-        """Returns the plan of an interrupted restatement, or a new one. Writes nothing."""
-        plan = Plan.read(posixpath.join(self.place, _PLAN))
-        if plan is not None:
-            missing = {step.path for step in plan.steps} - {path_of(n) for n in self.nodes}
-            if plan.start != self.moment or missing:
-                raise StorageError(
-                    f"{self.node.name}: a restatement from {in_utc(plan.start)} was interrupted, of "
-                    f"{[step.path for step in plan.steps]}; complete it first: run it again with the "
-                    "same time and definitions"
-                )
-            self.say(f"{self.node.name}: continues an interrupted restatement")
-            return plan
-        require_restatable(self.warehouse, self.node, self.nodes)
-        plan = Planner(self.warehouse, self.node, self.moment, self.spark, self.nodes, self.say).plan()
-        if not plan.steps:
-            self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
-        return plan
-
     # -- build -----------------------------------------------------------------------------------
 
     def _build(self, step: Step, node: Stream, made: set[str]) -> None:
@@ -428,13 +367,7 @@ class _Restatement:
         new = stores(node)
         if step.keep is not None and new.head() is None:
             self._begin(step.keep, node, new, made, whose)
-        arguments = dict[str, Any]()
-        if node.operator is None:
-            head = self._live(node).head()
-            assert head is not None
-            arguments = as_far_as(node.source, head.commit)
-        while run_once(node, stores, run_id=whose, **arguments).commit is not None:
-            pass
+        make_anew(node, stores, self._live(node), whose, keep_recorded=False)
         done = new.head()
         found = 0 if done is None else done.commit.totals.get("in", 0)
         if found < step.taken:
@@ -490,3 +423,39 @@ class _Restatement:
                 batch=keep.batch,
                 asset=node.name,
             )
+
+
+def path_of(node: Stream) -> str:
+    """Returns the folder of an asset in its warehouse."""
+    return posixpath.join(*node.path)
+
+
+def _least(one: Offsets, other: Offsets) -> Offsets:
+    return {p: min(one.get(p, 0), other.get(p, 0)) for p in {*one, *other}}
+
+
+def _within(taken: Offsets, ends: Offsets) -> bool:
+    return all(end <= ends.get(p, 0) for p, end in taken.items())
+
+
+def _positions(store: AssetStore) -> Callable[[dict[str, int]], Offsets | None]:
+    """Returns a function that gives a table's offsets at a run's lookup; None = no longer known."""
+    name = store.node.name
+    there = {
+        part: [(one.version, one.document["next_offset"]) for one in delta.commits(path)]
+        for part, path in (("log", store.log_path), ("view", store.view_path))
+    }
+
+    def at(reads: dict[str, int]) -> Offsets | None:
+        if not {f"{name}/{part}" for part in there} & set(reads):
+            return {}
+        for part in ("log", "view"):
+            version = reads.get(f"{name}/{part}")
+            if version is None:
+                continue
+            for known, ends in there[part]:
+                if known <= version:
+                    return {int(p): end for p, end in ends.items()}
+        return None
+
+    return at
