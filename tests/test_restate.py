@@ -17,9 +17,11 @@ from tests.storage.topology import Topology
 from vt_dagster import Stream
 from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError, SourceError, StorageError, TopologyError
+from vt_dagster.runs.erase import erase
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 LATE = "2020-01-01T00:04:00Z"
@@ -136,7 +138,8 @@ class Killed(BaseException):
 
 
 def test_killed_at_each_step(world: World) -> None:
-    """After each commit, and before each exchange; and between its two halves."""
+    """After each commit, and before each exchange; and between its two halves. Nothing else rewrites
+    its tables meanwhile."""
     for step in (
         *("joined: keeps", "counted: replayed", "joined: committed", "moved: committed"),
         *("counted: committed", "joined: replaces", "moved: replaces", "counted: replaces"),
@@ -154,6 +157,14 @@ def test_killed_at_each_step(world: World) -> None:
             (Path(world.warehouse) / "moved").rename(beside / "old" / "moved")
             with pytest.raises(StorageError, match=r"was interrupted, of .*'moved'.* the same time"):
                 world.restate("joined", "2020-01-01T00:05:00Z")
+        if step == "joined: committed":
+            lines: list[str] = []
+            short = replace(world.moved, log_retention=timedelta(0))
+            assert truncate_logs(world.warehouse, world.spark, [short], tell=lines.append) == {}
+            assert "moved: expected no restatement in progress" in lines[0]
+            about: dict[str, Any] = {"reason": "asked to", "key": [1], "among": world.nodes}
+            with pytest.raises(StorageError, match="moved: expected no restatement in progress"):
+                erase(world.warehouse, world.moved, world.spark, **about)
     assert world.restate("joined") == ["joined", "moved", "counted"]
     for name in ("joined", "moved", "counted"):
         assert world.rows(name) == world.replayed(name), name

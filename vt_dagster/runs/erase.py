@@ -52,13 +52,14 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import last_export
+from vt_dagster.runs.restate import require_free
 from vt_dagster.sources.base import read_by_all_names
 from vt_dagster.sources.consumed_files import FileInfo, Memory
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, iceberg, parquet, rewrite
-from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of, restate_folder
+from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
 from vt_dagster.storage.delta import address
@@ -309,21 +310,6 @@ def exported(plan: Sequence[Places], path: str) -> Places:
         f"expected an export of one of {[one.name for one in plan]} in {path}, got "
         f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or erase there too"
     )
-
-
-def require_free(warehouse: str, node: Stream) -> None:
-    """Refuses an erase while an interrupted restatement has new tables of the asset.
-
-    Raises:
-        StorageError: a restatement was interrupted.
-    """
-    place = posixpath.join(warehouse, restate_folder(node.path))
-    fs, local = delta.filesystem(place)
-    if fs.exists(local):
-        raise StorageError(
-            f"{node.name}: expected no restatement in progress, got {place}; complete it first: run "
-            "vt-dagster restate again with the same arguments"
-        )
 
 
 # Erase certificate
@@ -826,7 +812,7 @@ class _Erase:
         self.nodes = [node, *among]
         self.plan = derived(warehouse, node, self.nodes)
         for one in self.plan:
-            require_free(warehouse, one.node)
+            require_free(warehouse, one.name)
         self.exports = {path: exported(self.plan, path) for path in exports}
         name = posixpath.join(*node.path)
         request = [name, self.key.values, where]

@@ -425,6 +425,29 @@ class _Restatement:
             )
 
 
+def require_free(warehouse: str, name: str) -> None:
+    """Refuses an erase or truncation of an asset that an interrupted restatement makes anew: its new
+    tables are made from the rows that the asset had when the restatement was planned.
+
+    Args:
+        name: the asset's folder in the warehouse.
+
+    Raises:
+        StorageError: a restatement was interrupted.
+    """
+    fs, root = delta.filesystem(warehouse)
+    there = [posixpath.basename(path) for path in fs.ls(root, detail=False, refresh=True)]
+    for folder in (one for one in there if one.endswith(restate_folder(()))):
+        plan = Plan.read(posixpath.join(warehouse, folder, _PLAN))
+        planned = plan is not None and name in {step.path for step in plan.steps}
+        if planned or fs.exists(posixpath.join(root, folder, RESTATED, name)):
+            raise StorageError(
+                f"{name}: expected no restatement in progress, got "
+                f"{posixpath.join(warehouse, folder)}; complete it first: run vt-dagster restate again "
+                "with the same arguments"
+            )
+
+
 def path_of(node: Stream) -> str:
     """Returns the folder of an asset in its warehouse."""
     return posixpath.join(*node.path)

@@ -12,6 +12,7 @@ under a name of their own; then one commit of the log removes the batches and re
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import last_export
 from vt_dagster.runs.pin import retained_from
+from vt_dagster.runs.restate import require_free
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, head_of
@@ -147,6 +149,7 @@ class _Log:
         gone = upto.total - (0 if cut is None else sum(cut.next_offset.values()))
         if gone <= 0:
             return 0
+        require_free(self.warehouse, posixpath.join(*self.node.path))
         self._truncate(head, upto)
         self.say(
             f"{self.node.name}: {gone:,} records were truncated from its log; it can be read as known "

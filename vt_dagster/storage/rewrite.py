@@ -7,8 +7,9 @@ commit) is removed by maintenance. Planned again, a rewrite that was committed f
 
 **Several steps.** A rewrite of several tables first writes its :class:`Intent`. The next call with the
 same arguments finds it and repeats all steps: each is one such commit, or one :func:`exchange`, and
-does nothing if it is done. The last step finishes the intent. Readers and runs that find the tables of
-an asset moved away by an exchange are refused (``arrow_reader.require_in_place``).
+does nothing if it is done. The last step finishes the intent. Until then, an erase or truncation of
+what a restatement makes anew is refused (``runs.restate.require_free``), and so are readers and runs
+that find the tables of an asset moved away (``arrow_reader.require_in_place``).
 
 **Rows of an erase.** Only files with such rows are rewritten, so that no byte of the key is left. After
 it, files outside the current version are removed at once, and so are the earlier commits, because their
