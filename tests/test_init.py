@@ -35,6 +35,7 @@ pytestmark = [  # of Dagster's own code, where it loads a folder of definitions
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty directory; what projects in it have brought along is forgotten after the test."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds the directory of its project
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

@@ -31,6 +31,7 @@ LACKING = {
 ALLOWED = {
     "spark/session.py": {"sparkContext", "_jvm"},  # of a session of this process
     "orchestration/resources.py": {"sparkContext"},  # where it is not remote
+    "spark/settings.py": {"sparkContext"},  # where it is not remote
     "testing/driver.py": {"newSession"},  # else the user's own session
 }
 SURE = {"core/arrival_order.py", "storage/schema_evolution.py"}

@@ -892,8 +892,9 @@ class _Erase:
         at = store.snapshot() if target.path == store.view_path else None
         if at is None or (at.base is not None and at.base.is_view and not at.tail):
             return Searched.of(self._find(target)[1])
+        marked = target.marked(store.view_at(at))
         counts = [F.count(F.lit(1)), F.count_if(HIT), F.count_if(F.col(OLD_HIT))]
-        rows, hits, old = target.marked(store.view_at(at)).agg(*counts).collect()[0]
+        rows, hits, old = marked.agg(*counts).collect()[0]
         return Searched(rows, hits, old, files=None)
 
     def _find(self, target: Target) -> tuple[dict[str, Any], Found]:
