@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import write_deltalake
+from deltalake import DeltaTable, write_deltalake
+from pyspark import SparkContext
 from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.utils import is_remote
 
 from vt_dagster import DeltaSource, FilesSource, SnapshotSource, Stream, VersionedTable
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
+from vt_dagster.storage import delta
 from vt_dagster.storage.asset_store import stores_of
 
 SCHEMA = StructType(
@@ -52,6 +56,30 @@ def general(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.fixture
+def spent(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What a run does besides its jobs: how often it opens a Delta table, and calls the JVM (not with
+    Spark Connect, and without the calls that release objects, whose number varies)."""
+    found = Counter[str]()
+
+    def opened(*words: Any, **more: Any) -> DeltaTable:
+        found["tables opened"] += 1
+        return DeltaTable(*words, **more)
+
+    monkeypatch.setattr(delta, "DeltaTable", opened)
+    if not is_remote():
+        gateway: Any = SparkContext._gateway
+        client = type(gateway._gateway_client)
+        send = client.send_command
+
+        def sent(self: Any, command: str, *words: Any, **more: Any) -> Any:
+            found["calls of the JVM"] += not command.startswith("m\n")
+            return send(self, command, *words, **more)
+
+        monkeypatch.setattr(client, "send_command", sent)
+    return found
+
+
 def rows(day: int) -> list[dict[str, Any]]:
     """Two keys that stay, one of each day, and one whose value changes."""
     at = datetime(2024, 1, day, tzinfo=timezone.utc)
@@ -71,21 +99,27 @@ def land_delta(place: Path, day: int) -> None:
     write_deltalake(place, pa.Table.from_pylist(rows(day), kinds), mode="overwrite", configuration=feed)
 
 
-SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any]]] = {
-    "files": (land_lines, lambda place: FilesSource(place)),
+SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any], int]] = {
+    "files": (land_lines, lambda place: FilesSource(place), 1_500),
     "dumps": (
         land_lines,
         lambda place: SnapshotSource(place, "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0),
+        2_100,
     ),
-    "whole versions": (land_delta, lambda place: DeltaSource(place, "snapshots", max_shrink=1.0)),
+    "whole versions": (
+        land_delta,
+        lambda place: DeltaSource(place, "snapshots", max_shrink=1.0),
+        1_500,
+    ),
 }
+"""How a source's rows land, the source, and how many calls of the JVM a run takes at most."""
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_job_of_a_small_run(
-    source: str, spark: SparkSession, tmp_path: Path, general: list[str]
+    source: str, spark: SparkSession, tmp_path: Path, general: list[str], spent: Counter[str]
 ) -> None:
-    land, made = SOURCES[source]
+    land, made, calls = SOURCES[source]
     place = tmp_path / "in"
     place.mkdir()
     table = VersionedTable(
@@ -99,10 +133,14 @@ def test_each_job_of_a_small_run(
     stores = stores_of(str(tmp_path / "warehouse"), spark)
     for day in (1, 2):
         land(place, day)
+        spent.clear()
         receipt = run_once(table, stores)
         assert receipt.commit is not None
         assert receipt.commit.counts["applied"] >= 2
     assert general == []
+    # Some reads are of the log and view as they were, others as they are after the run's commits.
+    assert spent["tables opened"] <= 6, spent
+    assert spent["calls of the JVM"] <= calls, spent
     erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
     assert general == []
 
