@@ -189,8 +189,8 @@ class _Restatement:
                 )
             self.say(f"{self.node.name}: continues an interrupted restatement")
             return plan
+        plan = self._new_plan()  # first, since its errors name what a restatement can do
         require_restatable(self.warehouse, self.node, self.nodes)
-        plan = self._new_plan()
         if not plan.steps:
             self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
         return plan
