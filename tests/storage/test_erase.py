@@ -307,7 +307,11 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     assert (told.path, told.finished) == ("", None)
     assert any(line.startswith("! cities: derived without") for line in said)
     assert ERIN not in told.model_dump_json()
-    done = late.erase(spark, late.customers, **about)
+    then: list[str] = []
+    done = late.erase(spark, late.customers, tell=then.append, **about)
+    kept = {f"! {name}: {why}" for name, why in done.kept.items()}
+    assert kept
+    assert kept <= {*said} & {*then}
     assert [*told.searched] == [*done.searched]
     assert told.searched["customers/view"].files is None
     assert done.searched["customers/log"].erased > told.searched["customers/view"].erased > 0

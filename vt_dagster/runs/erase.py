@@ -74,8 +74,8 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 
 KEPT = (
-    "derived without the key's columns: its counts, and groups named after a value of the key, remain "
-    "until it is made anew (vt-dagster replay and swap, or restate)"
+    "derived without the key's columns: its counts, its values of erased rows, and groups named after "
+    "one, remain until it is made anew (vt-dagster replay and swap, or restate)"
 )
 KEPT_EXPORT = "it does not have the key's columns: remove it, and its next run writes it anew"
 KEPT_ICEBERG = (
@@ -837,7 +837,8 @@ class _Erase:
         if not self.dry_run:
             self.done.waiting = {}
             self.done.finish()
-        for line in (*self.done.elsewhere, *self.done.unreachable):
+        kept = (f"{name}: {why}" for name, why in self.done.kept.items())
+        for line in (*kept, *self.done.elsewhere, *self.done.unreachable):
             self.say(f"! {line}")
         return self.done
 
@@ -884,8 +885,6 @@ class _Erase:
                 self.done.kept[path] = kept
             else:
                 self._note(path, Searched.of(self._find(self._export_target(path, one))[1]))
-        for name, why in self.done.kept.items():
-            self.say(f"! {name}: {why}")
         return left
 
     def _searched(self, store: AssetStore, target: Target) -> Searched:
@@ -1050,7 +1049,6 @@ class _Erase:
             self.done.kept[path] = kept
             if kept == KEPT_ICEBERG:
                 iceberg.renew(path)
-                self.say(f"! {path}: {kept}")
             return
         target = self._export_target(path, one)
         document, found = self._find(target)

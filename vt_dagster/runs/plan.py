@@ -100,10 +100,12 @@ def plan(
     return [*found, *(one for store in others for one in _removed(store))]
 
 
-def _planned(node: Stream, every: Sequence[Stream], stores: AssetStores) -> Planned:
+def _planned(
+    node: Stream, every: Sequence[Stream], stores: AssetStores, ask_sources: bool = True
+) -> Planned:
     store, name = stores(node), "/".join(node.path)
     try:
-        at = _pinned(node, stores)
+        at = _pinned(node, stores, ask_sources)
     except NeedsReplayError as error:
         downstream = _consumers(node, every)
         return Planned(name, "needs_replay", (), str(error), downstream=downstream, **_size(store))
@@ -125,7 +127,7 @@ class _InputError(Exception):
         self.cause = "/".join(up.path)
 
 
-def _pinned(node: Stream, stores: AssetStores) -> Snapshot:
+def _pinned(node: Stream, stores: AssetStores, ask_sources: bool) -> Snapshot:
     """Raises the error of the asset's next run, in the order of a run; returns where it starts from."""
     store = stores(node)
     at = store.snapshot()
@@ -140,7 +142,7 @@ def _pinned(node: Stream, stores: AssetStores) -> Snapshot:
                 raise _InputError(up, error) from None
             if head is not None and up.name in consumed:
                 require_consumable(node, up, at.head, head.commit, stores)
-    elif not isinstance(node.source, FrameSource):
+    elif ask_sources and not isinstance(node.source, FrameSource):
         from_source(node, store, at, None, {})
     store.require_writable(before_of(node, at.head).batch + 1)
     return at
@@ -282,7 +284,8 @@ def _require_free(warehouse: str, node: Stream, path: str) -> None:
 
 def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> None:
     """Checks by a plan that an asset and its consumers can be restated: only a refusal prevents that,
-    since a restatement replays what needs a replay, and makes new tables of the causes among them.
+    since a restatement replays what needs a replay, and makes new tables of the causes among them. A
+    refusal by a source does not: the source is read again, as after files were changed in place.
 
     Args:
         nodes: all known streams and tables, inputs first.
@@ -295,7 +298,14 @@ def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) ->
         if any(up.name in again for up in one.inputs):
             again[one.name] = one
     names = {"/".join(one.path) for one in again.values()}
-    for one in plan(warehouse, nodes, names):
+
+    def stores(one: Stream) -> AssetStore:
+        return AssetStore(warehouse, one)
+
+    for node in again.values():
+        if stores(node).head() is None:
+            continue  # it has no tables to make again
+        one = _planned(node, nodes, stores, ask_sources=False)
         if one.verdict == "refused" and one.cause not in names:
             raise StorageError(
                 f"{one.asset}: expected that its runs are not refused, because a restatement makes "
