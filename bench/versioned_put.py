@@ -28,6 +28,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import versioned_table
 from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.topology.version_rules import VersionRules
 
 KEYS = 10_000
 SORTED = "Delta append of the same rows, sorted"
@@ -55,11 +56,10 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
     put = versioned_table.put(
         records,
         None,
-        key=["key"],
+        rules=VersionRules(("key",), RETENTION),
         values=["price", "grade"],
         order=[PARTITION, ARRIVAL],
         stream_time=F.lit(None).cast("timestamp"),
-        history_retention=RETENTION,
         parts=dict.fromkeys(parts, ()),
     )
     accepted = put.where(F.col(OUTCOME) == Outcome.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
