@@ -127,8 +127,13 @@ docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(STAMP)
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --strict --quiet
 
+# All rows of bench/README.md: two hours on two idle cores. The first command alone takes half an hour.
 bench: $(STAMP)
 	$(BIN)/python bench/run.py
+	$(BIN)/python bench/run.py --executors --output bench/results-executors.json
+	$(BIN)/python bench/run.py --processes 30 --output bench/results-processes.json
+	$(BIN)/python bench/run.py --runs 1000 --output bench/results-runs.json
+	$(BIN)/python bench/run.py --kafka --output bench/results-kafka.json
 
 bench-quick: $(STAMP)
 	$(BIN)/python bench/run.py --quick
