@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +117,19 @@ def test_each_window_is_computed_once(spark: SparkSession) -> None:
     records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
     put = processor_of(table, single_task=True).results([Input(records)], RunContext.nothing())
     assert count(plan(put)) == {"shuffles": 2, "sorts": 2, "windows": 3}
+
+
+def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
+    """Spark computes a frame that ends with the key anew for each row, which takes a key of 100,000
+    records hours; so one sort is backwards."""
+    table = VersionedTable("rates", history_retention=WEEK, **ABOUT, only_columns=["price"])
+    names = "partition:int,_arrival:bigint,is_tombstone:boolean,_outcome:string"
+    names += ",provided_columns:array<string>"
+    records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
+    put = plan(processor_of(table, single_task=True).results([Input(records)], RunContext.nothing()))
+    assert count(put) == {"shuffles": 3, "sorts": 4, "windows": 5}
+    frames = set(re.findall(r"specifiedwindowframe\(\w+, ([^,]+), ([^)]+)", put))
+    assert not [begin for begin, end in frames if "following" in end and "preceding" not in begin]
 
 
 def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -48,7 +47,7 @@ pc: Any = pyarrow.compute
 # Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
-_KIND, _TIME, _FLOOR, _FIRST, _SINCE, _END = "_kind", "_time", "_floor", "_first", "_since", "_end"
+_KIND, _TIME, _FLOOR, _FIRST, _END = "_kind", "_time", "_floor", "_first", "_end"
 _AT = "_at"
 _HELPERS = (_KIND, _TIME, _AT, _FLOOR, _FIRST)
 _VERSION, _RECORD, _OTHER = 0, 1, 2
@@ -67,7 +66,8 @@ def merge_forward(
 ) -> DataFrame:
     """Completes partial records to whole rows, and adds after each record the versions that it changes.
 
-    Plan: one shuffle and sort by key, together with the versions; the kernel reads the sorted rows.
+    Plan: one shuffle by key, together with the versions, then a sort backwards and a sort forwards; the
+    kernel reads the sorted rows.
 
     Args:
         records: with their outcome; those that are not applied are passed through.
@@ -93,18 +93,20 @@ def merge_forward(
     time = F.unix_micros(TIMESTAMP)
     # Columns, not expressions: otherwise each window would sort again.
     rows = rows.withColumns({_TIME: time, _AT: F.when(is_version, time)})
-    in_order = [*[F.col(f"`{k}`") for k in key], _KIND, _AT, *order]
-    by_key = W.partitionBy(*[F.col(f"`{k}`") for k in key]).orderBy(*in_order[len(key) :])
-    whole = by_key.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
-    record_time = F.when(is_record, F.col(_TIME))
-    rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_SINCE, F.min(record_time).over(whole))
-    met = F.unix_micros(_END).isNull() | (F.unix_micros(_END) > F.col(_SINCE))
-    rows = rows.where(~is_version | (F.col(_SINCE).isNotNull() & met)).drop(_SINCE, _END)
-    after = by_key.rowsBetween(1, W.unboundedFollowing)
-    rows = rows.withColumns(
-        {_FLOOR: F.min(record_time).over(after), _FIRST: F.row_number().over(by_key) == 1}
-    )
-    rows = rows.sortWithinPartitions(*in_order)
+    of_key, in_order = [F.col(f"`{k}`") for k in key], [F.col(f"`{c}`") for c in (_KIND, _AT, *order)]
+    by_key = W.partitionBy(*of_key).orderBy(*in_order)
+    # Backwards, since Spark computes a frame of all following rows anew for each row: quadratic in the
+    # records of a key.
+    backwards = W.partitionBy(*of_key).orderBy(*[c.desc() for c in in_order])
+    after = backwards.rowsBetween(W.unboundedPreceding, -1)
+    floor = F.min(F.when(is_record, F.col(_TIME))).over(after)
+    rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_FLOOR, floor)
+    # Versions precede the records of their key, so their floor is the time of its oldest record.
+    ends = F.unix_micros(_END)
+    met = F.col(_FLOOR).isNotNull() & (ends.isNull() | (ends > F.col(_FLOOR)))
+    rows = rows.where(~is_version | met).drop(_END)
+    rows = rows.withColumn(_FIRST, F.row_number().over(by_key) == 1)
+    rows = rows.sortWithinPartitions(*of_key, *in_order)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
     schema = StructType([*fields, StructField(PROPAGATED_FROM, IntegerType())])
     numbers = {name: n for n, (now, before) in enumerate(parts.items()) for name in (now, *before)}
@@ -125,8 +127,7 @@ class _Columns(NamedTuple):
     own: tuple[str, ...]
 
 
-@dataclass
-class _Version:
+class _Version(NamedTuple):
     """A version of a key, in terms of row numbers.
 
     Args:
@@ -136,20 +137,31 @@ class _Version:
     """
 
     row: int
-    source: list[int]
+    source: Sequence[int]
     given: frozenset[int] | None
     deleted: bool
 
 
-class _Result(NamedTuple):
-    """An output row: its record's row, the row and parts of the version that it shows, and its number
-    among the rows of that record."""
+class _Results(NamedTuple):
+    """Output rows: of each its record's row, the row and parts of the version that it shows, and its
+    number among the rows of that record. Lists, since a key may have a million of them."""
 
-    record: int
-    row: int
-    source: Sequence[int]
-    given: frozenset[int] | None
-    carried: int
+    record: list[int]
+    row: list[int]
+    source: list[Sequence[int]]
+    given: list[frozenset[int] | None]
+    carried: list[int]
+
+    @classmethod
+    def none(cls) -> _Results:
+        return cls([], [], [], [], [])
+
+    def add(self, record: int, version: _Version, carried: int) -> None:
+        self.record.append(record)
+        self.row.append(version.row)
+        self.source.append(version.source)
+        self.given.append(version.given)
+        self.carried.append(carried)
 
 
 class _Key:
@@ -162,27 +174,42 @@ class _Key:
 
     def put(self, at: int, version: _Version) -> int:
         """Stores a version, replaces one of the same time, and returns its index."""
+        if not self.times or at > self.times[-1]:
+            self.times.append(at)
+            self.found.append(version)
+            return len(self.times) - 1
         place = bisect_left(self.times, at)
-        same = place < len(self.times) and self.times[place] == at
+        same = self.times[place] == at
         self.times[place : place + same] = [at]
         self.found[place : place + same] = [version]
         return place
 
-    def take(self, at: int, record: _Version) -> list[_Result]:
-        """Applies one record; returns its whole row and the later versions that it changes."""
-        row, provided, parts = record.row, record.given, range(len(self.columns))
-        before = bisect_right(self.times, at) - 1
-        base = self.found[before] if before >= 0 else None
+    def take(self, at: int, record: _Version, results: _Results) -> None:
+        """Applies one record; its whole row and the later versions that it changes are results."""
+        row, provided = record.row, record.given
         if provided is not None:
-            kept = [-1] * len(parts) if base is None or base.deleted else base.source
-            record.source = [row if c in provided else kept[c] for c in parts]
+            before = len(self.times) - 1
+            if before >= 0 and self.times[before] > at:
+                before = bisect_right(self.times, at) - 1
+            base = self.found[before] if before >= 0 else None
+            kept = [-1] * len(self.columns) if base is None or base.deleted else [*base.source]
+            for part in provided:
+                kept[part] = row
+            given = provided
             if base is not None and self.times[before] == at:
-                record.given = None if base.given is None else provided | base.given
+                given = None if base.given is None else provided | base.given
+            record = _Version(row, kept, given, record.deleted)
         place = self.put(at, record)
-        done = [_Result(row, row, record.source, record.given, 0)]
-        values = [-1] * len(parts) if record.deleted else record.source
-        left = set(parts) if provided is None else set(provided)
-        for later in self.found[place + 1 :]:
+        results.add(row, record, 0)
+        if place < len(self.found) - 1:
+            self._propagate(place, record, provided, results)
+
+    def _propagate(
+        self, place: int, record: _Version, provided: frozenset[int] | None, results: _Results
+    ) -> None:
+        values = [-1] * len(self.columns) if record.deleted else record.source
+        left = set(range(len(self.columns))) if provided is None else set(provided)
+        for number, later in enumerate(self.found[place + 1 :], 1):
             if later.given is None:
                 # A whole row provides every column, so no value passes it.
                 break
@@ -191,9 +218,9 @@ class _Key:
             left -= {c for c in left if self._same(c, later.source[c], values[c])}
             if not left:
                 break
-            later.source = [values[c] if c in left else s for c, s in enumerate(later.source)]
-            done.append(_Result(row, later.row, later.source, later.given, len(done)))
-        return done
+            source = [values[c] if c in left else s for c, s in enumerate(later.source)]
+            self.found[place + number] = changed = later._replace(source=source)
+            results.add(record.row, changed, number)
 
     def without_before(self, floor: int) -> _Key:
         """Keeps the versions that a record of this time or later may read."""
@@ -223,6 +250,7 @@ class _Batch:
         self.group = np.cumsum(np.append(True, first[1:]))
         self.provided = self._provided()
         self.active = np.flatnonzero(self.kinds != _OTHER)
+        self._sets: tuple[list[frozenset[int] | None], Any] | None = None
 
     def _provided(self) -> Any:
         """Returns a matrix, rows by parts: whether a row provides a part."""
@@ -252,18 +280,20 @@ class _Batch:
         there = np.take_along_axis(gives, last, 0) & ~(deleted[last] & (last != place[:, None]))
         return np.where(there, rows[last], -1)
 
-    def versions(self, rows: Any, sources: Any) -> list[tuple[int, _Version]]:
+    def _given(self) -> tuple[list[frozenset[int] | None], Any]:
+        """Returns the distinct sets of parts that rows provide (None = all), and that of each row."""
+        if self._sets is None:
+            sets, numbers = np.unique(self.provided, axis=0, return_inverse=True)
+            given = [None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets]
+            self._sets = given, numbers.ravel()
+        return self._sets
+
+    def versions(self, rows: Any, sources: Any) -> Iterator[tuple[int, _Version]]:
         """Returns rows as versions, each with its time."""
-        sets, kinds = np.unique(self.provided[rows], axis=0, return_inverse=True)
-        given: list[frozenset[int] | None] = [
-            None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets
-        ]
-        sources_of_cells = zip(rows.tolist(), sources.tolist(), kinds.ravel().tolist(), strict=True)
-        versions = [
-            _Version(r, s, given[int(k)], d)
-            for (r, s, k), d in zip(sources_of_cells, self.deleted[rows].tolist(), strict=True)
-        ]
-        return list(zip(self.times[rows].tolist(), versions, strict=True))
+        given, numbers = self._given()
+        of_rows = map(given.__getitem__, numbers[rows].tolist())
+        versions = map(_Version, rows.tolist(), sources.tolist(), of_rows, self.deleted[rows].tolist())
+        return zip(self.times[rows].tolist(), versions, strict=True)
 
     def passed(self, quick: Any, sources: Any, names: Sequence[str]) -> Any:
         """Returns the completed records of keys in order, and the rows that are passed through."""
@@ -274,19 +304,18 @@ class _Batch:
         given = self.rows.column(PROVIDED_COLUMNS).take(pa.array(rows))
         return self._rows(rows, rows, source, given, np.zeros(len(rows), np.int32), names)
 
-    def made(self, results: Sequence[_Result], names: Sequence[str]) -> Any:
+    def made(self, results: _Results, names: Sequence[str]) -> Any:
         """Returns results as rows."""
-        parts = self.whose.parts
-        found = {r.given for r in results}
-        named = {one: None if one is None else [parts[c] for c in sorted(one)] for one in found}
-        given = [named[r.given] for r in results]
-        sources = np.array([r.source for r in results], np.int64)
+        parts, many = self.whose.parts, len(results.row)
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(results.given))}
+        sets = [None if one is None else [parts[c] for c in sorted(one)] for one in numbers]
+        given = pa.array(sets, self.rows.schema.field(PROVIDED_COLUMNS).type)
         return self._rows(
-            np.array([r.record for r in results], np.int64),
-            np.array([r.row for r in results], np.int64),
-            sources.reshape(len(results), len(parts)),
-            pa.array(given, self.rows.schema.field(PROVIDED_COLUMNS).type),
-            np.array([r.carried for r in results], np.int32),
+            np.array(results.record, np.int64),
+            np.array(results.row, np.int64),
+            np.array(results.source, np.int64).reshape(many, len(parts)),
+            given.take(pa.array(list(map(numbers.__getitem__, results.given)), pa.int64())),
+            np.array(results.carried, np.int32),
             names,
         )
 
@@ -309,11 +338,13 @@ class _Batch:
 
     def left(self, kept: _Key) -> Any:
         """Returns a key's versions as rows that precede the next batch."""
-        results = [_Result(one.row, one.row, one.source, one.given, 0) for one in kept.found]
+        results = _Results.none()
+        for version in kept.found:
+            results.add(version.row, version, 0)
         rows = self.made(results, self.rows.schema.names)
         for name, value in ((_KIND, _VERSION), (_FIRST, False)):
             place = rows.schema.get_field_index(name)
-            same = pa.array([value] * len(results), rows.schema.field(name).type)
+            same = pa.array([value] * len(kept.found), rows.schema.field(name).type)
             rows = rows.set_column(place, name, same)
         return pa.Table.from_arrays(rows.columns, schema=self.rows.schema)
 
@@ -333,21 +364,23 @@ def _merge_batch(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, li
     sources = batch.in_order(quick)
     yield from batch.passed(quick, sources, names).to_batches()
     columns = [batch.rows.column(c).combine_chunks() for c in parts]
-    kept, results = _Key(columns), list[_Result]()
+    kept, results = _Key(columns), _Results.none()
     # Only keys with a record out of order go through Python, record by record; numpy completes the
     # others.
+    active = batch.group[batch.active]
     for number in slow:
         kept = _Key(columns)
-        low, high = np.searchsorted(batch.group[batch.active], [number, number + 1])
+        low, high = np.searchsorted(active, [number, number + 1])
         rows = batch.active[low:high]
-        for at, version in batch.versions(rows, np.repeat(rows[:, None], len(parts), 1)):
-            if batch.kinds[version.row] == _VERSION:
+        versions = batch.versions(rows, np.repeat(rows[:, None], len(parts), 1))
+        for kind, (at, version) in zip(batch.kinds[rows].tolist(), versions, strict=True):
+            if kind == _VERSION:
                 kept.put(at, version)
             else:
-                results += kept.take(at, version)
-            if len(results) >= _MANY:
+                kept.take(at, version, results)
+            if len(results.row) >= _MANY:
                 yield from batch.made(results, names).to_batches()
-                results = []
+                results = _Results.none()
     yield from batch.made(results, names).to_batches()
     floor = batch.rows.column(_FLOOR)[-1].as_py()
     if floor is None:
