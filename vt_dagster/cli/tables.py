@@ -59,7 +59,7 @@ from vt_dagster.spark.session import build_session
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.catalog import drop, registered
 from vt_dagster.topology.durations import parse_time
-from vt_dagster.topology.model import Stream, topological, with_settings
+from vt_dagster.topology.model import Stream, derived_from, topological, with_settings
 
 # Tables
 
@@ -316,10 +316,7 @@ def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
 
 def _exports(topology: Topology, node: Stream) -> list[str]:
     """Returns the places of the existing exports of an asset and of assets derived from it."""
-    made = [node]
-    for one in topological([*topology.nodes.values()]):
-        if any(up.name in {n.name for n in made} for up in one.inputs):
-            made.append(one)
+    made = derived_from(node, topological([*topology.nodes.values()]))
     keys = {dg.AssetKey(one.path) for one in made}
     found: list[str] = []
     for spec in (spec for asset in topology.assets for spec in asset.specs):

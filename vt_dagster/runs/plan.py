@@ -28,7 +28,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
 from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.storage.spark_reader import Snapshot, columns_of
-from vt_dagster.topology.model import Stream, Table, topological
+from vt_dagster.topology.model import Stream, Table, derived_from, topological
 
 Verdict = Literal["unchanged", "new", "goes_on", "needs_replay", "refused", "removed"]
 """``goes_on``: the next run applies the change in place. ``removed``: in the warehouse, not among the
@@ -293,16 +293,13 @@ def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) ->
     Raises:
         StorageError: the next run of one of them is refused.
     """
-    again = {node.name: node}
-    for one in nodes:
-        if any(up.name in again for up in one.inputs):
-            again[one.name] = one
-    names = {"/".join(one.path) for one in again.values()}
+    again = derived_from(node, nodes)
+    names = {"/".join(one.path) for one in again}
 
     def stores(one: Stream) -> AssetStore:
         return AssetStore(warehouse, one)
 
-    for node in again.values():
+    for node in again:
         if stores(node).head() is None:
             continue  # it has no tables to make again
         one = _planned(node, nodes, stores, ask_sources=False)

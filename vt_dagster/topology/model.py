@@ -20,7 +20,7 @@ from typing_extensions import Required, TypedDict
 
 from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.topology.durations import Duration, parse_length
-from vt_dagster.topology.node import Freshness, Node, Source, listed, topological
+from vt_dagster.topology.node import Freshness, Node, Source, derived_from, listed, topological
 from vt_dagster.topology.operators import (
     Aggregator,
     CorrectedJoin,
@@ -1008,6 +1008,7 @@ __all__ = [
     "TableOptions",
     "VersionedTable",
     "VersionedTableOptions",
+    "derived_from",
     "replace",
     "topological",
 ]

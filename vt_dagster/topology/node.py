@@ -427,3 +427,16 @@ def topological(nodes: Sequence[N]) -> list[N]:
     for node in nodes:
         visit(node)
     return list(found.values())
+
+
+def derived_from(node: N, nodes: Sequence[N]) -> list[N]:
+    """Returns a node and all nodes that are made of it, directly or not, inputs first.
+
+    Args:
+        nodes: in topological order.
+    """
+    found = {node.name: node}
+    for one in nodes:
+        if any(up.name in found for up in one.inputs):
+            found[one.name] = one
+    return list(found.values())
