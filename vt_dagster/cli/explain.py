@@ -88,7 +88,7 @@ def _rules(one: Explanation) -> tuple[str, ...]:
 
 def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
     record = one.record
-    place = "" if record is None else f" {record.partition}:{record.offset}"
+    place = "" if record is None else f" {record.place}"
     yield f"{indent}{one.asset}{place} ({one.operator})"
     inner = indent + "  "
     if record is not None:
@@ -139,7 +139,7 @@ def _candidate(one: Candidate) -> str:
         valid = f" {_time(one.valid_from)} to {_time(end) if end else 'now'}"
     record = one.record
     state = "deleted" if record.is_tombstone else f"recorded at {_time(record.recorded_at)}"
-    return f"{mark} {record.partition}:{record.offset}{valid}  {state}  {one.rule}"
+    return f"{mark} {record.place}{valid}  {state}  {one.rule}"
 
 
 def _time(moment: datetime | None) -> Any:

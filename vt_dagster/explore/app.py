@@ -104,7 +104,7 @@ def drawing(found: Explanation) -> Drawing:
 
 
 def _draw(one: Explanation, depth: int, drawn: Drawing, known: dict[tuple[str, str], Box]) -> Box:
-    place = "" if one.record is None else f"{one.record.partition}:{one.record.offset}"
+    place = "" if one.record is None else str(one.record.place)
     if place and (one.asset, place) in known:
         return known[one.asset, place]
     box = Box(one.asset, place, _short(one.asset), _lines(one, place), depth * (BOX + GAP) + 1)
@@ -137,16 +137,13 @@ def _lines(one: Explanation, place: str) -> list[str]:
         return ["there is no such row", one.operator]
     deleted = "deleted, " if one.record.is_tombstone else ""
     return [
-        f"{deleted}{time_text(as_micros(one.record.timestamp))}",
+        f"{deleted}{time_text(one.record.micros)}",
         _short(f"{place} · {', '.join(one.rules) or one.operator}"),
     ]
 
 
 def _short(text: str) -> str:
     return text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…"
-
-
-# App
 
 
 # Pages

@@ -14,16 +14,12 @@ from math import floor, isfinite, log10
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from vt_dagster.columns import (
     IS_TOMBSTONE,
-    OFFSET,
-    PARTITION,
     RECORDED_AT,
     REVISION,
     TIMESTAMP,
-    VALID_TO,
     WINDOW_END,
     WINDOW_START,
 )
@@ -36,10 +32,12 @@ from vt_dagster.provenance.explain_request import (
     Record,
     Rejected,
     as_micros,
+    at_places,
     between,
     both,
+    places_of,
 )
-from vt_dagster.provenance.explain_sources import horizons_of, rejected
+from vt_dagster.provenance.explain_sources import horizons_of, rejected, validity
 from vt_dagster.provenance.lateness import split_ranges
 from vt_dagster.storage.arrow_reader import arrival_order, asset_names, fold, head_of, micros, of_key
 from vt_dagster.storage.commit_log import Commit
@@ -121,9 +119,8 @@ def newest(
         rows = pa.concat_tables([kept, rows], promote_options="default")
         kept, before, after = _newest(rows, around, by_arrival, most)
         earlier, later = earlier + before, later + after
-    places = list(zip(*(kept.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
-    by_place = {one.place: one for one in log.at(places)}
-    records = [by_place[place] for place in places if place in by_place]
+    by_place = {one.place: one for one in log.at(places_of(kept))}
+    records = [by_place[place] for place in places_of(kept) if place in by_place]
     seen = sum(end - start for start, end in ranges.values())
     return RecordSearch(records, kept, count, earlier, later, seen, total)
 
@@ -219,7 +216,9 @@ class KeyHistory:
         if not {WINDOW_START, WINDOW_END} <= {*log.key} or not self.found.records:
             return None
         kinds = (log.columns.field(one).type for one in (WINDOW_START, WINDOW_END))
-        return bounds_of(self.found.records[0]) if all(map(pa.types.is_timestamp, kinds)) else None
+        return (
+            bounds_of(self.found.records[0].values) if all(map(pa.types.is_timestamp, kinds)) else None
+        )
 
     def was_known(self, record: Record) -> bool:
         """Returns whether a record, or a result of a join, was in its log as of ``known``."""
@@ -283,7 +282,7 @@ def _outside(found: RecordSearch, moment: int) -> bool:
     """Returns whether a time is outside the shown records, where records were left out."""
     if not found.records:
         return False
-    first, last = (as_micros(found.records[place].timestamp) for place in (0, -1))
+    first, last = found.records[0].micros, found.records[-1].micros
     return (moment < first and found.earlier > 0) or (moment >= last and found.later > 0)
 
 
@@ -302,20 +301,13 @@ def _spans(log: Log, found: RecordSearch, condition: Condition) -> list[Span]:
         # A version may have begun before the records that are shown.
         only = dict.fromkeys([*log.key, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE, *on])
         rows = log.rows(condition, only=list(only))
-    folded = fold(None, rows, log.key, limits, on)
-    begins = micros(folded, TIMESTAMP).tolist()
-    ends: list[int | None] = [None] * folded.num_rows
-    if log.versioned:
-        open_ = folded.column(VALID_TO).is_null().to_pylist()
-        ends = [None if n else int(m) for n, m in zip(open_, micros(folded, VALID_TO), strict=True)]
+    versions = validity(fold(None, rows, log.key, limits, on))
     by_place = {one.place: one for one in found.records}
-    places = list(zip(*(folded.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
-    spans_of_places = list(zip(places, begins, ends, strict=True))
     if on is not None:
-        since = min(as_micros(one.timestamp) for one in found.records)
-        missing = {p for p, _, end in spans_of_places if end is None or end > since} - by_place.keys()
+        since = min(one.micros for one in found.records)
+        missing = {p for p, _, end in versions if end is None or end > since} - by_place.keys()
         by_place |= {one.place: one for one in log.at(missing)}
-    spans = [Span(by_place[p], begin, end) for p, begin, end in spans_of_places if p in by_place]
+    spans = [Span(by_place[p], begin, end) for p, begin, end in versions if p in by_place]
     if found.later and on is None:  # the record that ends the last version was left out
         spans = [one for one in spans if one.end is not None]
     return sorted(spans, key=lambda one: one.begin)
@@ -343,9 +335,9 @@ def _all_lookups(
     if log.head.shape.kind == "stream" or not found.records:
         return []
     base, lookups = posixpath.basename(log.name), list[Lookups]()
-    low = as_micros(min(one.timestamp for one in found.records))
+    times = [one.micros for one in found.records]
+    low, last = min(times), max(times)
     newest_time = max(log.commit.stream_time.values(), default=low)
-    last = as_micros(max(one.timestamp for one in found.records))
     high = last if found.later else max(newest_time, last)
     for name in asset_names(log.warehouse):
         _, head = head_of(log.warehouse, name)
@@ -380,22 +372,10 @@ def _lookups(
 
 def _revisions(join: Log, records: Sequence[Record]) -> list[int]:
     """Returns how often each row was corrected as of its record."""
-    places = {one.place for one in records}
-    if not places:
+    if not records:
         return []
-    start, end = dict[int, int](), dict[int, int]()
-    for partition, offset in places:
-        start[partition] = min(offset, start.get(partition, offset))
-        end[partition] = max(offset + 1, end.get(partition, 0))
-    wanted = pa.array(sorted({offset for _, offset in places}), pa.int64())
-    rows = join.rows(lambda _: pc.field(OFFSET).isin(wanted), start, end, [REVISION])
-    found = dict(
-        zip(
-            zip(*(rows.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True),
-            rows.column(REVISION).to_pylist(),
-            strict=True,
-        )
-    )
+    rows = join.rows(*at_places([one.place for one in records]), [REVISION])
+    found = dict(zip(places_of(rows), rows.column(REVISION).to_pylist(), strict=True))
     return [found.get(one.place) or 0 for one in records]
 
 
@@ -487,35 +467,20 @@ def timeline_of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
     records = history.found.records
     if not records:
         return None
-    times = [as_micros(one.timestamp) for one in records]
-    times += [as_micros(r.timestamp) for one in history.lookups for r in one.records]
+    times = [one.micros for one in records]
+    times += [record.micros for one in history.lookups for record in one.records]
     window = history.window
     low, high = _with_margin([*times, *(window or ())])
     scale = _Scale(low, high)
     seen = [one for one in history.spans if one.begin < high and (one.end is None or one.end > low)]
-    bars: list[Bar] = []
+    what, bars = "true" if window is None else "window", list[Bar]()
     for turn, one in enumerate(seen):
-        begin, end = window or (one.begin, one.end)
-        until = "now" if end is None else time_text(end)
-        what = "true" if window is None else "window"
-        bars.append(
-            Bar(
-                scale.at(begin),
-                1.0 if end is None else scale.at(end),
-                "answer" if one is history.answer else _band(turn, one.record),
-                f"{what} from {time_text(begin)} to {until}: {row_text(one.record)}",
-                _place(one.record),
-                one.record.asset,
-            )
-        )
+        look = "deleted" if one.record.is_tombstone else "odd" if turn % 2 else "even"
+        look = "answer" if one is history.answer else look
+        bars.append(scale.bar(one.record, *(window or (one.begin, one.end)), look, what))
     found = history.found
     note = f"{found.shown:,} of {found.count:,} records" if found.count > found.shown else ""
-    revised = history.revisions or [0] * len(records)
-    marks = [
-        _mark(scale, one, history.was_known(one), "corrected" if revision else None)
-        for one, revision in zip(records, revised, strict=True)
-    ]
-    lanes = [Lane(history.log.name, note, bars, marks)]
+    lanes = [Lane(history.log.name, note, bars, _marks(scale, history, records, history.revisions))]
     lanes += [_lane_of(scale, history, one) for one in history.lookups]
     return Timeline(low, high, lanes, None if as_of is None else scale.at(as_of))
 
@@ -526,54 +491,41 @@ def of_candidates(record: Record, candidates: Sequence[Candidate]) -> Timeline |
     times = [as_micros(t) for one in drawn for t in (one.valid_from, one.valid_to) if t is not None]
     if not drawn:
         return None
-    low, high = _with_margin([*times, as_micros(record.timestamp)])
+    low, high = _with_margin([*times, record.micros])
     scale = _Scale(low, high)
     lanes = [_lane_of_candidate(scale, one) for one in drawn]
-    return Timeline(low, high, lanes, scale.at(as_micros(record.timestamp)))
+    return Timeline(low, high, lanes, scale.at(record.micros))
 
 
 def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
     assert one.valid_from is not None
     end = one.valid_to if one.known else one.valid_to_now
     look = "answer" if one.chosen else "now" if one.chosen_now else "other"
-    until = "now" if end is None else time_text(as_micros(end))
-    title = f"true from {time_text(as_micros(one.valid_from))} to {until}: {row_text(one.record)}"
-    last = 1.0 if end is None else scale.at(as_micros(end))
-    bar = Bar(
-        scale.at(as_micros(one.valid_from)), last, look, title, _place(one.record), one.record.asset
-    )
-    return Lane(_place(one.record), one.rule, [bar])
+    begin, until = as_micros(one.valid_from), None if end is None else as_micros(end)
+    return Lane(str(one.record.place), one.rule, [scale.bar(one.record, begin, until, look)])
 
 
 def _lane_of(scale: _Scale, history: KeyHistory, one: Lookups) -> Lane:
     note = one.note or f"{len(one.records):,} of {one.count:,} lookups"
     if one.revisions is not None and not one.note:
         note += f", {sum(r > 0 for r in one.revisions):,} of them corrections"
-    revised = one.revisions or [0] * len(one.records)
-    marks = [
-        _mark(scale, record, history.was_known(record), "corrected" if revision else None)
-        for record, revision in zip(one.records, revised, strict=True)
-    ]
-    return Lane(one.join, note, (), marks)
+    return Lane(one.join, note, (), _marks(scale, history, one.records, one.revisions))
 
 
-def _mark(scale: _Scale, record: Record, known: bool, look: str | None = None) -> Mark:
-    if look is None:
-        look = "late" if record.is_late or record.is_latest is False else "dot"
-        look = "tombstone" if record.is_tombstone else look
+def _marks(
+    scale: _Scale, history: KeyHistory, records: Sequence[Record], revisions: Sequence[int] | None
+) -> list[Mark]:
     names = {"late": "late: ", "tombstone": "deleted: ", "corrected": "corrected: "}
-    when = (
-        ""
-        if record.recorded_at is None
-        else f", recorded at {time_text(as_micros(record.recorded_at))}"
-    )
-    title = f"{names.get(look, '')}{time_text(as_micros(record.timestamp))}{when}: {row_text(record)}"
-    at = scale.at(as_micros(record.timestamp))
-    return Mark(at, look, title, _place(record), record.asset, known)
-
-
-def _band(turn: int, record: Record) -> str:
-    return "deleted" if record.is_tombstone else "odd" if turn % 2 else "even"
+    marks: list[Mark] = []
+    for record, revision in zip(records, revisions or [0] * len(records), strict=True):
+        look = "late" if record.is_late or record.is_latest is False else "dot"
+        look = "corrected" if revision else "tombstone" if record.is_tombstone else look
+        recorded = record.recorded_at
+        when = "" if recorded is None else f", recorded at {time_text(as_micros(recorded))}"
+        title = f"{names.get(look, '')}{time_text(record.micros)}{when}: {row_text(record)}"
+        known = history.was_known(record)
+        marks.append(Mark(scale.at(record.micros), look, title, str(record.place), record.asset, known))
+    return marks
 
 
 def row_text(record: Record) -> str:
@@ -618,10 +570,6 @@ def time_text(moment: int, exact: bool = False) -> str:
     return text if exact else text.split(".")[0]
 
 
-def _place(record: Record) -> str:
-    return f"{record.partition}:{record.offset}"
-
-
 def _with_margin(times: Iterable[int]) -> tuple[int, int]:
     every = list(times)
     margin = max((max(every) - min(every)) // 25, 1_000_000)
@@ -635,3 +583,10 @@ class _Scale:
     def at(self, moment: int) -> float:
         """Returns the position of a time, 0 to 1; times outside are at the edge."""
         return round(min(1.0, max(0.0, (moment - self._low) / self._width)), 6)
+
+    def bar(self, record: Record, begin: int, end: int | None, look: str, what: str = "true") -> Bar:
+        """Returns the bar of a version; end None = current."""
+        until = "now" if end is None else time_text(end)
+        title = f"{what} from {time_text(begin)} to {until}: {row_text(record)}"
+        last = 1.0 if end is None else self.at(end)
+        return Bar(self.at(begin), last, look, title, str(record.place), record.asset)

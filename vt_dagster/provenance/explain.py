@@ -14,31 +14,16 @@ from typing import Any
 
 from vt_dagster import rules
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance import explain_joins
-from vt_dagster.provenance.explain_aggregates import (
-    held,
-    stream_aggregate,
-    suppress,
-    table_aggregate,
-    too_late,
-    windowed_aggregate,
-)
-from vt_dagster.provenance.explain_joins import (
-    corrected,
-    corrected_streams,
-    foreign_key,
-    of_histories,
-    stream_stream,
-    table_table,
-)
+from vt_dagster.provenance import explain_aggregates as aggregates
+from vt_dagster.provenance import explain_joins as joins
 from vt_dagster.provenance.explain_request import (
     Derivation,
     ExplainRequest,
     Explanation,
     Log,
+    Place,
     Reasoning,
     Record,
-    as_micros,
     as_time,
     at_time,
     both,
@@ -46,29 +31,8 @@ from vt_dagster.provenance.explain_request import (
 )
 from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_of, rejected
 from vt_dagster.provenance.expressions import in_micros, select_record
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import spoken
-from vt_dagster.topology.specification import (
-    CorrectedJoinSpec,
-    CorrectedStreamJoinSpec,
-    FilterSpec,
-    FlatMapValuesSpec,
-    ForeignKeyJoinSpec,
-    HistoryJoinSpec,
-    MapValuesSpec,
-    MergeSpec,
-    SelectKeySpec,
-    Specification,
-    StreamAggregateSpec,
-    StreamStreamJoinSpec,
-    StreamTableJoinSpec,
-    SuppressSpec,
-    TableAggregateSpec,
-    TableTableJoinSpec,
-    ToStreamSpec,
-    ToTableSpec,
-    WindowedAggregateSpec,
-)
 
 # Filter, map_values, flat_map_values, to_table, to_stream, merge and select_key
 
@@ -93,22 +57,22 @@ class Passing:
 
 
 RowSpec = (
-    FilterSpec
-    | MapValuesSpec
-    | ToTableSpec
-    | ToStreamSpec
-    | MergeSpec
-    | SelectKeySpec
-    | FlatMapValuesSpec
+    spec.FilterSpec
+    | spec.MapValuesSpec
+    | spec.ToTableSpec
+    | spec.ToStreamSpec
+    | spec.MergeSpec
+    | spec.SelectKeySpec
+    | spec.FlatMapValuesSpec
 )
 PASSING: Mapping[type[RowSpec], Passing] = {
-    FilterSpec: Passing(tombstone=False),
-    MapValuesSpec: Passing(values=False),
-    ToTableSpec: Passing(),
-    ToStreamSpec: Passing(),
-    MergeSpec: Passing(place=False),
-    SelectKeySpec: Passing(key=False, place=False),
-    FlatMapValuesSpec: Passing(values=False, tombstone=False, elements=True),
+    spec.FilterSpec: Passing(tombstone=False),
+    spec.MapValuesSpec: Passing(values=False),
+    spec.ToTableSpec: Passing(),
+    spec.ToStreamSpec: Passing(),
+    spec.MergeSpec: Passing(place=False),
+    spec.SelectKeySpec: Passing(key=False, place=False),
+    spec.FlatMapValuesSpec: Passing(values=False, tombstone=False, elements=True),
 }
 """The operators whose result depends on one record only, by their specification."""
 
@@ -118,7 +82,7 @@ def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
     plain table emitted a tombstone because a row left, the row that was replaced comes before it."""
     operator = request.specification
     found = _origins(request)
-    if request.record.is_tombstone and isinstance(operator, FilterSpec):
+    if request.record.is_tombstone and isinstance(operator, spec.FilterSpec):
         condition = f"{'not ' * operator.negate}{operator.predicate}"
         request.reasoning.notes.append(
             f"a tombstone: its record is a tombstone, or does not meet: {condition}"
@@ -127,23 +91,19 @@ def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
 
 
 def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
-    log, record, commit, inputs = request.log, request.record, request.commit, request.inputs
-    passing = PASSING[type(request.specification)]
-    taken = [
-        (source, one)
-        for name, source in inputs.items()
-        for one in _taken(log, source, name, record, commit, passing)
-    ]
-    if passing.place and not passing.elements and len(inputs) == 1:
-        results = [one.offset for one in _results(log, record, commit)]
+    record, passing = request.record, PASSING[type(request.specification)]
+    taken = [(request.inputs[name], one) for name in request.inputs for one in _taken(request, name)]
+    if passing.place and not passing.elements and len(request.inputs) == 1:
+        results = [one.offset for one in request.results(at=True)]
         if len(results) == len(taken):  # each input gave one result, in order
             taken = [taken[results.index(record.offset)]]
-    alike = [(source, one) for source, one in taken if _alike(log, one, record, passing)]
+    alike = [(source, one) for source, one in taken if _alike(request, one)]
     befores: list[tuple[Log, Record]] = []
-    if alike and _lets_rows_out(log, alike[0][0], record):
+    filtered = isinstance(request.specification, spec.FilterSpec) and record.is_tombstone
+    if filtered and alike and alike[0][0].head.shape.kind == "table":
         rows = rows_before(alike)
-        alike = [(source, one) for source, one in alike if _place(one) in rows]
-        befores = [(source, rows[_place(one)]) for source, one in alike]
+        alike = [(source, one) for source, one in alike if one.place in rows]
+        befores = [(source, rows[one.place]) for source, one in alike]
     if len(alike) <= 1:
         return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
@@ -151,11 +111,11 @@ def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
         f"{len(alike)} records of its run look the same from here, and give equal results or none: "
         f"its input is {what}"
     )
-    both_rows = {_place(one): (source, one) for source, one in (*befores, *alike)}
+    both_rows = {one.place: (source, one) for source, one in (*befores, *alike)}
     return [both_rows[place] for place in sorted(both_rows)] if befores else alike
 
 
-def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[tuple[int, int], Record]:
+def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[Place, Record]:
     """Returns the rows that records of a plain table replaced, by the partition and offset of the
     replacing record. A filter emits a tombstone only if the replaced row passed it.
 
@@ -165,27 +125,17 @@ def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[tuple[int, int], Re
     log, last = found[-1]
     end = {last.partition: last.offset + 1}
     every = log.records(log.same_key(last.values), end=end)
-    before = {_place(one): row for row, one in pairwise(every) if not row.is_tombstone}
-    return {_place(one): before[_place(one)] for _, one in found if _place(one) in before}
+    before = {one.place: row for row, one in pairwise(every) if not row.is_tombstone}
+    return {one.place: before[one.place] for _, one in found if one.place in before}
 
 
-def _lets_rows_out(log: Log, source: Log, record: Record) -> bool:
-    plain = source.head.shape.kind == "table"
-    return isinstance(log.specification, FilterSpec) and record.is_tombstone and plain
-
-
-def _place(record: Record) -> tuple[int, int]:
-    return record.partition, record.offset
-
-
-def _taken(
-    log: Log, source: Log, name: str, record: Record, commit: Commit, passing: Passing
-) -> list[Record]:
+def _taken(request: ExplainRequest[RowSpec], name: str) -> list[Record]:
     """Returns the records of an input that the run consumed and that have the result's time."""
-    ranges = commit.taken.get(name, {})
+    source, record, passing = request.inputs[name], request.record, PASSING[type(request.specification)]
+    ranges = request.commit.taken.get(name, {})
     if passing.place:
         ranges = {p: r for p, r in ranges.items() if p == record.partition}
-    same = source.same_key(record.values, log.key) if passing.key else None
+    same = request.same_key(source) if passing.key else None
     return source.records(
         both(same, at_time(record.timestamp)),
         {p: start for p, (start, _) in ranges.items()},
@@ -193,23 +143,16 @@ def _taken(
     )
 
 
-def _results(log: Log, record: Record, commit: Commit) -> list[Record]:
-    """Returns the run's results with the key, time and partition of a record."""
-    before, place = log.before(commit), record.partition
-    first = {place: 0 if before is None else before.next_offset.get(place, 0)}
-    same = both(log.same_key(record.values), at_time(record.timestamp))
-    return log.records(same, first, {place: commit.next_offset.get(place, 0)})
-
-
-def _alike(log: Log, source: Record, result: Record, passing: Passing) -> bool:
-    """Returns whether a record may be the input of a result."""
+def _alike(request: ExplainRequest[RowSpec], source: Record) -> bool:
+    """Returns whether a record may be the input of the result."""
+    result, passing = request.record, PASSING[type(request.specification)]
     if passing.tombstone and source.is_tombstone != result.is_tombstone:
         return False
     if not passing.tombstone and source.is_tombstone and not result.is_tombstone:
         return passing.elements
     if not passing.values or result.is_tombstone:
         return True
-    own = () if passing.key else log.key
+    own = () if passing.key else request.log.key
     return all(
         source.values[c] == value
         for c, value in result.values.items()
@@ -224,26 +167,27 @@ _DEEPEST = 50
 MOST, _MOST_IN_ALL = 20, 200
 """Maximum number of named inputs of a record; maximum number of records explained in one call."""
 
-KINDS: Mapping[type[Specification], Callable[[ExplainRequest[Any]], Derivation]] = {
+KINDS: Mapping[type[spec.Specification], Callable[[ExplainRequest[Any]], Derivation]] = {
     **dict.fromkeys(PASSING, row_by_row),
-    StreamTableJoinSpec: explain_joins.stream_table,
-    CorrectedJoinSpec: corrected,
-    TableTableJoinSpec: table_table,
-    ForeignKeyJoinSpec: foreign_key,
-    HistoryJoinSpec: of_histories,
-    TableAggregateSpec: table_aggregate,
-    StreamAggregateSpec: stream_aggregate,
-    WindowedAggregateSpec: windowed_aggregate,
-    SuppressSpec: suppress,
-    StreamStreamJoinSpec: stream_stream,
-    CorrectedStreamJoinSpec: corrected_streams,
+    spec.StreamTableJoinSpec: joins.stream_table,
+    spec.CorrectedJoinSpec: joins.corrected,
+    spec.TableTableJoinSpec: joins.table_table,
+    spec.ForeignKeyJoinSpec: joins.foreign_key,
+    spec.HistoryJoinSpec: joins.of_histories,
+    spec.TableAggregateSpec: aggregates.table_aggregate,
+    spec.StreamAggregateSpec: aggregates.stream_aggregate,
+    spec.WindowedAggregateSpec: aggregates.windowed_aggregate,
+    spec.SuppressSpec: aggregates.suppress,
+    spec.StreamStreamJoinSpec: joins.stream_stream,
+    spec.CorrectedStreamJoinSpec: joins.corrected_streams,
 }
 """Finds the inputs of a result, by the operator's specification."""
-_BY_TIME_ALONE = (StreamTableJoinSpec, StreamStreamJoinSpec)
-_SAME_KEY = (
-    *(one for one in PASSING if one is not SelectKeySpec),
-    *(TableTableJoinSpec, ForeignKeyJoinSpec, HistoryJoinSpec, StreamStreamJoinSpec),
-)
+_BY_TIME_ALONE = (spec.StreamTableJoinSpec, spec.StreamStreamJoinSpec)
+_SAME_KEY = {
+    *(PASSING.keys() - {spec.SelectKeySpec}),
+    *(spec.TableTableJoinSpec, spec.ForeignKeyJoinSpec),
+    *(spec.HistoryJoinSpec, spec.StreamStreamJoinSpec),
+}
 
 
 def explain(
@@ -327,7 +271,7 @@ class Explainer:
     # -- a row that exists -------------------------------------------------------------------------
 
     def _of(self, log: Log, record: Record, depth: int = 0) -> Explanation:
-        place = log.name, record.partition, record.offset
+        place = log.name, *record.place
         if place in self._known:
             return self._known[place]
         if depth > _DEEPEST or not self._left:
@@ -338,11 +282,8 @@ class Explainer:
         return self._known[place]
 
     def _explained(self, log: Log, record: Record, depth: int) -> Explanation:
-        reasoning = Reasoning()
-        operator = log.specification
-        found = Explanation(log.name, log.operator, record)
-        commit = log.commit_of(record)
-        found = replace(found, written=written(commit))
+        reasoning, operator, commit = Reasoning(), log.specification, log.commit_of(record)
+        found = Explanation(log.name, log.operator, record, written(commit))
         if commit is None:
             reasoning.notes.append("the commit that wrote it is gone")
         elif operator is None:
@@ -352,27 +293,15 @@ class Explainer:
                 columns = ", ".join(log.head.shape.unique_by or ())
                 reasoning.notes.append(f"duplicates in quarantine that mention its {columns}: {count}")
         else:
-            found = self._made(found, log, record, commit, reasoning, depth)
+            inputs = self._all_inputs(log, reasoning)
+            if len(inputs) == len(set(operator.inputs)):
+                request = ExplainRequest[Any](log, record, commit, reasoning, inputs, self._most)
+                found = self._made(found, KINDS[type(operator)](request), depth)
         if not isinstance(operator, _BY_TIME_ALONE):
             place_of(log, record, reasoning)
         return replace(found, decisions=tuple(reasoning.decisions), notes=tuple(reasoning.notes))
 
-    def _made(
-        self,
-        found: Explanation,
-        log: Log,
-        record: Record,
-        commit: Commit,
-        reasoning: Reasoning,
-        depth: int,
-    ) -> Explanation:
-        operator = log.specification
-        assert operator is not None
-        inputs = self._all_inputs(log, reasoning)
-        if len(inputs) < len(set(operator.inputs)):
-            return found
-        request = ExplainRequest[Any](log, record, commit, reasoning, inputs, self._most)
-        made = KINDS[type(operator)](request)
+    def _made(self, found: Explanation, made: Derivation, depth: int) -> Explanation:
         parts = tuple(self._of(up, one, depth + 1) for up, one in made.parts)
         return replace(
             found,
@@ -402,8 +331,7 @@ class Explainer:
 
     def _absent(self, log: Log, key: Sequence[Any] | None, absent: str) -> Explanation:
         """Explains why there is no such row: the outcome of the records it would have as inputs."""
-        reasoning = Reasoning()
-        reasoning.notes.append(f"{log.name} has no such row: {absent}")
+        reasoning = Reasoning(notes=[f"{log.name} has no such row: {absent}"])
         erased = sum(log.commit.erased.values())
         if erased:
             reasoning.notes.append(
@@ -428,39 +356,38 @@ class Explainer:
         """Explains why an operator has no row for a key."""
         inputs, operator = self._all_inputs(log, reasoning), log.specification
         for name, up in inputs.items():
-            if isinstance(operator, WindowedAggregateSpec):
-                late = too_late(log, operator, up, key, self._most, reasoning)
+            if isinstance(operator, spec.WindowedAggregateSpec):
+                late = aggregates.too_late(log, operator, up, key, self._most, reasoning)
                 return replace(found, candidates=tuple(late), candidates_in_all=len(late))
-            if isinstance(operator, StreamTableJoinSpec | SuppressSpec):
+            if isinstance(operator, spec.StreamTableJoinSpec | spec.SuppressSpec):
                 records = up.records(up.of_key(key))
-                if isinstance(operator, SuppressSpec):
-                    records = held(log, up, name, records, reasoning)
+                if isinstance(operator, spec.SuppressSpec):
+                    records = aggregates.held(log, up, name, records, reasoning)
                 elif records:
                     _note_not_joined(log, name, records[-1], reasoning)
                 parts = [self._of(up, one, 1) for one in records[-1:]]
-                return replace(found, made_of=tuple(parts or [self._by_key(up, key)]))
-        if isinstance(operator, _SAME_KEY):
-            sides = list(inputs.values())[: 1 if isinstance(operator, ForeignKeyJoinSpec) else None]
-            return replace(found, made_of=tuple(self._by_key(up, key) for up in sides))
+                return replace(found, made_of=tuple(parts or [self.explain(up.name, key)]))
+        if type(operator) in _SAME_KEY:
+            sides = list(inputs.values())[
+                : 1 if isinstance(operator, spec.ForeignKeyJoinSpec) else None
+            ]
+            return replace(found, made_of=tuple(self.explain(up.name, key) for up in sides))
         reasoning.notes.append(f"nothing of it has come; it is made of {', '.join(inputs)}")
         return found
-
-    def _by_key(self, log: Log, key: Sequence[Any]) -> Explanation:
-        return self.explain(log.name, key=list(key))
 
 
 def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) -> None:
     """Adds the outcome of the stream's newest record of a key that has no join result."""
-    commit = log.taken_by(name, record.partition, record.offset)
+    commit = log.taken_by(name, *record.place)
     released = log.commit.emitted_up_to.get(record.partition)
     if commit is None:
         reasoning.notes.append(f"no run of {log.name} has taken {record} yet")
     elif record.is_tombstone:
         reasoning.decide(rules.DROPPED, f"{record} has no value")
-    elif released is not None and as_micros(record.timestamp) > released:
+    elif released is not None and record.micros > released:
         now = log.commit.stream_time[record.partition]
         join = log.commit.shape.specification
-        assert isinstance(join, StreamTableJoinSpec)
+        assert isinstance(join, spec.StreamTableJoinSpec)
         grace = join.grace_of(record.partition)
         reasoning.decide(
             rules.WAITING,

@@ -37,15 +37,15 @@ from vt_dagster.provenance.explain_request import (
     Place,
     Reasoning,
     Record,
-    as_micros,
     as_time,
     between,
     both,
+    places_of,
+    time_if_known,
     triggering_update,
 )
 from vt_dagster.provenance.expressions import Group, replaced_rows
 from vt_dagster.storage.arrow_reader import as_key, equals_old, values_by_partition
-from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.specification import (
     AggregatorSpec,
     StreamAggregateSpec,
@@ -54,9 +54,6 @@ from vt_dagster.topology.specification import (
     WindowClosesSpec,
     WindowedAggregateSpec,
 )
-
-# Explain aggregates
-
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
@@ -125,8 +122,8 @@ def stream_aggregate(request: ExplainRequest[StreamAggregateSpec]) -> Derivation
         request.reasoning.decide(
             rules.TRIGGERED, f"{new[place]}, the record number {count} of its group"
         )
-    shown = earlier.slice(max(0, earlier.num_rows - request.most)).select([PARTITION, OFFSET])
-    taken = list(zip(*shown.to_pydict().values(), strict=True)) + [one.place for one in new]
+    shown = earlier.slice(max(0, earlier.num_rows - request.most))
+    taken = places_of(shown) + [one.place for one in new]
     if request.log.versioned:
         request.reasoning.notes.append(
             "records that the result refused as older than its history retention may be among these"
@@ -144,8 +141,7 @@ def _times(request: ExplainRequest[Any], updates: Sequence[Record]) -> list[tupl
     """Returns (timestamp, False) for each update of a group; timestamps never decrease."""
     newest, times = request.newest_before, list[tuple[int, bool]]()
     for one in updates:
-        own = as_micros(one.timestamp)
-        newest = own if newest is None else max(own, newest)
+        newest = one.micros if newest is None else max(one.micros, newest)
         times.append((newest, False))
     return times
 
@@ -218,7 +214,7 @@ def _rows_in(
         before[one.place], last[key] = inside.pop(key, None), one.place
         if is_in:
             inside[key] = one.place
-    newest = max(taken, key=lambda one: as_micros(one.timestamp), default=None)
+    newest = max(taken, key=lambda one: one.timestamp, default=None)
     also: set[Place | None] = set()
     for one in (newest, taken[-1] if taken else None):
         if one is not None and one.place not in inside.values():
@@ -248,7 +244,7 @@ def windowed_aggregate(request: ExplainRequest[WindowedAggregateSpec]) -> Deriva
     name = request.specification.source
     source = request.inputs[name]
     kind = request.specification.window.kind
-    start, end = bounds_of(request.record)
+    start, end = bounds_of(request.record.values)
     merges = _merges(request, start, end) if kind == "session" else []
     if merges and request.record.is_tombstone:
         merges = _merges(
@@ -284,12 +280,8 @@ def _of_key(
     return [one for _, one in Arrivals(request, [name], rekeyed).sorted([(0, one) for one in found])]
 
 
-def bounds_of(record: Record) -> Bounds:
-    """Returns start and end of a result's window, epoch microseconds."""
-    return _bounds(record.values)
-
-
-def _bounds(values: Mapping[str, object]) -> Bounds:
+def bounds_of(values: Mapping[str, object]) -> Bounds:
+    """Returns start and end of the window of a result's values, epoch microseconds."""
     ends = (as_key(c, values[c], pa.timestamp("us")) for c in (WINDOW_START, WINDOW_END))
     start, end = (one.cast(pa.int64()).as_py() for one in ends)
     return start, end
@@ -301,7 +293,7 @@ def _bounds(values: Mapping[str, object]) -> Bounds:
 def _fixed(
     request: ExplainRequest[WindowedAggregateSpec], source: Log, found: Sequence[Record], sliding: bool
 ) -> Derivation:
-    start, end = bounds_of(request.record)
+    start, end = bounds_of(request.record.values)
     near = [one for one in found if not sliding or not one.is_tombstone]
     near = [one for one in near if start <= _at(one, sliding) < end + sliding]
     taken = _let_in(request, near, sliding)
@@ -335,8 +327,7 @@ def _just_left(
 
 
 def _at(record: Record, sliding: bool) -> int:
-    moment = as_micros(record.timestamp)
-    return moment // _MILLISECOND * _MILLISECOND if sliding else moment
+    return record.micros // _MILLISECOND * _MILLISECOND if sliding else record.micros
 
 
 def _let_in(
@@ -377,9 +368,8 @@ def _let_in_until_now(
     request: ExplainRequest[WindowedAggregateSpec], near: Sequence[Record], sliding: bool
 ) -> int:
     """Returns how many records the window contains as of the last commit; all if that is not known."""
-    place = request.record.partition
-    same = request.log.same_key(request.record.values)
-    every = request.log.records(same, end={place: request.log.commit.next_offset.get(place, 0)})
+    end = request.here(request.log.commit.next_offset)
+    every = request.log.records(request.same_key(request.log), end=end)
     counted = _counted(replace(request, record=every[-1]))
     if counted is not None:
         return counted
@@ -412,9 +402,9 @@ def _session(
     """Returns the records of a session, from the results of its key: each accepted record emits
     tombstones for the sessions that it replaces, then the new session. For a tombstone: the records
     of the session, and the record that replaced it."""
-    start, end = bounds_of(request.record)
+    start, end = bounds_of(request.record.values)
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
-    near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
+    near = [one for one in found if min(starts) <= one.micros <= max([end, *ends])]
     live: dict[Bounds, list[Place]] = {}
     inside: list[Place] = []
     late: list[Record] = []
@@ -423,8 +413,7 @@ def _session(
     rest = iter(merges)
     ahead = next(rest, None)
     for one in near:
-        moment = as_micros(one.timestamp)
-        if ahead is None or not _makes(moment, ahead[0], ahead[1]):
+        if ahead is None or not _makes(one.micros, ahead[0], ahead[1]):
             late.append(one)
             continue
         replaced, merged, result = ahead
@@ -433,31 +422,23 @@ def _session(
         live[merged] = [*parts, one.place]
         if result.place == made_by:
             inside = [*before, one.place] if gone else live[merged]
-            request.reasoning.decide(rules.TRIGGERED, f"{one}, {_did(gone, len(inside), merged)}")
+            did = f"the record number {len(inside)} of its session"
+            if gone:
+                did = "which made it a part of the session from {} to {}".format(*map(as_time, merged))
+            request.reasoning.decide(rules.TRIGGERED, f"{one}, {did}")
         ahead = next(rest, None)
     if not inside:
         request.reasoning.notes.append(
             "its run did not keep each update: which of its records came too late is not known"
         )
-        inside = [
-            one.place
-            for one in found
-            if start <= as_micros(one.timestamp) <= end
-            and request.turn(request.specification.source, one) < 2
-        ]
+        name = request.specification.source
+        taken = [one for one in found if request.turn(name, one) < 2]
+        inside = [one.place for one in taken if start <= one.micros <= end]
         return members(request, source, inside)
     order = {one.place: i for i, one in enumerate(near)}
     inside.sort(key=order.__getitem__)
-    late = [one for one in late if start <= as_micros(one.timestamp) <= end]
+    late = [one for one in late if start <= one.micros <= end]
     return _with_late(request, members(request, source, inside), source, late)
-
-
-def _did(gone: bool, number: int, merged: Bounds) -> str:
-    """Describes the effect of a record on a session."""
-    if not gone:
-        return f"the record number {number} of its session"
-    start, end = map(as_time, merged)
-    return f"which made it a part of the session from {start} to {end}"
 
 
 def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
@@ -469,15 +450,15 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
 def _merges(request: ExplainRequest[WindowedAggregateSpec], start: int, end: int) -> list[Merge]:
     """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
     and result."""
-    log, place = request.log, request.record.partition
+    log = request.log
     keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
     of_key = Group(log, keys, request.record.values).condition()
     near = both(of_key, between(start, end, WINDOW_START, WINDOW_END))
-    results = log.records(near, end={place: log.commit.next_offset.get(place, 0)})
+    results = log.records(near, end=request.here(log.commit.next_offset))
     found: list[Merge] = []
     replaced: list[Bounds] = []
     for one in results:
-        bounds = bounds_of(one)
+        bounds = bounds_of(one.values)
         if one.is_tombstone:
             replaced.append(bounds)
         else:
@@ -491,7 +472,7 @@ def left_out(
 ) -> list[Candidate]:
     """Returns records that are not in a result as candidates with the rule."""
     records = source.at([one.place for one in found])
-    return [Candidate(one, None, None, None, True, False, False, rule.name) for one in records]
+    return [Candidate.left_out(one, rule) for one in records]
 
 
 def too_late(
@@ -510,7 +491,7 @@ def too_late(
     """
     values = dict(zip(log.key, key, strict=True))
     group = Group(source, keys_of(operator, source), values)
-    start, end = _bounds(values)
+    start, end = bounds_of(values)
     of_window = both(group.condition(), between(start, end - 1))
     rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
     inside = group.has(rows)
@@ -530,8 +511,7 @@ def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
     name, reasoning = request.specification.source, request.reasoning
     source = request.inputs[name]
     same = source.same_key(request.record.values)
-    place = request.record.partition
-    updates = source.records(same, end={place: request.end(name).get(place, 0)})
+    updates = source.records(same, end=request.here(request.end(name)))
     mine = [one for one in updates if _is(one, request.record)]
     if not mine:
         reasoning.notes.append(f"its update of {name} is gone")
@@ -540,25 +520,18 @@ def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
     since = _held_since(updates, before, mine)
     out = next((one for one in mine if one.offset >= since.offset), mine[-1])
     out = _last_alike(updates, out)
-    now = request.commit.stream_time.get(place)
-    moment = "not known" if now is None else str(as_time(now))
+    now = request.commit.stream_time.get(request.record.partition)
+    end_of_run = f"at the end of run {request.commit.batch} stream time was {time_if_known(now)}"
     reasoning.decide(
         rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place"
     )
     closes = isinstance(request.of_run.until, WindowClosesSpec)
-    if now is not None and closes and bounds_of(request.record)[1] <= now:
-        reasoning.decide(
-            rules.WINDOW_CLOSED,
-            f"its window ended at {_end(request.record)}; at the end of run {request.commit.batch} "
-            "stream "
-            f"time was {moment}",
-        )
+    end = bounds_of(request.record.values)[1] if closes else None
+    if now is not None and end is not None and end <= now:
+        reasoning.decide(rules.WINDOW_CLOSED, f"its window ended at {as_time(end)}; {end_of_run}")
     else:
-        reasoning.decide(
-            rules.RELEASED,
-            f"at the end of run {request.commit.batch} stream time was {moment}: past the time of its "
-            "place and the time limit, or the buffer was full",
-        )
+        why = "past the time of its place and the time limit, or the buffer was full"
+        reasoning.decide(rules.RELEASED, f"{end_of_run}: {why}")
     replaced = [one for one in updates if since.offset <= one.offset < out.offset]
     shown = left_out(source, replaced[-request.most :], rules.REPLACED)
     return Derivation([(source, out)], None, shown, len(replaced))
@@ -590,10 +563,6 @@ def _last_alike(updates: Sequence[Record], out: Record) -> Record:
     return out
 
 
-def _end(record: Record) -> str:
-    return str(as_time(bounds_of(record)[1]))
-
-
 def held(
     log: Log, source: Log, name: str, updates: Sequence[Record], reasoning: Reasoning
 ) -> list[Record]:
@@ -607,16 +576,12 @@ def held(
         reasoning.notes.append(f"no run of {log.name} has consumed a record of this key yet")
         return []
     first, last = taken[0], taken[-1]
-    commit = log.taken_by(name, first.partition, first.offset)
-    moment = log.head.stream_time.get(first.partition)
-    now = "not known" if moment is None else str(as_time(moment))
+    commit = log.taken_by(name, *first.place)
+    batch = "not known" if commit is None else commit.batch
+    now = time_if_known(log.head.stream_time.get(first.partition))
     reasoning.decide(
         rules.SUPPRESSED,
-        f"{len(taken)} updates since run {_batch(commit)}: the first is of {first.timestamp}, the "
-        f"last, {last}, of {last.timestamp}; stream time is {now}",
+        f"{len(taken)} updates since run {batch}: the first is of {first.timestamp}, the last, {last}, "
+        f"of {last.timestamp}; stream time is {now}",
     )
     return [last]
-
-
-def _batch(commit: Commit | None) -> str:
-    return "not known" if commit is None else str(commit.batch)

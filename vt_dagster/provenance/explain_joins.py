@@ -44,13 +44,15 @@ from vt_dagster.provenance.explain_request import (
     at_time,
     between,
     both,
+    places_of,
+    time_if_known,
     triggering_update,
 )
 from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.expressions import evaluate, used
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import texts
-from vt_dagster.storage.commit_log import Commit, last_that
+from vt_dagster.storage.commit_log import Commit, Offsets, last_that
 from vt_dagster.topology.durations import length_at, spoken
 from vt_dagster.topology.specification import (
     CorrectedJoinSpec,
@@ -62,9 +64,7 @@ from vt_dagster.topology.specification import (
     StreamTableJoinSpec,
     TableTableJoinSpec,
 )
-
-# Explain table joins
-
+from vt_dagster.topology.version_rules import EVER
 
 Key = tuple[Any, ...]
 """A foreign key; a key with a null component matches nothing."""
@@ -79,9 +79,7 @@ def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
     found = [
         (place, record)
         for place, (name, log) in enumerate(zip(names, logs, strict=True))
-        for record in _counted(
-            log, log.same_key(request.record.values, request.log.key), request.end(name)
-        )
+        for record in _counted(log, request.same_key(log), request.end(name))
     ]
     rows: list[Record | None] = [None, None]
     updates: list[Update] = []
@@ -100,13 +98,12 @@ def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
 def of_histories(request: ExplainRequest[HistoryJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a history join: each side's version at the result's time, as of
     the run, see ``core.table_joins``."""
-    at, made = as_micros(request.record.timestamp), list[tuple[Log, Record]]()
+    made = list[tuple[Log, Record]]()
     for name in request.specification.inputs:
         log = request.inputs[name]
-        same = log.same_key(request.record.values, request.log.key)
-        found = log.records(same, end=dict(request.end(name)))
-        until = [one for one in found if as_micros(one.timestamp) <= at]
-        version = max(until, key=lambda one: (as_micros(one.timestamp), one.offset), default=None)
+        found = log.records(request.same_key(log), end=request.end(name))
+        until = [one for one in found if one.timestamp <= request.record.timestamp]
+        version = max(until, key=lambda one: (one.timestamp, one.offset), default=None)
         if version is None:
             request.reasoning.decide(rules.NO_MATCH, f"{name} had no version of its key then")
             continue
@@ -134,17 +131,13 @@ def repeats_version(log: Log, record: Record, old: Record) -> bool:
     on = log.head.shape.new_version_on
     if on is None or record.is_tombstone:
         return False
-    return all(_same_value(record.values[c], old.values[c]) for c in on)
+    pairs = ((record.values[c], old.values[c]) for c in on)
+    return all(new == before or (new != new and before != before) for new, before in pairs)  # NaN
 
 
-def _same_value(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal as in ``new_version_on``: null equals null, NaN NaN."""
-    return one == other or (one != one and other != other)
-
-
-def _counted(log: Log, condition: Condition, end: Mapping[int, int]) -> list[Record]:
+def _counted(log: Log, condition: Condition, end: Offsets) -> list[Record]:
     """Returns the changes of a table that trigger a join: all but those out of order."""
-    found = log.records(condition, end=dict(end))
+    found = log.records(condition, end=end)
     return [one for one in found if not log.versioned or one.is_latest is not False]
 
 
@@ -155,7 +148,7 @@ def _update(
     tombstone: bool,
     made_of: Sequence[tuple[Log, Record | None]],
 ) -> Update:
-    times = [as_micros(one.timestamp) for one in (trigger, other) if one is not None]
+    times = [one.micros for one in (trigger, other) if one is not None]
     there = [(side, one) for side, one in made_of if one is not None]
     return Update(log, trigger, max(times), tombstone, other, there)
 
@@ -176,7 +169,7 @@ def _inputs_of(request: ExplainRequest[Any], updates: Sequence[Update]) -> Deriv
         reasoning.decide(rules.NO_MATCH, "the other side had no row for it then")
     else:
         reasoning.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
-    if as_micros(request.record.timestamp) > one.time:
+    if request.record.micros > one.time:
         reasoning.notes.append(
             "its timestamp is that of an earlier result of its key: times never decrease"
         )
@@ -200,7 +193,7 @@ def foreign_key(request: ExplainRequest[ForeignKeyJoinSpec]) -> Derivation:
         return Derivation()
     found = [(LEFT, record) for record, _ in refers.values()]
     wanted = {key for _, key in refers.values() if key is not None}
-    of_key: dict[tuple[int, int], Key] = {}
+    of_key: dict[Place, Key] = {}
     for key in wanted:
         same = right.same_key(dict(zip(right.key, key, strict=True)))
         for record in _counted(right, same, request.end(names[RIGHT])):
@@ -222,9 +215,7 @@ def foreign_key(request: ExplainRequest[ForeignKeyJoinSpec]) -> Derivation:
             update = None
             if row is not None and row[1] == key and row[0].partition == request.record.partition:
                 gone = kind == "inner" and record.is_tombstone
-                update = Update(
-                    right, record, as_micros(record.timestamp), gone, row[0], [(left, row[0])]
-                )
+                update = Update(right, record, record.micros, gone, row[0], [(left, row[0])])
         if update is not None and request.is_new(names[place], record):
             updates.append(update)
     return _inputs_of(request, updates)
@@ -256,36 +247,23 @@ def _after_left(
 
 
 def _references(
-    request: ExplainRequest[ForeignKeyJoinSpec], left: Log, end: Mapping[int, int]
-) -> dict[tuple[int, int], tuple[Record, Key | None]] | None:
+    request: ExplainRequest[ForeignKeyJoinSpec], left: Log, end: Offsets
+) -> dict[Place, tuple[Record, Key | None]] | None:
     """Returns the left key's changes that trigger a join, by place, each with its foreign key; None =
     computing the foreign key needs Spark."""
-    expressions = request.specification.foreign_key
-    found = _counted(left, left.same_key(request.record.values, request.log.key), end)
-    rows = left.rows(
-        left.same_key(request.record.values, request.log.key),
-        end=dict(end),
-        only=used(expressions, left.columns.names),
-    )
+    expressions, same = request.specification.foreign_key, request.same_key(left)
+    found = _counted(left, same, end)
+    rows = left.rows(same, end=end, only=used(expressions, left.columns.names))
     columns = [evaluate(rows, sql) for sql in expressions]
     if any(column is None for column in columns):
         return None
     table = pa.table({str(i): column for i, column in enumerate(columns)})
-    keys = {
-        place: tuple(row.values())
-        for place, row in zip(
-            zip(*(rows.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True),
-            texts(table),
-            strict=True,
-        )
-    }
+    values = (tuple(row.values()) for row in texts(table))
+    keys = dict(zip(places_of(rows), values, strict=True))
     return {one.place: (one, None if None in keys[one.place] else keys[one.place]) for one in found}
 
 
-# Explain stream joins
-
-
-# Explain stream table join
+# ----------------------------------------------------------------------------- of streams with tables
 
 
 Lookup = TypeVar("Lookup", bound=LookupJoinSpec)
@@ -314,51 +292,29 @@ class Answer:
         return self.version if self.rule in _MATCHES else None
 
 
-# ------------------------------------------------------------------------------- the stream's record
-
-
-def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Commit) -> list[Record]:
+def _stream_record(request: ExplainRequest[StreamTableJoinSpec]) -> list[Record]:
     """Returns the stream record of a result; all candidates if it is ambiguous.
 
     A result has its record's key, time and partition. Records of one key and time leave a run in order
     of arrival and match the same version: so the n-th result belongs to the n-th record.
-
-    Args:
-        log: the join's log.
-        stream: the stream's log.
-        name: the stream's name in commits.
-        record: the result.
-        commit: the commit that wrote the result.
     """
-    before = log.before(commit)
-    place = record.partition
-    end = {place: commit.inputs.get(name, {}).get(place, 0)}
-    start: dict[int, int] = {}
-    keyless = any(record.values.get(c) is None for c in log.key)
-    if before is not None and (
-        keyless or as_micros(record.timestamp) <= before.emitted_up_to.get(place, as_micros(_NEVER))
-    ):
+    name, record, before = request.specification.left, request.record, request.before
+    stream, start = request.inputs[name], Offsets()
+    keyless = any(record.values.get(c) is None for c in request.log.key)
+    emitted = EVER if before is None else before.emitted_up_to.get(record.partition, EVER)
+    if keyless or record.micros <= emitted:
         # Earlier runs have already emitted all older records of that time.
-        start = {place: before.inputs.get(name, {}).get(place, 0)}
-    same = both(stream.same_key(record.values, log.key), at_time(record.timestamp))
-    taken = [one for one in stream.records(same, start, end) if not one.is_tombstone]
-    first = {place: 0 if before is None else before.next_offset.get(place, 0)}
-    mine = both(log.same_key(record.values), at_time(record.timestamp))
-    gone_out = log.records(mine, first, {place: commit.next_offset.get(place, 0)})
-    if len(taken) != len(gone_out):
-        return taken
-    return [taken[[one.offset for one in gone_out].index(record.offset)]]
+        start = request.here(request.start(name))
+    same = both(request.same_key(stream), at_time(record.timestamp))
+    taken = stream.records(same, start, request.here(request.end(name)))
+    taken = [one for one in taken if not one.is_tombstone]
+    results = [one.offset for one in request.results(at=True)]
+    return taken if len(taken) != len(results) else [taken[results.index(record.offset)]]
 
 
-_NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
-
-
-def note_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -> None:
-    """Adds whether a record waited in the buffer, or was late, in a join with a grace period.
-
-    Args:
-        record: the stream's record.
-    """
+def _note_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -> None:
+    """Adds whether a stream's record waited in the buffer, or was late, in a join with a grace
+    period."""
     commit, reasoning, place = request.commit, request.reasoning, record.partition
     grace = request.of_run.grace_of(place)
     if request.record.is_late:
@@ -378,28 +334,15 @@ def note_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -
         when = f"it came with run {taken.batch}, recorded at {as_time(taken.recorded_at)}"
     reasoning.decide(
         rules.RELEASED,
-        f"{when}, and went out when stream time was {_moment(commit.stream_time.get(place))}, its own "
-        f"+ {spoken(grace)} or later",
+        f"{when}, and went out when stream time was {time_if_known(commit.stream_time.get(place))}, "
+        f"its own + {spoken(grace)} or later",
     )
 
 
-def _moment(micros: int | None) -> str:
-    return "not known" if micros is None else str(as_time(micros))
-
-
-# ---------------------------------------------------------------------------------- the table's row
-
-
-def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning) -> Commit | None:
-    """Returns the last commit of a table that a run read; None = the run read none.
-
-    Args:
-        log: the join's log.
-        table: the table's log.
-        name: the table's name in the join's commits.
-        commit: the run's commit.
-    """
-    reads, batch = commit.reads, None
+def _pinned(request: ExplainRequest[Lookup]) -> Commit | None:
+    """Returns the last commit of the table that the run read; None = the run read none."""
+    name, reasoning = request.specification.right, request.reasoning
+    table, reads, batch = request.inputs[name], request.commit.reads, None
     try:
         if f"{name}/log" in reads:
             batch = _batch_at(table.path, reads[f"{name}/log"])
@@ -421,7 +364,7 @@ def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning
         f"the Delta versions of {name} that the run read are gone: its state then is taken from "
         "recorded_at"
     )
-    return last_that(table.root, lambda one: one["recorded_at"] <= commit.recorded_at)
+    return last_that(table.root, lambda one: one["recorded_at"] <= request.commit.recorded_at)
 
 
 def _batch_at(path: str, version: int) -> int | None:
@@ -434,7 +377,7 @@ def _batch_at(path: str, version: int) -> int | None:
     return None
 
 
-def known_until(join: LookupJoinSpec, record: Record) -> int | None:
+def _known_until(join: LookupJoinSpec, record: Record) -> int | None:
     """Returns the system time up to which versions count for a record (inclusive), epoch microseconds;
     None = all versions count."""
     if isinstance(join.as_known, timedelta):
@@ -442,7 +385,7 @@ def known_until(join: LookupJoinSpec, record: Record) -> int | None:
     return None if join.as_known == "now" else as_micros(record.recorded_at or record.timestamp)
 
 
-def answer(
+def _answer(
     table: Log,
     found: Sequence[Version],
     moment: datetime,
@@ -495,7 +438,7 @@ def _ahead(
     join: LookupJoinSpec,
     forgotten: Callable[[Version], bool],
 ) -> Answer:
-    """Looks up a time with ``at_or_after``, ``after`` or ``nearest``, see :func:`answer`."""
+    """Looks up a time with ``at_or_after``, ``after`` or ``nearest``, see :func:`_answer`."""
     exact = join.at == "at_or_after"
     later = (v for v in found if v.begin > moment or (exact and v.begin == moment))
     ahead = next(filter(_has_value, later), None)
@@ -534,7 +477,7 @@ class Looked:
     expired: bool
 
 
-def look_up(
+def _look_up(
     table: Log,
     values: Sequence[object],
     moment: datetime,
@@ -554,8 +497,8 @@ def look_up(
     then, first_places, first_repeats = (
         ([], set(), set()) if seen is None else history.versions(seen, moment)
     )
-    first = answer(table, then, moment, seen or table.commit, join)
-    last = answer(table, now, moment, table.commit, join, forgetful=False)
+    first = _answer(table, then, moment, seen or table.commit, join)
+    last = _answer(table, now, moment, table.commit, join, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
     known = last.found is not None and _knows(seen, last.found)
     expired = known and last.found is not None and last.found.place not in {*then_by, *first_repeats}
@@ -607,20 +550,19 @@ def stream_table(request: ExplainRequest[StreamTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a stream-table join, see ``core.stream_table_join``."""
     left = request.specification.left
     stream, reasoning = request.inputs[left], request.reasoning
-    lefts = streams_record(request.log, stream, left, request.record, request.commit)
+    lefts = _stream_record(request)
     if not lefts:
         reasoning.notes.append(f"its record of {left} is gone{stream.limit}")
     elif len(lefts) > 1:
         reasoning.notes.append(f"its input is one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
-        note_waiting(request, one)
+        _note_waiting(request, one)
     values = [request.record.values[c] for c in request.log.key]
-    looked = looked_up(request, lefts[0] if lefts else request.record, values)
-    parts = [(stream, one) for one in lefts[: request.most]]
-    return answered(request, looked, parts)
+    looked = _looked_up(request, lefts[0] if lefts else request.record, values)
+    return _answered(request, looked, [(stream, one) for one in lefts[: request.most]])
 
 
-def looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[object]) -> Looked:
+def _looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[object]) -> Looked:
     """Repeats the lookup of a stream record in the table.
 
     Args:
@@ -628,19 +570,18 @@ def looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[
     """
     join, right = request.specification, request.specification.right
     table, reasoning = request.inputs[right], request.reasoning
-    seen = pinned(request.log, table, right, request.commit, reasoning)
-    cut = known_until(join, record)
+    seen, cut = _pinned(request), _known_until(join, record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
         reasoning.notes.append(
             f"versions of {right} that were recorded after {as_time(cut)} do not count"
         )
-    looked = look_up(table, values, record.timestamp, seen, join)
+    looked = _look_up(table, values, record.timestamp, seen, join)
     _note_looked(looked, table, right, record.timestamp, reasoning, cut is None)
     return looked
 
 
-def answered(
+def _answered(
     request: ExplainRequest[Lookup], looked: Looked, parts: Sequence[tuple[Log, Record]]
 ) -> Derivation:
     """Returns the stream's records and the joined version as inputs."""
@@ -663,12 +604,12 @@ def _note_looked(
     else:
         end = "now" if then.version.end is None else str(then.version.end)
         valid = f", true from {then.version.begin} to {end}" if table.versioned else ""
-        reasoning.decide(then.rule, f"{name} {_at(then.version)}{valid}")
+        reasoning.decide(then.rule, f"{name} {then.version.place}{valid}")
     if then.found is not None and now.found is not None and then.found.place == now.found.place:
         return
     if then.found is None and now.found is None:
         return
-    says = "nothing" if now.found is None else f"{name} {_at(now.found)}"
+    says = "nothing" if now.found is None else f"{name} {now.found.place}"
     if now.found is not None:
         says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
     if not table.versioned:
@@ -683,88 +624,54 @@ def _note_looked(
         reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")
 
 
-def _at(version: Version) -> str:
-    return f"{version.partition}:{version.offset}"
-
-
-# Explain corrected join
-
-
 def corrected(request: ExplainRequest[CorrectedJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected join, see ``core.stream_table_join``."""
     left = request.specification.left
     stream, reasoning = request.inputs[left], request.reasoning
-    rows = _revisions(request)
-    place = _place(request, rows)
-    record = None if place is None else stream.one(*place)
+    mine, others = _revisions(request)
+    partition, offset = mine.get(LEFT_PARTITION, request.record.partition), mine.get(LEFT_OFFSET)
+    record = None if offset is None else stream.one(partition, offset)
     if record is None:
         reasoning.notes.append(f"its record of {left} is gone{stream.limit}")
         return Derivation()
-    _note_revisions(request, rows)
-    looked = looked_up(request, record, [record.values[c] for c in stream.key])
-    made = answered(request, looked, [(stream, record)])
-    there = {(log.name, one.place) for log, one in made.parts}
-    table = request.inputs[request.specification.right]
-    gone = [
-        (table, one)
-        for one in _causes(request, rows)
-        if request.record.is_tombstone and (table.name, one.place) not in there
-    ]
+    cause = mine[CAUSE]
+    if cause is not None:
+        reasoning.decide(rules.CORRECTED, f"revision {mine[REVISION]}, by {_spoken(cause)}")
+    else:
+        reasoning.decide(rules.APPLIED, f"revision {mine[REVISION]}: it came with its stream record")
+    for one in others[-request.most :]:
+        by = "with its stream record" if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
+        gone, place = ", a tombstone" * one[IS_TOMBSTONE], Place(one[PARTITION], one[OFFSET])
+        reasoning.notes.append(f"revision {one[REVISION]} at {place}{gone}: {by}")
+    looked = _looked_up(request, record, [record.values[c] for c in stream.key])
+    made = _answered(request, looked, [(stream, record)])
+    table, there = (
+        request.inputs[request.specification.right],
+        {(n.name, r.place) for n, r in made.parts},
+    )
+    causes = table.at([_place_of(cause)]) if cause and request.record.is_tombstone else []
+    gone = [(table, one) for one in causes if (table.name, one.place) not in there]
     return Derivation([*made.parts, *gone], None, made.candidates, made.candidates_in_all)
 
 
-def _revisions(request: ExplainRequest[Any]) -> pa.Table:
-    """Returns all rows of the key in the log, in order; each is a revision."""
-    place = request.record.partition
-    end = {place: request.log.commit.next_offset.get(place, 0)}
+def _revisions(request: ExplainRequest[Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the record's row, and the other rows of its key in order; each is a revision."""
+    end = request.here(request.log.commit.next_offset)
     only = [REVISION, CAUSE, IS_TOMBSTONE, LEFT_OFFSET, LEFT_PARTITION]
-    return request.log.rows(request.log.same_key(request.record.values), end=end, only=only)
+    rows = request.log.rows(request.same_key(request.log), end=end, only=only).to_pylist()
+    place = [one[OFFSET] for one in rows].index(request.record.offset)
+    return rows[place], rows[:place] + rows[place + 1 :]
 
 
-def _place(request: ExplainRequest[Any], rows: pa.Table) -> Place | None:
-    """Returns the place of the row's record in the stream's log; None = the row has none."""
-    mine = _of_record(request, rows)
-    partition = mine.get(LEFT_PARTITION, request.record.partition)
-    return None if mine.get(LEFT_OFFSET) is None else (partition, mine[LEFT_OFFSET])
+def _place_of(cause: Mapping[str, Any]) -> Place:
+    return Place(cause[PARTITION], cause[OFFSET])
 
 
-def _of_record(request: ExplainRequest[Any], rows: pa.Table) -> dict[str, Any]:
-    return next(one for one in rows.to_pylist() if one["offset"] == request.record.offset)
+def _spoken(cause: Mapping[str, Any]) -> str:
+    return f"{cause['table']} {_place_of(cause)}"
 
 
-def _note_revisions(request: ExplainRequest[Any], rows: pa.Table) -> None:
-    """Adds the row's revision with its cause, and the key's other revisions."""
-    every = rows.to_pylist()
-    mine = _of_record(request, rows)
-    if mine[CAUSE] is not None:
-        request.reasoning.decide(
-            rules.CORRECTED, f"revision {mine[REVISION]}, by {_spoken(mine[CAUSE])}"
-        )
-    else:
-        request.reasoning.decide(
-            rules.APPLIED, f"revision {mine[REVISION]}: it came with its stream record"
-        )
-    others = [one for one in every if one["offset"] != mine["offset"]][-request.most :]
-    for one in others:
-        by = "with its stream record" if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
-        gone = ", a tombstone" * one[IS_TOMBSTONE]
-        place = f"{request.record.partition}:{one['offset']}"
-        request.reasoning.notes.append(f"revision {one[REVISION]} at {place}{gone}: {by}")
-
-
-def _spoken(cause: dict[str, Any]) -> str:
-    return f"{cause['table']} {cause['partition']}:{cause['offset']}"
-
-
-def _causes(request: ExplainRequest[CorrectedJoinSpec], rows: pa.Table) -> list[Record]:
-    cause = _of_record(request, rows)[CAUSE]
-    if cause is None:
-        return []
-    table = request.inputs[request.specification.right]
-    return table.at([(cause["partition"], cause["offset"])])
-
-
-# Explain stream joins
+# ----------------------------------------------------------------------------------------- of streams
 
 
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
@@ -781,16 +688,12 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
     logs = [request.inputs[name] for name in names]
     place, reasoning = request.record.partition, request.reasoning
     before, after = length_at(join.before, place), length_at(join.after, place)
-    moment, nothing = request.record.timestamp, timedelta(0)
-    back = [as_micros(moment - max(one, nothing)) for one in (after, before)]
-    lefts, rights = (
-        [
-            one
-            for one in log.records(both(_same_key(request, log), between(since, as_micros(moment))))
-            if not one.is_tombstone and request.turn(name, one) < 2
-        ]
-        for name, log, since in zip(names, logs, back, strict=True)
-    )
+    moment, sides = request.record.timestamp, list[list[Record]]()
+    for name, log, back in zip(names, logs, (after, before), strict=True):
+        since = as_micros(moment - max(back, timedelta(0)))
+        found = log.records(both(request.same_key(log), between(since, request.record.micros)))
+        sides.append([r for r in found if not r.is_tombstone and request.turn(name, r) < 2])
+    lefts, rights = sides
     of_side = _chosen(request, logs)
     pairs = [
         (left, right)
@@ -810,7 +713,7 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
     for side in kept:
         alone = [
             one
-            for one in (lefts, rights)[side]
+            for one in sides[side]
             if one.timestamp == moment and of_side(side, one) and of_side(1 - side, None)
         ]
         if alone:
@@ -819,31 +722,21 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
     return Derivation()
 
 
-def _same_key(request: ExplainRequest[Any], log: Log) -> Condition:
-    return log.same_key(request.record.values, request.log.key)
-
-
 def _chosen(request: ExplainRequest[StreamStreamJoinSpec], logs: Sequence[Log]) -> Chosen:
     """Returns a test whether a record fits the result's columns that are copied from its side."""
     columns = [log.columns.names for log in logs]
-    found = [
-        (("left", "right").index(side), column, name)
-        for name, side, column in request.specification.copied(*columns)
-    ]
     values, key = request.record.values, request.log.key
+    found = [
+        (("left", "right").index(side), column, values[name])
+        for name, side, column in request.specification.copied(*columns)
+        if name in values and name not in key
+    ]
 
     def has(side: int, record: Record | None) -> bool:
+        mine = [(column, value) for place, column, value in found if place == side]
         if record is None:
-            return all(
-                values[name] is None
-                for place, _, name in found
-                if place == side and name in values and name not in key
-            )
-        return all(
-            values[name] == record.values[column]
-            for place, column, name in found
-            if place == side and name in values and column in record.values and name not in key
-        )
+            return all(value is None for _, value in mine)
+        return all(record.values[c] == value for c, value in mine if c in record.values)
 
     return has
 
@@ -914,21 +807,16 @@ def _alone(
         f"{name} had no record of its key from {low} to {high}, both inclusive, when stream time had "
         f"passed {high} and the grace period",
     )
-    near = [one for one in other.records(_same_key(request, other)) if not one.is_tombstone]
+    near = [one for one in other.records(request.same_key(other)) if not one.is_tombstone]
     near.sort(key=lambda one: (one.timestamp, one.offset))
     inside = [one for one in near if low <= one.timestamp <= high]
     around = [one for one in near if one.timestamp < low][-_AROUND:] + inside
     around += [one for one in near if one.timestamp > high][:_AROUND]
     shown = [
-        Candidate(
+        Candidate.left_out(
             one,
-            None,
-            None,
-            None,
-            request.turn(name, one) < 2,
-            False,
-            False,
-            (rules.RECORDED_SINCE if one in inside else rules.OTHER_TIME).name,
+            rules.RECORDED_SINCE if one in inside else rules.OTHER_TIME,
+            known=request.turn(name, one) < 2,
         )
         for one in around
     ]
@@ -953,21 +841,12 @@ def corrected_streams(request: ExplainRequest[CorrectedStreamJoinSpec]) -> Deriv
     if len(parts) == len(_PLACES):
         _note_match(request, parts[0][1], parts[1][1])
         return Derivation(parts)
-    cause = _cause(request)
+    cause = _revisions(request)[0][CAUSE]
     if cause is None:
         name, why = parts[0][0].name, "when stream time had passed its window and the grace period"
         reasoning.decide(rules.NO_MATCH, f"this record of {name} had no match {why}")
         return Derivation(parts)
-    where = cause[PARTITION], cause[OFFSET]
-    by = f"{cause['table']} {where[0]}:{where[1]}"
-    reasoning.decide(rules.CORRECTED, f"revision 1: retracted by {by}, a match that came later")
+    by = f"retracted by {_spoken(cause)}, a match that came later"
+    reasoning.decide(rules.CORRECTED, f"revision 1: {by}")
     other = request.inputs[cause["table"]]
-    return Derivation([*parts, *[(other, one) for one in other.at([where])]])
-
-
-def _cause(request: ExplainRequest[Any]) -> dict[str, Any] | None:
-    """Returns the cause of a retraction: the record that matches; None = the row is no retraction."""
-    place = request.record.partition
-    end = {place: request.log.commit.next_offset.get(place, 0)}
-    rows = request.log.rows(request.log.same_key(request.record.values), end=end, only=[CAUSE])
-    return next(one[CAUSE] for one in rows.to_pylist() if one[OFFSET] == request.record.offset)
+    return Derivation([*parts, *[(other, one) for one in other.at([_place_of(cause)])]])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timedelta, timezone
 from functools import cached_property, reduce
 from operator import and_
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ from vt_dagster.columns import (
     RECORDED_AT,
     TIMESTAMP,
 )
-from vt_dagster.rules import RULES
+from vt_dagster.rules import RULES, Rule
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import (
     asset_names,
@@ -53,11 +53,18 @@ from vt_dagster.storage.commit_log import (
 )
 from vt_dagster.topology.specification import OperatorSpec
 
-# Explanation
-
-
 SOURCE = "source"
 """The operator of an asset with a source."""
+
+
+class Place(NamedTuple):
+    """The place of a record in a log; as text ``0:17``."""
+
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}:{self.offset}"
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,17 @@ class Record:
     is_late: bool | None = None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> Place:
         """Its partition and offset."""
-        return self.partition, self.offset
+        return Place(self.partition, self.offset)
+
+    @property
+    def micros(self) -> int:
+        """Its event time, epoch microseconds."""
+        return as_micros(self.timestamp)
 
     def __str__(self) -> str:
-        return f"{self.asset} {self.partition}:{self.offset}"
+        return f"{self.asset} {self.place}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,11 @@ class Candidate:
     chosen: bool
     chosen_now: bool
     rule: str
+
+    @classmethod
+    def left_out(cls, record: Record, rule: Rule, known: bool = True) -> Candidate:
+        """Returns a record without validity that a rule excluded."""
+        return cls(record, None, None, None, known, False, False, rule.name)
 
 
 @dataclass(frozen=True)
@@ -285,8 +302,7 @@ def _plain(value: Any) -> Any:
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _OURS = (IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT)
 Condition = Callable[[pa.Schema], Any]
-Place = tuple[int, int]
-"""A partition and an offset of a log."""
+"""Makes an Arrow expression from the columns of a log; an expression of None = all records."""
 
 
 def as_time(micros: int) -> datetime:
@@ -297,6 +313,17 @@ def as_time(micros: int) -> datetime:
 def as_micros(moment: datetime) -> int:
     """Converts a datetime to epoch microseconds."""
     return (moment - _EPOCH) // _MICROSECOND
+
+
+def time_if_known(micros: int | None) -> str:
+    """Returns epoch microseconds as a text for an explanation."""
+    return "not known" if micros is None else str(as_time(micros))
+
+
+def places_of(rows: pa.Table) -> list[Place]:
+    """Returns the places of the rows of a log."""
+    columns = (rows.column(c).to_pylist() for c in (PARTITION, OFFSET))
+    return [Place(*one) for one in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -385,11 +412,6 @@ class Log:
 
     # -- records -----------------------------------------------------------------------------------
 
-    @property
-    def _without_old(self) -> list[str]:
-        """All columns but the replaced row, which is as wide as all others together."""
-        return [c for c in self.columns.names if c != OLD]
-
     def records(
         self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
     ) -> list[Record]:
@@ -401,7 +423,9 @@ class Log:
             end: the end offset by partition (exclusive); missing partitions are not read. None = the
                 end as of ``commit``.
         """
-        return self.as_records(self.rows(condition, start, end, self._without_old))
+        # The replaced row is as wide as all other columns together.
+        only = [c for c in self.columns.names if c != OLD]
+        return self.as_records(self.rows(condition, start, end, only))
 
     def rows(
         self,
@@ -473,38 +497,28 @@ class Log:
             values: the other record's values.
             names: the names of the key's columns there; None = the same as here.
         """
-        given = [values[c] for c in (names or self.key)]
 
-        def condition(columns: pa.Schema) -> Any:
-            found: Any = None
-            for column, value in zip(self.key, given, strict=True):
+        def of(column: str, value: Any) -> Condition:
+            def condition(columns: pa.Schema) -> Any:
                 if pa.types.is_nested(columns.field(column).type):
-                    continue  # Arrow cannot compare nested values; the caller compares them
+                    return None  # Arrow cannot compare nested values; the caller compares them
                 if value is None:
-                    nulls = [pc.field(name).is_null() for name in names_of(columns, column)]
-                    one = reduce(and_, nulls)
-                else:
-                    one = of_key(self.path, columns, [column], [value])
-                found = one if found is None else found & one
-            return found
+                    return reduce(and_, [pc.field(one).is_null() for one in names_of(columns, column)])
+                return of_key(self.path, columns, [column], [value])
 
-        return condition
+            return condition
+
+        return both(*[of(c, values[n]) for c, n in zip(self.key, names or self.key, strict=True)])
 
     def one(self, partition: int, offset: int) -> Record | None:
         """Returns the record at an offset; None = there is none."""
-        return next(iter(self.at([(partition, offset)])), None)
+        return next(iter(self.at([Place(partition, offset)])), None)
 
     def at(self, places: Collection[Place]) -> list[Record]:
         """Returns the existing records at some places, ordered by partition and offset."""
         if not places:
             return []
-        offsets = pa.array(sorted({offset for _, offset in places}), pa.int64())
-        start, end = dict[int, int](), dict[int, int]()
-        for partition, offset in places:
-            start[partition] = min(offset, start.get(partition, offset))
-            end[partition] = max(offset + 1, end.get(partition, 0))
-        found = self.records(lambda _: pc.field(OFFSET).isin(offsets), start, end)
-        return [one for one in found if one.place in places]
+        return [one for one in self.records(*at_places(places)) if one.place in places]
 
     # -- commits -----------------------------------------------------------------------------------
 
@@ -554,19 +568,26 @@ def both(*conditions: Condition | None) -> Condition:
     """Returns the conjunction of conditions."""
 
     def condition(columns: pa.Schema) -> Any:
-        found: Any = None
-        for one in conditions:
-            other = None if one is None else one(columns)
-            if other is not None:
-                found = other if found is None else found & other
-        return found
+        found = [one(columns) for one in conditions if one is not None]
+        found = [one for one in found if one is not None]
+        return reduce(and_, found) if found else None
 
     return condition
 
 
+def at_places(places: Collection[Place]) -> tuple[Condition, Offsets, Offsets]:
+    """Returns the condition, start and end offsets with which a log is read at some places; it may have
+    more records, of another partition and the same offset."""
+    offsets = pa.array(sorted({offset for _, offset in places}), pa.int64())
+    start, end = Offsets(), Offsets()
+    for partition, offset in places:
+        start[partition] = min(offset, start.get(partition, offset))
+        end[partition] = max(offset + 1, end.get(partition, 0))
+    return lambda _: pc.field(OFFSET).isin(offsets), start, end
+
+
 def at_time(moment: datetime) -> Condition:
     """Returns the condition that a record has a given timestamp."""
-
     return between(as_micros(moment), as_micros(moment))
 
 
@@ -656,6 +677,14 @@ class ExplainRequest(Generic[S]):
         """Returns the run's end offsets in an input (exclusive)."""
         return self.commit.inputs.get(name, {})
 
+    def here(self, offsets: Offsets) -> Offsets:
+        """Returns the offset of the record's partition alone; 0 if there is none."""
+        return {self.record.partition: offsets.get(self.record.partition, 0)}
+
+    def same_key(self, log: Log) -> Condition:
+        """Returns the condition that a record of an input has the key of the explained one."""
+        return log.same_key(self.record.values, self.log.key)
+
     def is_new(self, name: str, record: Record) -> bool:
         """Returns whether this run consumed a record of an input, not an earlier or later run."""
         return self.turn(name, record) == 1
@@ -675,23 +704,18 @@ class ExplainRequest(Generic[S]):
             at: only results with the record's timestamp.
             every: also results of earlier runs.
         """
-        place, first = self.record.partition, 0
-        if not every and self.before is not None:
-            first = self.before.next_offset.get(place, 0)
-        same: Condition = self.log.same_key(self.record.values)
-        if at:
-            same = both(same, at_time(self.record.timestamp))
-        return self.log.records(same, {place: first}, {place: self.commit.next_offset.get(place, 0)})
+        first = {} if every or self.before is None else self.before.next_offset
+        same = both(self.same_key(self.log), at_time(self.record.timestamp) if at else None)
+        return self.log.records(same, self.here(first), self.here(self.commit.next_offset))
 
     @cached_property
     def newest_before(self) -> int | None:
         """The largest timestamp of the key's results before the run, epoch microseconds; None = there
         are none."""
-        place = self.record.partition
         if self.before is None:
             return None
-        end = {place: self.before.next_offset.get(place, 0)}
-        rows = self.log.rows(self.log.same_key(self.record.values), end=end, only=[TIMESTAMP])
+        end = self.here(self.before.next_offset)
+        rows = self.log.rows(self.same_key(self.log), end=end, only=[TIMESTAMP])
         return int(micros(rows, TIMESTAMP).max()) if rows.num_rows else None
 
 
@@ -741,8 +765,8 @@ def triggering_update(request: ExplainRequest[Any], times: Sequence[tuple[int, b
         return len(times) - 1 if len(results) == 1 else None
     found, rest = -1, enumerate(times)
     for one in results[: place + 1]:
-        mine = as_micros(one.timestamp), one.is_tombstone
-        found = next((i for i, (time, dead) in rest if dead == mine[1] and time <= mine[0]), None)
+        dead, last = one.is_tombstone, one.micros
+        found = next((i for i, (time, is_dead) in rest if is_dead == dead and time <= last), None)
         if found is None:
             return None
     return found

@@ -40,8 +40,8 @@ from vt_dagster.provenance.explain_request import (
     as_micros,
     as_time,
     both,
+    places_of,
 )
-from vt_dagster.rules import NOTHING_NEW
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import (
     clip_at_valid_until,
@@ -52,9 +52,6 @@ from vt_dagster.storage.arrow_reader import (
 )
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
-
-# Source origins
-
 
 NAMED = 20
 """Maximum number of named files, or rejected rows."""
@@ -68,15 +65,15 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
     Args:
         commit: the commit that wrote the record.
     """
-    taken = commit.taken
-    if _of_start(commit, record):
-        assert commit.start is not None
-        return Origin("snapshot", (commit.start.what,), 1)
+    taken, snapshot = commit.taken, commit.start
+    if snapshot is not None and snapshot.batch == commit.batch:
+        first, end = snapshot.offsets.get(record.partition, (0, 0))
+        if first <= record.offset < end:
+            return Origin("snapshot", (snapshot.what,), 1)
     if commit.topics and len(taken) == 1:
         return _of_topic(log, record, commit)
-    start, end = None, None
-    if len(taken) == 1:
-        ((start, end),) = next(iter(taken.values())).values() if _one(taken) else [(None, None)]
+    ranges = [one for some in taken.values() for one in some.values()]
+    start, end = ranges[0] if len(taken) == 1 == len(ranges) else (None, None)
     if commit.deliveries:
         names = sorted(commit.deliveries)
         return Origin(_DELIVERIES, tuple(names[:NAMED]), len(names), start, end)
@@ -86,19 +83,6 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
     if not taken:
         return None
     return Origin("versions", tuple(sorted(taken))[:NAMED], len(taken), start, end)
-
-
-def _of_start(commit: Commit, record: Record) -> bool:
-    """Returns whether a record is from the table's initial snapshot, consumed by this commit's run."""
-    start = commit.start
-    if start is None or start.batch != commit.batch:
-        return False
-    first, end = start.offsets.get(record.partition, (0, 0))
-    return first <= record.offset < end
-
-
-def _one(taken: Any) -> bool:
-    return len(next(iter(taken.values()))) == 1
 
 
 def _files(log: Log, batch: int) -> list[str]:
@@ -125,18 +109,14 @@ def _of_topic(log: Log, record: Record, commit: Commit) -> Origin:
     if commit.start is not None and commit.start.batch == commit.batch:
         begin, end_ = commit.start.offsets.get(record.partition, (0, 0))
         applied -= end_ - begin
-    if commit.counts.get(rules.CARRIED.name) or commit.counts.get(NOTHING_NEW.name):
+    if commit.counts.get(rules.CARRIED.name) or commit.counts.get(rules.NOTHING_NEW.name):
         return Origin("topic", (topic,), 1, start, end)
-    gone = set(_rejected_offsets(log, commit.batch, record.partition))
+    batch, partition = pc.field("batch") == commit.batch, pc.field(PARTITION) == record.partition
+    rows = quarantine(log, batch & partition)
+    gone = set[Any]() if rows is None else {*rows.column("position").to_pylist()}
     there = [offset for offset in range(start, end) if offset not in gone]
     place = there[record.offset - first] if len(there) == applied else None
     return Origin("topic", (topic,), 1, start, end, place)
-
-
-def _rejected_offsets(log: Log, batch: int, partition: int) -> list[int]:
-    same = (pc.field("batch") == batch) & (pc.field(PARTITION) == partition)
-    rows = quarantine(log, same)
-    return [] if rows is None else [p for p in rows.column("position").to_pylist() if p is not None]
 
 
 def quarantine(log: Log, condition: Any) -> pa.Table | None:
@@ -166,14 +146,12 @@ def rejected(log: Log, key: Sequence[Any], reason: str | None = None) -> tuple[l
         rows = rows.filter(mentions)  # a null raw text does not match
     rows = rows.sort_by([("batch", "descending")])
     names = ["reason", "source", "position", "raw", "batch"]
-    named = rows.slice(0, NAMED).select(names).to_pylist()
-    return [_as_rejected(one) for one in named], rows.num_rows
-
-
-def _as_rejected(row: dict[str, Any]) -> Rejected:
-    raw = row["raw"]
-    text = raw.decode("utf-8", "backslashreplace") if isinstance(raw, bytes) else str(raw)
-    return Rejected(row["reason"], row["source"], row["position"], text[:_RAW], row["batch"])
+    found: list[Rejected] = []
+    for row in rows.slice(0, NAMED).select(names).to_pylist():
+        raw = row.pop("raw")
+        text = raw.decode("utf-8", "backslashreplace") if isinstance(raw, bytes) else str(raw)
+        found.append(Rejected(**row, raw=text[:_RAW]))
+    return found, rows.num_rows
 
 
 # Version history
@@ -199,9 +177,9 @@ class Version:
     is_tombstone: bool
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> Place:
         """Partition and offset of its record."""
-        return self.partition, self.offset
+        return Place(self.partition, self.offset)
 
 
 class History:
@@ -241,23 +219,19 @@ class History:
             limits = horizons_of(self.log, commit) if forgotten else {}
         on = self._new_version_on
         found = fold(None, rows, self.log.key, limits, on).sort_by(TIMESTAMP)
-        places, repeats = _places(found), set[Place]()
+        places, repeats = {*places_of(found)}, set[Place]()
         if on is not None:
-            repeats = _places(fold(None, rows, self.log.key, limits)) - places
+            repeats = {*places_of(fold(None, rows, self.log.key, limits))} - places
         if versioned:
             valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
             values = np.flatnonzero(~found.column(IS_TOMBSTONE).to_numpy()[valid:])
             first, ahead = max(0, valid - AROUND - 2), int(values[0]) + 1 if len(values) else 0
             found = found.slice(first, max(2 * AROUND + 4, valid + ahead - first))
             found = clip_at_valid_until(found, self._valid_until)
-        begins, until = micros(found, TIMESTAMP).tolist(), [None] * found.num_rows
-        if versioned:
-            there = found.column(VALID_TO).is_null().to_pylist()
-            until = [None if n else m for n, m in zip(there, micros(found, VALID_TO), strict=True)]
-        columns = (found.column(c).to_pylist() for c in (PARTITION, OFFSET, IS_TOMBSTONE))
+        deleted = found.column(IS_TOMBSTONE).to_pylist()
         versions = [
-            Version(p, o, as_time(begin), None if end is None else as_time(int(end)), deleted)
-            for p, o, deleted, begin, end in zip(*columns, begins, until, strict=True)
+            Version(*place, as_time(begin), None if end is None else as_time(end), is_tombstone)
+            for (place, begin, end), is_tombstone in zip(validity(found), deleted, strict=True)
         ]
         return versions, places, repeats
 
@@ -272,9 +246,15 @@ class History:
         return self._records[place]
 
 
-def _places(rows: pa.Table) -> set[Place]:
-    where = (rows.column(c).to_numpy().tolist() for c in (PARTITION, OFFSET))
-    return set(zip(*where, strict=True))
+def validity(folded: pa.Table) -> list[tuple[Place, int, int | None]]:
+    """Returns place, start and end of versions, epoch microseconds; end None = current, or a row of a
+    plain table."""
+    ends: list[int | None] = [None] * folded.num_rows
+    if VALID_TO in folded.column_names:
+        current = folded.column(VALID_TO).is_null().to_pylist()
+        until = micros(folded, VALID_TO).tolist()
+        ends = [None if is_open else end for is_open, end in zip(current, until, strict=True)]
+    return list(zip(places_of(folded), micros(folded, TIMESTAMP).tolist(), ends, strict=True))
 
 
 def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
@@ -291,12 +271,12 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
         return
     history = History(log, log.same_key(record.values))
     others, _, repeats = history.versions(log.commit, record.timestamp, forgotten=False)
-    here = next((v for v in others if v.place == (record.partition, record.offset)), None)
+    here = next((v for v in others if v.place == record.place), None)
     if log.head.shape.kind == "table":
         if here is not None:
             reasoning.decide(rules.LATEST, "it is the row of its key")
         elif others:
-            reasoning.decide(rules.REPLACED, f"offset {_at(others[-1])} came later")
+            reasoning.decide(rules.REPLACED, f"offset {others[-1].place} came later")
         else:
             reasoning.decide(rules.LATEST, "its key has no row now: the last record is a tombstone")
         return
@@ -307,17 +287,13 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
     if not done:
         _place_on_arrival(record, reasoning)
     if here is None and record.place in repeats:
-        first = [v for v in others if v.begin <= record.timestamp][-1]
+        first = [v for v in others if v.begin <= record.timestamp][-1].place
         columns = ", ".join(log.head.shape.new_version_on or ())
-        reasoning.decide(
-            rules.REPEATED, f"offset {_at(first)} began its version, with the same {columns}"
-        )
+        reasoning.decide(rules.REPEATED, f"offset {first} began its version, with the same {columns}")
         return
     if here is None:
-        same = [v for v in others if v.begin == record.timestamp]
-        reasoning.decide(
-            rules.REPLACED, f"offset {_at(same[-1])} has the same timestamp and came later"
-        )
+        same = [v for v in others if v.begin == record.timestamp][-1].place
+        reasoning.decide(rules.REPLACED, f"offset {same} has the same timestamp and came later")
         return
     horizon = horizons_of(log, log.commit).get(record.partition)
     if here.end is not None and horizon is not None and here.end <= as_time(horizon):
@@ -352,42 +328,37 @@ def duplicates_of(log: Log, record: Record) -> tuple[list[Rejected], int]:
 
 def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:
     if record.is_latest is False:
-        reasoning.decide(
-            rules.OUT_OF_ORDER, "when it came, its key had a record of a later timestamp already"
-        )
-    elif record.is_latest is None:
-        reasoning.decide(
-            rules.APPLIED,
-            "its log was truncated after it came: whether its key had a record of a later timestamp by "
-            "then is not known any more",
-        )
+        why = "when it came, its key had a record of a later timestamp already"
+    elif record.is_latest:
+        why = "when it came, no record of its key had a later timestamp"
     else:
-        reasoning.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
+        why = (
+            "its log was truncated after it came: whether its key had a record of a later timestamp by "
+            "then is not known any more"
+        )
+    reasoning.decide(rules.OUT_OF_ORDER if record.is_latest is False else rules.APPLIED, why)
 
 
 def _carried(log: Log, record: Record, others: Sequence[Version], reasoning: Reasoning) -> bool:
     """Adds which columns a partial update provided, and the origin of the others. Returns whether a
     late record propagated its values into this row."""
-    only, place = (PROVIDED_COLUMNS, PROPAGATED_FROM), record.place
-    rows = log.rows(both(), {place[0]: place[1]}, {place[0]: place[1] + 1}, only)
-    given, carried = (
-        rows.column(PROVIDED_COLUMNS)[0].as_py(),
-        rows.column(PROPAGATED_FROM)[0].as_py() or 0,
-    )
+    only, (partition, offset) = (PROVIDED_COLUMNS, PROPAGATED_FROM), record.place
+    rows = log.rows(both(), {partition: offset}, {partition: offset + 1}, only)
+    given, carried = (rows.column(c)[0].as_py() for c in only)
     if given is not None:
         before = [v for v in others if v.begin < record.timestamp][-1:]
-        there = [f"as offset {_at(v)} has them" for v in before if not v.is_tombstone]
+        there = [f"as offset {v.place} has them" for v in before if not v.is_tombstone]
         rest = there[0] if there else "null, since it has no row before"
         reasoning.notes.append(
             f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}"
         )
     if carried:
-        cause = log.one(place[0], place[1] - carried)
+        place = Place(partition, offset - carried)
+        cause = log.one(*place)
         of = "" if cause is None else f" of {cause.timestamp}"
         reasoning.decide(
             rules.CARRIED,
-            f"offset {place[0]}:{place[1] - carried}{of} came after it, and provides columns that its "
-            "own records do not",
+            f"offset {place}{of} came after it, and provides columns that its own records do not",
         )
     return bool(carried)
 
@@ -408,11 +379,7 @@ def _in_force_again(log: Log, record: Record, reasoning: Reasoning) -> bool:
         return False
     reasoning.decide(
         rules.CARRIED,
-        f"offset {partition}:{offset - 1} of {cause.timestamp} came after the version of "
+        f"offset {cause.place} of {cause.timestamp} came after the version of "
         f"{record.timestamp} in the order of the source, so it is in force again from then on",
     )
     return True
-
-
-def _at(record: Version) -> str:
-    return f"{record.partition}:{record.offset}"

@@ -15,14 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vt_dagster.columns import OFFSET, OLD, PARTITION, RECORDED_AT, TIMESTAMP
+from vt_dagster.columns import OLD, RECORDED_AT, TIMESTAMP
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.explain_request import Condition, Log, Record, as_time, both
+from vt_dagster.provenance.explain_request import Condition, Log, Record, as_time, both, places_of
 from vt_dagster.storage.arrow_reader import arrival_order, as_key, micros
 from vt_dagster.topology.durations import parse_time
-
-# Expressions
-
 
 _WORD = re.compile(r"`([^`]+)`|(\w+)")
 
@@ -45,15 +42,26 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
     column = plain(sql, rows.column_names)
     if column is not None:
         return rows.column(column)
-    try:
-        duckdb: Any = import_module("duckdb")
-    except ModuleNotFoundError:
+    duckdb = _duckdb()
+    if duckdb is None:
         return None
     try:
-        found = duckdb.from_arrow(rows).project(sql.replace("`", '"')).arrow()
+        return _table(duckdb.from_arrow(rows).project(sql.replace("`", '"'))).column(0)
     except duckdb.Error:  # a function or syntax that DuckDB lacks, or values that it refuses
         return None
-    return (found.read_all() if hasattr(found, "read_all") else found).column(0)
+
+
+def _duckdb() -> Any:
+    """Returns the package duckdb; None = it is not installed."""
+    try:
+        return import_module("duckdb")
+    except ModuleNotFoundError:
+        return None
+
+
+def _table(relation: Any) -> pa.Table:
+    found = relation.arrow()
+    return found.read_all() if hasattr(found, "read_all") else found
 
 
 def replaced_rows(rows: pa.Table) -> pa.Table:
@@ -115,17 +123,11 @@ class Group:
             values = evaluate(rows, sql)
             if values is None:
                 return None
-            given = self._values[name]
-            same = (
-                values.is_null()
-                if given is None
-                else pc.call_function("equal", [values, as_key(name, given, values.type)]).fill_null(
-                    False
-                )
-            )
-            found &= (
-                same.to_numpy(zero_copy_only=False) if isinstance(same, pa.Array) else same.to_numpy()
-            )
+            given, same = self._values[name], values.is_null()
+            if given is not None:
+                key = as_key(name, given, values.type)
+                same = pc.call_function("equal", [values, key]).fill_null(False)
+            found &= np.array(same)
         return found
 
 
@@ -164,8 +166,8 @@ def select_record(
         if not len(order):
             first = as_time(int(moments.min()))
             return None, f"its first record of {spoken_key(key)} is of {first}, after {as_time(at)}"
-    partition, place = (rows.column(c)[int(order[-1])].as_py() for c in (PARTITION, OFFSET))
-    return log.one(partition, place), ""
+    (place,) = places_of(rows.slice(int(order[-1]), 1))
+    return log.one(*place), ""
 
 
 def _parsed(offset: tuple[int, int] | str) -> tuple[int, int]:
@@ -185,38 +187,33 @@ def _at_offset(log: Log, partition: int, offset: int) -> tuple[Record | None, st
     if not 0 <= offset < ends[partition]:
         return None, f"partition {partition} of its log has the offsets 0 to {ends[partition] - 1}"
     record = log.one(partition, offset)
-    gone = (
-        "it was erased"
-        if offset < log.head.erased_before.get(partition, 0)
-        else "the log was truncated"
-    )
+    erased = offset < log.head.erased_before.get(partition, 0)
+    gone = "it was erased" if erased else "the log was truncated"
     return record, "" if record else f"that offset is gone from its log: {gone}"
 
 
 def _only(log: Log, condition: Condition, where: str) -> tuple[Record | None, str]:
     """Returns the only record that meets a SQL condition, or None and the reason."""
-    try:
-        duckdb: Any = import_module("duckdb")
-    except ModuleNotFoundError:
+    duckdb = _duckdb()
+    if duckdb is None:
         raise StorageError(
             "expected the package duckdb for a condition in SQL, found none; install it, or select "
             "the row by key or offset"
-        ) from None
+        )
     rows = log.rows(condition, only=used([where], log.columns.names))
     try:
-        found = duckdb.from_arrow(rows).filter(where).limit(_MOST_NAMED + 1).arrow()
+        table = _table(duckdb.from_arrow(rows).filter(where).limit(_MOST_NAMED + 1))
     except duckdb.Error as error:
         raise StorageError(
             f"{log.name}: expected a SQL condition over {log.columns.names}, got {where!r}: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    table = found.read_all() if hasattr(found, "read_all") else found
-    places = list(zip(*(table.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
+    places = places_of(table)
     if len(places) > 1:
         raise StorageError(
             f"{log.name}: expected a condition that one record meets, but {where!r} is met by "
             f"{'more than ' * (len(places) > _MOST_NAMED)}{min(len(places), _MOST_NAMED)}, for "
-            f"example the offsets {', '.join(f'{p}:{o}' for p, o in places[:3])}; give --offset"
+            f"example the offsets {', '.join(map(str, places[:3]))}; give --offset"
         )
     if not places:
         return None, f"no record meets {where!r}"

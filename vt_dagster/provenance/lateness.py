@@ -1,40 +1,19 @@
-"""The cost of other grace periods and history retentions, by kind of asset.
-
-``lateness``: the cost of other grace periods or history retentions. No Spark.
+"""``lateness``: the cost of other grace periods and history retentions, and its picture. No Spark.
 
 Reads the logs in order of arrival, and the commits: each commit records the offsets that its run
-consumed and the versions of tables that it read. So no definitions are needed.
+consumed and the versions of tables that it read. So no definitions are needed. A test compares the
+rules with those of ``core``.
 
-Encodes keys as numbers, for fast comparison across batches. No Spark.
+**Joins.** A run consumes a range of the stream's log and reads the table as of one commit. So for any
+grace period, the run that would have emitted a record and the version that the table would have
+returned then are known. All records of the table's log are in memory, sorted by key and time: about
+60 bytes each.
 
-Looks up many records at once in a versioned table, as of any of its commits. No Spark.
+**Windows.** Which records a window accepts depends only on the order of arrival.
 
-The rules are those of ``core.versioned_table`` and ``core.as_of_join``; a test compares both. All
-records of the table's log are in memory, sorted by key and time: about 60 bytes each.
-
-The result of ``lateness``: the cost of each choice of a length.
-
-Reads a log in batches in order of arrival, and computes stream time per record. No Spark.
-
-Estimates the cost of other grace periods of a stream-table join from its commits. No Spark.
-
-A run of the join consumes a range of the stream's log and reads the table as of one commit; the run's
-own commit records both. So for any grace period, the run that would have emitted a record and the
-version that the table would have returned then are known. The rules are those of
-``core.stream_table_join``; a test compares both.
-
-Estimates the cost of other graces of tumbling and hopping windows. No Spark.
-
-Which records a window accepts depends only on the order of arrival. The rules are those of
-``core.windowed_aggregate``; a test compares both.
-
-Counts the records that other history retentions would have refused. No Spark.
-
-A versioned table refuses a record whose timestamp is before stream time - retention. Such a record
-does not advance stream time: so stream time is equal for every retention (KIP-889,
+**Tables.** A versioned table refuses a record whose timestamp is before stream time - retention. Such a
+record does not advance stream time: so stream time is equal for every retention (KIP-889,
 ``core.versioned_table.put``).
-
-Draws a ``Lateness``: wrong results and waiting records for each length.
 """
 
 from __future__ import annotations
@@ -67,7 +46,6 @@ from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log, both
 from vt_dagster.provenance.explain_sources import horizons_of, quarantine
 from vt_dagster.provenance.expressions import plain as plain_column
-from vt_dagster.rules import LATE
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
@@ -83,10 +61,11 @@ from vt_dagster.topology.specification import (
 )
 from vt_dagster.topology.version_rules import EVER
 
+pc: Any = pyarrow.compute
+
 # Key codes
 
 
-pc: Any = pyarrow.compute
 NONE = -1
 """Code of a key that contains a null, or that has no code."""
 _WIDE = 1 << 31
@@ -158,7 +137,7 @@ def plain(column: pa.ChunkedArray) -> Any:
 NOTHING = -1
 """Stands for no version."""
 _NEVER = np.iinfo(np.int64).max
-"""End of a version without a ``valid_until``."""
+"""End of a version without a ``valid_until``, lateness of a record of which it is not known."""
 
 
 @dataclass(frozen=True)
@@ -484,20 +463,14 @@ class Lateness:
 
     def as_json(self) -> dict[str, Any]:
         """Returns all fields as plain values; lengths in seconds."""
-        document = asdict(self)
-        for one, choice in zip(document["choices"], self.choices, strict=True):
-            one["share"] = choice.share
-        return _in_seconds(document)
+        document = asdict(self, dict_factory=_in_seconds)
+        costs = zip(document["choices"], self.choices, strict=True)
+        document["choices"] = [{**one, "share": choice.share} for one, choice in costs]
+        return {**document, "notes": [*self.notes]}
 
 
-def _in_seconds(value: Any) -> Any:
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, dict):
-        return {k: _in_seconds(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, list | tuple):
-        return [_in_seconds(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
-    return value
+def _in_seconds(values: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {n: v.total_seconds() if isinstance(v, timedelta) else v for n, v in values}
 
 
 # Arrival batches
@@ -682,11 +655,9 @@ class LateJoin:
         places = np.searchsorted(self._homes, home[taken]) % max(len(self._homes), 1)
         moment = moment[taken]
         place = self.versions.place(codes, moment)
-        truth, _ = self._answers(place, codes, moment, np.full(len(place), self.versions.now))
+        now_state = np.full(len(place), self.versions.now)
+        truth, _ = self.versions.answers(place, codes, moment, now_state)
         return Records(number, places, moment, now[taken], ~empty[taken], codes, place, truth)
-
-    def _answers(self, place: Any, codes: Any, moment: Any, state: Any) -> tuple[Any, Any]:
-        return self.versions.answers(place, codes, moment, state)
 
     # -- a grace period ----------------------------------------------------------------------------
 
@@ -744,7 +715,7 @@ class LateJoin:
         """Returns which records would match another version in the given runs than by current
         knowledge, and where the reason is that the version had expired."""
         about = (records.place[some], records.codes[some], records.moment[some])
-        found, forgotten = self._answers(*about, self.state[runs])
+        found, forgotten = self.versions.answers(*about, self.state[runs])
         return ~self.versions.same(found, records.truth[some]), forgotten
 
     def _choice(self, length: timedelta, cost: JoinCost, waiting: Any) -> Choice:
@@ -1059,9 +1030,6 @@ def _key(log: Log, operator: WindowedAggregateSpec, stream: Log) -> tuple[str, .
 # Retention lateness
 
 
-_ALL = np.iinfo(np.int64).max
-
-
 class LateRecords:
     """The accepted and refused records of a versioned table.
 
@@ -1085,10 +1053,11 @@ class LateRecords:
     def _refused(self) -> tuple[Any, Any]:
         """Returns lower and upper bounds of the refused records' lateness: how far each was behind
         stream time, microseconds."""
-        count = self.log.commit.totals.get(LATE.name, 0)
-        rows = None if self.log.specification else quarantine(self.log, pc.field("reason") == LATE.name)
+        late = rules.LATE.name
+        count = self.log.commit.totals.get(late, 0)
+        rows = None if self.log.specification else quarantine(self.log, pc.field("reason") == late)
         if rows is None or rows.num_rows != count:
-            return np.zeros(count, np.int64), np.full(count, _ALL)
+            return np.zeros(count, np.int64), np.full(count, _NEVER)
         moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
         home = rows.column(PARTITION).to_numpy()
         before: dict[int, int] = {}
@@ -1105,16 +1074,13 @@ class LateRecords:
         """Yields how far the accepted records were behind stream time, microseconds."""
         latest: dict[int, int] = {}
         # Not from the source: versions that a late partial update changed and that were written again.
-        parts = self.log.head.shape.has_partial_updates and self.log.commit.totals.get(
-            rules.CARRIED.name, 0
-        )
-        carried = [PROPAGATED_FROM] if parts else []
+        parts = self.log.head.shape.has_partial_updates
+        rewritten = parts and self.log.commit.totals.get(rules.CARRIED.name, 0)
+        carried = [PROPAGATED_FROM] if rewritten else []
         for start, end in split_ranges({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
             rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
-            if carried:
-                rows = rows.filter(
-                    pc.field(PROPAGATED_FROM).is_null() | (pc.field(PROPAGATED_FROM) == 0)
-                )
+            for column in map(pc.field, carried):
+                rows = rows.filter(column.is_null() | (column == 0))
             moment = micros(rows, TIMESTAMP)
             home, place = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
             behind = running_time(home, moment, latest) - moment
@@ -1152,7 +1118,7 @@ class LateRecords:
         needed = np.sort(np.concatenate(found))
         place = len(needed) - int(at_most * self.total + 1e-9) - 1
         length = int(needed[place]) if place >= 0 else 0
-        return None if length == _ALL else self.cost([length * _ONE])[0]
+        return None if length == _NEVER else self.cost([length * _ONE])[0]
 
 
 # Lateness
@@ -1205,8 +1171,7 @@ def lateness(
             "is late for any history_retention; use lateness for the joins and windows that read it"
         )
     elif log.head.shape.kind == "versioned":
-        found, what = LateRecords(log), "history_retention"
-        declared = log.head.shape.retention()
+        found, what, declared = LateRecords(log), "history_retention", log.head.shape.retention()
     else:
         raise StorageError(
             f"{name} is made by {log.operator}: expected a join of a stream with a versioned table "
@@ -1222,10 +1187,15 @@ def lateness(
     suggested = None
     if share is not None:
         best = found.smallest(share)
-        if best is None:
-            notes.append(_hopeless(found))
-        else:
+        if best is not None:
             suggested, choices = best.length, [*choices, best]
+        elif isinstance(found, LateRecords):
+            notes.append("no retention is suggested: how late the refused records were is not known")
+        else:
+            notes.append(
+                "no grace period is suggested: too many versions of the table had expired; a longer "
+                "history retention would have kept them"
+            )
     notes += _notes(found, choices)
     by_length = {one.length: replace(one, declared=one.length == declared) for one in choices}
     ordered = tuple(by_length[one] for one in sorted(by_length))
@@ -1271,15 +1241,6 @@ def _declared(table: Any, of_last_run: LatenessOption) -> LatenessOption:
     return of_last_run if declared is None else declared.specification.lateness_option or of_last_run
 
 
-def _hopeless(found: LateJoin | LateWindows | LateRecords) -> str:
-    if isinstance(found, LateRecords):
-        return "no retention is suggested: how late the refused records were is not known"
-    return (
-        "no grace period is suggested: too many versions of the table had expired; a longer "
-        "history retention would have kept them"
-    )
-
-
 def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice]) -> list[str]:
     if isinstance(found, LateRecords):
         doubtful = found.doubtful([one.length for one in choices])
@@ -1288,23 +1249,20 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
             "was is known only to the precision of its run"
             for one in sorted(doubtful)
         ]
-    if isinstance(found, LateJoin):
-        retention = found.table.head.shape.retention()
-        longer = [
-            c.length for c in choices if isinstance(retention, timedelta) and c.length > retention
-        ]
-        notes = [
-            f"{spoken(one)} is longer than the history retention {spoken(retention)} of "
-            f"{found.table.name}: lengthen that with it"
-            for one in longer
-        ]
-        first = found.runs[0].batch
-        if first > 1:
-            notes.append(
-                f"the commits of the runs before run {first} are gone: they are counted as a part of it"
-            )
-        return notes
-    return []
+    if isinstance(found, LateWindows):
+        return []
+    retention, first = found.table.head.shape.retention(), found.runs[0].batch
+    notes = [
+        f"{spoken(one.length)} is longer than the history retention {spoken(retention)} of "
+        f"{found.table.name}: lengthen that with it"
+        for one in choices
+        if isinstance(retention, timedelta) and one.length > retention
+    ]
+    if first > 1:
+        notes.append(
+            f"the commits of the runs before run {first} are gone: they are counted as a part of it"
+        )
+    return notes
 
 
 # Lateness picture
