@@ -1,6 +1,4 @@
-"""The asset of a stream or table, its run configuration and the types of its ops.
-
-The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
+"""The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
 
 Without new records, the op ends before it needs Spark and logs an observation instead of a
 materialization: downstream assets get no run request, and those in the same run check for new input
@@ -127,12 +125,8 @@ def log_type(node: Stream) -> dg.DagsterType:
 @cache
 def results_type(node: Stream) -> dg.DagsterType:
     """The results of an operator's run with their outcomes, before the commit."""
-    frame = _frame_type(
-        node,
-        "results",
-        RESULTS,
-        "An operator's results, and its state for the next run.",
-    )
+    meaning = "An operator's results, and its state for the next run."
+    frame = _frame_type(node, "results", RESULTS, meaning)
 
     def check(context: Any, value: Any) -> dg.TypeCheck:
         if not isinstance(value, Results):
@@ -283,13 +277,8 @@ def build_asset(
 
 
 def _asset_of(node: Stream, about: dict[str, Any], resource_prefix: str) -> dg.AssetsDefinition:
-    if node.operator is None:
-        try:
-            source: Any = source_of(node)
-        except SourceError as error:
-            raise TopologyError(str(error)) from None
-        if isinstance(source, FrameSource):
-            return _of_frames(node, source, about, resource_prefix)
+    if node.operator is None and isinstance(source := declared_source(node), FrameSource):
+        return _of_frames(node, source, about, resource_prefix)
     config_type = config_of(node)
     if config_type is None:
 
@@ -307,6 +296,18 @@ def _asset_of(node: Stream, about: dict[str, Any], resource_prefix: str) -> dg.A
         return _run(context, node, resource_prefix, config.arguments())
 
     return cast(dg.AssetsDefinition, configured)
+
+
+def declared_source(node: Stream) -> Any:
+    """Returns the source of a stream or table.
+
+    Raises:
+        TopologyError: it has none.
+    """
+    try:
+        return source_of(node)
+    except SourceError as error:
+        raise TopologyError(str(error)) from None
 
 
 def _of_frames(
@@ -412,13 +413,11 @@ def materialized(
     tables of a commit in the warehouse's catalog, if it has one."""
     node, head = store.node, store.head()
     key, last = dg.AssetKey(node.path), None if head is None else head.commit
-    if receipt.commit is None and partitions_of(node) is not None:
-        return _of_partition(context, key, last)
-    if receipt.commit is None and (
-        head is None or not needs_materialization(context, key, head.commit)
-    ):
-        return unchanged(context, key, last, arrival)
-    if receipt.commit is None and head is not None:
+    if receipt.commit is None:
+        if partitions_of(node) is not None:
+            return _of_partition(context, key, last)
+        if head is None or not needs_materialization(context, key, head.commit):
+            return unchanged(context, key, last, arrival)
         receipt = Receipt(head.commit, head.version)
     commit = receipt.commit
     assert commit is not None
@@ -476,13 +475,8 @@ def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.Mat
     A partition without a materialization gets one (it has no records, or its run died after its
     commit), because otherwise downstream assets that need all partitions would wait forever.
     """
-    same_as_last = [
-        context.instance.fetch_materializations(
-            dg.AssetRecordsFilter(key, asset_partitions=[one]), limit=1
-        ).records
-        for one in context.partition_keys
-    ]
-    if all(same_as_last):
+    wanted = [dg.AssetRecordsFilter(key, asset_partitions=[one]) for one in context.partition_keys]
+    if all(context.instance.fetch_materializations(one, limit=1).records for one in wanted):
         return unchanged(context, key, last)
     metadata = {"status": "nothing new: no commit", **_standing(last)}
     return dg.MaterializeResult(

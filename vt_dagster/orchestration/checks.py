@@ -128,9 +128,7 @@ def _result(
         **finding.numbers,
     }
     if finding.sample:
-        metadata["sample"] = dg.MetadataValue.table(
-            [dg.TableRecord({k: str(v) for k, v in row.items()}) for row in _aligned(finding.sample)]
-        )
+        metadata["sample"] = _table([{k: str(v) for k, v in row.items()} for row in finding.sample])
     return dg.AssetCheckResult(
         asset_key=key,
         check_name=finding.name,
@@ -141,10 +139,11 @@ def _result(
     )
 
 
-def _aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows with all columns in each, as Dagster's tables require."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: row.get(name, "") for name in names} for row in rows]
+def _table(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:
+    names = dict.fromkeys(name for row in rows for name in row)
+    # Dagster's tables require all columns in each row.
+    records = [dg.TableRecord({name: row.get(name, "") for name in names}) for row in rows]
+    return dg.MetadataValue.table(records)
 
 
 # Freshness check
@@ -209,20 +208,20 @@ def build_freshness_check(
     return _not_blocking(node, FRESHNESS_CHECK, text, found, severity, pool, resource_prefix)
 
 
+_Found = Callable[[dg.AssetCheckExecutionContext, str], dict[str, Any]]
+"""Returns the fields of a check's result, for the warehouse."""
+
+
 def _not_blocking(
     node: Stream,
     name: str,
     description: str,
-    found: Callable[[dg.AssetCheckExecutionContext, str], dict[str, Any]],
+    found: _Found,
     severity: dg.AssetCheckSeverity,
     pool: str | None,
     resource_prefix: str,
 ) -> dg.AssetChecksDefinition:
-    """Returns a check that needs no Spark and does not block.
-
-    Args:
-        found: returns the fields of the result, for the warehouse.
-    """
+    """Returns a check that needs no Spark and does not block."""
     key = dg.AssetKey(node.path)
     if not isinstance(severity, dg.AssetCheckSeverity):
         raise TopologyError(
@@ -296,7 +295,8 @@ def build_quarantine_check(
         return actual <= limit, f"{text}, allowed: {share(limit)}.", numbers
 
     text = f"At most {at_most} of the records of the last run are bad."
-    return _of_last_run(node, QUARANTINE_CHECK, text, result, severity, pool, resource_prefix)
+    found = _of_last_run(node, result)
+    return _not_blocking(node, QUARANTINE_CHECK, text, found, severity, pool, resource_prefix)
 
 
 def build_waiting_check(
@@ -336,25 +336,20 @@ def build_waiting_check(
         return waiting <= at_most, text, {"waiting": waiting, "at_most": at_most}
 
     text = f"At most {at_most:,} records wait."
-    return _of_last_run(node, WAITING_CHECK, text, result, severity, pool, resource_prefix)
+    found = _of_last_run(node, result)
+    return _not_blocking(node, WAITING_CHECK, text, found, severity, pool, resource_prefix)
 
 
 def _of_last_run(
-    node: Stream,
-    name: str,
-    description: str,
-    result: Callable[[Mapping[str, int]], tuple[bool, str, dict[str, Any]]],
-    severity: dg.AssetCheckSeverity,
-    pool: str | None,
-    resource_prefix: str,
-) -> dg.AssetChecksDefinition:
+    node: Stream, result: Callable[[Mapping[str, int]], tuple[bool, str, dict[str, Any]]]
+) -> _Found:
     def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
         _, commit = head_of(warehouse, "/".join(node.path))
         passed, text, numbers = result(commit.counts)
         context.log.info(f"{node.name}: {text}")
         return {"passed": passed, "description": text, "metadata": numbers}
 
-    return _not_blocking(node, name, description, found, severity, pool, resource_prefix)
+    return found
 
 
 # Lateness check
@@ -418,18 +413,18 @@ def has_late_results(node: Stream) -> bool:
 def _not_counted(node: Stream) -> str | None:
     """Returns why ``lateness`` counts no results of a stream or table; None = it counts them."""
     operator = None if node.operator is None else node.operator.specification
+    tables = node.inputs[1:]
     if operator is None or operator.lateness_option is None:
-        follows = node.versioned and follows_source(node)
-        return None if node.versioned and not follows else "for which no record is late"
-    if operator.lateness_unsupported is not None:
+        tables, can_be_late = (), node.versioned and not follows_source(node)
+    else:
+        can_be_late = operator.lateness_unsupported is None and all(one.versioned for one in tables)
+    if not can_be_late:
         return "for which no record is late"
     if isinstance(operator, WindowedAggregateSpec):
         columns = node.inputs[0].schema.names
         made = [str(one) for one in operator.group_key if plain(one.sql, columns) is None]
         return f"by {', '.join(made)}, which needs Spark" if made else None
-    for table in node.inputs[1:]:
-        if not table.versioned:
-            return "for which no record is late"
+    for table in tables:
         refused = refused_option(Consumer.LATENESS, table)
         if refused is not None:
             return f"with {table.name}, which has {refused.option}: {refused.refusal.why}"
@@ -453,8 +448,7 @@ def _metadata(found: Lateness) -> dict[str, Any]:
         metadata["suggestion"] = dg.MetadataValue.text(f"a {what} of {spoken(found.suggested)}")
     if found.notes:
         metadata["notes"] = dg.MetadataValue.text("\n".join(found.notes))
-    rows = _aligned([_row(one) for one in found.choices])
-    metadata["choices"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+    metadata["choices"] = _table([_row(one) for one in found.choices])
     metadata["picture"] = dg.MetadataValue.md(image("lateness", picture(found)))
     return metadata
 

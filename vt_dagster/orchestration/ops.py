@@ -28,7 +28,7 @@ from vt_dagster.columns import OUTCOME
 from vt_dagster.core.arrival_order import Outcome, union
 from vt_dagster.core.processor import RunContext
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import ExecutorError, SourceError, TopologyError
+from vt_dagster.errors import ExecutorError, TopologyError
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,
     ArrivalType,
@@ -36,6 +36,7 @@ from vt_dagster.orchestration.asset import (
     config_of,
     considered_type,
     data_version,
+    declared_source,
     log_arrival,
     log_type,
     materialized,
@@ -55,7 +56,7 @@ from vt_dagster.orchestration.resources import (
     warehouse_of,
 )
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
-from vt_dagster.runs.pin import Arrival, source_of
+from vt_dagster.runs.pin import Arrival
 from vt_dagster.runs.run import Results, Run
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
@@ -202,8 +203,7 @@ def _operate(node: Stream, name: str, prefix: str) -> dg.OpDefinition:
     plan = processor_of(node).plan()
     consumed, buffered = plan.consumed, plan.has_grace_buffer
     if buffered:
-        kept = considered_type(consumed[0])
-        ins = {_RELEASED: dg.In(kept), _WAITING: dg.In(kept)}
+        ins = dict.fromkeys((_RELEASED, _WAITING), dg.In(considered_type(consumed[0])))
     else:
         ins = {up.name: dg.In(log_type(up)) for up in log_nodes(node)}
 
@@ -218,8 +218,7 @@ def _operate(node: Stream, name: str, prefix: str) -> dg.OpDefinition:
         run = Run(given["arrival"], stores_for(context, prefix))
         if buffered:
             return run.join(union(given[_RELEASED], given[_WAITING]))
-        read: list[DataFrame] = [given[up.name] for up in consumed]
-        return run.operate(read)
+        return run.operate([given[up.name] for up in consumed])
 
     return operate
 
@@ -290,14 +289,13 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
     ``records`` is lazy, and empty without new input. It includes invalid rows (unreadable, no key, no
     timestamp, too far in the future) with their reason.
     """
-    source = _declared_source(node)
     op = dg.op(
         name=name or f"read_{node.name}",
         out={
             "records": dg.Out(records_type(node), io_manager_key=OP_MEMORY),
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
-        description=f"Reads new {source.describe()}.",
+        description=f"Reads new {declared_source(node).describe()}.",
         required_resource_keys=keys_of(resource_prefix),
     )
 
@@ -542,13 +540,6 @@ def graph_arguments(
     }
     arguments: Any = {**about, "ins": ins}
     return arguments
-
-
-def _declared_source(node: Stream) -> Any:
-    try:
-        return source_of(node)
-    except SourceError as error:
-        raise TopologyError(str(error)) from None
 
 
 def _output(result: dg.MaterializeResult[Any]) -> dg.Output[None]:

@@ -24,7 +24,6 @@ from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import UNDECIDABLE, Position, Read, StaleRead, stale_reads
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.options import Consumer, require_readable
@@ -156,12 +155,13 @@ def build_sensor(
             return dg.SkipReason(f"cannot look at {source.describe()}: {error}")
         except VtDagsterError as error:
             return dg.SkipReason(str(error))
-        batch = 0 if head is None else head.commit.batch
+        batch = 0 if commit is None else commit.batch
         seen = _Cursor.read(context.cursor, batch, news.config is not None)
         context.update_cursor(seen.text)  # so that a table that goes back from here is noticed
         if news.config is None:
             held = f"; {news.description}" if news.description else ""
-            return dg.SkipReason(f"no new {source.describe()}: {_consumed(head)}{held}")
+            consumed = f"{0 if commit is None else commit.totals.get('in', 0)} records consumed"
+            return dg.SkipReason(f"no new {source.describe()}: batch {batch}, {consumed}{held}")
         waited = timedelta(seconds=round(time.time() - (seen.since or 0)))
         few = news.records is not None and news.records < minimum_records
         if few and waited < maximum_wait:
@@ -228,11 +228,6 @@ def _unfinished(context: dg.SensorEvaluationContext, tags: Mapping[str, str]) ->
         return None
     found = instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=_UNFINISHED), limit=1)
     return found[0].dagster_run.run_id if found else None
-
-
-def _consumed(head: Head | None) -> str:
-    batch, records = (0, 0) if head is None else (head.commit.batch, head.commit.totals.get("in", 0))
-    return f"batch {batch}, {records} records consumed"
 
 
 @dataclass(frozen=True)
@@ -318,7 +313,8 @@ def build_partition_sensor(
         TopologyError: the asset has no partitions, or does not read the table as of a time.
     """
     key, partitions, inputs = _require_reader(report, reads)
-    table, named = "/".join(reads.path), name or _name(report.key, reads)
+    table = "/".join(reads.path)
+    named = name or f"{report.key.to_python_identifier()}_partitions_of_{reads.name}"
     known = _Materializations(key, inputs, table)
 
     @dg.sensor(
@@ -345,9 +341,10 @@ def build_partition_sensor(
         wrong = {partition: why for partition, why in wrong.items() if partition in there}
         wrong = known.only_there(context.instance, wrong)
         _tell(context, key.to_user_string(), reads.name, wrong)
+        # The run key is the same while the reason is.
         requests = [
-            _partition_request(named, partition, why)
-            for partition, why in sorted(wrong.items())
+            dg.RunRequest(f"{named}:{one}:{why.why}:{why.by}", partition_key=one, tags={_WHY: why.why})
+            for one, why in sorted(wrong.items())
             if not why.forgotten
         ]
         if not requests:
@@ -360,10 +357,6 @@ def build_partition_sensor(
         return dg.SensorResult(requests, cursor=now.text)
 
     return sense
-
-
-def _name(key: dg.AssetKey, reads: Stream) -> str:
-    return f"{key.to_python_identifier()}_partitions_of_{reads.name}"
 
 
 def _require_reader(
@@ -504,12 +497,6 @@ def _wrong(
         if why is not None and not (before is not None and before.forgotten):
             wrong[partition] = why._replace(by=f"{one.storage_id}:{why.by}")
     return wrong
-
-
-def _partition_request(sensor: str, partition: str, why: StaleRead) -> dg.RunRequest:
-    """Returns a run request for a partition; the run key is the same while the reason is."""
-    key = f"{sensor}:{partition}:{why.why}:{why.by}"
-    return dg.RunRequest(run_key=key, partition_key=partition, tags={_WHY: why.why})
 
 
 def _standing(commit: Commit) -> str:

@@ -15,11 +15,16 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.decorators import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, summary
 from vt_dagster.storage.asset_store import shape_of
-from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import definition_of
 
 _KIND = "dagster/kind/"
 _ADDED = ("tags", "owners", "kinds", "metadata")
+_ARGUMENTS = (
+    *("key", "deps", "description", "group_name", "owners", "kinds", "metadata", "code_version"),
+    *("automation_condition", "freshness_policy", "partitions_def"),
+)
+"""The attributes of a spec that ``dagster.asset`` takes, besides its tags."""
 
 
 class SpecAttributes(TypedDict, total=False):
@@ -53,32 +58,21 @@ class TopologyTranslator:
     def get_asset_spec(self, node: Stream) -> dg.AssetSpec:
         """Returns the spec of one asset. Its key is the node's ``key_prefix`` and name, because these
         are also the folders of its tables; its code version changes with what the node computes."""
-        kind = (
-            "versioned"
-            if isinstance(node, VersionedTable)
-            else "table"
-            if isinstance(node, Table)
-            else "stream"
-        )
+        # A source may name the assets that deliver its input.
+        sources = [getattr(one, "upstream", None) for one in (node.source, start_of(node))]
+        delivering = [dg.AssetKey.from_user_string(one) for one in sources if one is not None]
+        inputs = [dg.AssetKey(up.path) for up in node.inputs]
         return dg.AssetSpec(
             dg.AssetKey(node.path),
-            deps=list(
-                dict.fromkeys([*(dg.AssetKey(up.path) for up in node.inputs), *_delivering(node)])
-            ),
+            deps=[*dict.fromkeys([*inputs, *delivering])],
             description=summary(node),
             group_name=node.group,
             owners=list(node.owners) or None,
-            kinds={"spark", "deltalake", kind},
+            kinds={"spark", "deltalake", shape_of(node).kind},
             metadata=definition_metadata(node),
             code_version=code_version(node),
             partitions_def=partitions_of(node),
         )
-
-
-def _delivering(node: Stream) -> list[dg.AssetKey]:
-    """Returns the keys of the assets that deliver a source's input, if the source names one."""
-    upstreams = [getattr(one, "upstream", None) for one in (node.source, start_of(node))]
-    return [dg.AssetKey.from_user_string(upstream) for upstream in upstreams if upstream is not None]
 
 
 def code_version(node: Stream) -> str:
@@ -120,17 +114,5 @@ def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, 
     added = {name: value for name, value in attributes.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
     spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]
-    return {
-        "key": spec.key,
-        "deps": spec.deps,
-        "description": spec.description,
-        "group_name": spec.group_name,
-        "owners": spec.owners,
-        "kinds": spec.kinds,
-        "tags": {name: value for name, value in spec.tags.items() if not name.startswith(_KIND)},
-        "metadata": spec.metadata,
-        "code_version": spec.code_version,
-        "automation_condition": spec.automation_condition,
-        "freshness_policy": spec.freshness_policy,
-        "partitions_def": spec.partitions_def,
-    }
+    tags = {name: value for name, value in spec.tags.items() if not name.startswith(_KIND)}
+    return {name: getattr(spec, name) for name in _ARGUMENTS} | {"tags": tags}
