@@ -209,10 +209,8 @@ def _versions(lane: Lane, cell: Callable[[int], int], low: int, high: int) -> st
 
 def in_buckets(lateness: Sequence[float]) -> list[int]:
     """Returns how many records are in each bucket of ``LABELS``."""
-    counts = [0] * len(LABELS)
-    for seconds in lateness:
-        counts[bucket_of(seconds)] += 1
-    return counts
+    counts = Counter(map(bucket_of, lateness))
+    return [counts[bucket] for bucket in range(len(LABELS))]
 
 
 def bucket_of(seconds: float) -> int:
@@ -222,13 +220,18 @@ def bucket_of(seconds: float) -> int:
 
 def moment_of(micros: int) -> str:
     """Returns a time to the minute, or a text for times outside of Python's range."""
+    moment = _time(micros)
+    return moment if isinstance(moment, str) else f"{moment:%Y-%m-%d %H:%M}"
+
+
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
+
+
+def _time(micros: int) -> datetime | str:
     try:
-        return f"{_EPOCH + timedelta(microseconds=micros):%Y-%m-%d %H:%M}"
+        return _EPOCH + micros * _MICROSECOND
     except OverflowError:
         return "before the year 1" if micros < 0 else "after the year 9999"
-
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 # Metadata
@@ -272,10 +275,11 @@ def column_schema(node: Stream) -> dg.TableSchema:
         added += [VALID_FROM, VALID_TO]
     one = ", ".join([*node.key, *([VALID_FROM] if isinstance(node, VersionedTable) else [])])
     of_rows = [f"one row for each {one}"] if isinstance(node, Table) else []
+    of_rows += [str(check.name or check.error) for check in getattr(_contract(node), "checks", [])]
     return dg.TableSchema(
         columns=own
         + [dg.TableColumn(c, _ADDED_COLUMNS[c][0], description=_ADDED_COLUMNS[c][1]) for c in added],
-        constraints=dg.TableConstraints(other=[*of_rows, *_checks_of_rows(node)]),
+        constraints=dg.TableConstraints(other=of_rows),
     )
 
 
@@ -303,44 +307,36 @@ def comments_of(node: Stream) -> dict[str, str]:
 
 def _rules(node: Stream) -> dict[str, dg.TableColumnConstraints]:
     """Returns the constraints of columns: part of the key, not null, and the checks of the contract."""
-    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
-    required = never_null(node)
+    contract, required = _contract(node), never_null(node)
     found: dict[str, dg.TableColumnConstraints] = {}
     for name in node.schema.names:
-        checks = [str(check.error or check.name) for check in getattr(contract.get(name), "checks", [])]
-        of_key = ["key"] if name in node.key else []
-        if checks or of_key or name in required:
-            found[name] = dg.TableColumnConstraints(
-                nullable=name not in required, other=[*of_key, *checks]
-            )
+        of_column = getattr(contract, "columns", {}).get(name)
+        checks = [str(check.error or check.name) for check in getattr(of_column, "checks", [])]
+        other, optional = [*(["key"] if name in node.key else []), *checks], name not in required
+        if other or not optional:
+            found[name] = dg.TableColumnConstraints(nullable=optional, other=other)
     return found
 
 
-def _checks_of_rows(node: Stream) -> list[str]:
-    checks = node.contract.to_schema().checks if hasattr(node.contract, "to_schema") else []
-    return [str(check.name or check.error) for check in checks]
+def _contract(node: Stream) -> Any:
+    """Returns the schema of a Pandera contract; None = the node has none."""
+    return node.contract.to_schema() if hasattr(node.contract, "to_schema") else None
 
 
 def _description(node: Stream, column: str) -> str | None:
     """Returns a column's description in the contract; for a derived column, that of its one origin."""
-    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
-    description = (
-        getattr(contract.get(column), "description", None)
-        or _ADDED_COLUMNS.get(column, (None, None))[1]
-    )
+    of_column = getattr(_contract(node), "columns", {}).get(column)
+    description = getattr(of_column, "description", None)
+    description = description or _ADDED_COLUMNS.get(column, (None, None))[1]
     made_of = node.operator.lineage().get(column, []) if node.operator is not None else []
     if description or len(made_of) != 1:
         return description
     asset, origin = made_of[0]
     up = next((n for n in node.inputs if n.name == asset), None)
     inherited = None if up is None else _description(up, origin)
-    return (
-        None
-        if inherited is None
-        else inherited
-        if " (from " in inherited
-        else f"{inherited} (from {asset}.{origin})"
-    )
+    if inherited is None or " (from " in inherited:
+        return inherited
+    return f"{inherited} (from {asset}.{origin})"
 
 
 def definition_metadata(node: Stream) -> dict[str, Any]:
@@ -357,11 +353,10 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata |= {f"vt_dagster/{name}": text for name, text in node.operator.settings.items()}
     metadata |= _column_lineage(node)
-    if node.source is not None:
-        unit = getattr(node.source, "timestamps", None)
-        if unit is not None:
-            text = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
-            metadata["vt_dagster/timestamps"] = text
+    unit = getattr(node.source, "timestamps", None)
+    if unit is not None:
+        text = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
+        metadata["vt_dagster/timestamps"] = text
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
     promises = "\n".join(f"- `{check.name}`: {check.promise}" for check in checks_of(node))
     metadata["vt_dagster/checks"] = dg.MetadataValue.md(promises)
@@ -434,8 +429,7 @@ def describe(node: Stream) -> str:
     elif node.timestamp != TIMESTAMP:
         text = f"{text} Its time, `{TIMESTAMP}`, is `{node.timestamp}`."
     page = _page(node)
-    link = None if page is None else f"[Explore its keys and rows]({page})"
-    return text if link is None else f"{text}\n\n{link}"
+    return text if page is None else f"{text}\n\n[Explore its keys and rows]({page})"
 
 
 def run_metadata(
@@ -498,19 +492,19 @@ def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commi
     if base is not None and base.checkpoint.batch != commit.batch:
         metadata["versions"]["view_of_batch"] = base.checkpoint.batch
     metadata["positions"] = positions_of(commit)
-    metadata["taken"] = {
-        n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
-    }
+    metadata["taken"] = _ranges(commit.taken)
     metadata["read_versions"] = dict(commit.reads)
     if commit.strategy:
         metadata["join_strategy"] = commit.strategy
     if commit.gaps:
-        metadata["accepted_gaps"] = {
-            t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
-        }
+        metadata["accepted_gaps"] = _ranges(commit.gaps)
     if commit.truncation is not None:
         metadata["log_kept_since"] = as_time(commit.truncation.recorded_at)
     return metadata
+
+
+def _ranges(ranges: Mapping[str, Mapping[int, tuple[int, int]]]) -> dict[str, dict[str, list[int]]]:
+    return {name: {str(p): list(r) for p, r in some.items()} for name, some in ranges.items()}
 
 
 def _is_shown(node: Stream, name: str, state: Commit) -> bool:
@@ -539,13 +533,11 @@ def lag_metadata(pinned: PinnedTopics) -> dict[str, Any]:
     waiting = pinned.waiting
     if not waiting:
         return {"lag_records": 0, "lag_seconds": 0.0}
+    lag: dict[str, Any] = {"lag_records": pinned.behind}
     oldest = pinned.source.cluster.oldest(waiting)
-    if oldest is None:  # the broker is gone by now
-        return {"lag_records": pinned.behind}
-    return {
-        "lag_records": pinned.behind,
-        "lag_seconds": round(max(0.0, time.time() - oldest), 3),
-    }
+    if oldest is not None:  # else the broker is gone by now
+        lag["lag_seconds"] = round(max(0.0, time.time() - oldest), 3)
+    return lag
 
 
 def publication_metadata(commit: Commit, seconds: float) -> dict[str, Any]:
@@ -568,7 +560,6 @@ def positions_of(commit: Commit) -> dict[str, dict[str, int]]:
 
 _LOST = "lost"
 """Records of topics that retention deleted before they were consumed, in a run with accept_gap."""
-_MICROSECOND = timedelta(microseconds=1)
 _EMITTED = "suppression_emit"
 _KIP_328 = ("late_records_dropped", "expired_window_records_dropped", _EMITTED)
 _GAUGES = {
@@ -579,10 +570,8 @@ _GAUGES = {
 
 def as_time(micros: int) -> dg.MetadataValue[Any]:
     """Returns a time as metadata, or a text for times outside of Python's range."""
-    try:
-        return dg.MetadataValue.timestamp(_EPOCH + micros * _MICROSECOND)
-    except OverflowError:
-        return dg.MetadataValue.text("before the year 1" if micros < 0 else "after the year 9999")
+    moment, value = _time(micros), dg.MetadataValue
+    return value.text(moment) if isinstance(moment, str) else value.timestamp(moment)
 
 
 # Run pictures
@@ -629,6 +618,7 @@ def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]
     rows = sample.rows
     found: dict[str, Any] = {}
     joined = looked_up is not None
+    odd = "late" if joined else "out of order"
     if joined or isinstance(node, VersionedTable):
         own = node.key if node.operator is None else node.operator.key_of_lookup(node.key)
         key = node.key if own is None else own
@@ -636,9 +626,10 @@ def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]
         if isinstance(versions, VersionedTable) and own is not None:
             add = _add_bars if versions.new_version_on is None else _add_versions
             add(lanes, AssetStore(store.warehouse, versions), versions)
-        lanes = {key: lane for key, lane in lanes.items() if lane.marks}
-        if lanes:
-            found |= _drawn_timeline(list(lanes.values()), joined, sample)
+        drawn = [lane for lane in lanes.values() if lane.marks]
+        if drawn:
+            found["at_a_glance_timeline"] = dg.MetadataValue.md(sketch(drawn, odd, sample.of))
+            found["timeline"] = _as_image("timeline", timeline(drawn, odd, sample.of))
     if node.operator is None:
         retention = getattr(node, "history_retention", None)
         limits = {"history retention": retention} if isinstance(retention, timedelta) else {}
@@ -647,14 +638,6 @@ def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]
     elif IS_LATE in rows.column_names:
         found |= _lateness_of_input(store, arrival)
     return found
-
-
-def _drawn_timeline(lanes: list[Lane], joined: bool, sample: Sample) -> dict[str, Any]:
-    odd = "late" if joined else "out of order"
-    return {
-        "at_a_glance_timeline": dg.MetadataValue.md(sketch(lanes, odd, sample.of)),
-        "timeline": _as_image("timeline", timeline(lanes, odd, sample.of)),
-    }
 
 
 def _drawn_lateness(lateness: Sequence[float], limits: dict[str, timedelta], of: int) -> dict[str, Any]:
@@ -708,7 +691,7 @@ def _sample(path: str, batch: int) -> Sample | None:
     fs, _ = delta.filesystem(path)
     found: list[pa.Table] = []
     seen = 0
-    for name, _size in _files(path, batch):
+    for name, _ in _files(path, batch):
         with fs.open(name, "rb") as opened:
             file = pq.ParquetFile(opened)
             flat = [f.name for f in file.schema_arrow if not pa.types.is_nested(f.type)]
@@ -778,9 +761,12 @@ def _add_versions(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: Ve
         return
     for key, lane in lanes.items():
         rows = look_up(view.warehouse, "/".join(node.path), "versions", key)
-        begins, ends = _micros(rows.column(VALID_FROM)), _micros(rows.column(VALID_TO))
-        deleted = rows.column(IS_TOMBSTONE).to_pylist()
-        lane.bars += zip(begins, ends, deleted, strict=True)
+        lane.bars += _bars(rows)
+
+
+def _bars(versions: pa.Table) -> list[tuple[Any, Any, bool]]:
+    begins, ends = (_micros(versions.column(c)) for c in (VALID_FROM, VALID_TO))
+    return list(zip(begins, ends, versions.column(IS_TOMBSTONE).to_pylist(), strict=True))
 
 
 def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:
@@ -799,25 +785,15 @@ def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: Versio
             wanted = [*names, VALID_FROM, VALID_TO, IS_TOMBSTONE]
             rows = pq.read_table(opened, columns=wanted, filters=[(names[0], "in", first)])
         keys = zip(*(rows.column(k).to_pylist() for k in names), strict=True)
-        ends = zip(
-            _micros(rows.column(VALID_FROM)),
-            _micros(rows.column(VALID_TO)),
-            rows.column(IS_TOMBSTONE).to_pylist(),
-            strict=True,
-        )
-        for key, (start, end, deleted) in zip(keys, ends, strict=True):
-            if key in lanes and start is not None:
-                lanes[key].bars.append((start, end, deleted))
+        for key, bar in zip(keys, _bars(rows), strict=True):
+            if key in lanes and bar[0] is not None:
+                lanes[key].bars.append(bar)
 
 
 def _lateness(rows: pa.Table, before: dict[int, int]) -> list[float]:
     """Returns how far each record of a sample was behind stream time on arrival, in seconds."""
-    spots = zip(
-        rows.column(PARTITION).to_pylist(),
-        rows.column(OFFSET).to_pylist(),
-        _micros(rows.column(TIMESTAMP)),
-        strict=True,
-    )
+    places = (rows.column(c).to_pylist() for c in (PARTITION, OFFSET))
+    spots = zip(*places, _micros(rows.column(TIMESTAMP)), strict=True)
     newest = dict(before)
     found: list[float] = []
     for partition, _, moment in sorted(s for s in spots if s[2] is not None):
@@ -863,9 +839,8 @@ def timeline(lanes: Sequence[Lane], odd: str, of: int) -> str:
                 f'<circle cx="{x(moment)}" cy="{y + 6}" r="3" fill="{colour}"/>'
             )
     bottom = 24 + len(lanes) * _LANE + 12
-    for share in (0.0, 0.5, 1.0):
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         moment = int(low + (high - low) * share)
-        anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
         drawn.append(text(x(moment), bottom, moment_of(moment), anchor))
     drawn.append(text(4, bottom, "timestamp, UTC"))
     bars = "bars: versions, light and dark in turn, empty: deleted"

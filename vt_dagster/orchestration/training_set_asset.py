@@ -158,16 +158,14 @@ def _check(key: dg.AssetKey, least: float) -> dg.AssetCheckSpec:
 
 
 def _checked(key: dg.AssetKey, rates: Mapping[str, float], least: float) -> dg.AssetCheckResult:
-    few = {label: rate for label, rate in rates.items() if rate < least}
-    text = ", ".join(f"{label}: {share(rate)}" for label, rate in few.items())
+    few = ", ".join(f"{label}: {share(rate)}" for label, rate in rates.items() if rate < least)
+    text = f"Expected versions for at least {share(least)} of the rows, got {few}"
     return dg.AssetCheckResult(
         asset_key=key,
         check_name=MATCH_CHECK,
         passed=not few,
         severity=dg.AssetCheckSeverity.ERROR,
-        description=f"Expected versions for at least {share(least)} of the rows, got {text}"
-        if few
-        else None,
+        description=text if few else None,
         metadata={"at_least": least, **{f"match_rate_{n}": rate for n, rate in rates.items()}},
     )
 
