@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from vt_dagster.cli.lookup import Known, Warehouse
+from vt_dagster.cli.lookup import Known, OptionalKey, Warehouse
 from vt_dagster.errors import DefinitionsError
 from vt_dagster.provenance.explain import MOST
 from vt_dagster.provenance.explain import explain as explained
@@ -36,10 +36,7 @@ _VALUES = 12
 
 def explain(
     table: Annotated[str, typer.Argument(help="The asset that has the row.")],
-    key: Annotated[
-        list[str] | None,
-        typer.Option("--key", help="Value of the key; repeat it for a composite key."),
-    ] = None,
+    key: OptionalKey = None,
     at: Annotated[
         str | None,
         typer.Option(help="The key's newest record up to a time like 2013-07-01T12:00:00Z; UTC."),

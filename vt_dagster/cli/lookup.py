@@ -40,15 +40,13 @@ DefinedWarehouse = Annotated[
         envvar="VT_DAGSTER_WAREHOUSE",
     ),
 ]
-Key = Annotated[
-    list[str], typer.Option("--key", help="Value of the key; repeat it for a composite key.")
-]
+_KEY = typer.Option("--key", help="Value of the key; repeat it for a composite key.")
+Key = Annotated[list[str], _KEY]
+OptionalKey = Annotated[list[str] | None, _KEY]
 Known = Annotated[
     str | None,
     typer.Option("--as-known-at", help="A time: use only records committed up to it (inclusive)."),
 ]
-
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each row.")]
 
 
@@ -72,17 +70,15 @@ def get(
     """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
     as_of = at_clock(as_of)
     rows = texts(_of_key(warehouse, table, key, None, as_of, partial, as_known_at).slice(0, 1))
-    if not rows:
-        when = f" as of {as_of}" if as_of else ""
-        when += f" as known at {as_known_at}" if as_known_at else ""
-        typer.echo(f"{table} has no value for {'/'.join(key)}{when}; {_explain(table, key)}", err=True)
-        raise typer.Exit(1)
+    when = f" as of {as_of}" if as_of else ""
+    when += f" as known at {as_known_at}" if as_known_at else ""
+    _require(rows, table, key, "no value for", when)
     if as_json:
         _print_json(rows)
         return
     width = max(len(c) for c in rows[0])
     for name, value in rows[0].items():
-        typer.echo(f"{name:<{width}}  {_text(value)}")
+        typer.echo(f"{name:<{width}}  {shown(value)}")
 
 
 def history(
@@ -96,24 +92,21 @@ def history(
     """Print the timeline of a key: its versions, oldest first."""
     rows = _of_key(warehouse, table, key, "versions", as_known_at=as_known_at)
     newest = texts(rows.sort_by([(VALID_FROM, "ascending")]))[-limit:]
-    if not newest:
-        typer.echo(f"{table} has no version of {'/'.join(key)}; {_explain(table, key)}", err=True)
-        raise typer.Exit(1)
+    _require(newest, table, key, "no version of")
     if as_json:
         _print_json(newest)
         return
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
     # Text, so that rich does not read brackets in a value as markup.
-    text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
-    for column in ("valid from", "valid to", "value", "recorded at"):
-        text.add_column(column)
+    title = Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC")
+    text = TextTable("valid from", "valid to", "value", "recorded at", title=title)
     for row in newest:
-        values = [f"{c}={_text(v)}" for c, v in row.items() if c not in ours]
+        values = [f"{c}={shown(v)}" for c, v in row.items() if c not in ours]
         cells = (
-            _text(row[VALID_FROM]),
-            "now" if row[VALID_TO] is None else _text(row[VALID_TO]),
+            shown(row[VALID_FROM]),
+            "now" if row[VALID_TO] is None else shown(row[VALID_TO]),
             "(deleted)" if row[IS_TOMBSTONE] else "  ".join(values),
-            _text(row.get(RECORDED_AT) or "not recorded"),
+            shown(row.get(RECORDED_AT) or "not recorded"),
         )
         text.add_row(*map(Text, cells))
     Console().print(text)
@@ -143,10 +136,15 @@ def _of_key(
     return look_up(warehouse, table, what, key, as_of, partial, as_known_at)
 
 
-def _explain(table: str, key: list[str]) -> str:
-    keys = " ".join(f"--key {quote(value)}" for value in key)
-    return f"vt-dagster explain {table} {keys} shows why"
+def _require(rows: Sequence[Any], table: str, key: list[str], what: str, when: str = "") -> None:
+    """Exits with 1 if there are no rows, and prints the command that explains why."""
+    if not rows:
+        keys = " ".join(f"--key {quote(value)}" for value in key)
+        why = f"vt-dagster explain {table} {keys} shows why"
+        typer.echo(f"{table} has {what} {'/'.join(key)}{when}; {why}", err=True)
+        raise typer.Exit(1)
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns a value as text."""
     return "null" if value is None else str(value)

@@ -28,9 +28,11 @@ import yaml
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column
 from rich.table import Table as TextTable
 from rich.text import Text
 
+from vt_dagster.cli.lookup import shown
 from vt_dagster.columns import (
     CAUSE,
     IS_LATE,
@@ -217,6 +219,8 @@ def load_topology(file: Path | None, module: str | None, warehouse: str | None) 
             f"expected streams and tables in {where}, found none; name the module or the file that "
             "declares them, with --module or --file"
         )
+    graphs = [one.every.resolve_asset_graph() for one in locations]
+    declared_assets = [one for graph in graphs for one in graph.assets_defs]
     parts = [one.defs for one in locations if one.defs is not one.every]
     chosen = {"/".join(node.path) for part in parts for node, _ in declared_nodes(part)}
     return Topology(
@@ -225,14 +229,7 @@ def load_topology(file: Path | None, module: str | None, warehouse: str | None) 
         warehouse or next(iter(places), WAREHOUSE),
         nodes,
         chosen if parts else None,
-        [
-            *(
-                one
-                for location in locations
-                for one in location.every.resolve_asset_graph().assets_defs
-            ),
-            *(value for value in variables if isinstance(value, dg.AssetsDefinition)),
-        ],
+        [*declared_assets, *(one for one in variables if isinstance(one, dg.AssetsDefinition))],
     )
 
 
@@ -408,10 +405,9 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
     chosen = [key for key in graph.asset_check_keys if key.asset_key in assets]
     if not chosen:
         return []
-    job = dg.define_asset_job("vt_dagster_check", dg.AssetSelection.checks(*chosen))
-    every = dg.Definitions.merge(defs, dg.Definitions(jobs=[job]))
+    job = _job("vt_dagster_check", defs, dg.AssetSelection.checks(*chosen))
     with instance_of() as instance:
-        result = execute_quietly(every.resolve_job_def(job.name), instance)
+        result = execute_quietly(job, instance)
     done = {(e.asset_key, e.check_name): e for e in result.get_asset_check_evaluations()}
     errors = dict(errors_of(result))
     return [
@@ -422,6 +418,12 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
         )
         for key in sorted(chosen, key=lambda key: (key.asset_key.to_user_string(), key.name))
     ]
+
+
+def _job(name: str, defs: dg.Definitions, selection: dg.AssetSelection) -> dg.JobDefinition:
+    """Returns a job of a selection in some definitions."""
+    job = dg.define_asset_job(name, selection)
+    return dg.Definitions.merge(defs, dg.Definitions(jobs=[job])).resolve_job_def(name)
 
 
 def execute_quietly(
@@ -503,14 +505,12 @@ def errors_of(result: dg.ExecuteInProcessResult) -> Iterator[tuple[str, str]]:
 
 
 def _print(results: list[CheckResult], console: Console) -> None:
-    table = TextTable(title=f"{len(results)} asset checks")
-    for column in ("asset", "check", "result"):
-        table.add_column(column)
-    table.add_column("offending rows", justify="right")
+    count = Column("offending rows", justify="right")
+    table = TextTable("asset", "check", "result", count, title=f"{len(results)} asset checks")
     for one in results:
         colour = _COLOURS[one.verdict]
-        count = "" if one.offending is None else f"{one.offending:,}"
-        table.add_row(Text(one.asset), Text(one.name), Text(one.verdict, colour), Text(count))
+        offending = "" if one.offending is None else f"{one.offending:,}"
+        table.add_row(Text(one.asset), Text(one.name), Text(one.verdict, colour), Text(offending))
     console.print(table)
     for one in results:
         if one.said:
@@ -563,8 +563,6 @@ _READ = 1_000_000
 WAREHOUSE = "data/warehouse"
 """The default warehouse of the commands."""
 
-Say = Callable[[str], None]
-
 
 def run(
     selection: Selection = "*",
@@ -584,10 +582,9 @@ def run(
         if not keys:
             continue
         found = True
-        job = dg.define_asset_job("vt_dagster_run", dg.AssetSelection.assets(*keys))
-        every = dg.Definitions.merge(defs, dg.Definitions(jobs=[job]))
+        job = _job("vt_dagster_run", defs, dg.AssetSelection.assets(*keys))
         with instance_of() as instance:
-            result = execute(every.resolve_job_def(job.name), instance, typer.echo)
+            result = execute(job, instance, typer.echo)
         failed |= not _report(result, graph, keys, rows)
     if not found:
         raise DefinitionsError(
@@ -601,7 +598,7 @@ def run(
 def execute(
     job: dg.JobDefinition,
     instance: dg.DagsterInstance,
-    say: Say,
+    say: Callable[[str], None],
     keys: Sequence[dg.AssetKey] | None = None,
 ) -> dg.ExecuteInProcessResult:
     """Runs a job in this process and prints a line for each asset when it is done.
@@ -645,9 +642,7 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     """Prints some of the rows that a run wrote, and the command that explains the first."""
     name = made.asset_key.to_user_string()
     about: dict[str, Any] = {key: value.value for key, value in made.metadata.items()}
-    if (
-        about.get("log_rows", _READ + 1) > _READ
-    ):  # an asset of the user's own, or a log too large to read
+    if about.get("log_rows", _READ + 1) > _READ:  # an asset of the user's own, or a log too large
         return
     warehouse = about["dagster/uri"].rpartition(f"/{name}/")[0]
     log = read(name, warehouse=warehouse, what="log")
@@ -659,13 +654,9 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     table = TextTable(*map(escape, columns), box=SIMPLE)
     for row in texts(new.slice(0, most)):
         gone = row.get(IS_TOMBSTONE)
-        table.add_row(*(Text("(deleted)" if gone else _text(row[c])) for c in columns))
+        table.add_row(*(Text("(deleted)" if gone else shown(row[c])) for c in columns))
     typer.echo(f"new rows of {name}: {len(new):,}{f', of which {most:,}' if len(new) > most else ''}")
     Console().print(table)
     place = f"{new[PARTITION][0].as_py()}:{new[OFFSET][0].as_py()}"
     there = "" if Path(WAREHOUSE).absolute() == Path(warehouse) else f" --warehouse {warehouse}"
     typer.echo(f"explain the first row: vt-dagster explain {name} --offset {place}{there}")
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -14,6 +14,11 @@ from vt_dagster.spark import server
 from vt_dagster.spark.jars import JARS_ENV, resolve_jars, resolve_maven_jars
 from vt_dagster.spark.session import FEW_QUERIES
 
+Master = Annotated[str, typer.Option(help="The Spark master of the server.")]
+Conf = Annotated[
+    list[str] | None, typer.Option(help="A Spark setting, name=value; repeat it for more.")
+]
+
 spark = typer.Typer(
     help="A Spark server on this machine: runs connect to it instead of starting their own JVM.",
     no_args_is_help=True,
@@ -24,10 +29,8 @@ spark = typer.Typer(
 
 @spark.command()
 def start(
-    master: Annotated[str, typer.Option(help="The Spark master of the server.")] = "local[*]",
-    conf: Annotated[
-        list[str] | None, typer.Option(help="A Spark setting, name=value; repeat it for more.")
-    ] = None,
+    master: Master = "local[*]",
+    conf: Conf = None,
     few_rows: Annotated[
         bool,
         typer.Option(
@@ -55,21 +58,16 @@ def status() -> None:
 def stop() -> None:
     """Stop the server and all work that runs on it."""
     found = server.stop()
-    typer.echo(
-        "no Spark server was running"
-        if found is None
-        else f"stopped the Spark server, process {found.pid}"
-    )
+    stopped = None if found is None else f"stopped the Spark server, process {found.pid}"
+    typer.echo(stopped or "no Spark server was running")
 
 
 @spark.command()
 def serve(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 15002,
-    master: Annotated[str, typer.Option(help="The Spark master of the server.")] = "local[*]",
-    conf: Annotated[
-        list[str] | None, typer.Option(help="A Spark setting, name=value; repeat it for more.")
-    ] = None,
+    master: Master = "local[*]",
+    conf: Conf = None,
 ) -> None:
     """Run a Spark Connect server in this process, for a container. Needs a token in
     SPARK_CONNECT_AUTHENTICATE_TOKEN, and a proxy with TLS before it."""

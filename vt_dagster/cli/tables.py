@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -26,10 +25,11 @@ import dagster as dg
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.table import Column
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from vt_dagster.cli.lookup import DefinedWarehouse, Warehouse
+from vt_dagster.cli.lookup import DefinedWarehouse, OptionalKey, Warehouse
 from vt_dagster.cli.run import (
     WAREHOUSE,
     DefinitionsFile,
@@ -61,7 +61,9 @@ from vt_dagster.storage.catalog import drop, registered
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, derived_from, topological, with_settings
 
-# Tables
+LiveAsset = Annotated[
+    str | None, typer.Argument(help="The live asset; none with --planned.", show_default=False)
+]
 
 
 def demo(
@@ -91,9 +93,7 @@ def demo(
 
 
 def replay(
-    asset: Annotated[
-        str | None, typer.Argument(help="The live asset; none with --planned.", show_default=False)
-    ] = None,
+    asset: LiveAsset = None,
     into: Annotated[str | None, typer.Option(help="The name of the new tables.")] = None,
     file: DefinitionsFile = None,
     module: DefinitionsModule = None,
@@ -158,11 +158,9 @@ def replay(
 
 def _replay_planned(topology: Topology, swapping: bool, yes: bool) -> None:
     def confirm(chosen: Sequence[Planned]) -> None:
-        table = TextTable(title="to replay" + (" and swap" if swapping else ""), box=SIMPLE)
-        table.add_column("asset")
-        table.add_column("rows", justify="right")
-        table.add_column("bytes", justify="right")
-        table.add_column("because")
+        rows, size = (Column(name, justify="right") for name in ("rows", "bytes"))
+        title = "to replay" + (" and swap" if swapping else "")
+        table = TextTable("asset", rows, size, "because", title=title, box=SIMPLE)
         for one in chosen:
             ups = [up.asset for up in chosen if one.asset in up.downstream]
             why = "it needs a replay" if one.verdict == "needs_replay" else f"downstream of {ups[0]}"
@@ -246,10 +244,7 @@ def erase(
     reason: Annotated[
         str, typer.Option(help="Written into the certificate: do not include the key.")
     ] = "",
-    key: Annotated[
-        list[str] | None,
-        typer.Option("--key", help="Value of the key; repeat it for a composite key."),
-    ] = None,
+    key: OptionalKey = None,
     where: Annotated[
         str | None, typer.Option(help="A SQL condition on the key columns, to erase many keys.")
     ] = None,
@@ -299,11 +294,10 @@ def erase(
     )
     erased = sum(one.erased for one in done.searched.values())
     extent = f"{erased} rows of {len(done.searched)} tables"
-    typer.echo(
-        f"would erase {extent}; nothing was changed"
-        if dry_run
-        else f"erased {extent}; certificate: {done.path}"
-    )
+    if dry_run:
+        typer.echo(f"would erase {extent}; nothing was changed")
+    else:
+        typer.echo(f"erased {extent}; certificate: {done.path}")
 
 
 def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
@@ -332,9 +326,7 @@ def _exports(topology: Topology, node: Stream) -> list[str]:
 
 
 def what_if(
-    asset: Annotated[
-        str | None, typer.Argument(help="The live asset; none with --planned.", show_default=False)
-    ] = None,
+    asset: LiveAsset = None,
     file: DefinitionsFile = None,
     module: DefinitionsModule = None,
     planned: Annotated[
@@ -510,14 +502,8 @@ def _words(verdict: str) -> str:
 
 def _indented(text: str) -> Iterator[str]:
     """Yields a text as lines of at most 80 columns; a longer word, like a path, is not cut."""
-    yield from textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent="    ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = textwrap.wrap(text, _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    yield from (f"    {line}" for line in lines)
 
 
 # Names in a catalog
@@ -541,14 +527,21 @@ def catalog(
         for defs in found
         for key in defs.resolve_asset_graph().get_all_asset_keys()
     }
-    places = [place for defs in found for place in _prefixes(defs)]
+    end = warehouse_key("")
+    places = [
+        (defs.resources or {}, key.removesuffix(end))
+        for defs in found
+        for key, resource in (defs.resources or {}).items()
+        if isinstance(resource, WarehouseResource) and resource.catalog is not None
+    ]
     if not places:
         raise DefinitionsError(
             "expected a WarehouseResource(catalog=…) in the definitions, found none: no table of them "
             "has a name in a catalog; name other definitions with --file or --module"
         )
-    for defs, prefix in places:
-        with _resources(defs, prefix) as resources:
+    for every, prefix in places:
+        wanted = {key: every[key] for key in (warehouse_key(prefix), spark_key(prefix))}
+        with dg.build_resources(wanted) as resources:
             where: WarehouseResource = getattr(resources, warehouse_key(prefix))
             spark = session_of(getattr(resources, spark_key(prefix)))
             assert where.catalog is not None
@@ -564,19 +557,3 @@ def catalog(
             f"{'dropped' if dropping else 'of removed assets'}"
             + ("; drop these: --drop" if gone and not dropping else "")
         )
-
-
-def _prefixes(defs: dg.Definitions) -> Sequence[tuple[dg.Definitions, str]]:
-    """Returns the prefixes of the resources of each warehouse whose tables have names in a catalog."""
-    end = warehouse_key("")
-    return [
-        (defs, key.removesuffix(end))
-        for key, resource in (defs.resources or {}).items()
-        if isinstance(resource, WarehouseResource) and resource.catalog is not None
-    ]
-
-
-def _resources(defs: dg.Definitions, prefix: str) -> AbstractContextManager[Any]:
-    """Returns the resources of a warehouse, set up as in a run."""
-    every = defs.resources or {}
-    return dg.build_resources({key: every[key] for key in (warehouse_key(prefix), spark_key(prefix))})
