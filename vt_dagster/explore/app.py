@@ -27,7 +27,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from vt_dagster.errors import StorageError, VtDagsterError
-from vt_dagster.explore import key_history as key_history_module
 from vt_dagster.explore import lateness_curves, table_diff
 from vt_dagster.explore.key_history import (
     LOOKED_AT,
@@ -36,7 +35,9 @@ from vt_dagster.explore.key_history import (
     exact_time,
     key_history,
     newest,
+    of_candidates,
     time_text,
+    timeline_of_key,
     value_text,
 )
 from vt_dagster.explore.warehouse_overview import came_late, facts, overview, require_asset, runs
@@ -45,9 +46,6 @@ from vt_dagster.provenance.explain_request import Condition, Explanation, Log, R
 from vt_dagster.provenance.lateness import share
 from vt_dagster.storage.arrow_reader import asset_names, of_key
 from vt_dagster.topology.durations import parse_time
-
-# Lineage drawing
-
 
 DEEP, WIDE = 3, 6
 """Maximum number of upstream steps, and of inputs for each record."""
@@ -112,24 +110,18 @@ def _draw(one: Explanation, depth: int, drawn: Drawing, known: dict[tuple[str, s
     if place:
         known[one.asset, place] = box
     shown = one.made_of[:WIDE] if depth < DEEP else ()
-    box.more = one.made_of_in_all - len(shown) if one.made_of_in_all else len(one.made_of) - len(shown)
-    below: list[Box] = []
+    box.more = (one.made_of_in_all or len(one.made_of)) - len(shown)
     first = drawn.height
-    for part in shown:
-        below.append(_draw(part, depth + 1, drawn, known))
+    below = [_draw(part, depth + 1, drawn, known) for part in shown]
     if drawn.height == first:
         drawn.height += ROW
     box.y = (first + drawn.height - ROW) / 2 + 1
-    for other in below:
-        drawn.lines.append(_line(box, other))
-    return box
-
-
-def _line(box: Box, other: Box) -> str:
     middle = (ROW - 16) / 2
-    x, y, end, down = box.x + BOX, box.y + middle, other.x, other.y + middle
-    bend = (x + end) / 2
-    return f"M{x} {y}C{bend} {y} {bend} {down} {end} {down}"
+    for other in below:
+        x, y, end, down = box.x + BOX, box.y + middle, other.x, other.y + middle
+        bend = (x + end) / 2
+        drawn.lines.append(f"M{x} {y}C{bend} {y} {bend} {down} {end} {down}")
+    return box
 
 
 def _lines(one: Explanation, place: str) -> list[str]:
@@ -209,7 +201,7 @@ class Pages:
         key = query.getlist("key")
         as_of, known, around = (_moment(query.get(n)) for n in ("as_of", "known", "around"))
         found = key_history(self._warehouse, name, key, as_of, known, around)
-        drawn = key_history_module.timeline_of_key(found, as_of)
+        drawn = timeline_of_key(found, as_of)
         return self.page(
             "key.html",
             name=name,
@@ -239,7 +231,7 @@ class Pages:
             most=MADE_OF,
         )
         record = found.record
-        bars = None if record is None else key_history_module.of_candidates(record, found.candidates)
+        bars = None if record is None else of_candidates(record, found.candidates)
         log = Log.open(self._warehouse, name)
         return self.page(
             "row.html",
@@ -313,7 +305,7 @@ def _columns(log: Log) -> list[str]:
 
 
 def _moment(text: str | None) -> int | None:
-    return None if text is None or not text.strip() else parse_time(text)
+    return parse_time(text) if text and text.strip() else None
 
 
 def _conditions(log: Log, words: str) -> Condition:
@@ -439,15 +431,11 @@ class Guard:
                 message["headers"] += [(k.encode(), v.encode()) for k, v in HEADERS.items()]
             await send(message)
 
-        refusal = _refusal(scope)
-        await (refusal or self._app)(scope, receive, with_headers)
-
-
-def _refusal(scope: Any) -> Response | None:
-    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
-        return PlainTextResponse("expected this machine's own name as Host: open 127.0.0.1\n", 421)
-    return None
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        app = self._app
+        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+            app = PlainTextResponse("expected this machine's own name as Host: open 127.0.0.1\n", 421)
+        await app(scope, receive, with_headers)
 
 
 def application(warehouse: str) -> Starlette:

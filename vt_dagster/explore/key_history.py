@@ -287,11 +287,7 @@ def _outside(found: RecordSearch, moment: int) -> bool:
 
 
 def _spans(log: Log, found: RecordSearch, condition: Condition) -> list[Span]:
-    """Returns the versions that records of a key make, by the rules of the versioned table.
-
-    Args:
-        condition: the condition that a record has the key.
-    """
+    """Returns the versions that records of a key make, by the rules of the versioned table."""
     rows = found.rows
     if log.head.shape.kind == "stream" or not rows.num_rows:
         return []

@@ -147,9 +147,10 @@ def lateness_curves(
         StorageError: the logs are too large for a page, or the asset has no such length.
     """
     log = Log.open(warehouse, name)
-    read = {name: log.commit.total, **{one: _total(log, one) for one in log.commit.logs}}
-    if log.specification is None or log.specification.lateness_option is None:
-        read = {name: log.commit.total}
+    read = {name: log.commit.total}
+    if log.specification is not None and log.specification.lateness_option is not None:
+        ups = {one: log.input(one) for one in log.commit.logs}
+        read |= {one: 0 if up is None else up.commit.total for one, up in ups.items()}
     if sum(read.values()) > MOST:
         counts = ", ".join(f"{count:,} of {one}" for one, count in read.items())
         raise StorageError(
@@ -178,11 +179,6 @@ def _drawn(found: Lateness, xs: Sequence[float]) -> LatenessCurves:
             for look, values in counts.items()
         ]
     return LatenessCurves(found, xs, lines, left, right)
-
-
-def _total(log: Log, name: str) -> int:
-    up = log.input(name)
-    return 0 if up is None else up.commit.total
 
 
 @lru_cache(maxsize=32)

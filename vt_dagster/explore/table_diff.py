@@ -90,9 +90,8 @@ def table_diff(warehouse: str, one: Side, other: Side) -> TableDiff:
     columns = sides[0].column_names
     only = [_more(ours, theirs, columns) for ours, theirs in (sides, reversed(sides))]
     key = [c for c in logs[0].key if c in columns]
-    what_differs = (
-        "versions" if what else "records" if logs[0].head.shape.kind == "stream" else "current rows"
-    )
+    kind = logs[0].head.shape.kind
+    what_differs = what or ("records" if kind == "stream" else "current rows")
     counts = tuple(int(pc.call_function("sum", [rows.column(_COUNT)]).as_py() or 0) for rows in only)
     return TableDiff(
         what_differs,

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vt_dagster.errors import StorageError, VtDagsterError
-from vt_dagster.provenance.explain_request import SOURCE
+from vt_dagster.provenance.explain_request import SOURCE, inputs_named
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.commit_log import Checkpoint, Shape
 from vt_dagster.topology.specification import LatenessUnsupported
-
-# Lateness unsupported
-
 
 _COUNTS = {
     "late": "late records",
@@ -27,8 +24,6 @@ _COUNTS = {
     "corrected": "rows that were corrected",
     "corrections_too_late": "rows whose correction came too late: they are in quarantine",
 }
-
-
 _LATE = ("late", "late_records_dropped")
 
 _BY_SOURCE = LatenessUnsupported(
@@ -185,9 +180,7 @@ def facts(warehouse: str, name: str) -> Facts:
 
 def _placed(warehouse: str, name: str, one: str) -> str:
     """Returns an input's name with its key prefix; prefers the asset's own prefix."""
-    beside = posixpath.join(posixpath.dirname(name), one)
-    others = [other for other in asset_names(warehouse) if posixpath.basename(other) == one]
-    return beside if beside in others else (others or [one])[0]
+    return next(iter(inputs_named(warehouse, name, one)), one)
 
 
 @dataclass(frozen=True)

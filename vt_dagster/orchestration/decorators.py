@@ -233,11 +233,7 @@ def _of_asset(
 def _materialization(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, partition: str | None
 ) -> dg.EventLogRecord:
-    """Returns the last materialization of the upstream asset, or of one of its partitions.
-
-    Raises:
-        SourceError: this Dagster instance has none.
-    """
+    """Returns the last materialization of the upstream asset, or of one of its partitions."""
     only = None if partition is None else [partition]
     wanted = dg.AssetRecordsFilter(dg.AssetKey(source.path), asset_partitions=only)
     records = context.instance.fetch_materializations(wanted, limit=1).records
@@ -254,11 +250,8 @@ def _materialization(
 def _version(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, last: dg.EventLogRecord
 ) -> str:
-    """Returns the version of the loaded materialization.
-
-    Raises:
-        SourceError: the asset was materialized during the load, so the loaded version is unknown.
-    """
+    """Returns the version of the loaded materialization; it is unknown if the asset was materialized
+    during the load."""
     if last.timestamp > _started(context, node):
         raise SourceError(
             f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "

@@ -362,11 +362,7 @@ def build_partition_sensor(
 def _require_reader(
     report: dg.AssetsDefinition, reads: Stream
 ) -> tuple[dg.AssetKey, dg.PartitionsDefinition[Any], list[str]]:
-    """Returns the key of an asset, its partitions, and its inputs that read a table as of a time.
-
-    Raises:
-        TopologyError: the asset has no partitions or no such input.
-    """
+    """Returns the key of an asset, its partitions, and its inputs that read a table as of a time."""
     key, path = next(iter(report.keys)), "/".join(reads.path)
     named = key.to_user_string()
     if len(report.keys) != 1 or report.partitions_def is None:

@@ -393,12 +393,8 @@ def _answer(
     join: LookupJoinSpec,
     forgetful: bool = True,
 ) -> Answer:
-    """Looks up a time in a table, as ``core.as_of_join`` does.
-
-    Args:
-        found: the versions of the key, oldest first; for a plain table the row.
-        forgetful: whether expired versions do not match.
-    """
+    """Looks up a time among the versions of a key (oldest first; for a plain table the row), as
+    ``core.as_of_join`` does; with ``forgetful`` expired versions do not match."""
     if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
     horizons = horizons_of(table, commit) if forgetful and join.before_first is None else {}
@@ -484,13 +480,8 @@ def _look_up(
     seen: Commit | None,
     join: LookupJoinSpec,
 ) -> Looked:
-    """Looks up a key at a time, as of a commit and by current knowledge.
-
-    Args:
-        values: the values of the key.
-        moment: the record's time.
-        seen: the last commit of the table that the run read; None = the run read none.
-    """
+    """Looks up a key at a time, as of the last commit that the run read (None = it read none), and by
+    current knowledge."""
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
     now, last_places, last_repeats = history.versions(table.commit, moment, forgotten=False)
@@ -563,11 +554,7 @@ def stream_table(request: ExplainRequest[StreamTableJoinSpec]) -> Derivation:
 
 
 def _looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[object]) -> Looked:
-    """Repeats the lookup of a stream record in the table.
-
-    Args:
-        values: the values of the key.
-    """
+    """Repeats the lookup of a stream record in the table."""
     join, right = request.specification, request.specification.right
     table, reasoning = request.inputs[right], request.reasoning
     seen, cut = _pinned(request), _known_until(join, record)
@@ -577,7 +564,7 @@ def _looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence
             f"versions of {right} that were recorded after {as_time(cut)} do not count"
         )
     looked = _look_up(table, values, record.timestamp, seen, join)
-    _note_looked(looked, table, right, record.timestamp, reasoning, cut is None)
+    _note_looked(looked, table, right, record.timestamp, reasoning, cut is not None)
     return looked
 
 
@@ -591,13 +578,9 @@ def _answered(
 
 
 def _note_looked(
-    looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, follows: bool
+    looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, as_known: bool
 ) -> None:
-    """Adds the result of the lookup, and the result by current knowledge if it differs.
-
-    Args:
-        follows: whether the join counts all versions: it has no ``as_known``.
-    """
+    """Adds the result of the lookup, and the result by current knowledge if it differs."""
     then, now = looked.then, looked.now
     if then.version is None:
         reasoning.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
@@ -616,7 +599,7 @@ def _note_looked(
         reasoning.notes.append(
             f"{name} is a plain table, which has changed since: now it would be {says}"
         )
-    elif not follows:
+    elif as_known:
         reasoning.notes.append(f"if all that is known now counted it would be {says}")
     elif looked.expired or then.rule in (rules.HORIZON, rules.EXPIRED):
         reasoning.notes.append(f"with a longer history retention of {name} it would be {says}")

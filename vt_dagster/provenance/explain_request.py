@@ -361,9 +361,7 @@ class Log:
     def input(self, name: str) -> Log | None:
         """Returns the log of an input by its name without key prefix; None = it is not in the
         warehouse, or is not the log that was consumed."""
-        beside = posixpath.join(posixpath.dirname(self.name), name)
-        others = [one for one in asset_names(self.warehouse) if posixpath.basename(one) == name]
-        for place in sorted(others, key=lambda one: one != beside):
+        for place in inputs_named(self.warehouse, self.name, name):
             found = Log.open(self.warehouse, place)
             if self.head.logs.get(name, found.head.log) == found.head.log:
                 return found
@@ -555,6 +553,14 @@ class Log:
         """Returns the first commit for which a condition is false that is true for all earlier ones."""
         last = last_that(self.root, before)
         return self.batch(1 if last is None else last.batch + 1)
+
+
+def inputs_named(warehouse: str, asset: str, name: str) -> list[str]:
+    """Returns the assets that an input of an asset may be by its name without key prefix; the one with
+    the asset's own prefix comes first."""
+    beside = posixpath.join(posixpath.dirname(asset), name)
+    others = [one for one in asset_names(warehouse) if posixpath.basename(one) == name]
+    return sorted(others, key=lambda one: one != beside)
 
 
 def written(commit: Commit | None) -> Written | None:
