@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,11 +28,7 @@ from vt_dagster.topology.windows import (
     Window,
 )
 
-# Stream scenarios
-
-
 Config = Mapping[str, Any]
-OPS = ("merge", "select_key", "flat_map_values", "count", "stream_join")
 
 
 def _side(side: str) -> str:
@@ -41,87 +37,6 @@ def _side(side: str) -> str:
 
 JOINED = f"cast(concat('(', {_side('left')}, ',', {_side('right')}, ')') as string) as value"
 """The value of a join's result."""
-
-
-def steps_of(operator: str, config: Config) -> Iterator[Config]:
-    """The steps of a chain that does what an operator does."""
-    op = operator.removeprefix("stream_")
-    two = op in ("merge", "stream_join")
-    inputs = ("left", "right") if two else ("stream",)
-    for name in inputs:
-        yield {"id": name, "op": "stream", "input": name}
-    sources = {"left": "left", "right": "right"} if two else {"from": "stream"}
-    yield {"id": "result", "op": op, **config, **sources}
-    if config.get("then") == "count":
-        yield {"id": "count", "op": "count", "from": "result", "materialize": {"versioned": False}}
-
-
-def kind_of(step: Config) -> tuple[Any, ...]:
-    """What makes a step another node than a step of the same ``op``."""
-    if step["op"] == "select_key":
-        return (step["key_from"].split(":")[0],)
-    if step["op"] == "stream_join":
-        return (step["kind"],)
-    return (step["null_value"],) if step["op"] == "flat_map_values" else ()
-
-
-def node_of(
-    step: Config,
-    name: str,
-    inputs: tuple[Any, ...],
-    scenarios: Iterable[int],
-    by_scenario: Callable[[Callable[[Config], str]], str],
-    lengths: Callable[[Callable[[Config], int]], Duration],
-) -> Any:
-    """Makes the node of a step.
-
-    Args:
-        scenarios: those that have it; records of others come along, and must not be refused.
-        by_scenario: SQL for the text that each scenario has.
-        lengths: a length in milliseconds of each scenario.
-    """
-    if step["op"] == "stream_join":
-        kind = {"inner": "join", "left": "left_join", "outer": "outer_join"}[step["kind"]]
-        return getattr(inputs[0], kind)(
-            inputs[1],
-            name=name,
-            select=(JOINED,),
-            before=lengths(lambda s: s["before"]),
-            after=lengths(lambda s: s["after"]),
-            grace=lengths(lambda s: s["grace"]),
-        )
-    if step["op"] == "merge":
-        return inputs[0].merge(inputs[1], name=name)
-    if step["op"] == "count":
-        return inputs[0].group_by().count(name=name, column="value")
-    if step["op"] == "select_key":
-        key = _key(step["key_from"].split(":")[0], by_scenario)
-        return inputs[0].select_key(
-            "scenario", f"cast({key} as string) as key", name=name, partition_by="scenario"
-        )
-    separator = by_scenario(lambda s: s["separator"])
-    pieces = f"split(value, concat('\\\\Q', {separator}, '\\\\E'))"
-    of_null = {"none": "array()", "one_null": "array(null)", "no_list": "null"}[step["null_value"]]
-    expression = (
-        f"case when scenario not in ({', '.join(map(str, scenarios))}) "
-        "then cast(array() as array<string>) "
-        f"when value is null then cast({of_null} as array<string>) "
-        "when value = '' then cast(array() as array<string>) "
-        f"else transform({pieces}, p -> if(p = '~', null, p)) end"
-    )
-    return inputs[0].flat_map_values(expression, column="value", name=name)
-
-
-def _key(how: str, by_scenario: Callable[[Callable[[Config], str]], str]) -> str:
-    if how == "characters":
-        count = f"cast({by_scenario(lambda s: s['key_from'].split(':')[1])} as int)"
-        return f"case when length(value) >= {count} then substring(value, 1, {count}) end"
-    bar = "instr(value, '|')"
-    head = f"case when {bar} > 0 then substring(value, 1, {bar} - 1) end"
-    return {"head": head, "value": "value", "upper_key": "upper(key)"}[how]
-
-
-# Steps
 
 
 Shape = tuple[Any, ...]
@@ -208,10 +123,21 @@ def layout(scenario: Scenario) -> Layout:
     return Layout(scenario, steps, shapes, output, stored[-1] if stored else None)
 
 
+def _steps_of_streams(operator: str, config: Config) -> Iterator[Config]:
+    op = operator.removeprefix("stream_")
+    two = op in ("merge", "stream_join")
+    for name in ("left", "right") if two else ("stream",):
+        yield {"id": name, "op": "stream", "input": name}
+    sources = {"left": "left", "right": "right"} if two else {"from": "stream"}
+    yield {"id": "result", "op": op, **config, **sources}
+    if config.get("then") == "count":
+        yield {"id": "count", "op": "count", "from": "result", "materialize": {"versioned": False}}
+
+
 def _steps_of(operator: str, config: Config) -> Iterator[Config]:
     """The steps of a chain that does what an operator does."""
     if operator.startswith("stream_") and operator != "stream_table_join":
-        yield from steps_of(operator, config)
+        yield from _steps_of_streams(operator, config)
         return
     result = {"id": "result", **config, "materialize": config.get("materialize_result")}
     if "left" in config:
@@ -239,8 +165,12 @@ def _steps_of(operator: str, config: Config) -> Iterator[Config]:
 def _kind(step: Config) -> Shape:
     """What makes a step another node than a step of the same ``op``."""
     op = step["op"]
-    if op in OPS:
-        return kind_of(step)
+    if op == "select_key":
+        return (step["key_from"].split(":")[0],)
+    if op == "stream_join":
+        return (step["kind"],)
+    if op in ("merge", "flat_map_values", "count"):
+        return (step["null_value"],) if op == "flat_map_values" else ()
     materialize = step.get("materialize")
     stored = materialize and ("versioned" if materialize["versioned"] else "plain")
     if op not in ("filter", "map_values") and stored == "plain":
@@ -316,8 +246,17 @@ class _Node:
             return self._windows(inputs[0])
         if op == "stream_table_join":
             return self._stream_join(*inputs)
-        if op in OPS:
-            return node_of(step, name, inputs, self.steps, self._by_scenario, self._lengths)
+        if op == "stream_join":
+            return self._two_streams(*inputs)
+        if op == "merge":
+            return inputs[0].merge(inputs[1], name=name)
+        if op == "count":
+            return inputs[0].group_by().count(name=name, column="value")
+        if op == "select_key":
+            columns = ("scenario", f"cast({self._key()} as string) as key")
+            return inputs[0].select_key(*columns, name=name, partition_by="scenario")
+        if op == "flat_map_values":
+            return inputs[0].flat_map_values(self._elements(), column="value", name=name)
         stored = self._materialized()
         if op == "filter":
             make = inputs[0].filter_not if step["negate"] else inputs[0].filter
@@ -361,6 +300,33 @@ class _Node:
         period = self._lengths(lambda s: s["grace"]) if grace else None if grace is None else ms(0)
         join = stream.join if self._any["kind"] == "inner" else stream.left_join
         return join(table, name=self.name, select=(JOINED,), grace_period=period)
+
+    def _two_streams(self, left: Stream, right: Stream) -> Stream:
+        kind = {"inner": "join", "left": "left_join", "outer": "outer_join"}[self._any["kind"]]
+        ends = {end: self._lengths(lambda s, end=end: s[end]) for end in ("before", "after", "grace")}
+        return getattr(left, kind)(right, name=self.name, select=(JOINED,), **ends)
+
+    def _key(self) -> str:
+        how = self._any["key_from"].split(":")[0]
+        if how == "characters":
+            count = f"cast({self._by_scenario(lambda s: s['key_from'].split(':')[1])} as int)"
+            return f"case when length(value) >= {count} then substring(value, 1, {count}) end"
+        bar = "instr(value, '|')"
+        head = f"case when {bar} > 0 then substring(value, 1, {bar} - 1) end"
+        return {"head": head, "value": "value", "upper_key": "upper(key)"}[how]
+
+    def _elements(self) -> str:
+        separator = self._by_scenario(lambda s: s["separator"])
+        pieces = f"split(value, concat('\\\\Q', {separator}, '\\\\E'))"
+        of_null = {"none": "array()", "one_null": "array(null)", "no_list": "null"}
+        # Records of other scenarios come along, and must not be refused.
+        return (
+            f"case when scenario not in ({', '.join(map(str, self.steps))}) "
+            "then cast(array() as array<string>) "
+            f"when value is null then cast({of_null[self._any['null_value']]} as array<string>) "
+            "when value = '' then cast(array() as array<string>) "
+            f"else transform({pieces}, p -> if(p = '~', null, p)) end"
+        )
 
     def _aggregate(self, table: Table, stored: Materialized | None) -> Table:
         kind = self._any["aggregate"]
