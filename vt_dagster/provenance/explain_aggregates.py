@@ -46,19 +46,12 @@ from vt_dagster.provenance.explain_request import (
 )
 from vt_dagster.provenance.expressions import Group, replaced_rows
 from vt_dagster.storage.arrow_reader import as_key, equals_old, values_by_partition
-from vt_dagster.topology.specification import (
-    AggregatorSpec,
-    StreamAggregateSpec,
-    SuppressSpec,
-    TableAggregateSpec,
-    WindowClosesSpec,
-    WindowedAggregateSpec,
-)
+from vt_dagster.topology import specification as spec
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
 
-AggregateSpec = StreamAggregateSpec | TableAggregateSpec | WindowedAggregateSpec
+AggregateSpec = spec.StreamAggregateSpec | spec.TableAggregateSpec | spec.WindowedAggregateSpec
 
 
 def keys_of(operator: AggregateSpec, source: Log) -> Sequence[tuple[str, str]]:
@@ -100,7 +93,7 @@ def members(
     return Derivation([(source, one) for one in records], count + len(extra - {*found}))
 
 
-def stream_aggregate(request: ExplainRequest[StreamAggregateSpec]) -> Derivation:
+def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Derivation:
     """Returns the stream records in a group, see ``core.aggregates``."""
     name = request.specification.source
     source = request.inputs[name]
@@ -149,7 +142,7 @@ def _times(request: ExplainRequest[Any], updates: Sequence[Record]) -> list[tupl
 # ------------------------------------------------------------------------------------------ of tables
 
 
-def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
+def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivation:
     """Returns the table rows in a group, see ``core.aggregates``."""
     name = request.specification.source
     source = request.inputs[name]
@@ -169,7 +162,7 @@ def table_aggregate(request: ExplainRequest[TableAggregateSpec]) -> Derivation:
     new &= ~rows.column(IS_TOMBSTONE).to_numpy()
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
-    if isinstance(request.specification.aggregates, AggregatorSpec):
+    if isinstance(request.specification.aggregates, spec.AggregatorSpec):
         request.reasoning.notes.append(
             "functions of its own: rows that have left the group may still affect the result, if "
             "their subtractor does not undo their contribution"
@@ -239,7 +232,7 @@ Merge = tuple[Sequence[Bounds], Bounds, Record]
 """The sessions that a record replaced, the new session, and the result of the new session."""
 
 
-def windowed_aggregate(request: ExplainRequest[WindowedAggregateSpec]) -> Derivation:
+def windowed_aggregate(request: ExplainRequest[spec.WindowedAggregateSpec]) -> Derivation:
     """Returns the stream records of a window, see ``core.windowed_aggregate``."""
     name = request.specification.source
     source = request.inputs[name]
@@ -260,7 +253,7 @@ def windowed_aggregate(request: ExplainRequest[WindowedAggregateSpec]) -> Deriva
 
 
 def _of_key(
-    request: ExplainRequest[WindowedAggregateSpec], source: Log, start: int, end: int
+    request: ExplainRequest[spec.WindowedAggregateSpec], source: Log, start: int, end: int
 ) -> list[Record] | None:
     """Returns the records of the window's key between two times (inclusive, epoch microseconds) that
     any run has consumed, in order of arrival, without values; None = computing the key needs Spark."""
@@ -291,7 +284,10 @@ def bounds_of(values: Mapping[str, object]) -> Bounds:
 
 
 def _fixed(
-    request: ExplainRequest[WindowedAggregateSpec], source: Log, found: Sequence[Record], sliding: bool
+    request: ExplainRequest[spec.WindowedAggregateSpec],
+    source: Log,
+    found: Sequence[Record],
+    sliding: bool,
 ) -> Derivation:
     start, end = bounds_of(request.record.values)
     near = [one for one in found if not sliding or not one.is_tombstone]
@@ -309,7 +305,7 @@ def _fixed(
 
 
 def _just_left(
-    request: ExplainRequest[WindowedAggregateSpec],
+    request: ExplainRequest[spec.WindowedAggregateSpec],
     found: Sequence[Record],
     inside: Sequence[Record],
     start: int,
@@ -331,7 +327,7 @@ def _at(record: Record, sliding: bool) -> int:
 
 
 def _let_in(
-    request: ExplainRequest[WindowedAggregateSpec], near: Sequence[Record], sliding: bool
+    request: ExplainRequest[spec.WindowedAggregateSpec], near: Sequence[Record], sliding: bool
 ) -> int:
     """Returns how many records the window contains at the explained result."""
     counted = _counted(request)
@@ -351,7 +347,7 @@ def _let_in(
     return earlier + place + 1
 
 
-def _counted(request: ExplainRequest[WindowedAggregateSpec]) -> int | None:
+def _counted(request: ExplainRequest[spec.WindowedAggregateSpec]) -> int | None:
     """Returns the result's own count of records; None = it has no ``count(*)``."""
     return next(
         (
@@ -365,7 +361,7 @@ def _counted(request: ExplainRequest[WindowedAggregateSpec]) -> int | None:
 
 
 def _let_in_until_now(
-    request: ExplainRequest[WindowedAggregateSpec], near: Sequence[Record], sliding: bool
+    request: ExplainRequest[spec.WindowedAggregateSpec], near: Sequence[Record], sliding: bool
 ) -> int:
     """Returns how many records the window contains as of the last commit; all if that is not known."""
     end = request.here(request.log.commit.next_offset)
@@ -378,7 +374,7 @@ def _let_in_until_now(
 
 
 def _with_late(
-    request: ExplainRequest[WindowedAggregateSpec],
+    request: ExplainRequest[spec.WindowedAggregateSpec],
     made: Derivation,
     source: Log,
     late: Sequence[Record],
@@ -394,7 +390,7 @@ def _with_late(
 
 
 def _session(
-    request: ExplainRequest[WindowedAggregateSpec],
+    request: ExplainRequest[spec.WindowedAggregateSpec],
     source: Log,
     found: Sequence[Record],
     merges: Sequence[Merge],
@@ -447,7 +443,7 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
     return (min(starts), max(ends)) == merged
 
 
-def _merges(request: ExplainRequest[WindowedAggregateSpec], start: int, end: int) -> list[Merge]:
+def _merges(request: ExplainRequest[spec.WindowedAggregateSpec], start: int, end: int) -> list[Merge]:
     """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
     and result."""
     log = request.log
@@ -477,7 +473,7 @@ def left_out(
 
 def too_late(
     log: Log,
-    operator: WindowedAggregateSpec,
+    operator: spec.WindowedAggregateSpec,
     source: Log,
     key: Sequence[object],
     most: int,
@@ -506,7 +502,7 @@ def too_late(
 # Explain suppress
 
 
-def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
+def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     """Returns the update that suppress emitted as a result, see ``core.suppress``."""
     name, reasoning = request.specification.source, request.reasoning
     source = request.inputs[name]
@@ -525,7 +521,7 @@ def suppress(request: ExplainRequest[SuppressSpec]) -> Derivation:
     reasoning.decide(
         rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place"
     )
-    closes = isinstance(request.of_run.until, WindowClosesSpec)
+    closes = isinstance(request.of_run.until, spec.WindowClosesSpec)
     end = bounds_of(request.record.values)[1] if closes else None
     if now is not None and end is not None and end <= now:
         reasoning.decide(rules.WINDOW_CLOSED, f"its window ended at {as_time(end)}; {end_of_run}")

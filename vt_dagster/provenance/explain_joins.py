@@ -53,17 +53,8 @@ from vt_dagster.provenance.expressions import evaluate, used
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import texts
 from vt_dagster.storage.commit_log import Commit, Offsets, last_that
+from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import length_at, spoken
-from vt_dagster.topology.specification import (
-    CorrectedJoinSpec,
-    CorrectedStreamJoinSpec,
-    ForeignKeyJoinSpec,
-    HistoryJoinSpec,
-    LookupJoinSpec,
-    StreamStreamJoinSpec,
-    StreamTableJoinSpec,
-    TableTableJoinSpec,
-)
 from vt_dagster.topology.version_rules import EVER
 
 Key = tuple[Any, ...]
@@ -71,7 +62,7 @@ Key = tuple[Any, ...]
 LEFT, RIGHT = 0, 1
 
 
-def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
+def table_table(request: ExplainRequest[spec.TableTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a table-table join, see ``core.table_joins``."""
     join = request.specification
     names = [join.left, join.right]
@@ -95,7 +86,7 @@ def table_table(request: ExplainRequest[TableTableJoinSpec]) -> Derivation:
     return _inputs_of(request, updates)
 
 
-def of_histories(request: ExplainRequest[HistoryJoinSpec]) -> Derivation:
+def of_histories(request: ExplainRequest[spec.HistoryJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a history join: each side's version at the result's time, as of
     the run, see ``core.table_joins``."""
     made = list[tuple[Log, Record]]()
@@ -179,7 +170,7 @@ def _inputs_of(request: ExplainRequest[Any], updates: Sequence[Update]) -> Deriv
 # ------------------------------------------------------------------------------------- by foreign key
 
 
-def foreign_key(request: ExplainRequest[ForeignKeyJoinSpec]) -> Derivation:
+def foreign_key(request: ExplainRequest[spec.ForeignKeyJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a foreign-key join, see ``core.table_joins``."""
     join = request.specification
     names = [join.left, join.right]
@@ -247,7 +238,7 @@ def _after_left(
 
 
 def _references(
-    request: ExplainRequest[ForeignKeyJoinSpec], left: Log, end: Offsets
+    request: ExplainRequest[spec.ForeignKeyJoinSpec], left: Log, end: Offsets
 ) -> dict[Place, tuple[Record, Key | None]] | None:
     """Returns the left key's changes that trigger a join, by place, each with its foreign key; None =
     computing the foreign key needs Spark."""
@@ -266,7 +257,7 @@ def _references(
 # ----------------------------------------------------------------------------- of streams with tables
 
 
-Lookup = TypeVar("Lookup", bound=LookupJoinSpec)
+Lookup = TypeVar("Lookup", bound=spec.LookupJoinSpec)
 
 
 _MATCHES = (rules.AS_OF, rules.LATEST, rules.NEXT, rules.NEAREST, rules.FIRST_VERSION)
@@ -292,7 +283,7 @@ class Answer:
         return self.version if self.rule in _MATCHES else None
 
 
-def _stream_record(request: ExplainRequest[StreamTableJoinSpec]) -> list[Record]:
+def _stream_record(request: ExplainRequest[spec.StreamTableJoinSpec]) -> list[Record]:
     """Returns the stream record of a result; all candidates if it is ambiguous.
 
     A result has its record's key, time and partition. Records of one key and time leave a run in order
@@ -312,7 +303,7 @@ def _stream_record(request: ExplainRequest[StreamTableJoinSpec]) -> list[Record]
     return taken if len(taken) != len(results) else [taken[results.index(record.offset)]]
 
 
-def _note_waiting(request: ExplainRequest[StreamTableJoinSpec], record: Record) -> None:
+def _note_waiting(request: ExplainRequest[spec.StreamTableJoinSpec], record: Record) -> None:
     """Adds whether a stream's record waited in the buffer, or was late, in a join with a grace
     period."""
     commit, reasoning, place = request.commit, request.reasoning, record.partition
@@ -377,7 +368,7 @@ def _batch_at(path: str, version: int) -> int | None:
     return None
 
 
-def _known_until(join: LookupJoinSpec, record: Record) -> int | None:
+def _known_until(join: spec.LookupJoinSpec, record: Record) -> int | None:
     """Returns the system time up to which versions count for a record (inclusive), epoch microseconds;
     None = all versions count."""
     if isinstance(join.as_known, timedelta):
@@ -390,7 +381,7 @@ def _answer(
     found: Sequence[Version],
     moment: datetime,
     commit: Commit,
-    join: LookupJoinSpec,
+    join: spec.LookupJoinSpec,
     forgetful: bool = True,
 ) -> Answer:
     """Looks up a time among the versions of a key (oldest first; for a plain table the row), as
@@ -431,7 +422,7 @@ def _has_value(version: Version) -> bool:
 def _ahead(
     found: Sequence[Version],
     moment: datetime,
-    join: LookupJoinSpec,
+    join: spec.LookupJoinSpec,
     forgotten: Callable[[Version], bool],
 ) -> Answer:
     """Looks up a time with ``at_or_after``, ``after`` or ``nearest``, see :func:`_answer`."""
@@ -478,7 +469,7 @@ def _look_up(
     values: Sequence[object],
     moment: datetime,
     seen: Commit | None,
-    join: LookupJoinSpec,
+    join: spec.LookupJoinSpec,
 ) -> Looked:
     """Looks up a key at a time, as of the last commit that the run read (None = it read none), and by
     current knowledge."""
@@ -537,7 +528,7 @@ def _knows(commit: Commit | None, version: Version) -> bool:
 # ------------------------------------------------------------------------------------------- the result
 
 
-def stream_table(request: ExplainRequest[StreamTableJoinSpec]) -> Derivation:
+def stream_table(request: ExplainRequest[spec.StreamTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a stream-table join, see ``core.stream_table_join``."""
     left = request.specification.left
     stream, reasoning = request.inputs[left], request.reasoning
@@ -607,7 +598,7 @@ def _note_looked(
         reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")
 
 
-def corrected(request: ExplainRequest[CorrectedJoinSpec]) -> Derivation:
+def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected join, see ``core.stream_table_join``."""
     left = request.specification.left
     stream, reasoning = request.inputs[left], request.reasoning
@@ -664,7 +655,7 @@ Chosen = Callable[[int, Record | None], bool]
 """Whether a result's columns have the values of a side's record; None = a side without a match."""
 
 
-def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
+def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a stream-stream join, see ``core.stream_stream_join``."""
     join = request.specification
     names = [join.left, join.right]
@@ -705,7 +696,7 @@ def stream_stream(request: ExplainRequest[StreamStreamJoinSpec]) -> Derivation:
     return Derivation()
 
 
-def _chosen(request: ExplainRequest[StreamStreamJoinSpec], logs: Sequence[Log]) -> Chosen:
+def _chosen(request: ExplainRequest[spec.StreamStreamJoinSpec], logs: Sequence[Log]) -> Chosen:
     """Returns a test whether a record fits the result's columns that are copied from its side."""
     columns = [log.columns.names for log in logs]
     values, key = request.record.values, request.log.key
@@ -771,7 +762,7 @@ def _note_match(request: ExplainRequest[Any], left: Record, right: Record) -> No
 
 
 def _alone(
-    request: ExplainRequest[StreamStreamJoinSpec],
+    request: ExplainRequest[spec.StreamStreamJoinSpec],
     logs: Sequence[Log],
     side: int,
     record: Record,
@@ -806,7 +797,7 @@ def _alone(
     return Derivation([(logs[side], record)], None, shown[: request.most], len(near))
 
 
-def corrected_streams(request: ExplainRequest[CorrectedStreamJoinSpec]) -> Derivation:
+def corrected_streams(request: ExplainRequest[spec.CorrectedStreamJoinSpec]) -> Derivation:
     """Returns the inputs of a row of a corrected stream-stream join, see
     ``core.stream_stream_join``: the row's key has the places of its records."""
     reasoning, parts = request.reasoning, list[tuple[Log, Record]]()

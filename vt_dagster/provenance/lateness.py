@@ -49,16 +49,9 @@ from vt_dagster.provenance.expressions import plain as plain_column
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
+from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import DAY, Calendar, parse_length, spoken, starts_near
 from vt_dagster.topology.options import Consumer, refused_option
-from vt_dagster.topology.specification import (
-    CalendarWindowSpec,
-    HoppingWindowSpec,
-    LatenessOption,
-    StreamTableJoinSpec,
-    TumblingWindowSpec,
-    WindowedAggregateSpec,
-)
 from vt_dagster.topology.version_rules import EVER
 
 pc: Any = pyarrow.compute
@@ -581,7 +574,7 @@ class LateJoin:
             table is not versioned or has ``new_version_on``.
     """
 
-    def __init__(self, log: Log, join: StreamTableJoinSpec, stream: Log, table: Log) -> None:
+    def __init__(self, log: Log, join: spec.StreamTableJoinSpec, stream: Log, table: Log) -> None:
         if join.as_known != "now":
             known = spoken(join.as_known) if isinstance(join.as_known, timedelta) else join.as_known
             raise StorageError(
@@ -828,7 +821,7 @@ def _batches(path: str) -> list[tuple[int, int]]:
     return [(v, int(one.document["batch"])) for v, one in there if one is not None]
 
 
-def _columns(join: StreamTableJoinSpec, table: Log) -> list[str]:
+def _columns(join: spec.StreamTableJoinSpec, table: Log) -> list[str]:
     """Returns the table's columns that a join selects. Leaves out the end of the version, which the
     table always learns later."""
     declared = table.head.shape.columns or []
@@ -897,15 +890,15 @@ class LateWindows:
         StorageError: the windows are of another kind, or computing the key or partition needs Spark.
     """
 
-    def __init__(self, log: Log, operator: WindowedAggregateSpec, stream: Log) -> None:
+    def __init__(self, log: Log, operator: spec.WindowedAggregateSpec, stream: Log) -> None:
         self.log, self.stream, self.name = log, stream, operator.source
         window = operator.window
         self.bounds: Calendar | tuple[int, int]
         """The calendar, or the size and advance of all windows in microseconds."""
-        if isinstance(window, CalendarWindowSpec):
+        if isinstance(window, spec.CalendarWindowSpec):
             self.bounds = window.calendar
         elif (
-            isinstance(window, TumblingWindowSpec | HoppingWindowSpec)
+            isinstance(window, spec.TumblingWindowSpec | spec.HoppingWindowSpec)
             and isinstance(window.size, timedelta)
             and isinstance(window.advance, timedelta)
         ):
@@ -1011,7 +1004,7 @@ class LateWindows:
         return self.cost([length * _ONE])[0]
 
 
-def _key(log: Log, operator: WindowedAggregateSpec, stream: Log) -> tuple[str, ...]:
+def _key(log: Log, operator: spec.WindowedAggregateSpec, stream: Log) -> tuple[str, ...]:
     """Returns the grouping columns."""
     if not operator.group_key:
         return stream.key
@@ -1159,10 +1152,10 @@ def lateness(
     requested = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
     operator, notes = log.specification, list[str]()
     found: LateJoin | LateWindows | LateRecords
-    if isinstance(operator, StreamTableJoinSpec):
+    if isinstance(operator, spec.StreamTableJoinSpec):
         found = LateJoin(log, operator, *_inputs(log, operator))
         what, declared = _declared(table, operator.lateness_option)
-    elif isinstance(operator, WindowedAggregateSpec):
+    elif isinstance(operator, spec.WindowedAggregateSpec):
         found = LateWindows(log, operator, *_inputs(log, operator))
         what, declared = _declared(table, operator.lateness_option)
     elif log.head.shape.ordered_by_source:
@@ -1222,7 +1215,7 @@ def parse_share(at_most: str | float | None) -> float | None:
     return found
 
 
-def _inputs(log: Log, operator: StreamTableJoinSpec | WindowedAggregateSpec) -> list[Log]:
+def _inputs(log: Log, operator: spec.StreamTableJoinSpec | spec.WindowedAggregateSpec) -> list[Log]:
     found: list[Log] = []
     for name in operator.inputs:
         one = log.input(name)
@@ -1235,7 +1228,7 @@ def _inputs(log: Log, operator: StreamTableJoinSpec | WindowedAggregateSpec) -> 
     return found
 
 
-def _declared(table: Any, of_last_run: LatenessOption) -> LatenessOption:
+def _declared(table: Any, of_last_run: spec.LatenessOption) -> spec.LatenessOption:
     """Returns the option as declared: that of a stream or table, else that of the last run."""
     declared = getattr(table, "operator", None)
     return of_last_run if declared is None else declared.specification.lateness_option or of_last_run
