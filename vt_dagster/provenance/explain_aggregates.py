@@ -52,6 +52,7 @@ _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
 
 AggregateSpec = spec.StreamAggregateSpec | spec.TableAggregateSpec | spec.WindowedAggregateSpec
+WindowRequest = ExplainRequest[spec.WindowedAggregateSpec]
 
 
 def keys_of(operator: AggregateSpec, source: Log) -> Sequence[tuple[str, str]]:
@@ -59,18 +60,17 @@ def keys_of(operator: AggregateSpec, source: Log) -> Sequence[tuple[str, str]]:
     return operator.group_key or [(c, c) for c in source.key]
 
 
-def needs_spark(request: ExplainRequest[AggregateSpec], source: Log) -> Derivation:
+def needs_spark(request: ExplainRequest[AggregateSpec]) -> Derivation:
     """Returns no inputs, with a note that computing the group's key needs Spark."""
     request.reasoning.notes.append(
         f"the group {', '.join(map(str, request.specification.group_key))} cannot be computed without "
-        f"Spark: explain the rows of {source.name} by key"
+        f"Spark: explain the rows of {request.source.name} by key"
     )
     return Derivation()
 
 
 def members(
     request: ExplainRequest[Any],
-    source: Log,
     found: Sequence[Place],
     also: Iterable[Place] = (),
     count: int | None = None,
@@ -86,27 +86,25 @@ def members(
     count = len(found) if count is None else count
     shown = [*found[-request.most :]]
     order = {place: i for i, place in enumerate(found)}
-    records = source.at({*shown, *extra})
+    records = request.source.at({*shown, *extra})
     records.sort(key=lambda one: (order.get(one.place, -1), one.place))
     if count > len(shown):
         request.reasoning.notes.append(f"the newest {len(shown)} of the {count:,} records that are in")
-    return Derivation([(source, one) for one in records], count + len(extra - {*found}))
+    return Derivation([(request.source, one) for one in records], count + len(extra - {*found}))
 
 
 def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Derivation:
     """Returns the stream records in a group, see ``core.aggregates``."""
-    name = request.specification.source
-    source = request.inputs[name]
+    name, source = request.specification.source, request.source
     group = Group(source, keys_of(request.specification, source), request.record.values)
     rows = source.rows(group.condition(), end=request.end(name), only=[*_OURS, *group.columns])
     inside = group.has(rows)
     if inside is None:
-        return needs_spark(request, source)
-    rekeyed = bool(request.specification.group_key)
+        return needs_spark(request)
     rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
     before = values_by_partition(rows, request.start(name), 0) > rows.column(OFFSET).to_numpy()
     entries = narrow(source, rows.filter(pa.array(~before)))
-    new = [one for _, one in Arrivals(request, [name], rekeyed).sorted([(0, e) for e in entries])]
+    new = _in_order(request, entries, merges=bool(request.specification.group_key))
     place = triggering_update(request, _times(request, new))
     new = new if place is None else new[: place + 1]
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
@@ -121,7 +119,15 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
         request.reasoning.notes.append(
             "records that the result refused as older than its history retention may be among these"
         )
-    return members(request, source, taken, count=count)
+    return members(request, taken, count=count)
+
+
+def _in_order(
+    request: ExplainRequest[AggregateSpec], records: Sequence[Record], merges: bool = True
+) -> list[Record]:
+    """Returns records of the only input in the order in which runs consume them, see ``Arrivals``."""
+    arrivals = Arrivals(request, [request.specification.source], merges)
+    return [one for _, one in arrivals.sorted([(0, one) for one in records])]
 
 
 def narrow(source: Log, rows: pa.Table) -> list[Record]:
@@ -144,8 +150,7 @@ def _times(request: ExplainRequest[Any], updates: Sequence[Record]) -> list[tupl
 
 def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivation:
     """Returns the table rows in a group, see ``core.aggregates``."""
-    name = request.specification.source
-    source = request.inputs[name]
+    name, source = request.specification.source, request.source
     group = Group(source, keys_of(request.specification, source), request.record.values)
     on = source.head.shape.new_version_on or ()
     columns = [*dict.fromkeys((*_OURS, IS_LATEST, OLD, *source.key, *group.columns, *on))]
@@ -158,7 +163,7 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
         rows = rows.filter(pa.array(~repeats))
     new, old = group.has(rows), group.has(replaced_rows(rows))
     if new is None or old is None:
-        return needs_spark(request, source)
+        return needs_spark(request)
     new &= ~rows.column(IS_TOMBSTONE).to_numpy()
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
@@ -173,7 +178,7 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
         one.place: (key, inside)
         for one, key, inside in zip(changes, keys, rows.column("_in").to_pylist(), strict=True)
     }
-    ordered = [one for _, one in Arrivals(request, [name]).sorted([(0, one) for one in changes])]
+    ordered = _in_order(request, changes)
     earlier = [one for one in ordered if not request.is_new(name, one)]
     fresh = ordered[len(earlier) :]
     place = triggering_update(request, _times(request, fresh))
@@ -184,12 +189,11 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
     else:
         request.reasoning.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
     taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
-    return _rows_in(request, source, taken, about)
+    return _rows_in(request, taken, about)
 
 
 def _rows_in(
     request: ExplainRequest[Any],
-    source: Log,
     taken: Sequence[Record],
     about: Mapping[Place, tuple[Any, bool]],
 ) -> Derivation:
@@ -217,9 +221,7 @@ def _rows_in(
         request.reasoning.notes.append(
             "its timestamp, or its last change, comes from a row that has left the group"
         )
-    return members(
-        request, source, list(inside.values()), {place for place in also if place is not None}
-    )
+    return members(request, list(inside.values()), [place for place in also if place is not None])
 
 
 # Explain windows
@@ -232,10 +234,8 @@ Merge = tuple[Sequence[Bounds], Bounds, Record]
 """The sessions that a record replaced, the new session, and the result of the new session."""
 
 
-def windowed_aggregate(request: ExplainRequest[spec.WindowedAggregateSpec]) -> Derivation:
+def windowed_aggregate(request: WindowRequest) -> Derivation:
     """Returns the stream records of a window, see ``core.windowed_aggregate``."""
-    name = request.specification.source
-    source = request.inputs[name]
     kind = request.specification.window.kind
     start, end = bounds_of(request.record.values)
     merges = _merges(request, start, end) if kind == "session" else []
@@ -244,33 +244,28 @@ def windowed_aggregate(request: ExplainRequest[spec.WindowedAggregateSpec]) -> D
             request, *next((m for _, m, r in merges if r.offset > request.record.offset), (start, end))
         )
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
-    found = _of_key(request, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
+    found = _of_key(request, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:
-        return needs_spark(request, source)
+        return needs_spark(request)
     if kind == "session":
-        return _session(request, source, found, merges)
-    return _fixed(request, source, found, sliding=kind == "sliding")
+        return _session(request, found, merges)
+    return _fixed(request, found, sliding=kind == "sliding")
 
 
-def _of_key(
-    request: ExplainRequest[spec.WindowedAggregateSpec], source: Log, start: int, end: int
-) -> list[Record] | None:
+def _of_key(request: WindowRequest, start: int, end: int) -> list[Record] | None:
     """Returns the records of the window's key between two times (inclusive, epoch microseconds) that
     any run has consumed, in order of arrival, without values; None = computing the key needs Spark."""
-    name = request.specification.source
-    rekeyed = bool(request.specification.group_key)
-    taken = request.log.head.inputs.get(name, {})
+    source, rekeyed = request.source, bool(request.specification.group_key)
+    taken = request.log.head.inputs.get(request.specification.source, {})
     if not rekeyed:  # without a new key, each partition has its own windows
         taken = {p: o for p, o in taken.items() if p == request.record.partition}
     group = Group(source, keys_of(request.specification, source), request.record.values)
-    only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
     near = both(group.condition(), between(start, end))
-    rows = source.rows(near, end=taken, only=only)
+    rows = source.rows(near, end=taken, only=[*_OURS, *group.columns])
     inside = group.has(rows)
     if inside is None:
         return None
-    found = narrow(source, rows.filter(pa.array(inside)))
-    return [one for _, one in Arrivals(request, [name], rekeyed).sorted([(0, one) for one in found])]
+    return _in_order(request, narrow(source, rows.filter(pa.array(inside))), rekeyed)
 
 
 def bounds_of(values: Mapping[str, object]) -> Bounds:
@@ -283,12 +278,7 @@ def bounds_of(values: Mapping[str, object]) -> Bounds:
 # ------------------------------------------------------------------------- tumbling, hopping, sliding
 
 
-def _fixed(
-    request: ExplainRequest[spec.WindowedAggregateSpec],
-    source: Log,
-    found: Sequence[Record],
-    sliding: bool,
-) -> Derivation:
+def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> Derivation:
     start, end = bounds_of(request.record.values)
     near = [one for one in found if not sliding or not one.is_tombstone]
     near = [one for one in near if start <= _at(one, sliding) < end + sliding]
@@ -300,12 +290,11 @@ def _fixed(
         )
     late = near[_let_in_until_now(request, near, sliding) :]
     left = _just_left(request, found, inside, start, end) if sliding else []
-    made = members(request, source, [one.place for one in inside], left)
-    return _with_late(request, made, source, late)
+    return _with_late(request, [one.place for one in inside], late, left)
 
 
 def _just_left(
-    request: ExplainRequest[spec.WindowedAggregateSpec],
+    request: WindowRequest,
     found: Sequence[Record],
     inside: Sequence[Record],
     start: int,
@@ -326,9 +315,7 @@ def _at(record: Record, sliding: bool) -> int:
     return record.micros // _MILLISECOND * _MILLISECOND if sliding else record.micros
 
 
-def _let_in(
-    request: ExplainRequest[spec.WindowedAggregateSpec], near: Sequence[Record], sliding: bool
-) -> int:
+def _let_in(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
     """Returns how many records the window contains at the explained result."""
     counted = _counted(request)
     if counted is not None:
@@ -347,7 +334,7 @@ def _let_in(
     return earlier + place + 1
 
 
-def _counted(request: ExplainRequest[spec.WindowedAggregateSpec]) -> int | None:
+def _counted(request: WindowRequest) -> int | None:
     """Returns the result's own count of records; None = it has no ``count(*)``."""
     return next(
         (
@@ -360,9 +347,7 @@ def _counted(request: ExplainRequest[spec.WindowedAggregateSpec]) -> int | None:
     )
 
 
-def _let_in_until_now(
-    request: ExplainRequest[spec.WindowedAggregateSpec], near: Sequence[Record], sliding: bool
-) -> int:
+def _let_in_until_now(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
     """Returns how many records the window contains as of the last commit; all if that is not known."""
     end = request.here(request.log.commit.next_offset)
     every = request.log.records(request.same_key(request.log), end=end)
@@ -374,27 +359,21 @@ def _let_in_until_now(
 
 
 def _with_late(
-    request: ExplainRequest[spec.WindowedAggregateSpec],
-    made: Derivation,
-    source: Log,
-    late: Sequence[Record],
+    request: WindowRequest, inside: Sequence[Place], late: Sequence[Record], left: Sequence[Place] = ()
 ) -> Derivation:
-    """Adds the newest records that came too late."""
+    """Returns the records of a window, and the newest records that came too late."""
+    made = members(request, inside, left)
     if not late:
         return made
     request.reasoning.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
-    return Derivation(made.parts, made.count, left_out(source, late[-request.most :]), len(late))
+    shown = left_out(request.source, late[-request.most :])
+    return Derivation(made.parts, made.count, shown, len(late))
 
 
 # ------------------------------------------------------------------------------------------- sessions
 
 
-def _session(
-    request: ExplainRequest[spec.WindowedAggregateSpec],
-    source: Log,
-    found: Sequence[Record],
-    merges: Sequence[Merge],
-) -> Derivation:
+def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[Merge]) -> Derivation:
     """Returns the records of a session, from the results of its key: each accepted record emits
     tombstones for the sessions that it replaces, then the new session. For a tombstone: the records
     of the session, and the record that replaced it."""
@@ -430,11 +409,11 @@ def _session(
         name = request.specification.source
         taken = [one for one in found if request.turn(name, one) < 2]
         inside = [one.place for one in taken if start <= one.micros <= end]
-        return members(request, source, inside)
+        return members(request, inside)
     order = {one.place: i for i, one in enumerate(near)}
     inside.sort(key=order.__getitem__)
     late = [one for one in late if start <= one.micros <= end]
-    return _with_late(request, members(request, source, inside), source, late)
+    return _with_late(request, inside, late)
 
 
 def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
@@ -443,7 +422,7 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
     return (min(starts), max(ends)) == merged
 
 
-def _merges(request: ExplainRequest[spec.WindowedAggregateSpec], start: int, end: int) -> list[Merge]:
+def _merges(request: WindowRequest, start: int, end: int) -> list[Merge]:
     """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
     and result."""
     log = request.log
@@ -504,8 +483,7 @@ def too_late(
 
 def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     """Returns the update that suppress emitted as a result, see ``core.suppress``."""
-    name, reasoning = request.specification.source, request.reasoning
-    source = request.inputs[name]
+    name, source, reasoning = request.specification.source, request.source, request.reasoning
     same = source.same_key(request.record.values)
     updates = source.records(same, end=request.here(request.end(name)))
     mine = [one for one in updates if _is(one, request.record)]

@@ -670,6 +670,12 @@ class ExplainRequest(Generic[S]):
         """What the operator computed in the record's run: with the options of then that may change."""
         return cast(S, self.commit.shape.specification)
 
+    @property
+    def source(self) -> Log:
+        """The log of the only input."""
+        (found,) = self.inputs.values()
+        return found
+
     @cached_property
     def before(self) -> Commit | None:
         """The commit before the record's; None = the record is from the first commit."""
