@@ -84,9 +84,7 @@ def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
     found = _origins(request)
     if request.record.is_tombstone and isinstance(operator, spec.FilterSpec):
         condition = f"{'not ' * operator.negate}{operator.predicate}"
-        request.reasoning.notes.append(
-            f"a tombstone: its record is a tombstone, or does not meet: {condition}"
-        )
+        request.note(f"a tombstone: its record is a tombstone, or does not meet: {condition}")
     return Derivation(found[: request.most], len(found))
 
 
@@ -107,7 +105,7 @@ def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
     if len(alike) <= 1:
         return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
-    request.reasoning.notes.append(
+    request.note(
         f"{len(alike)} records of its run look the same from here, and give equal results or none: "
         f"its input is {what}"
     )
@@ -285,13 +283,13 @@ class Explainer:
         reasoning, operator, commit = Reasoning(), log.specification, log.commit_of(record)
         found = Explanation(log.name, log.operator, record, written(commit))
         if commit is None:
-            reasoning.notes.append("the commit that wrote it is gone")
+            reasoning.note("the commit that wrote it is gone")
         elif operator is None:
             again, count = duplicates_of(log, record)
             found = replace(found, origin=origin(log, record, commit), rejected=tuple(again))
             if count:
                 columns = ", ".join(log.head.shape.unique_by or ())
-                reasoning.notes.append(f"duplicates in quarantine that mention its {columns}: {count}")
+                reasoning.note(f"duplicates in quarantine that mention its {columns}: {count}")
         else:
             inputs = self._all_inputs(log, reasoning)
             if len(inputs) == len(set(operator.inputs)):
@@ -320,7 +318,7 @@ class Explainer:
                 self._inputs[place] = log.input(name)
             up = self._inputs[place]
             if up is None:
-                reasoning.notes.append(
+                reasoning.note(
                     f"the log of its input {name} is not in {log.warehouse}, or was created anew since"
                 )
             else:
@@ -334,9 +332,7 @@ class Explainer:
         reasoning = Reasoning(notes=[f"{log.name} has no such row: {absent}"])
         erased = sum(log.commit.erased.values())
         if erased:
-            reasoning.notes.append(
-                f"{erased:,} rows of its log have been erased: it may have been one of them"
-            )
+            reasoning.note(f"{erased:,} rows of its log have been erased: it may have been one of them")
         found = Explanation(log.name, log.operator)
         if key is not None and log.specification is None:
             rows, count = rejected(log, key)
@@ -372,7 +368,7 @@ class Explainer:
                 : 1 if isinstance(operator, spec.ForeignKeyJoinSpec) else None
             ]
             return replace(found, made_of=tuple(self.explain(up.name, key) for up in sides))
-        reasoning.notes.append(f"nothing of it has come; it is made of {', '.join(inputs)}")
+        reasoning.note(f"nothing of it has come; it is made of {', '.join(inputs)}")
         return found
 
 
@@ -381,7 +377,7 @@ def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
     commit = log.taken_by(name, *record.place)
     released = log.commit.emitted_up_to.get(record.partition)
     if commit is None:
-        reasoning.notes.append(f"no run of {log.name} has taken {record} yet")
+        reasoning.note(f"no run of {log.name} has taken {record} yet")
     elif record.is_tombstone:
         reasoning.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and record.micros > released:

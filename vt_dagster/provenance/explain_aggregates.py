@@ -62,7 +62,7 @@ def keys_of(operator: AggregateSpec, source: Log) -> Sequence[tuple[str, str]]:
 
 def needs_spark(request: ExplainRequest[AggregateSpec]) -> Derivation:
     """Returns no inputs, with a note that computing the group's key needs Spark."""
-    request.reasoning.notes.append(
+    request.note(
         f"the group {', '.join(map(str, request.specification.group_key))} cannot be computed without "
         f"Spark: explain the rows of {request.source.name} by key"
     )
@@ -89,7 +89,7 @@ def members(
     records = request.source.at({*shown, *extra})
     records.sort(key=lambda one: (order.get(one.place, -1), one.place))
     if count > len(shown):
-        request.reasoning.notes.append(f"the newest {len(shown)} of the {count:,} records that are in")
+        request.note(f"the newest {len(shown)} of the {count:,} records that are in")
     return Derivation([(request.source, one) for one in records], count + len(extra - {*found}))
 
 
@@ -110,13 +110,11 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
     if place is not None:
-        request.reasoning.decide(
-            rules.TRIGGERED, f"{new[place]}, the record number {count} of its group"
-        )
+        request.decide(rules.TRIGGERED, f"{new[place]}, the record number {count} of its group")
     shown = earlier.slice(max(0, earlier.num_rows - request.most))
     taken = places_of(shown) + [one.place for one in new]
     if request.log.versioned:
-        request.reasoning.notes.append(
+        request.note(
             "records that the result refused as older than its history retention may be among these"
         )
     return members(request, taken, count=count)
@@ -168,7 +166,7 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
     if isinstance(request.specification.aggregates, spec.AggregatorSpec):
-        request.reasoning.notes.append(
+        request.note(
             "functions of its own: rows that have left the group may still affect the result, if "
             "their subtractor does not undo their contribution"
         )
@@ -183,11 +181,11 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
     fresh = ordered[len(earlier) :]
     place = triggering_update(request, _times(request, fresh))
     if place is None:
-        request.reasoning.notes.append(
+        request.note(
             "the change that triggered it is ambiguous: these rows are in the group after its run"
         )
     else:
-        request.reasoning.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
+        request.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
     taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
     return _rows_in(request, taken, about)
 
@@ -218,9 +216,7 @@ def _rows_in(
             key, _ = about[one.place]
             also |= {one.place, before[one.place], last[key], before[last[key]]}
     if also:
-        request.reasoning.notes.append(
-            "its timestamp, or its last change, comes from a row that has left the group"
-        )
+        request.note("its timestamp, or its last change, comes from a row that has left the group")
     return members(request, list(inside.values()), [place for place in also if place is not None])
 
 
@@ -285,9 +281,7 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
     taken = _let_in(request, near, sliding)
     inside = near[:taken]
     if inside:
-        request.reasoning.decide(
-            rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window"
-        )
+        request.decide(rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window")
     late = near[_let_in_until_now(request, near, sliding) :]
     left = _just_left(request, found, inside, start, end) if sliding else []
     return _with_late(request, [one.place for one in inside], late, left)
@@ -305,9 +299,7 @@ def _just_left(
         return []
     before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
     for one in before[:1]:
-        request.reasoning.notes.append(
-            f"its window starts a millisecond after {one}, which is not in it"
-        )
+        request.note(f"its window starts a millisecond after {one}, which is not in it")
     return [one.place for one in before[:1]]
 
 
@@ -326,7 +318,7 @@ def _let_in(request: WindowRequest, near: Sequence[Record], sliding: bool) -> in
     results = request.results()
     place = [one.offset for one in results].index(request.record.offset)
     if sliding or (len(results) <= 1 < len(new) and request.of_run.emit == "per_run"):
-        request.reasoning.notes.append(
+        request.note(
             "which records of its run came too late for the window is not known: its aggregates have "
             "no count(*)"
         )
@@ -365,7 +357,7 @@ def _with_late(
     made = members(request, inside, left)
     if not late:
         return made
-    request.reasoning.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
+    request.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
     shown = left_out(request.source, late[-request.most :])
     return Derivation(made.parts, made.count, shown, len(late))
 
@@ -400,10 +392,10 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
             did = f"the record number {len(inside)} of its session"
             if gone:
                 did = "which made it a part of the session from {} to {}".format(*map(as_time, merged))
-            request.reasoning.decide(rules.TRIGGERED, f"{one}, {did}")
+            request.decide(rules.TRIGGERED, f"{one}, {did}")
         ahead = next(rest, None)
     if not inside:
-        request.reasoning.notes.append(
+        request.note(
             "its run did not keep each update: which of its records came too late is not known"
         )
         name = request.specification.source
@@ -472,7 +464,7 @@ def too_late(
     inside = group.has(rows)
     near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
     if not near:
-        reasoning.notes.append(f"{source.name} has no record in this window")
+        reasoning.note(f"{source.name} has no record in this window")
         return []
     reasoning.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of {source.name} in it")
     return left_out(source, near[-most:])
@@ -488,7 +480,7 @@ def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     updates = source.records(same, end=request.here(request.end(name)))
     mine = [one for one in updates if _is(one, request.record)]
     if not mine:
-        reasoning.notes.append(f"its update of {name} is gone")
+        reasoning.note(f"its update of {name} is gone")
         return Derivation()
     before = [one for one in request.results(every=True) if one.offset < request.record.offset]
     since = _held_since(updates, before, mine)
@@ -547,7 +539,7 @@ def held(
     """
     taken = [one for one in updates if one.offset < log.head.inputs.get(name, {}).get(one.partition, 0)]
     if not taken:
-        reasoning.notes.append(f"no run of {log.name} has consumed a record of this key yet")
+        reasoning.note(f"no run of {log.name} has consumed a record of this key yet")
         return []
     first, last = taken[0], taken[-1]
     commit = log.taken_by(name, *first.place)

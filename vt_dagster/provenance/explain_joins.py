@@ -96,10 +96,10 @@ def of_histories(request: ExplainRequest[spec.HistoryJoinSpec]) -> Derivation:
         until = [one for one in found if one.timestamp <= request.record.timestamp]
         version = max(until, key=lambda one: (one.timestamp, one.offset), default=None)
         if version is None:
-            request.reasoning.decide(rules.NO_MATCH, f"{name} had no version of its key then")
+            request.decide(rules.NO_MATCH, f"{name} had no version of its key then")
             continue
         decided = rules.DELETED if version.is_tombstone else rules.AS_OF
-        request.reasoning.decide(decided, f"{version}, from {version.timestamp}")
+        request.decide(decided, f"{version}, from {version.timestamp}")
         made.append((log, version))
     return Derivation(made)
 
@@ -148,12 +148,12 @@ def _inputs_of(request: ExplainRequest[Any], updates: Sequence[Update]) -> Deriv
     """Returns the inputs of the update that became the record."""
     place = triggering_update(request, [(one.time, one.is_tombstone) for one in updates])
     if place is None:
-        request.reasoning.notes.append("the change that triggered it is ambiguous")
+        request.note("the change that triggered it is ambiguous")
         return Derivation()
     one, reasoning = updates[place], request.reasoning
     reasoning.decide(rules.TRIGGERED, f"{one.trigger}{' (a tombstone)' * one.trigger.is_tombstone}")
     if any(row is not one.other for _, row in one.made_of):
-        reasoning.notes.append(
+        reasoning.note(
             f"before it the key had a row in {one.log.name}: the tombstone retracts that row's result"
         )
     if one.other is None:
@@ -161,9 +161,7 @@ def _inputs_of(request: ExplainRequest[Any], updates: Sequence[Update]) -> Deriv
     else:
         reasoning.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
     if request.record.micros > one.time:
-        reasoning.notes.append(
-            "its timestamp is that of an earlier result of its key: times never decrease"
-        )
+        reasoning.note("its timestamp is that of an earlier result of its key: times never decrease")
     return Derivation([*one.made_of, (one.log, one.trigger)])
 
 
@@ -177,7 +175,7 @@ def foreign_key(request: ExplainRequest[spec.ForeignKeyJoinSpec]) -> Derivation:
     left, right = (request.inputs[name] for name in names)
     refers = _references(request, left, request.end(names[LEFT]))
     if refers is None:
-        request.reasoning.notes.append(
+        request.note(
             f"the foreign key {', '.join(join.foreign_key)} cannot be computed without Spark: "
             f"explain the rows of {left.name} and {right.name} by key"
         )
@@ -347,11 +345,9 @@ def _pinned(request: ExplainRequest[Lookup]) -> Commit | None:
         found = last_that(table.root, lambda one: one["batch"] <= batch)
         if found is not None:
             if table.head.truncation is not None and found.batch < table.head.truncation.batch:
-                reasoning.notes.append(
-                    f"the lookup in {name} is repeated on the rest of its log{table.limit}"
-                )
+                reasoning.note(f"the lookup in {name} is repeated on the rest of its log{table.limit}")
             return found
-    reasoning.notes.append(
+    reasoning.note(
         f"the Delta versions of {name} that the run read are gone: its state then is taken from "
         "recorded_at"
     )
@@ -534,9 +530,9 @@ def stream_table(request: ExplainRequest[spec.StreamTableJoinSpec]) -> Derivatio
     stream, reasoning = request.inputs[left], request.reasoning
     lefts = _stream_record(request)
     if not lefts:
-        reasoning.notes.append(f"its record of {left} is gone{stream.limit}")
+        reasoning.note(f"its record of {left} is gone{stream.limit}")
     elif len(lefts) > 1:
-        reasoning.notes.append(f"its input is one of {len(lefts)} records of its key and time")
+        reasoning.note(f"its input is one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
         _note_waiting(request, one)
     values = [request.record.values[c] for c in request.log.key]
@@ -551,9 +547,7 @@ def _looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence
     seen, cut = _pinned(request), _known_until(join, record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
-        reasoning.notes.append(
-            f"versions of {right} that were recorded after {as_time(cut)} do not count"
-        )
+        reasoning.note(f"versions of {right} that were recorded after {as_time(cut)} do not count")
     looked = _look_up(table, values, record.timestamp, seen, join)
     _note_looked(looked, table, right, record.timestamp, reasoning, cut is not None)
     return looked
@@ -587,13 +581,11 @@ def _note_looked(
     if now.found is not None:
         says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
     if not table.versioned:
-        reasoning.notes.append(
-            f"{name} is a plain table, which has changed since: now it would be {says}"
-        )
+        reasoning.note(f"{name} is a plain table, which has changed since: now it would be {says}")
     elif as_known:
-        reasoning.notes.append(f"if all that is known now counted it would be {says}")
+        reasoning.note(f"if all that is known now counted it would be {says}")
     elif looked.expired or then.rule in (rules.HORIZON, rules.EXPIRED):
-        reasoning.notes.append(f"with a longer history retention of {name} it would be {says}")
+        reasoning.note(f"with a longer history retention of {name} it would be {says}")
     else:
         reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")
 
@@ -606,7 +598,7 @@ def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
     partition, offset = mine.get(LEFT_PARTITION, request.record.partition), mine.get(LEFT_OFFSET)
     record = None if offset is None else stream.one(partition, offset)
     if record is None:
-        reasoning.notes.append(f"its record of {left} is gone{stream.limit}")
+        reasoning.note(f"its record of {left} is gone{stream.limit}")
         return Derivation()
     cause = mine[CAUSE]
     if cause is not None:
@@ -616,7 +608,7 @@ def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
     for one in others[-request.most :]:
         by = "with its stream record" if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
         gone, place = ", a tombstone" * one[IS_TOMBSTONE], Place(one[PARTITION], one[OFFSET])
-        reasoning.notes.append(f"revision {one[REVISION]} at {place}{gone}: {by}")
+        reasoning.note(f"revision {one[REVISION]} at {place}{gone}: {by}")
     looked = _looked_up(request, record, [record.values[c] for c in stream.key])
     made = _answered(request, looked, [(stream, record)])
     table, there = (
@@ -692,7 +684,7 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
         ]
         if alone:
             return _alone(request, logs, side, _nth(request, alone), (before, after))
-    reasoning.notes.append("its input records are gone")
+    reasoning.note("its input records are gone")
     return Derivation()
 
 
@@ -719,9 +711,7 @@ def _nth(request: ExplainRequest[Any], found: Sequence[Any]) -> Any:
     """Returns the candidate with the same position as the result has among equal results."""
     alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
     if len(found) > 1 and len(found) != len(alike):
-        request.reasoning.notes.append(
-            f"{len(found)} candidates look the same from here: this is one of them"
-        )
+        request.note(f"{len(found)} candidates look the same from here: this is one of them")
         return found[0]
     return found[[one.offset for one in alike].index(request.record.offset)] if found[1:] else found[0]
 
@@ -748,7 +738,7 @@ def _matched(
     left, right = _nth(request, sorted(pairs, key=place))
     late = ordered[0, left.place] > ordered[1, right.place]
     _note_match(request, left, right)
-    request.reasoning.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
+    request.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
     parts = [(logs[0], left), (logs[1], right)]
     return Derivation(parts[::-1] if late else parts)
 
@@ -756,9 +746,7 @@ def _matched(
 def _note_match(request: ExplainRequest[Any], left: Record, right: Record) -> None:
     apart = right.timestamp - left.timestamp
     where = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
-    request.reasoning.decide(
-        rules.MATCHED, f"{right} lies {where if apart else 'at the time of'} {left}"
-    )
+    request.decide(rules.MATCHED, f"{right} lies {where if apart else 'at the time of'} {left}")
 
 
 def _alone(
@@ -774,9 +762,9 @@ def _alone(
     name = request.specification.inputs[1 - side]
     other = logs[1 - side]
     if any(record.values.get(c) is None for c in logs[side].key):
-        request.reasoning.decide(rules.NO_MATCH, "a record without a key has no match: emitted at once")
+        request.decide(rules.NO_MATCH, "a record without a key has no match: emitted at once")
         return Derivation([(logs[side], record)])
-    request.reasoning.decide(
+    request.decide(
         rules.NO_MATCH,
         f"{name} had no record of its key from {low} to {high}, both inclusive, when stream time had "
         f"passed {high} and the grace period",
@@ -807,7 +795,7 @@ def corrected_streams(request: ExplainRequest[spec.CorrectedStreamJoinSpec]) -> 
             continue
         found = log.one(place[partition], place[offset])
         if found is None:
-            reasoning.notes.append(f"its record of {log.name} is gone{log.limit}")
+            reasoning.note(f"its record of {log.name} is gone{log.limit}")
             return Derivation(parts)
         parts.append((log, found))
     if request.record.is_late:

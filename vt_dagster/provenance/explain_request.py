@@ -283,6 +283,10 @@ class Reasoning:
         """Adds a rule that decided, with the facts of this case."""
         self.decisions.append(Decision(str(rule), because))
 
+    def note(self, text: str) -> None:
+        """Adds a further fact, or what is not known and why."""
+        self.notes.append(text)
+
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
@@ -671,6 +675,16 @@ class ExplainRequest(Generic[S]):
         return cast(S, self.commit.shape.specification)
 
     @property
+    def decide(self) -> Callable[[Any, str], None]:
+        """Adds a rule that decided, see :class:`Reasoning`."""
+        return self.reasoning.decide
+
+    @property
+    def note(self) -> Callable[[str], None]:
+        """Adds a further fact, see :class:`Reasoning`."""
+        return self.reasoning.note
+
+    @property
     def source(self) -> Log:
         """The log of the only input."""
         (found,) = self.inputs.values()
@@ -766,14 +780,10 @@ def triggering_update(request: ExplainRequest[Any], times: Sequence[tuple[int, b
     if len(results) == len(times):
         return place
     if len(results) > len(times):
-        request.reasoning.notes.append(
-            "input records of its run are gone: the one that triggered it is not known"
-        )
+        request.note("input records of its run are gone: the one that triggered it is not known")
         return None
     if not request.log.versioned:
-        request.reasoning.notes.append(
-            f"its run had {len(times)} updates of its key; only the last one is a result"
-        )
+        request.note(f"its run had {len(times)} updates of its key; only the last one is a result")
         return len(times) - 1 if len(results) == 1 else None
     found, rest = -1, enumerate(times)
     for one in results[: place + 1]:

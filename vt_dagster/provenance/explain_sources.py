@@ -301,7 +301,7 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
             rules.EXPIRED, f"it ended at {here.end}, and the table remembers since {as_time(horizon)}"
         )
     until = "now" if here.end is None else str(here.end)
-    reasoning.notes.append(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
+    reasoning.note(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
 
 
 def _first_of_its_value(log: Log, record: Record) -> str:
@@ -349,9 +349,7 @@ def _carried(log: Log, record: Record, others: Sequence[Version], reasoning: Rea
         before = [v for v in others if v.begin < record.timestamp][-1:]
         there = [f"as offset {v.place} has them" for v in before if not v.is_tombstone]
         rest = there[0] if there else "null, since it has no row before"
-        reasoning.notes.append(
-            f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}"
-        )
+        reasoning.note(f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}")
     if carried:
         place = Place(partition, offset - carried)
         cause = log.one(*place)
