@@ -68,12 +68,7 @@ def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-app = typer.Typer(
-    cls=_Commands,
-    help=__doc__,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Commands, help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _tell_version(requested: bool) -> None:
@@ -87,10 +82,7 @@ def _about(
     _: Annotated[
         bool,
         typer.Option(
-            "--version",
-            callback=_tell_version,
-            is_eager=True,
-            help="Print the version and exit.",
+            "--version", callback=_tell_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:

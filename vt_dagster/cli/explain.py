@@ -265,8 +265,7 @@ HOST = "127.0.0.1"
 
 def explore(
     warehouse: Annotated[
-        str,
-        typer.Argument(help="Directory or URL of the tables.", envvar="VT_DAGSTER_WAREHOUSE"),
+        str, typer.Argument(help="Directory or URL of the tables.", envvar="VT_DAGSTER_WAREHOUSE")
     ] = "data/warehouse",
     port: Annotated[int, typer.Option(help="Port on localhost; 0 = any free port.")] = 3001,
 ) -> None:

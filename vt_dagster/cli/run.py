@@ -80,8 +80,7 @@ class CheckResult:
 
 
 Selection = Annotated[
-    str,
-    typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.'),
+    str, typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.')
 ]
 DefinitionsFile = Annotated[
     Path | None,

@@ -39,12 +39,7 @@ from vt_dagster.cli.run import (
     load_topology,
 )
 from vt_dagster.errors import DefinitionsError, VtDagsterError
-from vt_dagster.orchestration.resources import (
-    WarehouseResource,
-    session_of,
-    spark_key,
-    warehouse_key,
-)
+from vt_dagster.orchestration.resources import WarehouseResource, session_of, spark_key, warehouse_key
 from vt_dagster.orchestration.sensors import runs_with
 from vt_dagster.provenance.lateness import parse_share, share
 from vt_dagster.runs import erase as erasure
@@ -345,8 +340,7 @@ def what_if(
     against_replay: Annotated[
         bool,
         typer.Option(
-            "--against-replay",
-            help="Compare with a replay without --set, not with the live table.",
+            "--against-replay", help="Compare with a replay without --set, not with the live table."
         ),
     ] = False,
     budget: Annotated[

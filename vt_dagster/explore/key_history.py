@@ -15,14 +15,7 @@ from math import floor, isfinite, log10
 import numpy as np
 import pyarrow as pa
 
-from vt_dagster.columns import (
-    IS_TOMBSTONE,
-    RECORDED_AT,
-    REVISION,
-    TIMESTAMP,
-    WINDOW_END,
-    WINDOW_START,
-)
+from vt_dagster.columns import IS_TOMBSTONE, RECORDED_AT, REVISION, TIMESTAMP, WINDOW_END, WINDOW_START
 from vt_dagster.explore.warehouse_overview import Files
 from vt_dagster.provenance.explain_aggregates import bounds_of
 from vt_dagster.provenance.explain_request import (
@@ -347,11 +340,7 @@ def _all_lookups(
 
 
 def _lookups(
-    join: Log,
-    key: Sequence[str],
-    specification: LookupJoinSpec,
-    shown: Condition,
-    around: int | None,
+    join: Log, key: Sequence[str], specification: LookupJoinSpec, shown: Condition, around: int | None
 ) -> Lookups:
     names: Sequence[str] = join.key
     corrects = isinstance(specification, CorrectedJoinSpec)

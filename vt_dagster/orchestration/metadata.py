@@ -562,10 +562,7 @@ _LOST = "lost"
 """Records of topics that retention deleted before they were consumed, in a run with accept_gap."""
 _EMITTED = "suppression_emit"
 _KIP_328 = ("late_records_dropped", "expired_window_records_dropped", _EMITTED)
-_GAUGES = {
-    "lateness_avg": "record_lateness_avg_seconds",
-    "lateness_max": "record_lateness_max_seconds",
-}
+_GAUGES = {"lateness_avg": "record_lateness_avg_seconds", "lateness_max": "record_lateness_max_seconds"}
 
 
 def as_time(micros: int) -> dg.MetadataValue[Any]:

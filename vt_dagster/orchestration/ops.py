@@ -510,10 +510,7 @@ class GraphArguments(TypedDict):
 
 
 def graph_arguments(
-    node: Stream,
-    *,
-    translator: TopologyTranslator | None = None,
-    **attributes: Unpack[SpecAttributes],
+    node: Stream, *, translator: TopologyTranslator | None = None, **attributes: Unpack[SpecAttributes]
 ) -> GraphArguments:
     """Returns the arguments of ``dg.graph_asset`` for a stream or table that is a graph of ops.
 

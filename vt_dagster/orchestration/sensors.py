@@ -204,11 +204,7 @@ def _without_partitions(
 
 
 def _request(
-    node: Stream,
-    place: str,
-    config: Any,
-    tags: Mapping[str, str],
-    chosen: Sequence[dg.AssetKey] | None,
+    node: Stream, place: str, config: Any, tags: Mapping[str, str], chosen: Sequence[dg.AssetKey] | None
 ) -> dg.RunRequest:
     """Returns a run request for new input; the run key is the same for the same input."""
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]

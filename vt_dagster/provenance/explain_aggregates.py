@@ -191,9 +191,7 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
 
 
 def _rows_in(
-    request: ExplainRequest[Any],
-    taken: Sequence[Record],
-    about: Mapping[Place, tuple[Any, bool]],
+    request: ExplainRequest[Any], taken: Sequence[Record], about: Mapping[Place, tuple[Any, bool]]
 ) -> Derivation:
     """Returns the rows that are in a group after some changes.
 
@@ -288,11 +286,7 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
 
 
 def _just_left(
-    request: WindowRequest,
-    found: Sequence[Record],
-    inside: Sequence[Record],
-    start: int,
-    end: int,
+    request: WindowRequest, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
 ) -> list[Place]:
     """Returns the record one millisecond before a sliding window; empty if a record is at its end."""
     if any(_at(one, True) == end for one in inside):
