@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
-from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import StructType
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.runs.audit import audit
@@ -77,13 +77,7 @@ def write(file: Path, work: Callable[[SparkSession, Path], object]) -> None:
 
 def work(spark: SparkSession, root: Path) -> None:
     """Runs a versioned table, a stream, their join and a windowed count twice, and checks them."""
-    schema = StructType(
-        [
-            StructField("key", StringType()),
-            StructField("value", LongType()),
-            StructField("at", TimestampType()),
-        ]
-    )
+    schema = StructType().add("key", "string").add("value", "long").add("at", "timestamp")
 
     def about(name: str) -> dict[str, Any]:
         source = FilesSource(str(root / name))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Annotated, Any
 
-import pyarrow as pa
 import typer
 from rich.console import Console
 from rich.table import Table as TextTable
@@ -69,7 +68,9 @@ def get(
 ) -> None:
     """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
     as_of = at_clock(as_of)
-    rows = texts(_of_key(warehouse, table, key, None, as_of, partial, as_known_at).slice(0, 1))
+    _require_asset(warehouse, table)
+    found = look_up(warehouse, table, None, key, as_of, partial, as_known_at)
+    rows = texts(found.slice(0, 1))
     when = f" as of {as_of}" if as_of else ""
     when += f" as known at {as_known_at}" if as_known_at else ""
     _require(rows, table, key, "no value for", when)
@@ -90,7 +91,8 @@ def history(
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the timeline of a key: its versions, oldest first."""
-    rows = _of_key(warehouse, table, key, "versions", as_known_at=as_known_at)
+    _require_asset(warehouse, table)
+    rows = look_up(warehouse, table, "versions", key, as_known_at=as_known_at)
     newest = texts(rows.sort_by([(VALID_FROM, "ascending")]))[-limit:]
     _require(newest, table, key, "no version of")
     if as_json:
@@ -118,22 +120,13 @@ def _print_json(rows: Sequence[dict[str, Any]]) -> None:
         typer.echo(json.dumps(row, ensure_ascii=False, default=str))
 
 
-def _of_key(
-    warehouse: str,
-    table: str,
-    key: list[str],
-    what: str | None,
-    as_of: str | None = None,
-    partial: bool = False,
-    as_known_at: str | None = None,
-) -> pa.Table:
+def _require_asset(warehouse: str, table: str) -> None:
     names = asset_names(warehouse)
     if table not in names:
         raise StorageError(
             f"expected one of {names} in {warehouse}, got {table!r}; choose one of them, or another "
             "warehouse with --warehouse"
         )
-    return look_up(warehouse, table, what, key, as_of, partial, as_known_at)
 
 
 def _require(rows: Sequence[Any], table: str, key: list[str], what: str, when: str = "") -> None:

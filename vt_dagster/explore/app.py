@@ -399,7 +399,7 @@ _FILTERS: dict[str, Any] = {
 }
 
 
-# App
+# Application
 
 
 HEADERS = {
