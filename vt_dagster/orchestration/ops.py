@@ -203,7 +203,7 @@ def _operate(node: Stream, name: str, prefix: str) -> dg.OpDefinition:
     plan = processor_of(node).plan()
     consumed, buffered = plan.consumed, plan.has_grace_buffer
     if buffered:
-        ins = dict.fromkeys((_RELEASED, _WAITING), dg.In(considered_type(consumed[0])))
+        ins = {name: dg.In(considered_type(consumed[0])) for name in (_RELEASED, _WAITING)}
     else:
         ins = {up.name: dg.In(log_type(up)) for up in log_nodes(node)}
 

@@ -234,7 +234,7 @@ class Explainer:
 
     def __init__(self, warehouse: str, most: int = MOST) -> None:
         self._warehouse, self._most = warehouse, most
-        self._known: dict[tuple[str, int, int], Explanation] = {}
+        self._known: dict[tuple[str, Place], Explanation] = {}
         self._logs: dict[tuple[str, int | None], Log] = {}
         self._inputs: dict[tuple[str, str], Log | None] = {}
         self._left = _MOST_IN_ALL
@@ -269,7 +269,7 @@ class Explainer:
     # -- a row that exists -------------------------------------------------------------------------
 
     def _of(self, log: Log, record: Record, depth: int = 0) -> Explanation:
-        place = log.name, *record.place
+        place = log.name, record.place
         if place in self._known:
             return self._known[place]
         if depth > _DEEPEST or not self._left:
