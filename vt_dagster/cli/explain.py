@@ -74,13 +74,10 @@ def explain(
     else:
         for line in _lines(found):
             typer.echo(line)
-        for name in dict.fromkeys(rule for one in found.walk() for rule in _rules(one)):
+        every = ((*one.rules, *(c.rule for c in one.candidates)) for one in found.walk())
+        for name in dict.fromkeys(rule for some in every for rule in some):
             typer.echo(f"{name}: {RULES[name].description}")
     raise typer.Exit(0 if found.record is not None else 1)
-
-
-def _rules(one: Explanation) -> tuple[str, ...]:
-    return (*one.rules, *(c.rule for c in one.candidates))
 
 
 def _lines(one: Explanation, indent: str = "") -> Iterator[str]:

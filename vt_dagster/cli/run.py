@@ -35,13 +35,11 @@ from rich.text import Text
 from vt_dagster.cli.lookup import shown
 from vt_dagster.columns import (
     CAUSE,
-    IS_LATE,
-    IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
-    OLD,
     PARTITION,
     RECORDED_AT,
+    RESERVED,
     REVISION,
     TIMESTAMP,
 )
@@ -552,10 +550,7 @@ def _totals(results: list[CheckResult]) -> dict[str, str]:
 # Run
 
 
-_OURS = {
-    *(CAUSE, IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION),
-    TIMESTAMP,
-}
+_OURS = {*RESERVED, CAUSE, REVISION, TIMESTAMP}
 """The library's own columns: not shown."""
 _READ = 1_000_000
 """Logs of more rows are not read: showing new rows reads the whole log."""

@@ -30,7 +30,6 @@ from vt_dagster.errors import StorageError, VtDagsterError
 from vt_dagster.explore import lateness_curves, table_diff
 from vt_dagster.explore.key_history import (
     LOOKED_AT,
-    KeyHistory,
     exact_text,
     exact_time,
     key_history,
@@ -201,14 +200,14 @@ class Pages:
         key = query.getlist("key")
         as_of, known, around = (_moment(query.get(n)) for n in ("as_of", "known", "around"))
         found = key_history(self._warehouse, name, key, as_of, known, around)
-        drawn = timeline_of_key(found, as_of)
+        drawn, records = timeline_of_key(found, as_of), found.found.records
         return self.page(
             "key.html",
             name=name,
             key=key,
             history=found,
             drawn=drawn,
-            spoken=_spoken(found, key),
+            spoken=[value_text(records[0].values[c]) for c in found.log.key] if records else key,
             runs=runs(self._warehouse, name),
             as_of=query.get("as_of", ""),
             moment=as_of,
@@ -292,12 +291,6 @@ class Pages:
         return name
 
 
-def _spoken(history: KeyHistory, key: Sequence[str]) -> list[str]:
-    """Returns the values of a key for the heading."""
-    records = history.found.records
-    return [value_text(records[0].values[c]) for c in history.log.key] if records else list(key)
-
-
 def _columns(log: Log) -> list[str]:
     """Returns the columns of a log that have values, without its key and timestamp."""
     names = log.head.shape.columns or ()
@@ -347,12 +340,9 @@ def row_link(asset: str, place: str, known: str = "") -> str:
 
 def key_link(record: Record, key: Any, **query: Any) -> str:
     """Returns the address of the history of a record's key."""
-    values = [_plain(record.values.get(column)) for column in key]
+    values = [record.values.get(column) for column in key]
+    values = [one.hex() if isinstance(one, bytes) else str(one) for one in values]
     return link("key", record.asset, {"key": values, **query})
-
-
-def _plain(value: Any) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 # -------------------------------------------------------------------------------------------- filters
@@ -375,18 +365,13 @@ def _seconds(amount: float) -> str:
     return " ".join(parts) or "0 s"
 
 
-def _date_and_time(micros: int) -> list[str]:
-    date, _, clock = time_text(micros).partition(" ")
-    return [date, clock]
-
-
 _FILTERS: dict[str, Any] = {
     "bytes": _bytes,
     "count": lambda n: f"{n:,}",
     "seconds": _seconds,
     "time": lambda micros: "" if micros is None else time_text(micros),
     "utc": lambda micros: "" if micros is None else time_text(micros, exact=True),
-    "date_and_time": _date_and_time,
+    "date_and_time": lambda micros: [*time_text(micros).partition(" ")[::2]],
     "percent": lambda share: f"{share * 100:.6g}%",
     "stamp": lambda moment: time_text(as_micros(moment), exact=True),
     "share": share,

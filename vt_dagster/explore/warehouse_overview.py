@@ -158,12 +158,13 @@ def facts(warehouse: str, name: str) -> Facts:
     log, of_view, quarantine = (
         Files.of(posixpath.join(root, what)) for what in ("log", "view", "quarantine")
     )
+    inputs = () if operator is None else commit.logs
     return Facts(
         name,
         KINDS[commit.shape.kind],
         SOURCE if operator is None else operator.operator,
         operator is not None and operator.lateness_option is not None,
-        () if operator is None else tuple(_placed(warehouse, name, one) for one in commit.logs),
+        tuple(next(iter(inputs_named(warehouse, name, one)), one) for one in inputs),
         tuple(commit.shape.key),
         log,
         of_view,
@@ -176,11 +177,6 @@ def facts(warehouse: str, name: str) -> Facts:
         commit.gauges,
         no_cost(commit.shape),
     )
-
-
-def _placed(warehouse: str, name: str, one: str) -> str:
-    """Returns an input's name with its key prefix; prefers the asset's own prefix."""
-    return next(iter(inputs_named(warehouse, name, one)), one)
 
 
 @dataclass(frozen=True)

@@ -62,18 +62,14 @@ from vt_dagster.topology.options import set_options
 # Dagster types
 
 
-def _is_frame(value: Any) -> bool:
-    """A Spark DataFrame, classic or of Spark Connect."""
-    return hasattr(value, "schema") and hasattr(value, "sparkSession")
-
-
 RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, OUTCOME)
 """Columns that rows before the commit have in addition to their schema."""
 
 
 def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | None:
     """Returns the problems of a DataFrame before the commit of a stream or table; None = no problem."""
-    if not _is_frame(value):
+    # Spark DataFrames, classic or of Spark Connect, have no common class.
+    if not (hasattr(value, "schema") and hasattr(value, "sparkSession")):
         return (
             f"expected a Spark DataFrame with {what} of {node.name!r}, got "
             f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "

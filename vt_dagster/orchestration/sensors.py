@@ -128,7 +128,12 @@ def build_sensor(
     Raises:
         SourceError: a sensor cannot poll the source, see :func:`has_sensor`.
     """
-    source = _watched(node)
+    if node.source is not None and not has_sensor(node):
+        raise SourceError(
+            f"{node.name}: expected a source that a sensor can poll, got {node.source.describe()}; "
+            "give its asset an automation_condition or a schedule instead"
+        )
+    source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 
     @dg.sensor(
@@ -178,15 +183,6 @@ def build_sensor(
         return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags, chosen)])
 
     return sense
-
-
-def _watched(node: Stream) -> Watched:
-    if node.source is not None and not has_sensor(node):
-        raise SourceError(
-            f"{node.name}: expected a source that a sensor can poll, got {node.source.describe()}; "
-            "give its asset an automation_condition or a schedule instead"
-        )
-    return cast(Watched, source_of(node))
 
 
 def _without_partitions(

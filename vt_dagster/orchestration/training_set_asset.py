@@ -85,11 +85,14 @@ def build_training_set(
             f"{name}: expected min_match_rate to be a share of the rows from 0 to 1, got "
             f"{min_match_rate!r}; correct it, or leave it out"
         )
-    spec = _spec(declared, to)
+    spec, checks = _spec(declared, to), list[dg.AssetCheckSpec]()
+    if min_match_rate is not None:
+        about = f"Each feature view has a version for at least {share(min_match_rate)} of the rows."
+        checks = [dg.AssetCheckSpec(MATCH_CHECK, asset=spec.key, blocking=True, description=about)]
 
     @dg.asset(
         **spec_arguments(spec, attributes),
-        check_specs=[] if min_match_rate is None else [_check(spec.key, min_match_rate)],
+        check_specs=checks,
         pool=pool,
         retry_policy=retry_policy,
         required_resource_keys=keys_of(resource_prefix),
@@ -150,11 +153,6 @@ def _warn(context: dg.AssetExecutionContext, declared: TrainingSet, made: Manife
                 f"{keys[1]} of {view.table.name}, and the times; with as_known='when_recorded' no row "
                 "has a version that was recorded after it, such as a backfill"
             )
-
-
-def _check(key: dg.AssetKey, least: float) -> dg.AssetCheckSpec:
-    about = f"Each feature view has a version for at least {share(least)} of the rows."
-    return dg.AssetCheckSpec(MATCH_CHECK, asset=key, blocking=True, description=about)
 
 
 def _checked(key: dg.AssetKey, rates: Mapping[str, float], least: float) -> dg.AssetCheckResult:

@@ -294,20 +294,18 @@ class Explainer:
             inputs = self._all_inputs(log, reasoning)
             if len(inputs) == len(set(operator.inputs)):
                 request = ExplainRequest[Any](log, record, commit, reasoning, inputs, self._most)
-                found = self._made(found, KINDS[type(operator)](request), depth)
+                made = KINDS[type(operator)](request)
+                parts = tuple(self._of(up, one, depth + 1) for up, one in made.parts)
+                found = replace(
+                    found,
+                    made_of=parts,
+                    made_of_in_all=len(parts) if made.count is None else made.count,
+                    candidates=tuple(made.candidates),
+                    candidates_in_all=made.candidates_in_all,
+                )
         if not isinstance(operator, _BY_TIME_ALONE):
             place_of(log, record, reasoning)
         return replace(found, decisions=tuple(reasoning.decisions), notes=tuple(reasoning.notes))
-
-    def _made(self, found: Explanation, made: Derivation, depth: int) -> Explanation:
-        parts = tuple(self._of(up, one, depth + 1) for up, one in made.parts)
-        return replace(
-            found,
-            made_of=parts,
-            made_of_in_all=len(parts) if made.count is None else made.count,
-            candidates=tuple(made.candidates),
-            candidates_in_all=made.candidates_in_all,
-        )
 
     def _all_inputs(self, log: Log, reasoning: Reasoning) -> dict[str, Log]:
         """Returns the logs of an operator's inputs, without missing ones."""

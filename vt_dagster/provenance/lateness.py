@@ -278,7 +278,8 @@ class Versions:
         while (level > 0).any():
             down = level > 0
             level = np.where(down, level - 1, level)
-            right = np.minimum(2 * node + 1, self._width(level) - 1)
+            width = np.append(self._first[1:], len(self._least))[level] - self._first[level]
+            right = np.minimum(2 * node + 1, width - 1)
             right = np.where(self._at(level, right) <= state, right, 2 * node)
             node = np.where(down, right, node)
         found[rest] = node
@@ -286,10 +287,6 @@ class Versions:
 
     def _at(self, level: Any, node: Any) -> Any:
         return self._least[self._first[level] + node]
-
-    def _width(self, level: Any) -> Any:
-        ends = np.append(self._first[1:], len(self._least))
-        return ends[level] - self._first[level]
 
 
 def _pyramid(least: Any) -> tuple[Any, Any]:
@@ -1276,7 +1273,8 @@ def picture(found: Lateness) -> str:
     ]
     for number, one in enumerate(found.choices):
         y = _TOP + number * _ROW
-        drawn.append(text(4, y + 11, f"{_mark(found, one)}{spoken(one.length)}"))
+        marks = "*" * one.declared + ">" * (one.length == found.suggested)
+        drawn.append(text(4, y + 11, f"{marks} {spoken(one.length)}".lstrip()))
         size = round(_BAR * one.share / most, 1)
         drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{size}" height="12" fill="{RED}"/>')
         drawn.append(text(_LEFT + size + 6, y + 10, f"{share(one.share)} ({one.wrong:,})"))
@@ -1300,8 +1298,3 @@ def picture(found: Lateness) -> str:
 def share(value: float) -> str:
     """Returns a share (0 to 1) as a percentage."""
     return f"{value * 100:.3g} %"
-
-
-def _mark(found: Lateness, one: Choice) -> str:
-    marks = ("*" if one.declared else "") + (">" if one.length == found.suggested else "")
-    return f"{marks} " if marks else ""
