@@ -14,9 +14,11 @@ from typing import Any
 import generate
 from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import Head, Snapshot
@@ -24,6 +26,8 @@ from vt_dagster.topology.model import VersionedTable
 
 KEYS = 10_000
 APPEND = "Delta append of the same JSON lines"
+FLOOR = "the same lines joined with their keys' current rows, sorted, appended: by Spark alone"
+LOOK_UP = "the current rows' keys alone read, and looked up among the run's"
 TARGETS = {1_000_000: 4.0}
 GROWTH = 1.3
 PARTS = ("log commit", "view update", "the rest")
@@ -122,8 +126,28 @@ class Site:
 
     def append(self) -> None:
         """What a user without versioned tables would do with the newest file."""
-        rows = self.spark.read.schema(generate.RECORD).json(str(self.file))
-        rows.coalesce(1).write.format("delta").mode("append").save(self.appended)
+        self.newest().coalesce(1).write.format("delta").mode("append").save(self.appended)
+
+    def newest(self) -> DataFrame:
+        """The records of the newest file."""
+        return self.spark.read.schema(generate.RECORD).json(str(self.file))
+
+    def current(self) -> DataFrame:
+        """The current rows of the newest file's keys."""
+        rows, keys = self.store().current(), F.broadcast(self.newest().select("key"))
+        assert rows is not None
+        return rows.join(keys, "key", "left_semi")
+
+    def floor(self) -> None:
+        """What a run needs Spark for at least: neither outcomes, gate, quarantine, state nor commit."""
+        with small_run(self.spark, True):
+            before = self.current().select("key", F.struct("price", "grade").alias("old"))
+            rows = self.newest().join(before, "key", "left").coalesce(1)
+            rows = rows.sortWithinPartitions("key", "at")
+            rows.write.format("delta").mode("append").save(f"{self.appended}-with-rows-before")
+
+    def look_up(self) -> None:
+        self.current().select("key").write.format("noop").mode("overwrite").save()
 
     def check(self) -> None:
         """Every record became a version: none was late, none has expired."""
@@ -154,7 +178,7 @@ def run(
             site.deliver(new)
             return site.run()
 
-        times = take_turns({"ours": ours, APPEND: site.append}, repeat)
+        times = take_turns({"ours": ours, APPEND: site.append, FLOOR: site.floor}, repeat)
         site.check()
         name = f"run of {new:,} new records on {size:,} versions"
         target = TARGETS.get(size)
@@ -162,6 +186,7 @@ def run(
         for part in PARTS:
             spent = times[f"ours: {part}"]
             results.append(compare(f"{name}: {part}", new, spent, APPEND, times[APPEND], None))
+        results.append(compare(name, new, times["ours"], FLOOR, times[FLOOR], None))
         medians[size] = times["ours"]
         notes.append(f"{name}: all {site.delivered:,} records are versions")
     small, large = sizes[0], sizes[-1]
@@ -185,10 +210,14 @@ def many_keys(
         site.deliver(new)
         return site.run()
 
-    times = take_turns({name: partial(ours, site) for name, site in sites.items()}, repeat)
     few, *_, many = sites
+    ways = {name: partial(ours, site) for name, site in sites.items()}
+    times = take_turns({**ways, LOOK_UP: sites[many].look_up}, repeat)
     name = f"run of {new:,} on {many}"
-    return [compare(name, new, times[many], f"the same on {few}", times[few], GROWTH)], []
+    return [
+        compare(name, new, times[many], f"the same on {few}", times[few], GROWTH),
+        compare(name, new, times[many], LOOK_UP, times[LOOK_UP], None),
+    ], []
 
 
 def prepare(site: Site, files: int) -> None:
