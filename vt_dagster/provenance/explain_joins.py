@@ -36,7 +36,6 @@ from vt_dagster.provenance.explain_request import (
     ExplainRequest,
     Log,
     Place,
-    Reasoning,
     Record,
     Update,
     as_micros,
@@ -276,9 +275,9 @@ class Answer:
     rule: rules.Rule
 
     @property
-    def found(self) -> Version | None:
-        """The version that is joined; None = no match."""
-        return self.version if self.rule in _MATCHES else None
+    def place(self) -> Place | None:
+        """The place of the version that is joined; None = no match."""
+        return self.version.place if self.version is not None and self.rule in _MATCHES else None
 
 
 def _stream_record(request: ExplainRequest[spec.StreamTableJoinSpec]) -> list[Record]:
@@ -461,14 +460,11 @@ class Looked:
 
 
 def _look_up(
-    table: Log,
-    values: Sequence[object],
-    moment: datetime,
-    seen: Commit | None,
-    join: spec.LookupJoinSpec,
+    request: ExplainRequest[Lookup], values: Sequence[object], moment: datetime, seen: Commit | None
 ) -> Looked:
     """Looks up a key at a time, as of the last commit that the run read (None = it read none), and by
     current knowledge."""
+    join, table = request.specification, request.inputs[request.specification.right]
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
     now, last_places, last_repeats = history.versions(table.commit, moment, forgotten=False)
@@ -478,19 +474,18 @@ def _look_up(
     first = _answer(table, then, moment, seen or table.commit, join)
     last = _answer(table, now, moment, table.commit, join, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
-    known = last.found is not None and _knows(seen, last.found)
-    expired = known and last.found is not None and last.found.place not in {*then_by, *first_repeats}
+    known = last.place is not None and _knows(seen, last.place)
+    expired = known and last.place not in {*then_by, *first_repeats}
     if first.version is None and known:
         first = Answer(None, rules.EXPIRED)
     every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.offset))
-    chosen = {one.found.place for one in (first, last) if one.found is not None}
     near = [i for i, v in enumerate(every) if v.begin <= moment]
     middle = near[-1] if near else 0
     around = range(max(0, middle - AROUND), middle + AROUND + 1)
 
     def candidate(version: Version) -> Candidate:
         place = version.place
-        known = _knows(seen, version)
+        known = _knows(seen, place)
         if first.version is not None and first.version.place == place:
             rule = first.rule
         elif place in (first_repeats if place in now_by else last_repeats):
@@ -505,20 +500,20 @@ def _look_up(
             then_by[place].end if place in then_by else None,
             now_by[place].end if place in now_by else None,
             known,
-            first.found is not None and first.found.place == place,
-            last.found is not None and last.found.place == place,
+            first.place == place,
+            last.place == place,
             rule.name,
         )
 
-    shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
+    shown = [v for i, v in enumerate(every) if i in around or v.place in (first.place, last.place)]
     history.fetch([v.place for v in shown])
     count = len(last_places | first_places)
     return Looked(history, first, last, tuple(map(candidate, shown)), count, expired)
 
 
-def _knows(commit: Commit | None, version: Version) -> bool:
-    """Returns whether the log contains a version's record as of a commit."""
-    return commit is not None and version.offset < commit.next_offset.get(version.partition, 0)
+def _knows(commit: Commit | None, place: Place) -> bool:
+    """Returns whether the log contains a record as of a commit."""
+    return commit is not None and place.offset < commit.next_offset.get(place.partition, 0)
 
 
 # ------------------------------------------------------------------------------------------- the result
@@ -536,50 +531,48 @@ def stream_table(request: ExplainRequest[spec.StreamTableJoinSpec]) -> Derivatio
     for one in lefts[:1]:
         _note_waiting(request, one)
     values = [request.record.values[c] for c in request.log.key]
-    looked = _looked_up(request, lefts[0] if lefts else request.record, values)
-    return _answered(request, looked, [(stream, one) for one in lefts[: request.most]])
+    parts = [(stream, one) for one in lefts[: request.most]]
+    return _joined(request, lefts[0] if lefts else request.record, values, parts)
 
 
-def _looked_up(request: ExplainRequest[Lookup], record: Record, values: Sequence[object]) -> Looked:
-    """Repeats the lookup of a stream record in the table."""
-    join, right = request.specification, request.specification.right
-    table, reasoning = request.inputs[right], request.reasoning
-    seen, cut = _pinned(request), _known_until(join, record)
+def _joined(
+    request: ExplainRequest[Lookup],
+    record: Record,
+    values: Sequence[object],
+    parts: Sequence[tuple[Log, Record]],
+) -> Derivation:
+    """Repeats the lookup of a stream record in the table, by the values of its key; returns the records
+    of the stream and the joined version as inputs."""
+    right, seen = request.specification.right, _pinned(request)
+    table, cut = request.inputs[right], _known_until(request.specification, record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
-        reasoning.note(f"versions of {right} that were recorded after {as_time(cut)} do not count")
-    looked = _look_up(table, values, record.timestamp, seen, join)
-    _note_looked(looked, table, right, record.timestamp, reasoning, cut is not None)
-    return looked
-
-
-def _answered(
-    request: ExplainRequest[Lookup], looked: Looked, parts: Sequence[tuple[Log, Record]]
-) -> Derivation:
-    """Returns the stream's records and the joined version as inputs."""
-    found, table = looked.then.found, request.inputs[request.specification.right]
-    version = [] if found is None else [(table, looked.history.record(found.place))]
+        request.note(f"versions of {right} that were recorded after {as_time(cut)} do not count")
+    looked = _look_up(request, values, record.timestamp, seen)
+    _note_looked(request, looked, record.timestamp, as_known=cut is not None)
+    place = looked.then.place
+    version = [] if place is None else [(table, looked.history.record(place))]
     return Derivation([*parts, *version], None, looked.shown, looked.count)
 
 
 def _note_looked(
-    looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, as_known: bool
+    request: ExplainRequest[Lookup], looked: Looked, moment: datetime, as_known: bool
 ) -> None:
     """Adds the result of the lookup, and the result by current knowledge if it differs."""
-    then, now = looked.then, looked.now
+    then, now, name = looked.then, looked.now, request.specification.right
+    table, reasoning = request.inputs[name], request.reasoning
     if then.version is None:
         reasoning.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
     else:
         end = "now" if then.version.end is None else str(then.version.end)
         valid = f", true from {then.version.begin} to {end}" if table.versioned else ""
         reasoning.decide(then.rule, f"{name} {then.version.place}{valid}")
-    if then.found is not None and now.found is not None and then.found.place == now.found.place:
+    if then.place == now.place:
         return
-    if then.found is None and now.found is None:
-        return
-    says = "nothing" if now.found is None else f"{name} {now.found.place}"
-    if now.found is not None:
-        says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
+    says = "nothing"
+    if now.place is not None:
+        recorded = looked.history.record(now.place).recorded_at or "no known time"
+        says = f"{name} {now.place}, recorded at {recorded}"
     if not table.versioned:
         reasoning.note(f"{name} is a plain table, which has changed since: now it would be {says}")
     elif as_known:
@@ -609,8 +602,8 @@ def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
         by = "with its stream record" if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
         gone, place = ", a tombstone" * one[IS_TOMBSTONE], Place(one[PARTITION], one[OFFSET])
         reasoning.note(f"revision {one[REVISION]} at {place}{gone}: {by}")
-    looked = _looked_up(request, record, [record.values[c] for c in stream.key])
-    made = _answered(request, looked, [(stream, record)])
+    values = [record.values[c] for c in stream.key]
+    made = _joined(request, record, values, [(stream, record)])
     table, there = (
         request.inputs[request.specification.right],
         {(n.name, r.place) for n, r in made.parts},
