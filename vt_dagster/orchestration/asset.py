@@ -224,6 +224,27 @@ def config_of(node: Stream) -> type[SourceConfig] | None:
     return next((_CONFIGS[kind] for kind in type(source).__mro__ if kind in _CONFIGS), None)
 
 
+def with_config(
+    config_type: type[SourceConfig] | None, compute: Callable[[Any, dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """Returns the function of an op: with a config, if there is a class of it.
+
+    Args:
+        compute: takes the context, and the arguments of ``Source.pin``.
+    """
+
+    def plain(context: Any) -> Any:
+        return compute(context, {})
+
+    def configured(context: Any, config: Any) -> Any:
+        return compute(context, config.arguments())
+
+    # Dagster reads the class of the config, and takes no ``Any`` for a context.
+    plain.__annotations__ = {}
+    configured.__annotations__ = {"config": config_type}
+    return plain if config_type is None else configured
+
+
 # Asset
 
 
@@ -275,23 +296,11 @@ def build_asset(
 def _asset_of(node: Stream, about: dict[str, Any], resource_prefix: str) -> dg.AssetsDefinition:
     if node.operator is None and isinstance(source := declared_source(node), FrameSource):
         return _of_frames(node, source, about, resource_prefix)
-    config_type = config_of(node)
-    if config_type is None:
 
-        @dg.asset(**about)
-        def plain(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
-            return _run(context, node, resource_prefix, {})
+    def run(context: dg.AssetExecutionContext, pin_arguments: Mapping[str, Any]) -> Any:
+        return _run(context, node, resource_prefix, pin_arguments)
 
-        return cast(dg.AssetsDefinition, plain)
-
-    @dg.asset(**about)
-    def configured(
-        context: dg.AssetExecutionContext,
-        config: config_type,  # pyright: ignore[reportInvalidTypeForm]
-    ) -> dg.MaterializeResult[Any]:
-        return _run(context, node, resource_prefix, config.arguments())
-
-    return cast(dg.AssetsDefinition, configured)
+    return cast(dg.AssetsDefinition, dg.asset(**about)(with_config(config_of(node), run)))
 
 
 def declared_source(node: Stream) -> Any:

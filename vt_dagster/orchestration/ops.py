@@ -44,6 +44,7 @@ from vt_dagster.orchestration.asset import (
     records_type,
     results_type,
     unchanged,
+    with_config,
 )
 from vt_dagster.orchestration.metadata import KINDS, publication_metadata, steps_of
 from vt_dagster.orchestration.resources import (
@@ -299,19 +300,15 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
         required_resource_keys=keys_of(resource_prefix),
     )
 
-    config_type = config_of(node) or SourceConfig
-
-    @op
     def read(
-        context: dg.OpExecutionContext,
-        config: config_type,  # pyright: ignore[reportInvalidTypeForm]
+        context: dg.OpExecutionContext, pin_arguments: dict[str, Any]
     ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
-        run = Run.pin(node, stores_for(context, resource_prefix), **config.arguments())
+        run = Run.pin(node, stores_for(context, resource_prefix), **pin_arguments)
         log_arrival(context.log, run.arrival)
         return run.read()[0], run.arrival
 
-    return read
+    return op(with_config(config_of(node) or SourceConfig, read))
 
 
 def put_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
@@ -363,24 +360,7 @@ def read_logs_op(
         by_name = dict(zip((up.name for up in run.plan.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
 
-    # No return annotations: Dagster would compare the size of an annotated tuple with the outputs.
-    config_type = config_of(node)
-    if config_type is None:
-
-        @op
-        def read_logs(context: dg.OpExecutionContext):
-            return read(context, {})
-
-        return read_logs
-
-    @op
-    def read_logs_with_config(
-        context: dg.OpExecutionContext,
-        config: config_type,  # pyright: ignore[reportInvalidTypeForm]
-    ):
-        return read(context, config.arguments())
-
-    return read_logs_with_config
+    return op(with_config(config_of(node), read))
 
 
 def write_op(
