@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ from vt_dagster.topology.specification import (
     SessionWindowSpec,
     SlidingWindowSpec,
     TumblingWindowSpec,
+    WindowSpec,
 )
 
 _NONE = timedelta(0)
@@ -51,8 +53,33 @@ def _without_zone(kind: _K) -> _K:
     return kind
 
 
+class _Windows(ABC):
+    """What all kinds of windows have."""
+
+    grace: Duration
+    end_inclusive: ClassVar[bool] = False
+    """Whether a record exactly at the end of a window belongs to it."""
+    open_when_due: ClassVar[bool] = False
+    """Whether a window still accepts records when its final result is due; each emits it again."""
+
+    @property
+    def closes_after(self) -> Duration:
+        """How long after its end a window closes; sessions and sliding windows stay open that long,
+        inclusive."""
+        return self.grace
+
+    @property
+    @abstractmethod
+    def specification(self) -> WindowSpec:
+        """The windows as commits store them."""
+
+    def describe(self) -> str:
+        """The windows in a few words, for descriptions."""
+        return f"{self.specification}, grace {spoken(self.grace)}"
+
+
 @dataclass(frozen=True)
-class TumblingWindow:
+class TumblingWindow(_Windows):
     """Adjacent windows of one size: start inclusive, end exclusive. A record belongs to one window.
 
     Starts are multiples of the size, counted from 1970-01-01 00:00 UTC. With ``zone``, a window is a
@@ -78,9 +105,6 @@ class TumblingWindow:
     grace: Duration = _NONE
     retention: Duration | None = None
     zone: str | None = None
-    end_inclusive: ClassVar[bool] = False
-    """Whether a record exactly at the end of a window belongs to it."""
-    open_when_due: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.zone is None and self.size not in CALENDAR_SIZES:
@@ -99,26 +123,16 @@ class TumblingWindow:
         return cast(Duration, self.size)
 
     @property
-    def closes_after(self) -> Duration:
-        """How long after its end a window closes."""
-        return self.grace
-
-    @property
     def specification(self) -> TumblingWindowSpec | CalendarWindowSpec:
-        """The windows as commits store them."""
         waits: Any = {"grace": self.grace, "retention": self.retention}
         if isinstance(self.bounded_by, Calendar):
             return CalendarWindowSpec(**self.bounded_by._asdict(), **waits)
         return TumblingWindowSpec(size=self.bounded_by, **waits)
 
-    def describe(self) -> str:
-        """The windows in a few words, for descriptions."""
-        return f"{self.specification}, grace {spoken(self.grace)}"
-
 
 @_without_zone
 @dataclass(frozen=True)
-class HoppingWindow:
+class HoppingWindow(_Windows):
     """Overlapping windows of one size, one every ``advance``: start inclusive, end exclusive.
 
     A record may belong to several windows. Starts are multiples of the advance, counted from 1970-01-01
@@ -138,9 +152,6 @@ class HoppingWindow:
     advance: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
-    end_inclusive: ClassVar[bool] = False
-    """Whether a record exactly at the end of a window belongs to it."""
-    open_when_due: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_lengths(self, "size", "advance")
@@ -152,28 +163,13 @@ class HoppingWindow:
                 )
 
     @property
-    def closes_after(self) -> Duration:
-        """How long after its end a window closes."""
-        return self.grace
-
-    @property
     def specification(self) -> HoppingWindowSpec:
-        """The windows as commits store them."""
-        return HoppingWindowSpec(
-            size=self.size, advance=self.advance, grace=self.grace, retention=self.retention
-        )
-
-    def describe(self) -> str:
-        """The windows in a few words, for descriptions."""
-        return (
-            f"hopping windows of {spoken(self.size)} every {spoken(self.advance)}, "
-            f"grace {spoken(self.grace)}"
-        )
+        return HoppingWindowSpec(**vars(self))
 
 
 @_without_zone
 @dataclass(frozen=True)
-class SessionWindow:
+class SessionWindow(_Windows):
     """Windows of activity: records of a key at most ``gap`` apart share a session of any length.
 
     A session ranges from the timestamp of its first record to that of its last, both inclusive. A
@@ -193,30 +189,23 @@ class SessionWindow:
     gap: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
-    end_inclusive: ClassVar[bool] = True
-    open_when_due: ClassVar[bool] = False
+    end_inclusive = True
 
     def __post_init__(self) -> None:
         _check_lengths(self, "gap")
 
     @property
     def closes_after(self) -> Duration:
-        """How long after its end a session stays open, inclusive."""
         return plus(self.gap, self.grace)
 
     @property
     def specification(self) -> SessionWindowSpec:
-        """The windows as commits store them."""
-        return SessionWindowSpec(gap=self.gap, grace=self.grace, retention=self.retention)
-
-    def describe(self) -> str:
-        """The windows in a few words, for descriptions."""
-        return f"sessions with a gap of {spoken(self.gap)}, grace {spoken(self.grace)}"
+        return SessionWindowSpec(**vars(self))
 
 
 @_without_zone
 @dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(_Windows):
     """Windows that move with the records: records at most ``time_difference`` apart share a window.
 
     A window ranges from end - time difference to end, both inclusive. One window ends at each record;
@@ -241,18 +230,12 @@ class SlidingWindow:
     time_difference: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
-    end_inclusive: ClassVar[bool] = False
+    end_inclusive = False
     """False although the end is inclusive: start + length gives the end, as in a hopping window."""
-    open_when_due: ClassVar[bool] = True
-    """Whether a window still accepts records when its final result is due; each emits it again."""
+    open_when_due = True
 
     def __post_init__(self) -> None:
         _check_lengths(self, "time_difference", times=2)
-
-    @property
-    def closes_after(self) -> Duration:
-        """How long after its end a window stays open, inclusive."""
-        return self.grace
 
     @property
     def remembers(self) -> Duration:
@@ -270,14 +253,7 @@ class SlidingWindow:
 
     @property
     def specification(self) -> SlidingWindowSpec:
-        """The windows as commits store them."""
-        return SlidingWindowSpec(
-            time_difference=self.time_difference, grace=self.grace, retention=self.retention
-        )
-
-    def describe(self) -> str:
-        """The windows in a few words, for descriptions."""
-        return f"sliding windows of {spoken(self.time_difference)}, grace {spoken(self.grace)}"
+        return SlidingWindowSpec(**vars(self))
 
 
 Window = TumblingWindow | HoppingWindow | SessionWindow | SlidingWindow
