@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from pyspark.sql.types import StructField, StructType
 
@@ -38,16 +38,6 @@ from vt_dagster.topology.specification import (
 # Aggregate
 
 
-class Grouping(TypedDict):
-    """The grouping and output of an aggregate, see ``Aggregate``."""
-
-    source: str
-    group_key: tuple[ColumnSpec, ...]
-    partitions: int | None
-    partition_by: str | None
-    emit: Emit
-
-
 @dataclass(frozen=True)
 class Aggregate(OneInput, ABC):
     """Aggregates rows by a key, which may differ from the input's key.
@@ -60,6 +50,7 @@ class Aggregate(OneInput, ABC):
     """
 
     group_key: tuple[str, ...] = field(default=(), kw_only=True)
+    aggregates: tuple[tuple[str, str], ...] | Aggregator = field(kw_only=True)
     emit: Emit = field(default="every_update", kw_only=True)
     partitions: int | None = field(default=None, kw_only=True)
     partition_by: str | None = field(default=None, kw_only=True)
@@ -69,7 +60,7 @@ class Aggregate(OneInput, ABC):
         return None if self.group_key else super().partitioning
 
     @property
-    def _grouping(self) -> Grouping:
+    def _grouping(self) -> dict[str, Any]:
         """The fields that the specifications of all aggregates have."""
         return {
             "source": self.source.name,
@@ -81,9 +72,12 @@ class Aggregate(OneInput, ABC):
 
     def keys(self) -> Selection:
         """The key columns, without ``window_start`` and ``window_end``."""
-        fields = tuple(self.source.schema.fields)
-        chosen = self.group_key or tuple(self.source.key)
-        return Selection(self.name, self.source.name, fields, chosen)
+        return self.selected(self.group_key or self.source.key)
+
+    def parsed(self) -> Aggregates:
+        """The aggregates, parsed."""
+        assert not isinstance(self.aggregates, Aggregator)
+        return Aggregates(self.name, self.aggregates)
 
     def _grouped(
         self,
@@ -100,14 +94,20 @@ class Aggregate(OneInput, ABC):
         schema = StructType([*keys, *values])
         return make_table(self, self.source, schema, materialized, shown, **about)
 
-    def _lineage(self, aggregates: tuple[tuple[str, str], ...]) -> dict[str, list[tuple[str, str]]]:
+    @property
+    def _columns(self) -> tuple[ColumnSpec, ...]:
+        """The (name, SQL aggregate) pairs as commits store them; empty for an Aggregator."""
+        given = () if isinstance(self.aggregates, Aggregator) else self.aggregates
+        return tuple(ColumnSpec(*one) for one in given)
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
         keys = self.keys()
-        return keys.lineage() | {c: keys.mentioned(e) for c, e in aggregates}
+        return keys.lineage() | {c: keys.mentioned(sql) for c, sql in self._columns}
 
-
-def as_columns(aggregates: Sequence[tuple[str, str]]) -> tuple[ColumnSpec, ...]:
-    """Returns (name, SQL aggregate) pairs as commits store them."""
-    return tuple(ColumnSpec(*one) for one in aggregates)
+    def describe(self) -> str:
+        what = ", ".join(sql for _, sql in self._columns) or "an aggregator"
+        windows = "" if self.window is None else f", {self.window.describe()}"
+        return f"{self.source.name} by {', '.join(self.group_key or self.source.key)}{windows}: {what}."
 
 
 # Stream aggregate
@@ -130,8 +130,6 @@ class StreamAggregate(Aggregate):
 
     called = ("aggregate",)
 
-    aggregates: tuple[tuple[str, str], ...] = field(kw_only=True)
-
     def __post_init__(self) -> None:
         if self.source.is_table:
             raise TopologyError(
@@ -146,24 +144,13 @@ class StreamAggregate(Aggregate):
     def rekeyed(self) -> bool:
         return bool(self.group_key) or self.source.rekeyed
 
-    def parsed(self) -> Aggregates:
-        """The aggregates, parsed."""
-        return Aggregates(self.name, self.aggregates)
-
     @property
     def specification(self) -> StreamAggregateSpec:
-        return StreamAggregateSpec(**self._grouping, aggregates=as_columns(self.aggregates))
+        return StreamAggregateSpec(**self._grouping, aggregates=self._columns)
 
     def result(self, **shown: Any) -> Any:
         values = self.parsed().fields(self.source.schema)
         return self._grouped(self.keys().fields_of_result(), values, self.materialized, shown)
-
-    def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        return self._lineage(self.aggregates)
-
-    def describe(self) -> str:
-        what = ", ".join(e for _, e in self.aggregates)
-        return f"{self.source.name} by {', '.join(self.group_key or self.source.key)}: {what}."
 
 
 # Table aggregate
@@ -233,7 +220,6 @@ class TableAggregate(Aggregate):
 
     called = ("aggregate",)
 
-    aggregates: tuple[tuple[str, str], ...] | Aggregator = field(kw_only=True)
     select: tuple[str, ...] = field(default=("*",), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -256,22 +242,15 @@ class TableAggregate(Aggregate):
 
     def _used(self) -> set[str]:
         """The columns of the table in the group key and the aggregates."""
-        if isinstance(self.aggregates, Aggregator):
-            expressions = [sql for _, sql in self.selection().columns]
-        else:
-            expressions = [sql for _, sql in self.aggregates]
-        expressions += [sql for _, sql in self.keys().columns]
+        selected = isinstance(self.aggregates, Aggregator)
+        columns = self.selection().columns if selected else self._columns
+        expressions = [sql for _, sql in (*columns, *self.keys().columns)]
         there = [*self.source.schema.names, TIMESTAMP]
         return {c for c in there for sql in expressions if mentions(sql, c)}
 
     def selection(self) -> Selection:
         """The columns passed to an Aggregator."""
-        return Selection(self.name, self.source.name, tuple(self.source.schema.fields), self.select)
-
-    def parsed(self) -> Aggregates:
-        """The aggregates, parsed."""
-        assert not isinstance(self.aggregates, Aggregator)
-        return Aggregates(self.name, self.aggregates)
+        return self.selected(self.select)
 
     @property
     def specification(self) -> TableAggregateSpec:
@@ -282,7 +261,7 @@ class TableAggregate(Aggregate):
                 aggregates=aggregates.specification(self.name),
                 select=self.selection().declared,
             )
-        return TableAggregateSpec(**self._grouping, aggregates=as_columns(aggregates))
+        return TableAggregateSpec(**self._grouping, aggregates=self._columns)
 
     def result(self, **shown: Any) -> Any:
         keys = self.keys().fields_of_result()
@@ -297,14 +276,6 @@ class TableAggregate(Aggregate):
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         if not isinstance(self.aggregates, Aggregator):
-            return self._lineage(self.aggregates)
+            return super().lineage()
         every = [(self.source.name, c) for c, _ in self.selection().columns]
         return self.keys().lineage() | dict.fromkeys(self.result().value_columns, every)
-
-    def describe(self) -> str:
-        what = (
-            "an aggregator"
-            if isinstance(self.aggregates, Aggregator)
-            else ", ".join(e for _, e in self.aggregates)
-        )
-        return f"{self.source.name} by {', '.join(self.group_key)}: {what}."

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
-from vt_dagster.topology.expressions import Projection, Side
+from vt_dagster.topology.expressions import Projection, Selection, Side
 from vt_dagster.topology.node import Input, Node, Operator, make_node
 from vt_dagster.topology.options import Consumer
 from vt_dagster.topology.schema import same_types
-from vt_dagster.topology.specification import ColumnSpec, JoinKind
+from vt_dagster.topology.specification import JoinKind
 from vt_dagster.topology.version_rules import new_version_on_of
 
 # Base
@@ -49,6 +49,36 @@ class OneInput(Operator, ABC):
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return {c: [(self.source.name, c)] for c in self.source.schema.names}
+
+    def selected(self, select: Sequence[str], key: Sequence[str] = ()) -> Selection:
+        """Returns columns selected from the input, checked; ``key``: see ``Selection``."""
+        source = self.source
+        fields = tuple(source.schema.fields)
+        return Selection(self.name, source.name, fields, tuple(select), tuple(key))
+
+
+def make_stream(
+    operator: Operator,
+    source: Node,
+    columns: Iterable[StructField],
+    shown: Mapping[str, Any],
+    **more: Any,
+) -> Any:
+    """Makes the result stream of an operator.
+
+    Args:
+        source: gives key and partitions unless ``more`` overrides them.
+    """
+    about: dict[str, Any] = {
+        "key": source.key,
+        "schema": StructType([*columns]),
+        "timestamp": TIMESTAMP,
+        "partitions": source.partitions,
+        "partition_by": source.partition_by,
+        "null_key": "keep",
+        "operator": operator,
+    }
+    return make_node("stream", operator.name, **{**about, **more}, **shown)
 
 
 def make_table(
@@ -132,15 +162,6 @@ def require_of_versions(name: str, consumer: Consumer, node: Any, used: Collecti
 # Join
 
 
-class JoinSides(TypedDict):
-    """See ``Join``."""
-
-    left: str
-    right: str
-    kind: JoinKind
-    select: tuple[ColumnSpec, ...]
-
-
 @dataclass(frozen=True)
 class Join(Operator, ABC):
     """Two sides and the columns selected from them."""
@@ -160,7 +181,7 @@ class Join(Operator, ABC):
         return tuple(side for side in self.inputs if side.is_table)
 
     @property
-    def _sides(self) -> JoinSides:
+    def _sides(self) -> dict[str, Any]:
         """The fields that the specifications of all joins have."""
         return {
             "left": self.left.name,

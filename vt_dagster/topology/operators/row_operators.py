@@ -21,10 +21,11 @@ from pyspark.sql.types import ArrayType, DataType, NullType, StructField, Struct
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.expressions import Selection, mentions
-from vt_dagster.topology.node import MIXED, Input, Operator, make_node
+from vt_dagster.topology.node import MIXED, Input, Operator
 from vt_dagster.topology.operators.base import (
     OneInput,
     check_not_time,
+    make_stream,
     make_table,
     need_table,
 )
@@ -187,8 +188,7 @@ class MapValues(RowByRow):
 
     def selection(self) -> Selection:
         """The columns of the result, checked against the table."""
-        fields = tuple(self.source.schema.fields)
-        return Selection(self.name, self.source.name, fields, self.select, tuple(self.source.key))
+        return self.selected(self.select, self.source.key)
 
     @property
     def specification(self) -> MapValuesSpec:
@@ -253,10 +253,7 @@ class FlatMapValues(OneInput):
         return self.source.rekeyed
 
     def _columns(self) -> Selection:
-        source = self.source
-        return Selection(
-            self.name, source.name, tuple(source.schema.fields), self.keep, tuple(source.key)
-        )
+        return self.selected(self.keep, self.source.key)
 
     @property
     def specification(self) -> FlatMapValuesSpec:
@@ -267,18 +264,7 @@ class FlatMapValues(OneInput):
         kind = self._columns().type_of(self.expression)
         element: DataType = kind.elementType if isinstance(kind, ArrayType) else NullType()
         fields = [*self._columns().fields_of_result(), StructField(self.column, element)]
-        return make_node(
-            "stream",
-            self.name,
-            key=self.source.key,
-            schema=StructType(fields),
-            timestamp=TIMESTAMP,
-            partitions=self.source.partitions,
-            partition_by=self.source.partition_by,
-            null_key="keep",
-            operator=self,
-            **shown,
-        )
+        return make_stream(self, self.source, fields, shown)
 
     def kept(self) -> tuple[str, ...]:
         """The stream's columns in the result."""
@@ -340,8 +326,7 @@ class SelectKey(OneInput):
 
     def keys(self) -> Selection:
         """The new key columns."""
-        fields = tuple(self.source.schema.fields)
-        return Selection(self.name, self.source.name, fields, self.group_key)
+        return self.selected(self.group_key)
 
     @property
     def specification(self) -> SelectKeySpec:
@@ -356,18 +341,9 @@ class SelectKey(OneInput):
         keys = self.keys().fields_of_result()
         names = {k.name.lower() for k in keys}
         others = [f for f in self.source.schema.fields if f.name.lower() not in names]
-        return make_node(
-            "stream",
-            self.name,
-            key=[k.name for k in keys],
-            schema=StructType([*keys, *others]),
-            timestamp=TIMESTAMP,
-            partitions=self.partitions or self.source.partitions,
-            partition_by=self.partition_by,
-            null_key="keep",
-            operator=self,
-            **shown,
-        )
+        about: dict[str, Any] = {"key": [k.name for k in keys], "partition_by": self.partition_by}
+        about["partitions"] = self.partitions or self.source.partitions
+        return make_stream(self, self.source, [*keys, *others], shown, **about)
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return super().lineage() | self.keys().lineage()
@@ -444,18 +420,8 @@ class Merge(Operator):
             for f in first.schema.fields
             if f.name in known[0]
         ]
-        return make_node(
-            "stream",
-            self.name,
-            key=first.key,
-            schema=StructType(fields),
-            timestamp=TIMESTAMP,
-            partitions=max(node.partitions for node in self.sources),
-            partition_by=first.partition_by,
-            null_key="keep",
-            operator=self,
-            **shown,
-        )
+        partitions = max(node.partitions for node in self.sources)
+        return make_stream(self, first, fields, shown, partitions=partitions)
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         names = list(dict.fromkeys(node.name for node in self.sources))
@@ -530,18 +496,7 @@ class ToStream(OneInput):
         return ToStreamSpec(source=self.source.name)
 
     def result(self, **shown: Any) -> Any:
-        return make_node(
-            "stream",
-            self.name,
-            key=self.source.key,
-            schema=self.source.schema,
-            timestamp=TIMESTAMP,
-            partitions=self.source.partitions,
-            partition_by=self.source.partition_by,
-            null_key="keep",
-            operator=self,
-            **shown,
-        )
+        return make_stream(self, self.source, self.source.schema, shown)
 
     def describe(self) -> str:
         return f"The changes of {self.source.name} as a stream."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from pyspark.sql.types import DataType, IntegerType, LongType, StructField, StructType
 
@@ -23,26 +23,16 @@ from vt_dagster.columns import (
     REVISION,
     RIGHT_OFFSET,
     RIGHT_PARTITION,
-    TIMESTAMP,
 )
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, plus, spoken
-from vt_dagster.topology.node import make_node
-from vt_dagster.topology.operators.base import Join, check_keys, check_kind, make_table
+from vt_dagster.topology.operators.base import Join, check_keys, check_kind, make_stream, make_table
 from vt_dagster.topology.specification import CorrectedStreamJoinSpec, StreamStreamJoinSpec
 
 # Stream stream join
 
 
 _NOTHING = timedelta(0)
-
-
-class Bounds(TypedDict):
-    """The window and the wait of a join, see ``StreamStreamJoin``."""
-
-    before: Duration
-    after: Duration
-    grace: Duration
 
 
 @dataclass(frozen=True)
@@ -125,16 +115,12 @@ class StreamStreamJoin(Join):
         return StreamStreamJoinSpec(**self._sides, **self._bounds)
 
     @property
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> dict[str, Any]:
         return {"before": self.before, "after": self.after, "grace": self.grace}
 
     @property
     def settings(self) -> dict[str, str]:
-        return {
-            "before": spoken(self.before),
-            "after": spoken(self.after),
-            "grace": spoken(self.grace),
-        }
+        return {name: spoken(length) for name, length in self._bounds.items()}
 
     @property
     def log_columns(self) -> tuple[str, ...]:
@@ -144,18 +130,8 @@ class StreamStreamJoin(Join):
         fields = self.projection().fields()
         if self.kind == "outer":
             fields = [StructField(f.name, f.dataType, True) for f in fields]
-        return make_node(
-            "stream",
-            self.name,
-            key=self.left.key,
-            schema=StructType(fields),
-            timestamp=TIMESTAMP,
-            partitions=self.left.partitions,
-            partition_by=self.left.partition_by,
-            null_key="quarantine" if self.kind == "inner" else "keep",
-            operator=self,
-            **shown,
-        )
+        null_key = "quarantine" if self.kind == "inner" else "keep"
+        return make_stream(self, self.left, fields, shown, null_key=null_key)
 
     def describe(self) -> str:
         alone = {"inner": "", "left": "; an unmatched left record is emitted alone"}

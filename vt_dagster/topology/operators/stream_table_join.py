@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
@@ -28,11 +28,12 @@ from vt_dagster.columns import (
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, spoken
 from vt_dagster.topology.expressions import Projection, Side
-from vt_dagster.topology.node import Node, make_node
+from vt_dagster.topology.node import Node
 from vt_dagster.topology.operators.base import (
     Join,
     check_keys,
     check_kind,
+    make_stream,
     make_table,
 )
 from vt_dagster.topology.options import Consumer, require_readable
@@ -54,16 +55,6 @@ _KAFKAS = {"as_known": "now", "max_age": None, "at": "at_or_before", "before_fir
 """Defaults (Kafka Streams' behaviour)."""
 _BACK: tuple[At, ...] = get_args(AtOrBefore)
 _EVERY_AT: tuple[At, ...] = get_args(At)
-
-
-class Match(TypedDict):
-    """The settings by which records match versions, see ``StreamTableJoin``."""
-
-    grace_period: Duration
-    as_known: AsKnown
-    max_age: timedelta | None
-    at: At
-    before_first: BeforeFirst
 
 
 @dataclass(frozen=True)
@@ -168,14 +159,9 @@ class StreamTableJoin(Join):
         return StreamTableJoinSpec(**self._sides, **self._match)
 
     @property
-    def _match(self) -> Match:
-        return {
-            "grace_period": timedelta(0) if self.grace_period is None else self.grace_period,
-            "as_known": self.as_known,
-            "max_age": self.max_age,
-            "at": self.at,
-            "before_first": self.before_first,
-        }
+    def _match(self) -> dict[str, Any]:
+        grace = timedelta(0) if self.grace_period is None else self.grace_period
+        return {"grace_period": grace, **{name: getattr(self, name) for name in _KAFKAS}}
 
     @property
     def _chosen(self) -> dict[str, str]:
@@ -272,18 +258,8 @@ class StreamTableJoin(Join):
         return Side(node.name, tuple(node.schema.fields), (TIMESTAMP, *ends))
 
     def result(self, **shown: Any) -> Any:
-        return make_node(
-            "stream",
-            self.name,
-            key=self.left.key,
-            schema=StructType(self.projection().fields()),
-            timestamp=TIMESTAMP,
-            partitions=self.left.partitions,
-            partition_by=self.left.partition_by,
-            null_key=self.left.null_key,
-            operator=self,
-            **shown,
-        )
+        fields, null_key = self.projection().fields(), self.left.null_key
+        return make_stream(self, self.left, fields, shown, null_key=null_key)
 
     def describe(self) -> str:
         how = "as of its timestamp" if self.right.versioned else "as it is when the run starts"

@@ -9,8 +9,7 @@ from pyspark.sql.types import StructField, TimestampType
 
 from vt_dagster.columns import WINDOW_END, WINDOW_START
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.expressions import Aggregates
-from vt_dagster.topology.operators.aggregates import Aggregate, as_columns
+from vt_dagster.topology.operators.aggregates import Aggregate
 from vt_dagster.topology.operators.base import check_emit
 from vt_dagster.topology.specification import WindowedAggregateSpec
 from vt_dagster.topology.windows import Window
@@ -41,7 +40,6 @@ class WindowedAggregate(Aggregate):
     """
 
     window: Window = field(kw_only=True)
-    aggregates: tuple[tuple[str, str], ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if self.source.is_table:
@@ -59,17 +57,10 @@ class WindowedAggregate(Aggregate):
                 "rename them, for example 'window_start as asked_from'"
             )
 
-    def parsed(self) -> Aggregates:
-        """The aggregates, parsed."""
-        return Aggregates(self.name, self.aggregates)
-
     @property
     def specification(self) -> WindowedAggregateSpec:
-        return WindowedAggregateSpec(
-            **self._grouping,
-            aggregates=as_columns(self.aggregates),
-            window=self.window.specification,
-        )
+        window = self.window.specification
+        return WindowedAggregateSpec(**self._grouping, aggregates=self._columns, window=window)
 
     def result(self, **shown: Any) -> Any:
         keys = [
@@ -78,11 +69,3 @@ class WindowedAggregate(Aggregate):
             StructField(WINDOW_END, TimestampType()),
         ]
         return self._grouped(keys, self.parsed().fields(self.source.schema), None, shown)
-
-    def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        return self._lineage(self.aggregates)
-
-    def describe(self) -> str:
-        what = ", ".join(e for _, e in self.aggregates)
-        by = ", ".join(self.group_key or self.source.key)
-        return f"{self.source.name} by {by}, {self.window.describe()}: {what}."
