@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, get_args, overload
 
-from typing_extensions import Required, TypedDict
+from typing_extensions import Required, TypedDict, Unpack
 
 from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.topology.durations import Duration, parse_length
@@ -288,6 +288,34 @@ class _Match:
 _KAFKAS = _Match("now", None, "at_or_before", None)
 
 
+class _Shown(TypedDict, total=False):
+    description: str | None
+    group: str | None
+    owners: Sequence[str]
+    key_prefix: str | Sequence[str]
+    freshness: Freshness
+    log_retention: timedelta | None
+
+
+class LookupSettings(_Shown, total=False):
+    """Settings of a join with a table, see :meth:`StreamJoins.join`."""
+
+    select: Sequence[str]
+    grace_period: Duration | None
+    max_age: timedelta | None
+    at: At
+
+
+class WindowSettings(_Shown, total=False):
+    """Settings of a join with a stream, see :meth:`StreamJoins.join`."""
+
+    select: Sequence[str]
+    within: Duration | None
+    before: Duration | None
+    after: Duration | None
+    grace: Duration | None
+
+
 class StreamJoins(Generic[S, T]):
     """The joins of a stream."""
 
@@ -299,13 +327,9 @@ class StreamJoins(Generic[S, T]):
         other: T,
         *,
         name: str,
-        select: Sequence[str] = ...,
-        grace_period: Duration | None = None,
         as_known: AsKnown = "now",
-        max_age: timedelta | None = None,
-        at: At = "at_or_before",
         before_first: BeforeFirst = None,
-        **shown: Any,
+        **more: Unpack[LookupSettings],
     ) -> S: ...
 
     @overload
@@ -316,26 +340,11 @@ class StreamJoins(Generic[S, T]):
         name: str,
         corrected_for: timedelta,
         key: str | Sequence[str] = (),
-        select: Sequence[str] = ...,
-        grace_period: Duration | None = None,
-        max_age: timedelta | None = None,
-        at: At = "at_or_before",
-        **shown: Any,
+        **more: Unpack[LookupSettings],
     ) -> T: ...
 
     @overload
-    def join(
-        self,
-        other: S,
-        *,
-        name: str,
-        select: Sequence[str] = ...,
-        within: Duration | None = None,
-        before: Duration | None = None,
-        after: Duration | None = None,
-        grace: Duration | None = None,
-        **shown: Any,
-    ) -> S: ...
+    def join(self, other: S, *, name: str, **more: Unpack[WindowSettings]) -> S: ...
 
     def join(
         self,
@@ -394,13 +403,9 @@ class StreamJoins(Generic[S, T]):
         other: T,
         *,
         name: str,
-        select: Sequence[str] = ...,
-        grace_period: Duration | None = None,
         as_known: AsKnown = "now",
-        max_age: timedelta | None = None,
-        at: At = "at_or_before",
         before_first: BeforeFirst = None,
-        **shown: Any,
+        **more: Unpack[LookupSettings],
     ) -> S: ...
 
     @overload
@@ -411,40 +416,15 @@ class StreamJoins(Generic[S, T]):
         name: str,
         corrected_for: timedelta,
         key: str | Sequence[str] = (),
-        select: Sequence[str] = ...,
-        grace_period: Duration | None = None,
-        max_age: timedelta | None = None,
-        at: At = "at_or_before",
-        **shown: Any,
+        **more: Unpack[LookupSettings],
     ) -> T: ...
 
     @overload
-    def left_join(
-        self,
-        other: S,
-        *,
-        name: str,
-        select: Sequence[str] = ...,
-        within: Duration | None = None,
-        before: Duration | None = None,
-        after: Duration | None = None,
-        grace: Duration | None = None,
-        **shown: Any,
-    ) -> S: ...
+    def left_join(self, other: S, *, name: str, **more: Unpack[WindowSettings]) -> S: ...
 
     @overload
     def left_join(
-        self,
-        other: S,
-        *,
-        name: str,
-        corrected_for: Duration,
-        select: Sequence[str] = ...,
-        within: Duration | None = None,
-        before: Duration | None = None,
-        after: Duration | None = None,
-        grace: Duration | None = None,
-        **shown: Any,
+        self, other: S, *, name: str, corrected_for: Duration, **more: Unpack[WindowSettings]
     ) -> T: ...
 
     def left_join(
@@ -474,32 +454,11 @@ class StreamJoins(Generic[S, T]):
         return made.result(**shown)
 
     @overload
-    def outer_join(
-        self,
-        other: S,
-        *,
-        name: str,
-        select: Sequence[str] = ...,
-        within: Duration | None = None,
-        before: Duration | None = None,
-        after: Duration | None = None,
-        grace: Duration | None = None,
-        **shown: Any,
-    ) -> S: ...
+    def outer_join(self, other: S, *, name: str, **more: Unpack[WindowSettings]) -> S: ...
 
     @overload
     def outer_join(
-        self,
-        other: S,
-        *,
-        name: str,
-        corrected_for: Duration,
-        select: Sequence[str] = ...,
-        within: Duration | None = None,
-        before: Duration | None = None,
-        after: Duration | None = None,
-        grace: Duration | None = None,
-        **shown: Any,
+        self, other: S, *, name: str, corrected_for: Duration, **more: Unpack[WindowSettings]
     ) -> T: ...
 
     def outer_join(
@@ -743,9 +702,8 @@ class Table(Stream, kind="table"):
         See ``TableTableJoin`` and ``ForeignKeyJoin``; for ``history="complete"`` (two versioned tables,
         common key) ``HistoryJoin``. ``grace_period`` is only for streams and is refused.
         """
-        about = {"select": listed(select), "materialized": materialized, "emit": emit}
-        about |= {"monotone_timestamps": monotone_timestamps}
-        return self._join("inner", table, name, shown, about, history, grace_period, foreign_key)
+        how = listed(select), materialized, monotone_timestamps, emit
+        return self._join("inner", table, name, shown, how, history, grace_period, foreign_key)
 
     def left_join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -762,9 +720,8 @@ class Table(Stream, kind="table"):
         **shown: Any,
     ) -> Table:
         """Left join with another table; see :meth:`join`."""
-        about = {"select": listed(select), "materialized": materialized, "emit": emit}
-        about |= {"monotone_timestamps": monotone_timestamps}
-        return self._join("left", table, name, shown, about, history, grace_period, foreign_key)
+        how = listed(select), materialized, monotone_timestamps, emit
+        return self._join("left", table, name, shown, how, history, grace_period, foreign_key)
 
     def outer_join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -779,9 +736,8 @@ class Table(Stream, kind="table"):
         **shown: Any,
     ) -> Table:
         """Outer join with another table by the common key; see ``TableTableJoin``."""
-        about = {"select": listed(select), "materialized": materialized, "emit": emit}
-        about |= {"monotone_timestamps": monotone_timestamps}
-        return self._join("outer", table, name, shown, about, history)
+        how = listed(select), materialized, monotone_timestamps, emit
+        return self._join("outer", table, name, shown, how, history)
 
     def _join(
         self,
@@ -789,7 +745,7 @@ class Table(Stream, kind="table"):
         table: Table,
         name: str,
         shown: dict[str, Any],
-        about: dict[str, Any],
+        how: tuple[tuple[str, ...], Materialized | None, bool | None, Emit],
         history: History,
         grace_period: Duration | None = None,
         foreign_key: str | Sequence[str] | None = None,
@@ -798,9 +754,9 @@ class Table(Stream, kind="table"):
         _check_table_join(name, both, history, grace_period, foreign_key, "corrected_for" in shown)
         if foreign_key is None:
             operator = TableTableJoin if history == "latest" else HistoryJoin
-            return operator(self, table, kind, name, **about).result(**shown)
-        keys = (foreign_key,) if isinstance(foreign_key, str) else tuple(foreign_key)
-        return ForeignKeyJoin(self, table, kind, name, foreign_key=keys, **about).result(**shown)
+            return operator(self, table, kind, name, *how).result(**shown)
+        keys = listed(foreign_key)
+        return ForeignKeyJoin(self, table, kind, name, *how, foreign_key=keys).result(**shown)
 
     def filter(
         self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
@@ -1049,8 +1005,7 @@ def with_settings(node: Stream, settings: Mapping[str, str]) -> Stream:
         elif operator is None and first in settable(node):
             node = _set(node.name, node, name, text)
         else:
-            there = settable(node if operator is None else operator)
-            raise TopologyError(f"{node.name}: expected one of the settings {there}, got {name!r}")
+            raise _unknown(node.name, node if operator is None else operator, name)
     return node
 
 
@@ -1059,11 +1014,14 @@ def settable(owner: Any) -> list[str]:
     return sorted(f.name for f in fields(owner) if f.name not in _FIXED)
 
 
+def _unknown(asset: str, owner: Any, name: str) -> TopologyError:
+    return TopologyError(f"{asset}: expected one of the settings {settable(owner)}, got {name!r}")
+
+
 def _set(asset: str, owner: Any, name: str, text: str) -> Any:
     first, _, rest = name.partition(".")
-    there = settable(owner)
-    if first not in there:
-        raise TopologyError(f"{asset}: expected one of the settings {there}, got {first!r}")
+    if first not in settable(owner):
+        raise _unknown(asset, owner, first)
     value = getattr(owner, first)
     if rest:
         if not is_dataclass(value):
