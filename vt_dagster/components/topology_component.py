@@ -107,10 +107,18 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-DurationText = Annotated[timedelta | str, BeforeValidator(as_duration, json_schema_input_type=str)]
-SignedDurationText = Annotated[
-    timedelta | str, BeforeValidator(as_signed_duration, json_schema_input_type=str)
-]
+def _text_as(kind: Any, convert: Callable[[Any], Any]) -> Any:
+    """Makes the YAML type of a text that is converted to a Python value."""
+    return Annotated[kind | str, BeforeValidator(convert, json_schema_input_type=str)]
+
+
+def _duration_or(*words: str) -> Any:
+    """Makes the YAML type of a duration, or one of some words."""
+    return _text_as(timedelta, lambda value: value if value in words else as_duration(value))
+
+
+DurationText = _text_as(timedelta, as_duration)
+SignedDurationText = _text_as(timedelta, as_signed_duration)
 Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
 
 
@@ -271,11 +279,8 @@ def part(
     for target in targets:
         known = get_type_hints(target.__init__ if _is_plain(target) else target)
         for parameter in inspect.signature(target).parameters.values():
-            name_and_kind = parameter.name, parameter.kind
-            if (
-                name_and_kind[0] in {"self", *leave_out, *more}
-                or name_and_kind[1] is parameter.VAR_KEYWORD
-            ):
+            left_out = parameter.name in {"self", *leave_out, *more}
+            if left_out or parameter.kind is parameter.VAR_KEYWORD:
                 continue
             required = parameter.default is parameter.empty
             kind = _yaml_type(known.get(parameter.name, parameter.annotation), types)
@@ -310,10 +315,9 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
     for member in members:
         if member in known:
             return known[member]
+    plain_types = (int, float, str, bool, dict[str, str], dict[str, Any])
     for member in members:
-        if member in (int, float, str, bool, dict[str, str], dict[str, Any]):
-            return member
-        if get_origin(member) is Literal:
+        if member in plain_types or get_origin(member) is Literal:
             return member
         if get_origin(member) is Mapping and get_args(member)[0] is str:
             return dict[str, str]
@@ -430,13 +434,6 @@ def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
 _SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness", "log_retention")
 
 
-def _as_freshness(value: Any) -> Any:
-    return value if value in ("every_run", "on_growth") else as_duration(value)
-
-
-_freshness = Annotated[timedelta | str, BeforeValidator(_as_freshness, json_schema_input_type=str)]
-
-
 def _part(
     name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
 ) -> type[Part]:
@@ -465,7 +462,11 @@ _format = choice(
     },
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
-_start = Field(default=None, description="current, earliest, or a version to start from.")
+_START = Field(default=None, description="current, earliest, or a version to start from.")
+_states = {
+    "delta": _part("Delta", DeltaSource, start=(optional(int | str), _START)),
+    "snapshots": _part("Snapshots", SnapshotSource),
+}
 _named = {
     "as_type": "the class to load from its IO manager, for example polars.DataFrame",
     "partitions_def": "a Dagster partitions definition for this asset",
@@ -478,8 +479,7 @@ _source = choice(
     {
         "files": _part("Files", FilesSource),
         "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
-        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
-        "snapshots": _part("Snapshots", SnapshotSource),
+        **_states,
         "asset": _part(
             "UpstreamAsset",
             AssetSource,
@@ -495,25 +495,17 @@ _source = choice(
 _whole = choice(
     "Snapshot",
     "A snapshot with the initial rows.",
-    {
-        "snapshots": _part("Snapshots", SnapshotSource),
-        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
-    },
+    {name: _states[name] for name in ("snapshots", "delta")},
 )
 _sensor = _part("Sensor", build_sensor)
 
 
-def _as_size(value: Any) -> Any:
-    return value if value in CALENDAR_SIZES else as_duration(value)
-
-
-_SizeText = Annotated[timedelta | str, BeforeValidator(_as_size, json_schema_input_type=str)]
-_SIZE = Field(description=described(TumblingWindow, "size"))
+_SIZE = (_duration_or(*CALENDAR_SIZES), Field(description=described(TumblingWindow, "size")))
 _window = choice(
     "Window",
     "The windows of the aggregate.",
     {
-        "tumbling": _part("Tumbling", TumblingWindow, size=(_SizeText, _SIZE)),
+        "tumbling": _part("Tumbling", TumblingWindow, size=_SIZE),
         "hopping": _part("Hopping", HoppingWindow),
         "session": _part("Session", SessionWindow),
         "sliding": _part("Sliding", SlidingWindow),
@@ -540,15 +532,8 @@ def _as_ready(value: Any) -> Any:
         ) from None
 
 
-_TimeText = Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]
-
-
-def _as_known(value: Any) -> Any:
-    return value if value in ("now", "when_recorded") else as_duration(value)
-
-
 _AS_KNOWN: Any = (
-    optional(Annotated[timedelta | str, BeforeValidator(_as_known, json_schema_input_type=str)]),
+    optional(_duration_or("now", "when_recorded")),
     Field(
         default=None,
         description="Which versions of a versioned table can match: now, when_recorded, or a duration "
@@ -562,7 +547,7 @@ _NODE: Any = (
 )
 
 
-_TYPES_OF_OPTIONS: dict[Any, Any] = {datetime: _TimeText, Source: _whole}
+_TYPES_OF_OPTIONS: dict[Any, Any] = {datetime: _text_as(datetime, _as_ready), Source: _whole}
 """YAML types of the options of streams and tables that are no plain texts, numbers or lists."""
 
 
@@ -717,7 +702,7 @@ AssetPart: type[Choice] = choice(
     owners=(optional(Texts), None),
     key_prefix=(optional(Texts), None),
     freshness=(
-        optional(_freshness),
+        optional(_duration_or("every_run", "on_growth")),
         Field(
             default=None,
             description="How far a table's view may lag behind its log: on_growth, every_run, or 1h.",
