@@ -50,10 +50,7 @@ LATE_IMPORTS = {
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
-    "vt_dagster.sources.protobuf": {
-        "google": "an extra, which Spark's workers have too",
-        "pandas": "half a second that a run without news need not wait",
-    },
+    "vt_dagster.sources.protobuf": {"google": "an extra, which Spark's workers have too"},
     "vt_dagster.sources.text_formats": {
         "pandas": "a function that Spark's workers run by itself; half a second, of no use for UTF-8",
     },

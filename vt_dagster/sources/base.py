@@ -206,6 +206,20 @@ class Uncounted:
         return True
 
 
+class Limited:
+    """The input of one run with the limits of its source."""
+
+    source: Any
+
+    @property
+    def max_bad_share(self) -> float:
+        return self.source.max_bad_share
+
+    @property
+    def max_clock_skew(self) -> timedelta:
+        return self.source.max_clock_skew
+
+
 @runtime_checkable
 class Comparing(Protocol):
     """The input of one run from a source of whole states: a ``Pinned`` whose records are the difference

@@ -16,13 +16,13 @@ import os
 import posixpath
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vt_dagster.errors import SourceError
 from vt_dagster.storage import delta
+from vt_dagster.topology.durations import epoch_micros
 
 # Consumed files
 
@@ -30,7 +30,6 @@ from vt_dagster.storage import delta
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")
 """Keys under which file systems store a version or modification time; the more exact ones first."""
 _BLOCK, _BLOCKS = 1 << 20, 64
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class FileInfo(NamedTuple):
@@ -190,13 +189,8 @@ def _is_hidden(name: str, kind: str) -> bool:
 
 def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
     """Returns the modification times of files in epoch microseconds, by name. Does not use Spark."""
-    found: dict[str, int] = {}
-    for file in files:
-        fs, place = delta.filesystem(file.path)
-        moment: datetime = fs.modified(place)
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-        found[file.name] = (moment - _EPOCH) // timedelta(microseconds=1)
-    return found
+    places = {file.name: delta.filesystem(file.path) for file in files}
+    return {name: epoch_micros(fs.modified(place)) for name, (fs, place) in places.items()}
 
 
 class Memory:

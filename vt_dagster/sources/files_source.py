@@ -32,6 +32,7 @@ from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.base import (
     End,
+    Limited,
     News,
     Uncounted,
     read_by_all_names,
@@ -538,7 +539,7 @@ _LOOKED_AT = 20
 
 
 @dataclass(frozen=True)
-class PinnedFiles(Uncounted):
+class PinnedFiles(Limited, Uncounted):
     """The files that a run consumes.
 
     Args:
@@ -560,14 +561,6 @@ class PinnedFiles(Uncounted):
 
     def reaches(self, end: End) -> bool:
         return not any(name <= str(end) for name in self.left)
-
-    @property
-    def max_bad_share(self) -> float:
-        return self.source.max_bad_share
-
-    @property
-    def max_clock_skew(self) -> timedelta:
-        return self.source.max_clock_skew
 
     @property
     def bytes(self) -> int:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
@@ -27,7 +27,7 @@ from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.log_columns import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, time_of
 from vt_dagster.errors import ContractError, SourceError
-from vt_dagster.sources.base import Uncounted, by_name, require_limits
+from vt_dagster.sources.base import Limited, Uncounted, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.model import Stream
@@ -234,18 +234,6 @@ _WIDER = {
 _DIGITS = {"tinyint": 3, "smallint": 5, "int": 10, "bigint": 19}
 
 
-class Frame(Protocol):
-    """A DataFrame with the columns of a schema; see ``LocalFrame``."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def extra(self) -> Sequence[str]: ...
-    def digest(self) -> str: ...
-    def frame(self, spark: SparkSession) -> DataFrame: ...
-    def release(self) -> None: ...
-
-
 class SparkFrame:
     """The rows of a Spark DataFrame, persisted so that they are computed once."""
 
@@ -277,6 +265,10 @@ class SparkFrame:
     def release(self) -> None:
         """Unpersists the rows."""
         self._rows.unpersist()
+
+
+Frame: TypeAlias = LocalFrame | SparkFrame
+"""A DataFrame with the columns of a schema."""
 
 
 def frame_of(node: Stream, value: Any) -> Frame | None:
@@ -531,7 +523,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class PinnedFrames(Uncounted):
+class PinnedFrames(Limited, Uncounted):
     """The deliveries that a run consumes.
 
     Args:
@@ -545,14 +537,6 @@ class PinnedFrames(Uncounted):
     new: Sequence[tuple[Delivery, Frame, str]]
     before: Mapping[str, Any]
     first: int
-
-    @property
-    def max_bad_share(self) -> float:
-        return self.source.max_bad_share
-
-    @property
-    def max_clock_skew(self) -> timedelta:
-        return self.source.max_clock_skew
 
     @property
     def rows(self) -> int:

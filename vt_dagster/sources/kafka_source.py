@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -32,6 +32,7 @@ from vt_dagster.core.source_records import (
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import (
     End,
+    Limited,
     News,
     read_by_all_names,
     require_limits,
@@ -63,35 +64,8 @@ WORDS = ("run", APPEND_TIME)
 """Values of ``recorded_at`` that are not column names."""
 
 
-class Topics(Protocol):
-    """A source of Kafka topics, see ``KafkaSource``."""
-
-    @property
-    def cluster(self) -> KafkaCluster: ...
-
-    @property
-    def max_bad_share(self) -> float: ...
-
-    @property
-    def max_clock_skew(self) -> timedelta: ...
-
-    @property
-    def recorded_at(self) -> str: ...
-
-    def describe(self) -> str: ...
-
-    def read(
-        self,
-        spark: SparkSession,
-        ranges: Mapping[str, Mapping[int, tuple[int, int]]],
-        *,
-        key: Sequence[str],
-        schema: StructType,
-    ) -> DataFrame: ...
-
-
 @dataclass(frozen=True)
-class PinnedTopics:
+class PinnedTopics(Limited):
     """The offset ranges that a run reads.
 
     Args:
@@ -105,7 +79,7 @@ class PinnedTopics:
         held_back: the number of offsets after these: records in an open transaction, or behind one.
     """
 
-    source: Topics
+    source: KafkaSource
     before: Commit | None
     ranges: Ranges
     ids: dict[str, str]
@@ -114,14 +88,6 @@ class PinnedTopics:
     held_back: int
 
     bytes = None
-
-    @property
-    def max_bad_share(self) -> float:
-        return self.source.max_bad_share
-
-    @property
-    def max_clock_skew(self) -> timedelta:
-        return self.source.max_clock_skew
 
     @property
     def records(self) -> Ranges:

@@ -36,7 +36,7 @@ from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import READ, read_avro, row_of
 from vt_dagster.sources.kafka_cluster import SchemaRegistry
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
-from vt_dagster.sources.text_formats import SCHEMA_OF, checked, parse, read_object, value_of
+from vt_dagster.sources.text_formats import SCHEMA_OF, checked, nullable, parse, read_object, value_of
 from vt_dagster.sources.value_reader import (
     Reading,
     Timestamps,
@@ -514,7 +514,7 @@ class Debezium(Format):
     def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         own = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
         more = [StructField(n, kind) for n, kind in own.items() if n not in wanted.names]
-        message_type = StructType([*_nullable(wanted).fields, *more])
+        message_type = StructType([*nullable(wanted).fields, *more])
         found = self.format.decode(message, message_type, subject, into)
         deleted = F.lower(found.row["__deleted"].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
@@ -553,24 +553,13 @@ class Debezium(Format):
 
 def _event(wanted: StructType) -> StructType:
     """Returns the schema of the parts of a change event that are read."""
-    image = _nullable(wanted)
-    source = StructType([StructField("ts_ms", LongType())])
-    return StructType(
-        [
-            StructField("before", image),
-            StructField("after", image),
-            StructField("op", StringType()),
-            StructField("source", source),
-        ]
-    )
+    image, source = nullable(wanted), StructType().add("ts_ms", LongType())
+    parts = StructType().add("before", image).add("after", image)
+    return parts.add("op", StringType()).add("source", source)
 
 
 def _unreadable_if(broken: Column) -> Column:
     return F.when(broken, Reason.UNREADABLE)
-
-
-def _nullable(schema: StructType) -> StructType:
-    return StructType([StructField(f.name, f.dataType) for f in schema.fields])
 
 
 def _is_framed(message: Column) -> Column:

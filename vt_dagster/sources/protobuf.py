@@ -12,7 +12,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 from pyspark import cloudpickle
@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.text_formats import NUMBER
+from vt_dagster.sources.text_formats import NUMBER, text_udf
 from vt_dagster.sources.value_reader import (
     TIMES,
     Reading,
@@ -67,12 +67,7 @@ def is_value(message: Any) -> bool:
 
 def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[Any], str | None]:
     """Returns a function from a message's bytes to JSON of the wanted fields; None if unreadable."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
-        pool.Add(file)
-    message_class = message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+    message_class = _message_class(descriptors, name)
 
     def text(raw: Any) -> str | None:
         try:
@@ -82,6 +77,15 @@ def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[A
             return None
 
     return text
+
+
+def _message_class(descriptors: bytes, name: str) -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
+        pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
 
 
 def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
@@ -153,13 +157,8 @@ def _shortest(value: float) -> str:
 
 
 def message_class_of(descriptors: bytes, name: str) -> Any:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    pool = descriptor_pool.DescriptorPool()
     try:
-        for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
-            pool.Add(file)
-        return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+        return _message_class(descriptors, name)
     except Exception as error:  # the library raises KeyError, DecodeError or TypeError
         raise SourceError(
             f"Protobuf: expected the message {name!r} among the descriptors, got: {error}; use its "
@@ -249,19 +248,5 @@ def _plan(kind: DataType) -> Any:
 def protobuf_reader(descriptors: bytes, name: str, wanted: StructType) -> Any:
     """Returns a UDF of messages: the wanted fields as JSON of strings; null for an unreadable
     message."""
-
-    import pandas as pd
-
     plan, mark = _plan(wanted), NUMBER
-
-    def read(batches: Any) -> Any:
-        import pandas as pd
-
-        text = reader(descriptors, name, plan, mark)
-        for batch in batches:
-            yield pd.Series([text(raw) for raw in batch], dtype="object")
-
-    series = Iterator[pd.Series]
-    # Spark derives the kind of UDF from the annotations.
-    read.__annotations__ = {"batches": series, "return": series}
-    return F.pandas_udf(read, StringType())  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return text_udf(lambda: reader(descriptors, name, plan, mark))

@@ -34,15 +34,15 @@ from vt_dagster.core.source_records import (
     difference,
 )
 from vt_dagster.errors import ContractError, SourceError, TopologyError
-from vt_dagster.sources.base import End, News, Uncounted, require_limits
-from vt_dagster.sources.consumed_files import FileInfo, files_in, require_untouched
+from vt_dagster.sources.base import End, Limited, News, Uncounted, require_limits
+from vt_dagster.sources.consumed_files import FileInfo, files_in, require_untouched, written_at
 from vt_dagster.sources.files_source import FileFormat, FilesSource
 from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.delta import address, unseen
-from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.durations import epoch_micros, in_utc
 from vt_dagster.topology.expressions import require_deterministic
 from vt_dagster.topology.model import Stream
 
@@ -51,7 +51,6 @@ from vt_dagster.topology.model import Stream
 
 OnDuplicate = Literal["fail", "quarantine"]
 _BUCKET_BYTES = 4_000_000
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 UNREAD = "_unread"
 """Column with the raw content of an unreadable row; null for others."""
 
@@ -81,12 +80,7 @@ class Dump(NamedTuple):
     @property
     def modified(self) -> int:
         """The modification time of the newest file in epoch microseconds."""
-        found: list[datetime] = []
-        for file in self.files:
-            fs, place = delta.filesystem(file.path)
-            moment: datetime = fs.modified(place)
-            found.append(moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
-        return (max(found) - _EPOCH) // timedelta(microseconds=1)
+        return max(written_at(self.files).values())
 
 
 @dataclass(frozen=True)
@@ -279,7 +273,7 @@ _SUFFIXES = re.compile(r"(\.(parquet|csv|jsonl?|txt|gz|bz2|zst|snappy|lz4))+$")
 
 
 @dataclass(frozen=True)
-class PinnedDump(Uncounted):
+class PinnedDump(Limited, Uncounted):
     """The dump that a run consumes.
 
     Args:
@@ -300,10 +294,6 @@ class PinnedDump(Uncounted):
     max_bad_share = 1.0
     """No limit here, where only the changed rows are known: ``records_of`` checks the share of the
     dump."""
-
-    @property
-    def max_clock_skew(self) -> timedelta:
-        return self.source.max_clock_skew
 
     @property
     def bytes(self) -> int:
@@ -600,8 +590,7 @@ class SnapshotSource:
                 f"the dump {dump.name} in {self.path}: expected a name like {self.dump_time!r} "
                 f"(dump_time), got {stem!r}; rename it, or leave it out by the source's pattern"
             ) from None
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-        return (moment - _EPOCH) // timedelta(microseconds=1)
+        return epoch_micros(moment)
 
     def require_order(self, dump: Dump, time: int | None, consumed: Mapping[str, Any]) -> None:
         """Checks that a dump follows the consumed ones, by name and by time.

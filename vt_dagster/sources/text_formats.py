@@ -158,36 +158,23 @@ def _encoding(name: str, text: str) -> str:
     return found
 
 
-_FORMATS = {
-    "timeZone": _text,
-    "dateFormat": _text,
-    "timestampFormat": _text,
-    "timestampNTZFormat": _text,
-}
+_FORMATS = dict.fromkeys(("timeZone", "dateFormat", "timestampFormat", "timestampNTZFormat"), _text)
 _LINES = {"encoding": _encoding, "lineSep": _line_end}
-_JSON = {
-    "allowComments": _flag,
-    "allowUnquotedFieldNames": _flag,
-    "allowSingleQuotes": _flag,
-    "allowNumericLeadingZeros": _flag,
-    "allowNonNumericNumbers": _flag,
-    "allowBackslashEscapingAnyCharacter": _flag,
-    "allowUnquotedControlChars": _flag,
-}
+_JSON = dict.fromkeys(
+    (
+        *("allowComments", "allowUnquotedFieldNames", "allowSingleQuotes", "allowNumericLeadingZeros"),
+        *("allowNonNumericNumbers", "allowBackslashEscapingAnyCharacter", "allowUnquotedControlChars"),
+    ),
+    _flag,
+)
 _CSV = {
     "sep": _separator,
     "quote": _character_or_none,
     "escape": _character,
     "charToEscapeQuoteEscaping": _character,
     "comment": _character,
-    "header": _flag,
-    "ignoreLeadingWhiteSpace": _flag,
-    "ignoreTrailingWhiteSpace": _flag,
-    "nullValue": _text,
-    "emptyValue": _text,
-    "nanValue": _text,
-    "positiveInf": _text,
-    "negativeInf": _text,
+    **dict.fromkeys(("header", "ignoreLeadingWhiteSpace", "ignoreTrailingWhiteSpace"), _flag),
+    **dict.fromkeys(("nullValue", "emptyValue", "nanValue", "positiveInf", "negativeInf"), _text),
     "maxColumns": _count,
     "unescapedQuoteHandling": _one_of(
         "STOP_AT_CLOSING_QUOTE",
@@ -225,30 +212,26 @@ REFUSED = {
     "dateFormat or timestampFormat",
     "maxCharsPerColumn": "a longer value would fail the run: remove it, values of any length are read",
     "compression": "the first bytes and the name of a file define its compression: remove it",
-    "inferSchema": _TYPES,
-    "samplingRatio": _TYPES,
-    "preferDate": _TYPES,
-    "prefersDecimal": _TYPES,
-    "primitivesAsString": _TYPES,
-    "inferTimestamp": _TYPES,
-    "dropFieldIfAllNull": _TYPES,
-    "singleVariantColumn": _TYPES,
-    "mergeSchema": _TYPES,
+    **dict.fromkeys(
+        (
+            *("inferSchema", "samplingRatio", "preferDate", "prefersDecimal", "primitivesAsString"),
+            *("inferTimestamp", "dropFieldIfAllNull", "singleVariantColumn", "mergeSchema"),
+        ),
+        _TYPES,
+    ),
     "enforceSchema": "columns match by the names in the header: remove it",
     "columnPruning": "every line is checked as a whole: remove it",
     "inputBufferSize": "lines are parsed one by one: remove it",
     "useUnsafeRow": "it is internal to Spark: remove it",
-    "extension": _WRITES,
-    "escapeQuotes": _WRITES,
-    "quoteAll": _WRITES,
-    "pretty": _WRITES,
-    "ignoreNullFields": _WRITES,
-    "sortKeys": _WRITES,
-    "writeNonAsciiCharacterAsCodePoint": _WRITES,
-    "pathGlobFilter": _LISTS,
+    **dict.fromkeys(
+        (
+            *("extension", "escapeQuotes", "quoteAll", "pretty", "ignoreNullFields", "sortKeys"),
+            "writeNonAsciiCharacterAsCodePoint",
+        ),
+        _WRITES,
+    ),
+    **dict.fromkeys(("pathGlobFilter", "modifiedBefore", "modifiedAfter"), _LISTS),
     "recursiveFileLookup": "sub-directories are read; set recursive=False of the source to skip them",
-    "modifiedBefore": _LISTS,
-    "modifiedAfter": _LISTS,
     "ignoreCorruptFiles": "set on_bad_file='quarantine' of the source instead",
     "ignoreMissingFiles": "a file that is removed while a run reads it fails the run: remove it",
 }
@@ -478,18 +461,29 @@ def _decoded(groups: Mapping[str, Sequence[FileInfo]]) -> Column:
 
 def _decoder(encoding: str) -> Any:
     """Returns a UDF from bytes to text in an encoding; null if they are not text."""
+
+    def text(raw: bytes | None) -> str | None:
+        try:
+            return None if raw is None else bytes(raw).decode(encoding)
+        except UnicodeDecodeError:
+            return None
+
+    return text_udf(lambda: text)
+
+
+def text_udf(reader: Callable[[], Callable[[Any], str | None]]) -> Any:
+    """Returns a UDF that turns each value of a column into text or null.
+
+    Args:
+        reader: called in each worker, which need not have this package; returns the function of a
+            value.
+    """
     import pandas as pd
 
     def read(batches: Any) -> Any:
-        # Self-contained: workers need not have this package.
         import pandas as pd
 
-        def text(raw: bytes | None) -> str | None:
-            try:
-                return None if raw is None else bytes(raw).decode(encoding)
-            except UnicodeDecodeError:
-                return None
-
+        text = reader()
         for batch in batches:
             yield pd.Series([text(raw) for raw in batch], dtype="object")
 

@@ -66,6 +66,7 @@ from vt_dagster.spark.settings import SETTINGS, small_run
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import Progress
+from vt_dagster.topology.durations import epoch_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 
@@ -537,8 +538,7 @@ def to_micros(moment: datetime | int) -> int:
     """Converts a datetime (naive = UTC) or epoch milliseconds to epoch microseconds."""
     if isinstance(moment, int):
         return moment * 1000
-    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    return (aware - _EPOCH) // timedelta(microseconds=1)
+    return epoch_micros(moment)
 
 
 # Versioned store

@@ -116,22 +116,21 @@ def longest(value: Duration) -> timedelta:
 
 def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
     """Pairs two durations: once, or once per partition if either is a mapping."""
-    partitions = sorted(
-        {*(one if isinstance(one, Mapping) else ())} | {*(other if isinstance(other, Mapping) else ())}
-    )
-    if not partitions:
-        return [("", (cast(timedelta, one), cast(timedelta, other)))]
-    return [(f" of partition {p}", (length_at(one, p), length_at(other, p))) for p in partitions]
+    if isinstance(one, timedelta) and isinstance(other, timedelta):
+        return [("", (one, other))]
+    of_each = ((p, length_at(one, p), length_at(other, p)) for p in _partitions(one, other))
+    return [(f" of partition {p}", (first, second)) for p, first, second in of_each]
 
 
 def plus(one: Duration, other: Duration) -> Duration:
     """Adds two durations, per partition if either is a mapping."""
     if isinstance(one, timedelta) and isinstance(other, timedelta):
         return one + other
-    partitions = {*(one if isinstance(one, Mapping) else ())} | {
-        *(other if isinstance(other, Mapping) else ())
-    }
-    return {p: length_at(one, p) + length_at(other, p) for p in sorted(partitions)}
+    return {p: length_at(one, p) + length_at(other, p) for p in _partitions(one, other)}
+
+
+def _partitions(*lengths: Duration) -> list[int]:
+    return sorted({p for length in lengths if isinstance(length, Mapping) for p in length})
 
 
 def parse_length(text: str) -> timedelta:
@@ -162,6 +161,11 @@ def parse_time(text: str) -> int:
         moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
     except ValueError:
         raise ContractError(f"expected a time like 2013-07-01T12:00:00Z, got {text!r}") from None
+    return epoch_micros(moment)
+
+
+def epoch_micros(moment: datetime) -> int:
+    """Returns a time in epoch microseconds; UTC if it has no zone."""
     aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
     return (aware - _EPOCH) // timedelta(microseconds=1)
 
