@@ -329,7 +329,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         operator, right = self.operator, self.operator.right
         projection = operator.projection()
         horizon = None
-        needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
+        needed = {*right.key, *projection.columns_of("right"), IS_TOMBSTONE, PARTITION}
         if isinstance(right, VersionedTable):
             horizon = table_store.horizon_of(right, lookup.stream_time)
             if operator.before_first is not None:
@@ -1034,7 +1034,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         final = context.watermarks.get(FINAL, _nothing())
         about: dict[str, Any] = {
             "key": right.key,
-            "values": sorted({*right.key, *operator.projection().right_columns()}),
+            "values": sorted({*right.key, *operator.projection().columns_of("right")}),
             "promised": micros(operator.corrected_for),
             "stream_time": context.watermarks.get(_TABLE, _nothing()),
             "chunk": None if table.broadcastable else arrival_chunk(),

@@ -406,6 +406,12 @@ _NAMED: dict[str, DataType] = {
 }
 
 
+def _cast_type(expression: str) -> DataType:
+    """Returns the type of a cast; NullType for other expressions, whose type only Spark can infer."""
+    cast = _CAST.fullmatch(expression)
+    return _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
+
+
 @dataclass(frozen=True)
 class Selection:
     """Columns selected from one stream or table, as (name, SQL expression).
@@ -485,8 +491,7 @@ class Selection:
         found = self._find(expression)
         if found is not None:
             return found.dataType
-        cast = _CAST.fullmatch(expression)
-        return _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
+        return _cast_type(expression)
 
     def fields_of_result(self) -> list[StructField]:
         """Returns the columns with their types; NullType if only Spark can infer one."""
@@ -514,10 +519,14 @@ class Side:
     fields: tuple[StructField, ...]
     times: tuple[str, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """All its columns."""
+        return [*(f.name for f in self.fields), *self.times]
+
     def find(self, column: str) -> StructField | None:
         """Returns a column by name, ignoring case; None if it is a time column or does not exist."""
-        found = [f for f in self.fields if f.name.lower() == column.lower()]
-        return found[0] if found else None
+        return next((f for f in self.fields if f.name.lower() == column.lower()), None)
 
 
 @dataclass(frozen=True)
@@ -570,28 +579,15 @@ class Projection:
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         """Returns for each column the (asset, column) pairs that it derives from."""
         return {
-            name: [
-                (self.sides[side.lower()].asset, column.strip("`"))
-                for side, column in _REFERENCE.findall(expression)
-            ]
+            name: [(self.sides[side].asset, column) for side, column in _references(expression)]
             for name, expression in self.columns
         }
 
-    def right_columns(self) -> set[str]:
-        """Returns the right side's columns that the result uses."""
-        return self.columns_of("right")
-
     def columns_of(self, side: Literal["left", "right"]) -> set[str]:
         """Returns the columns of a side that the result uses."""
-        used = {
-            column.strip("`").lower()
-            for _, expression in self.columns
-            for found, column in _REFERENCE.findall(expression)
-            if found.lower() == side
-        }
-        of = self.sides[side]
-        names = [*(f.name for f in of.fields), *of.times]
-        return {n for n in names if n.lower() in used}
+        every = (one for _, expression in self.columns for one in _references(expression))
+        used = {column.lower() for found, column in every if found == side}
+        return {name for name in self.sides[side].names if name.lower() in used}
 
     def fields(self) -> list[StructField]:
         """Returns the columns with their types; NullType if only Spark can infer one."""
@@ -600,10 +596,7 @@ class Projection:
     def _field(self, name: str, expression: str) -> StructField:
         plain = _SELECTED_COLUMN.fullmatch(expression)
         if plain is None:
-            cast = _CAST.fullmatch(expression)
-            return StructField(
-                name, _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
-            )
+            return StructField(name, _cast_type(expression))
         side = plain.group(1).lower()
         found = self.sides[side].find(plain.group(2).strip("`"))
         kind: DataType = found.dataType if found else TimestampType()
@@ -651,7 +644,7 @@ class Projection:
         )
 
     def _check_reference(self, item: str, side: Side, column: str) -> None:
-        known = [*(f.name for f in side.fields), *side.times]
+        known = side.names
         if column != "*" and column.lower() not in {k.lower() for k in known}:
             raise TopologyError(
                 f"{self.asset}: select names {item!r}, but {side.asset!r} has no column {column!r}; "
@@ -678,6 +671,11 @@ class Projection:
                 f"{expression!r} under another name, for example '{expression} as seen_at'"
             )
         return True
+
+
+def _references(expression: str) -> list[tuple[str, str]]:
+    """Returns the (side, column) pairs in an expression of a join."""
+    return [(side.lower(), column.strip("`")) for side, column in _REFERENCE.findall(expression)]
 
 
 def _is(expression: str, left_column: str) -> bool:
@@ -730,8 +728,7 @@ class Accumulator:
     merge: Merge
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     column: str
     function: str
     inside: str
@@ -874,23 +871,11 @@ class Aggregates:
 
 def _is_one_expression(text: str) -> bool:
     """Returns whether SQL text is one expression: not empty, balanced parentheses, no comma outside."""
-    depth, quote, escaped = 0, "", False
-    for c in text:
-        if quote:
-            if escaped:
-                escaped = False
-            elif c == "\\" and quote != "`":
-                escaped = True
-            elif c == quote:
-                quote = ""
-        elif c in "'\"`":
-            quote = c
-        elif c in "([":
-            depth += 1
-        elif c in ")]":
-            depth -= 1
-            if depth < 0:
-                return False
-        elif c == "," and depth == 0:
+    found, depth = tokens(text), 0
+    symbols = [one.value for one in found if one.kind == "symbol"]
+    for symbol in symbols:
+        depth += (symbol in ("(", "[")) - (symbol in (")", "]"))
+        if depth < 0 or (symbol == "," and depth == 0):
             return False
-    return bool(text.strip()) and depth == 0 and not quote
+    # A quote is a symbol only if it is not closed.
+    return bool(found) and depth == 0 and not {"'", '"', "`"} & {*symbols}

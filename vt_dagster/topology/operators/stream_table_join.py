@@ -424,7 +424,7 @@ class CorrectedJoin(StreamTableJoin):
                 f"itself; select them under another name, for example 'left.{taken[0]} as "
                 f"own_{taken[0]}'"
             )
-        if VALID_TO in chosen.right_columns():
+        if VALID_TO in chosen.columns_of("right"):
             raise TopologyError(
                 f"{self.name}: right.valid_to changes with every later version, so each new version "
                 "would correct earlier rows; remove it from select: right.valid_from identifies the "
