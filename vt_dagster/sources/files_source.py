@@ -217,7 +217,7 @@ def faults_of_text(
         try:
             broken = (
                 _fault_of_name(file)
-                or _fault_of_content(file, format)
+                or (fault_of_bytes(file.name, known(*ends_of(file)), format) if file.size else None)
                 or _fault_of_archive(file, format)
                 or _fault_of_encoding(file, encoding_of(options))
             )
@@ -347,14 +347,6 @@ def _fault_of_footer(file: FileInfo) -> str | None:
     except (ArrowException, OSError) as error:
         return f"expected a whole Parquet file, got: {one_line(error)}"
     return None
-
-
-def _fault_of_content(file: FileInfo, format: str) -> str | None:
-    """Checks the first bytes of a file, as stored."""
-    if not file.size:
-        return None
-    head, tail = ends_of(file)
-    return fault_of_bytes(file.name, known(head, tail), format)
 
 
 def _fault_of_archive(file: FileInfo, format: str) -> str | None:

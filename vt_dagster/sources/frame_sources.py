@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import reduce
 from typing import Any, TypeAlias, cast
 
 import pyarrow as pa
@@ -538,6 +539,8 @@ class PinnedFrames(Limited, Uncounted):
     before: Mapping[str, Any]
     first: int
 
+    bytes = None
+
     @property
     def rows(self) -> int:
         """The number of rows of all deliveries."""
@@ -546,10 +549,6 @@ class PinnedFrames(Limited, Uncounted):
     @property
     def taken(self) -> Ranges:
         return {self.source.input: {0: (self.first, self.first + self.rows)}} if self.new else {}
-
-    @property
-    def bytes(self) -> None:
-        return None
 
     @property
     def empty(self) -> bool:
@@ -565,9 +564,7 @@ class PinnedFrames(Limited, Uncounted):
             found.frame(spark).withColumns({_DELIVERY: F.lit(place), SOURCE: F.lit(one.name)})
             for place, (one, found, _) in enumerate(self.new)
         ]
-        rows = parts[0]
-        for part in parts[1:]:
-            rows = rows.unionByName(part)
+        rows = reduce(DataFrame.unionByName, parts)
         content = F.to_json(F.struct(*node.schema.names))
         of_spark = [F.when(F.col(ROW).isNull(), F.col(f"`{c}`")) for c in node.key]
         of_spark.append(F.when(F.col(ROW).isNull(), content))

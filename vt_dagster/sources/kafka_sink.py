@@ -313,7 +313,8 @@ class Publication:
                 f"sent to it (its id was {topic.id}, now {after.id}): the old topic has some of them. "
                 "Nothing was committed: run again"
             )
-        topics = {} if before is None else {t: e for t, e in before.inputs.items() if _is_topic(t)}
+        inputs = {} if before is None else before.inputs
+        topics = {name: ends for name, ends in inputs.items() if name.startswith(_TOPIC)}
         commit = Commit(
             asset=self.name,
             batch=1 if before is None else before.batch + 1,
@@ -510,10 +511,6 @@ class Publication:
                     f"{advice_for(error)}"
                 )
         return {partition: count for partition, count, _ in acknowledged}
-
-
-def _is_topic(name: str) -> bool:
-    return name.startswith(_TOPIC)
 
 
 def _json(columns: list[str]) -> Column:

@@ -360,7 +360,7 @@ def is_no_text(value: Column, kind: DataType) -> Column:
     no = F.lit(False)
     if isinstance(kind, StringType):
         return F.coalesce(~F.is_valid_utf8(value), no)
-    if not any(isinstance(one, StringType) for one in _all_types(kind)):
+    if '"string"' not in kind.json():
         return no
     if isinstance(kind, StructType):
         return reduce(or_, [is_no_text(value[f.name], f.dataType) for f in kind.fields])
@@ -370,18 +370,6 @@ def is_no_text(value: Column, kind: DataType) -> Column:
     assert isinstance(kind, ArrayType)
     element = kind.elementType
     return F.coalesce(F.exists(value, lambda one: is_no_text(one, element)), no)
-
-
-def _all_types(kind: DataType) -> Iterable[DataType]:
-    yield kind
-    if isinstance(kind, ArrayType):
-        yield from _all_types(kind.elementType)
-    elif isinstance(kind, MapType):
-        yield from _all_types(kind.keyType)
-        yield from _all_types(kind.valueType)
-    elif isinstance(kind, StructType):
-        for f in kind.fields:
-            yield from _all_types(f.dataType)
 
 
 # Nested values

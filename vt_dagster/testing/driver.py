@@ -130,15 +130,12 @@ class TopologyTestDriver:
                     source = None
                     if node.operator is None:
                         source = Records(self._stores[name], list(inputs.get(name, ())))
-                    self._count(name, run_once(node, self._store_of, source))
+                    self._count(name, run_once(node, lambda node: self._stores[node.name], source))
         except BaseException:
             for name, saved in before.items():
                 self._stores[name].restore(saved)
             self._fates = outcomes
             raise
-
-    def _store_of(self, node: Stream) -> MemoryStore:
-        return self._stores[node.name]
 
     def _count(self, name: str, receipt: Receipt) -> None:
         for partition, some in receipt.outcomes.items():
@@ -465,17 +462,9 @@ class Records(Uncounted):
     ) -> Records:
         return self
 
-    @property
-    def max_bad_share(self) -> float:
-        return 1.0
-
-    @property
-    def max_clock_skew(self) -> timedelta | None:
-        return None
-
-    @property
-    def bytes(self) -> int:
-        return 0
+    max_bad_share = 1.0
+    max_clock_skew = None
+    bytes = 0
 
     @property
     def empty(self) -> bool:

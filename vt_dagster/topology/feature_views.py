@@ -51,7 +51,7 @@ class FeatureView:
         key = table.key if self.key is None else self.key
         object.__setattr__(self, "key", (key,) if isinstance(key, str) else tuple(key))
         object.__setattr__(self, "columns", tuple(self.columns))
-        there = [c for c in table.schema.names if c not in table.key and c.lower() != TIMESTAMP]
+        there = self._values
         unknown = [c for c in self.columns if c not in (*there, VALID_FROM)]
         if unknown:
             raise TopologyError(
@@ -69,9 +69,11 @@ class FeatureView:
     @property
     def chosen(self) -> tuple[str, ...]:
         """The selected columns of the table."""
-        table = self.table
-        there = (c for c in table.schema.names if c not in table.key and c.lower() != TIMESTAMP)
-        return tuple(self.columns) or tuple(there)
+        return tuple(self.columns) or tuple(self._values)
+
+    @property
+    def _values(self) -> list[str]:
+        return [c for c in self.table.value_columns if c.lower() != TIMESTAMP]
 
     @property
     def named(self) -> list[tuple[str, str]]:
@@ -139,7 +141,8 @@ class TrainingSet:
         key = view.of_spine
         unknown = [k for k in key if k not in fields]
         if unknown or not same_types([fields[k] for k in key if k in fields], view.table.key_types):
-            wanted = [f"{k} {t.simpleString()}" for k, t in _typed(view.table)]
+            own = zip(view.table.key, view.table.key_types, strict=True)
+            wanted = [f"{k} {kind.simpleString()}" for k, kind in own]
             raise TopologyError(
                 f"{self.name}: expected columns of {self.spine.name!r} that hold the key of "
                 f"{view.table.name!r}, {wanted}, got {list(key)}; set key to columns of "
@@ -181,7 +184,3 @@ class TrainingSet:
             "matured_after": None if self.matured_after is None else str(self.matured_after),
             "features": [view.declared() for view in self.features],
         }
-
-
-def _typed(table: VersionedTable) -> list[tuple[str, Any]]:
-    return list(zip(table.key, table.key_types, strict=True))

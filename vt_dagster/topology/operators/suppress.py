@@ -38,12 +38,7 @@ class UntilTimeLimit:
     @property
     def specification(self) -> TimeLimitSpec:
         """The limit as commits store it."""
-        return TimeLimitSpec(
-            duration=self.duration,
-            max_records=self.max_records,
-            max_bytes=self.max_bytes,
-            when_full=self.when_full,
-        )
+        return TimeLimitSpec(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,7 @@ class UntilWindowCloses:
     @property
     def specification(self) -> WindowClosesSpec:
         """The limit as commits store it."""
-        return WindowClosesSpec(
-            max_records=self.max_records, max_bytes=self.max_bytes, when_full=self.when_full
-        )
+        return WindowClosesSpec(**vars(self))
 
 
 @dataclass(frozen=True)
