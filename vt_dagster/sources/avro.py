@@ -28,6 +28,7 @@ from vt_dagster.sources.value_reader import (
     TIMES,
     Reading,
     any_of,
+    map_of,
     of_boolean,
     of_bytes,
     of_decimal,
@@ -50,14 +51,9 @@ _UNITS = {
 }
 _NUMBERS = (*INTEGERS, *FLOATS, DecimalType, StringType)
 _FITTING = {
-    "int": _NUMBERS,
-    "long": _NUMBERS,
-    "float": _NUMBERS,
-    "double": _NUMBERS,
-    "decimal": _NUMBERS,
+    **dict.fromkeys(("int", "long", "float", "double", "decimal"), _NUMBERS),
     "boolean": (BooleanType, StringType),
-    "bytes": (BinaryType, StringType),
-    "fixed": (BinaryType, StringType),
+    **dict.fromkeys(("bytes", "fixed"), (BinaryType, StringType)),
 }
 """Column types that values of an Avro type may fit into; a string may fit into any."""
 _LEAVES = ("string", "enum", "null", *(kind for kind in _FITTING if kind != "decimal"))
@@ -132,22 +128,9 @@ def _node(schema: Any, known: dict[str, Any], space: str, inside: tuple[str, ...
         return Node(kind, items=_node(items, known, space, inside))
     if _is_decimal(schema):
         return Node("decimal")
-    if kind in (
-        "string",
-        "enum",
-        "int",
-        "long",
-        "float",
-        "double",
-        "boolean",
-        "bytes",
-        "fixed",
-        "null",
-    ):
-        unit = _UNITS.get(
-            schema.get("logicalType", ""), NAMED_UNITS.get(schema.get("connect.name", ""))
-        )
-        return Node(kind, unit=unit)
+    if kind in _LEAVES:
+        of_connect = NAMED_UNITS.get(schema.get("connect.name", ""))
+        return Node(kind, unit=_UNITS.get(schema.get("logicalType", ""), of_connect))
     return _node(kind, known, space, inside)
 
 
@@ -284,13 +267,10 @@ def _fitted(
         found = F.transform(value, lambda one: _fitted(one, items, element, how, path)[0])
         return found, F.coalesce(bad, F.lit(False))
     if node.type == "map" and isinstance(kind, MapType):
-        text, items = Node("string"), node.items
-        assert items is not None
         of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
-        keys, bad = _fitted(F.map_keys(value), Node("array", items=text), of_keys, how, path)
-        values, worse = _fitted(F.map_values(value), Node("array", items=items), of_values, how, path)
-        bad = bad | worse | F.coalesce(F.size(keys) != F.size(F.array_distinct(keys)), F.lit(False))
-        return F.when(~bad & value.isNotNull(), F.map_from_arrays(keys, values)), bad
+        texts, items = Node("array", items=Node("string")), Node("array", items=node.items)
+        keys = _fitted(F.map_keys(value), texts, of_keys, how, path)
+        return map_of(value, keys, _fitted(F.map_values(value), items, of_values, how, path))
     if node.type == "union":
         return _fitted_union(value, node, kind, how, path)
     if not _may_fit(node, kind, how, path):
@@ -357,14 +337,13 @@ def _of_member(kind: DataType, place: int) -> DataType:
 def _written(declared: Any, wanted: StructType, newest: str) -> list[str]:
     """Returns the columns' names in a record's schema."""
     names = {one["name"] for one in declared["fields"]}
-    groups = [*_aliases(declared), *_aliases(json.loads(newest))]
+    every = (*_fields(declared), *_fields(json.loads(newest)))
+    groups = [{one["name"], *one["aliases"]} for one in every if one.get("aliases")]
     return [_written_as(f.name, names, groups) for f in wanted.fields]
 
 
-def _aliases(declared: Any) -> list[set[str]]:
-    """Returns all names of each field of a record that has aliases."""
-    fields = declared["fields"] if _is_record(declared) else []
-    return [{one["name"], *one["aliases"]} for one in fields if one.get("aliases")]
+def _fields(declared: Any) -> list[dict[str, Any]]:
+    return declared["fields"] if _is_record(declared) else []
 
 
 def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str:
@@ -377,8 +356,7 @@ def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str
 
 def _defaults(schema: str) -> dict[str, Any]:
     """Returns the defaults of a record's fields that are strings, numbers or booleans."""
-    declared = json.loads(schema)
-    fields = declared["fields"] if _is_record(declared) else []
+    fields = _fields(json.loads(schema))
     return {one["name"]: d for one in fields if isinstance(d := one.get("default"), str | int | float)}
 
 

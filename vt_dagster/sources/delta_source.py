@@ -446,11 +446,7 @@ class PinnedVersions(Uncounted):
         ).drop(_TIME)
 
     def _require_columns(self, node: Stream, version: int) -> None:
-        """Checks that the table has the schema's columns; a version may lack columns added later.
-
-        Raises:
-            SourceError: the table lacks columns, or has them with other types.
-        """
+        """Checks that the table has the schema's columns; a version may lack columns added later."""
         there = {f.name: f.dataType for f in self.table.schema(version).fields}
         newest = self.table.schema(self.table.version).names
         missing = [c for c in node.schema.names if c not in there and c not in newest]

@@ -506,11 +506,7 @@ def _of_paths(how: Reading) -> Reading:
 
 
 def _is_below(headers: Mapping[int, Sequence[str]]) -> Column:
-    """Returns whether a line is below the header of its file.
-
-    Args:
-        headers: the files by line number of their header.
-    """
+    """Returns whether a line is below the header of its file; ``headers``: the files by its line."""
     if len(headers) == 1:
         return F.col(POSITION) > next(iter(headers))
     line = F.lit(0)

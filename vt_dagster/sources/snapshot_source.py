@@ -319,16 +319,8 @@ class PinnedDump(Limited, Uncounted):
         """Returns all rows of the dump, in the columns of ``records_of``."""
         source, dump = self.source, self.dump
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
-        files = FilesSource(
-            str(folder),
-            source.format,
-            options=source.options,
-            optional=source.optional,
-            timestamps=source.timestamps,
-            path_columns=source.path_columns,
-        )
         try:
-            rows = files.read(spark, dump.files if dump else (), node.schema)
+            rows = source.files_of(str(folder)).read(spark, dump.files if dump else (), node.schema)
         except PySparkException as error:
             reason = unseen(error) or self.explain(error)
             if reason is None:
@@ -474,6 +466,17 @@ class SnapshotSource:
         require_limits(self.max_bad_share, self.max_clock_skew)
         self.limits(False).check(repr(self.path))
 
+    def files_of(self, path: str) -> FilesSource:
+        """Returns the reader of the files in a directory of dumps."""
+        return FilesSource(
+            path,
+            self.format,
+            options=self.options,
+            optional=self.optional,
+            timestamps=self.timestamps,
+            path_columns=self.path_columns,
+        )
+
     def limits(self, accepted: bool) -> Limits:
         """Returns the limits within which a dump is accepted."""
         shares = self.max_shrink, self.max_bad_share
@@ -490,8 +493,7 @@ class SnapshotSource:
             TopologyError: ``ignore`` or ``optional`` names no value column; ``dump_time`` is not valid.
         """
         check_ignored(name, self.ignore, key, schema)
-        files = FilesSource(self.path, self.format, optional=self.optional, timestamps=self.timestamps)
-        files.check(name, key, schema)
+        self.files_of(self.path).check(name, key, schema)
         if not self.dump_time.strip():
             raise TopologyError(
                 f"{name}: expected dump_time to be 'modified', a pattern like 'customers_%Y-%m-%d' or "

@@ -458,11 +458,23 @@ def once(value: Column) -> Column:
 
 def _read_map(value: Column, kind: MapType, leaf: Leaf, path: tuple[str, ...]) -> tuple[Column, Column]:
     of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
-    keys, bad_key = read(F.map_keys(value), of_keys, lambda one, k, _: of_text(one, k), path)
-    values, bad_value = read(F.map_values(value), of_values, leaf, path)
-    twice = F.coalesce(F.size(keys) != F.size(F.array_distinct(keys)), F.lit(False))
+    keys = read(F.map_keys(value), of_keys, lambda one, k, _: of_text(one, k), path)
+    return map_of(value, keys, read(F.map_values(value), of_values, leaf, path))
+
+
+def map_of(
+    value: Column, keys: tuple[Column, Column], values: tuple[Column, Column]
+) -> tuple[Column, Column]:
+    """Returns a map, and whether a part of it is unreadable or a key occurs twice (never null).
+
+    Args:
+        value: the map before its conversion.
+        keys, values: the converted arrays, each with whether a part of it is unreadable.
+    """
+    (own, bad_key), (theirs, bad_value) = keys, values
+    twice = F.coalesce(F.size(own) != F.size(F.array_distinct(own)), F.lit(False))
     bad = bad_key | bad_value | twice
-    return F.when(~bad & value.isNotNull(), F.map_from_arrays(keys, values)), bad
+    return F.when(~bad & value.isNotNull(), F.map_from_arrays(own, theirs)), bad
 
 
 def any_of(conditions: Iterable[Column]) -> Column:

@@ -270,16 +270,12 @@ def _check_freshness(node: Any) -> None:
         )
 
 
-def _check_log_retention(node: Any) -> None:
-    check_duration(node.name, "log_retention", node.log_retention)
+def _check_length(option: str) -> Callable[[Any], None]:
+    return lambda node: check_duration(node.name, option, getattr(node, option))
 
 
 def _check_unique_by(node: Any) -> None:
-    """Checks ``unique_by``, and stores it as a tuple.
-
-    Raises:
-        TopologyError: it is on a table, lacks ``within``, or names no columns that can be compared.
-    """
+    """Checks ``unique_by``, and stores it as a tuple."""
     _refuse_on_table(node, "unique_by")
     if node.within is None:
         raise TopologyError(
@@ -356,10 +352,6 @@ def _check_deleted_at(node: Any) -> None:
         )
 
 
-def _check_history_retention(node: Any) -> None:
-    check_duration(node.name, "history_retention", node.history_retention)
-
-
 def _check_segment_interval(node: Any) -> None:
     if node.segment_interval <= timedelta(0):
         raise TopologyError(
@@ -379,7 +371,6 @@ def _check_ready(node: Any) -> None:
 
 
 def _check_start(node: Any) -> None:
-    """Raises TopologyError if ``start`` is no snapshot source, or the table's source has no changes."""
     name, start, source = node.name, node.start, node.source
     if not getattr(start, "whole", False):
         raise TopologyError(
@@ -395,7 +386,6 @@ def _check_start(node: Any) -> None:
 
 
 def _check_tie_break(node: Any) -> None:
-    """Raises TopologyError if ``tie_break`` is not a value column with ordered values."""
     values = _values(node)
     found = next((f for f in values if f.name == node.tie_break), None)
     if found is None:
@@ -412,7 +402,6 @@ def _check_tie_break(node: Any) -> None:
 
 
 def _check_valid_until(node: Any) -> None:
-    """Raises TopologyError if ``valid_until`` is not a value column of type timestamp."""
     values = _values(node)
     found = next((f for f in values if f.name == node.valid_until), None)
     if found is None or found.dataType.typeName() != "timestamp":
@@ -424,11 +413,7 @@ def _check_valid_until(node: Any) -> None:
 
 
 def _check_new_version_on(node: Any) -> None:
-    """Checks ``new_version_on``, and stores it as a tuple.
-
-    Raises:
-        TopologyError: it has columns that cannot be compared, or lacks ``valid_until``.
-    """
+    """Checks ``new_version_on``, and stores it as a tuple."""
     values, otherwise = _values(node), "every record makes a version"
     columns = _distinct(node, "new_version_on", node.new_version_on, values, otherwise)
     kinds = {f.name: f.dataType for f in values}
@@ -475,7 +460,6 @@ def _check_ignore_null_updates(node: Any) -> None:
 
 
 def _check_added_columns(node: Any, setting: str) -> None:
-    """Raises TopologyError if a column has the name of one that partial updates add to the log."""
     taken = {"provided_columns", "propagated_from"} & {f.name.lower() for f in _values(node)}
     if taken:
         raise TopologyError(
@@ -573,7 +557,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("renamed"),
     Option(
         "log_retention",
-        _check_log_retention,
+        _check_length("log_retention"),
         shown=True,
         refused={
             Consumer.AS_KNOWN: _WHOLE_LOG,
@@ -616,7 +600,7 @@ OPTIONS: tuple[Option, ...] = (
         sql=Sql("a SQL expression of type timestamp", ("timestamp", "void")),
         not_of_results="whose deletions have the times of its inputs",
     ),
-    Option("history_retention", _check_history_retention, defines_records=True, shown=True),
+    Option("history_retention", _check_length("history_retention"), defines_records=True, shown=True),
     Option("segment_interval", _check_segment_interval),
     Option(
         "ready",

@@ -265,13 +265,7 @@ def _same(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
 
 
 def _same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
-    """Returns whether two SQL texts are equal except for whitespace and renamed columns.
-
-    Args:
-        now, then: SQL with column names, as declared now and in an earlier commit.
-        sides: earlier names of the columns of its inputs, the left one first.
-        own: earlier names of the columns of its result.
-    """
+    """Returns whether two SQL texts are equal except for whitespace and renamed columns."""
     if now == then:
         return True
     tokens, earlier = (_TOKEN.findall(" ".join(text.split())) for text in (now, then))

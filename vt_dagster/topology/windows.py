@@ -280,11 +280,7 @@ def _check_lengths(window: Window, first: str, *more: str, times: int = 1) -> No
 
 
 def _check_retention(window: Window, needed: Duration, of: str) -> None:
-    """Checks the retention.
-
-    Args:
-        needed: its least value: ``of`` + grace.
-    """
+    """Checks the retention; its least value is ``needed``, ``of`` + grace."""
     kind = type(window).__name__
     if window.retention is None:
         return

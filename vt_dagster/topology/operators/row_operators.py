@@ -65,7 +65,7 @@ class RowByRow(OneInput, ABC):
 
     def _rows(self, schema: StructType, shown: dict[str, Any]) -> Any:
         source, materialized = self.source, self.materialized
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"inherited": source.retention}
         if (column := valid_until_of(source)) is not None:
             kept = self.lineage().get(column) == [(source.name, column)]
             if not kept or (materialized is not None and materialized.history_retention is None):
@@ -78,15 +78,10 @@ class RowByRow(OneInput, ABC):
         if (columns := new_version_on_of(source)) is not None:
             self._check_repeats(columns)
             more["new_version_on"] = columns
-        about = {"inherited": source.retention, **more}
-        return make_table(self, source, schema, materialized, shown, **about)
+        return make_table(self, source, schema, materialized, shown, **more)
 
     def _check_repeats(self, columns: Sequence[str]) -> None:
-        """Raises TopologyError if a record without a version could differ from its version.
-
-        Args:
-            columns: ``new_version_on`` of the source.
-        """
+        """Raises TopologyError if a record without a version could differ from its version."""
         source, materialized, lineage = self.source, self.materialized, self.lineage()
         lost = [c for c in columns if lineage.get(c) != [(source.name, c)]]
         if lost or (materialized is not None and materialized.history_retention is None):
