@@ -2,6 +2,7 @@
 
 A specification needs neither the operator's definition nor Spark, so that ``explain``, ``lateness`` and
 ``explore`` read it from a commit. Durations are ISO 8601, columns are (name, SQL expression) pairs.
+``FilterSpec`` is the specification of ``Filter``, where its fields are described, and so on.
 """
 
 from __future__ import annotations
@@ -140,8 +141,6 @@ class _Window(Specification, frozen=True):
 
 
 class TumblingWindowSpec(_Window, frozen=True):
-    """See ``TumblingWindow``."""
-
     kind: Literal["tumbling"] = "tumbling"
     size: Lengths
 
@@ -171,8 +170,6 @@ class CalendarWindowSpec(_Window, frozen=True):
 
 
 class HoppingWindowSpec(_Window, frozen=True):
-    """See ``HoppingWindow``."""
-
     kind: Literal["hopping"] = "hopping"
     size: Lengths
     advance: Lengths
@@ -182,8 +179,6 @@ class HoppingWindowSpec(_Window, frozen=True):
 
 
 class SessionWindowSpec(_Window, frozen=True):
-    """See ``SessionWindow``."""
-
     kind: Literal["session"] = "session"
     gap: Lengths
 
@@ -192,8 +187,6 @@ class SessionWindowSpec(_Window, frozen=True):
 
 
 class SlidingWindowSpec(_Window, frozen=True):
-    """See ``SlidingWindow``."""
-
     kind: Literal["sliding"] = "sliding"
     time_difference: Lengths
 
@@ -307,31 +300,23 @@ class _OneInput(_Operator, frozen=True):
 
 
 class FilterSpec(_OneInput, frozen=True):
-    """See ``Filter``."""
-
     operator: Literal["filter"] = "filter"
     predicate: str
     negate: bool = False
 
 
 class MapValuesSpec(_OneInput, frozen=True):
-    """See ``MapValues``."""
-
     operator: Literal["map_values"] = "map_values"
     select: Columns
 
 
 class FlatMapValuesSpec(_OneInput, frozen=True):
-    """See ``FlatMapValues``."""
-
     operator: Literal["flat_map_values"] = "flat_map_values"
     elements: ColumnSpec
     keep: Columns = ()
 
 
 class SelectKeySpec(_OneInput, frozen=True):
-    """See ``SelectKey``."""
-
     operator: Literal["select_key"] = "select_key"
     group_key: Columns
     partitions: int | None = None
@@ -339,21 +324,15 @@ class SelectKeySpec(_OneInput, frozen=True):
 
 
 class MergeSpec(_Operator, frozen=True):
-    """See ``Merge``."""
-
     operator: Literal["merge"] = "merge"
     sources: Annotated[tuple[str, ...], _INPUT]
 
 
 class ToTableSpec(_OneInput, frozen=True):
-    """See ``ToTable``."""
-
     operator: Literal["to_table"] = "to_table"
 
 
 class ToStreamSpec(_OneInput, frozen=True):
-    """See ``ToStream``."""
-
     operator: Literal["to_stream"] = "to_stream"
 
 
@@ -406,8 +385,6 @@ class LookupJoinSpec(_Join, frozen=True):
 
 
 class StreamTableJoinSpec(LookupJoinSpec, frozen=True):
-    """See ``StreamTableJoin``."""
-
     operator: Literal["stream_table_join"] = "stream_table_join"
 
     @property
@@ -441,8 +418,6 @@ class StreamTableJoinSpec(LookupJoinSpec, frozen=True):
 
 
 class CorrectedJoinSpec(LookupJoinSpec, frozen=True):
-    """See ``CorrectedJoin``."""
-
     operator: Literal["corrected_join"] = "corrected_join"
     key: tuple[str, ...] = ()
     corrected_for: Annotated[Lengths, _MAY_CHANGE] = NONE
@@ -458,16 +433,12 @@ class CorrectedJoinSpec(LookupJoinSpec, frozen=True):
 
 
 class TableTableJoinSpec(_Join, frozen=True):
-    """See ``TableTableJoin``."""
-
     operator: Literal["table_table_join"] = "table_table_join"
     monotone_timestamps: Annotated[bool | None, _MAY_CHANGE] = None
     emit: Emitted = "every_update"
 
 
 class ForeignKeyJoinSpec(_Join, frozen=True):
-    """See ``ForeignKeyJoin``."""
-
     operator: Literal["foreign_key_join"] = "foreign_key_join"
     foreign_key: tuple[str, ...]
     monotone_timestamps: Annotated[bool | None, _MAY_CHANGE] = None
@@ -475,8 +446,6 @@ class ForeignKeyJoinSpec(_Join, frozen=True):
 
 
 class HistoryJoinSpec(_Join, frozen=True):
-    """See ``HistoryJoin``."""
-
     operator: Literal["history_join"] = "history_join"
     emit: Emitted = "every_update"
 
@@ -488,14 +457,10 @@ class _StreamJoin(_Join, frozen=True):
 
 
 class StreamStreamJoinSpec(_StreamJoin, frozen=True):
-    """See ``StreamStreamJoin``."""
-
     operator: Literal["stream_stream_join"] = "stream_stream_join"
 
 
 class CorrectedStreamJoinSpec(_StreamJoin, frozen=True):
-    """See ``CorrectedStreamJoin``."""
-
     operator: Literal["corrected_stream_join"] = "corrected_stream_join"
     corrected_for: Annotated[Lengths, _MAY_CHANGE] = NONE
 
@@ -534,15 +499,11 @@ class _Aggregate(_OneInput, frozen=True):
 
 
 class StreamAggregateSpec(_Aggregate, frozen=True):
-    """See ``StreamAggregate``."""
-
     operator: Literal["stream_aggregate"] = "stream_aggregate"
     aggregates: Columns
 
 
 class TableAggregateSpec(_Aggregate, frozen=True):
-    """See ``TableAggregate``."""
-
     operator: Literal["table_aggregate"] = "table_aggregate"
     aggregates: Columns | AggregatorSpec
     select: Columns = ()
@@ -550,8 +511,6 @@ class TableAggregateSpec(_Aggregate, frozen=True):
 
 
 class WindowedAggregateSpec(_Aggregate, frozen=True):
-    """See ``WindowedAggregate``."""
-
     operator: Literal["windowed_aggregate"] = "windowed_aggregate"
     aggregates: Columns
     window: Annotated[WindowSpec, Field(discriminator="kind")]
@@ -566,8 +525,6 @@ class WindowedAggregateSpec(_Aggregate, frozen=True):
 
 
 class TimeLimitSpec(Specification, frozen=True):
-    """See ``UntilTimeLimit``."""
-
     kind: Literal["time_limit"] = "time_limit"
     duration: Lengths
     max_records: Limits = None
@@ -576,8 +533,6 @@ class TimeLimitSpec(Specification, frozen=True):
 
 
 class WindowClosesSpec(Specification, frozen=True):
-    """See ``UntilWindowCloses``."""
-
     kind: Literal["window_closes"] = "window_closes"
     max_records: Limits = None
     max_bytes: Limits = None
@@ -585,8 +540,6 @@ class WindowClosesSpec(Specification, frozen=True):
 
 
 class SuppressSpec(_OneInput, frozen=True):
-    """See ``Suppress``."""
-
     operator: Literal["suppress"] = "suppress"
     until: Annotated[TimeLimitSpec | WindowClosesSpec, Field(discriminator="kind"), _MAY_CHANGE]
 
