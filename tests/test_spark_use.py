@@ -76,6 +76,7 @@ LATER = {
     "sources/text_formats.py: _decoded",
     "sources/text_formats.py: text_udf",
     "sources/text_formats.py: file_name",
+    "sources/text_formats.py: file_path",
     "runs/erase.py: condition",
     "storage/spark_reader.py: at_or_after",
     "storage/spark_reader.py: before",

@@ -46,7 +46,7 @@ from vt_dagster.sources.snapshot_source import (
     check_ignored,
     records_of,
 )
-from vt_dagster.sources.text_formats import nullable
+from vt_dagster.sources.text_formats import file_path, nullable
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit, Offsets
@@ -390,11 +390,10 @@ class PinnedVersions(Uncounted):
             listed, ", ".join([columns, *[f"{_PART}{n} string" for n in range(len(parts))]])
         )
         own = StructType([f for f in node.schema.fields if f.name not in parted])
-        decoded = F.url_decode(F.replace(F.col("_metadata.file_path"), F.lit("+"), F.lit("%2B")))
         rows = spark.read.schema(own).parquet(*[delta.literal(f.path) for _, f in files])
         located = rows.select(
             *[F.col(f"`{c}`") for c in own.names],
-            F.regexp_replace(decoded, "^[A-Za-z0-9]+:/+", "/").alias(_PLACE),
+            file_path().alias(_PLACE),
             F.col("_metadata.row_index").alias(_ROW),
         )
 

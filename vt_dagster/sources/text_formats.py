@@ -494,12 +494,16 @@ def text_udf(reader: Callable[[], Callable[[Any], str | None]]) -> Any:
 
 
 def file_name(files: Sequence[FileInfo]) -> Column:
-    """Returns the name of a row's file, with sub-directories; Spark has only its URL-encoded path."""
+    """Returns the name of a row's file, with sub-directories."""
     _, place = delta.filesystem(files[0].path)
     root = "/" + place.removesuffix(files[0].name).lstrip("/")
+    return F.substring(file_path(), len(root) + 1, _ALL)
+
+
+def file_path() -> Column:
+    """Returns the path of a row's file without the protocol; Spark has it URL-encoded."""
     path = F.url_decode(F.replace(F.col("_metadata.file_path"), F.lit("+"), F.lit("%2B")))
-    path = F.regexp_replace(path, "^[A-Za-z0-9]+:/+", "/")
-    return F.substring(path, len(root) + 1, _ALL)
+    return F.regexp_replace(path, "^[A-Za-z0-9]+:/+", "/")
 
 
 def running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:

@@ -7,7 +7,7 @@ table's current rows, grouped by another key.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.expressions import Aggregates, Selection, mentions
 from vt_dagster.topology.node import Emit
 from vt_dagster.topology.operators.base import (
-    Materialized,
     OneInput,
     check_emit,
     check_not_time,
@@ -79,20 +78,21 @@ class Aggregate(OneInput, ABC):
         assert not isinstance(self.aggregates, Aggregator)
         return Aggregates(self.name, self.aggregates)
 
-    def _grouped(
-        self,
-        keys: Sequence[StructField],
-        values: Sequence[StructField],
-        materialized: Materialized | None,
-        shown: dict[str, Any],
-    ) -> Any:
+    def result(self, **shown: Any) -> Any:
+        keys, values = self._key_fields(), self._value_fields()
         check_not_time(self.name, [f.name for f in values])
         about: dict[str, Any] = {"key": [k.name for k in keys]}
         if self.group_key:
             about["partitions"] = self.partitions or self.source.partitions
             about["partition_by"] = self.partition_by
         schema = StructType([*keys, *values])
-        return make_table(self, self.source, schema, materialized, shown, **about)
+        return make_table(self, self.source, schema, self.materialized, shown, **about)
+
+    def _key_fields(self) -> list[StructField]:
+        return self.keys().fields_of_result()
+
+    def _value_fields(self) -> list[StructField]:
+        return self.parsed().fields(self.source.schema)
 
     @property
     def _columns(self) -> tuple[ColumnSpec, ...]:
@@ -147,10 +147,6 @@ class StreamAggregate(Aggregate):
     @property
     def specification(self) -> StreamAggregateSpec:
         return StreamAggregateSpec(**self._grouping, aggregates=self._columns)
-
-    def result(self, **shown: Any) -> Any:
-        values = self.parsed().fields(self.source.schema)
-        return self._grouped(self.keys().fields_of_result(), values, self.materialized, shown)
 
 
 # Table aggregate
@@ -263,16 +259,13 @@ class TableAggregate(Aggregate):
             )
         return TableAggregateSpec(**self._grouping, aggregates=self._columns)
 
-    def result(self, **shown: Any) -> Any:
-        keys = self.keys().fields_of_result()
+    def _value_fields(self) -> list[StructField]:
         if not isinstance(self.aggregates, Aggregator):
-            values = self.parsed().fields(self.source.schema)
-        elif self.aggregates.schema is None:
-            names = {k.name for k in keys}
-            values = [f for f in self.selection().fields_of_result() if f.name not in names]
-        else:
-            values = list(as_struct(self.aggregates.schema, self.name).fields)
-        return self._grouped(keys, values, self.materialized, shown)
+            return super()._value_fields()
+        if self.aggregates.schema is not None:
+            return list(as_struct(self.aggregates.schema, self.name).fields)
+        keys = {k.name for k in self._key_fields()}
+        return [f for f in self.selection().fields_of_result() if f.name not in keys]
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         if not isinstance(self.aggregates, Aggregator):

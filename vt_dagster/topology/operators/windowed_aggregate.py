@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from pyspark.sql.types import StructField, TimestampType
 
@@ -62,10 +61,6 @@ class WindowedAggregate(Aggregate):
         window = self.window.specification
         return WindowedAggregateSpec(**self._grouping, aggregates=self._columns, window=window)
 
-    def result(self, **shown: Any) -> Any:
-        keys = [
-            *self.keys().fields_of_result(),
-            StructField(WINDOW_START, TimestampType()),
-            StructField(WINDOW_END, TimestampType()),
-        ]
-        return self._grouped(keys, self.parsed().fields(self.source.schema), None, shown)
+    def _key_fields(self) -> list[StructField]:
+        bounds = [StructField(name, TimestampType()) for name in (WINDOW_START, WINDOW_END)]
+        return [*super()._key_fields(), *bounds]
