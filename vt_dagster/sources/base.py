@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType, TimestampType
@@ -14,6 +16,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
+from vt_dagster.storage.delta import unseen
 from vt_dagster.storage.schema_evolution import by_newest_names
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import named, same, was
@@ -204,6 +207,18 @@ class Uncounted:
 
     def reaches(self, end: End) -> bool:
         return True
+
+
+@contextmanager
+def explained(pinned: Pinned) -> Iterator[None]:
+    """Raises a clear error instead of Spark's if the source caused it."""
+    try:
+        yield
+    except PySparkException as error:
+        reason = unseen(error) or pinned.explain(error)
+        if reason is None:
+            raise
+        raise reason from error
 
 
 class Limited:

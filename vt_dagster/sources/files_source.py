@@ -35,6 +35,7 @@ from vt_dagster.sources.base import (
     Limited,
     News,
     Uncounted,
+    explained,
     read_by_all_names,
     require_limits,
     require_source_recorded_at,
@@ -80,7 +81,7 @@ from vt_dagster.sources.value_reader import Reading, Timestamps, is_no_text, of_
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.delta import address, unseen
+from vt_dagster.storage.delta import address
 from vt_dagster.storage.schema_evolution import widens
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences, earlier_names, was
@@ -559,14 +560,9 @@ class PinnedFiles(Limited, Uncounted):
         return not self.files
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        try:
+        with explained(self):
             rows = read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
             return with_source_recorded_at(rows, self.source.recorded_at, _WORDS)
-        except PySparkException as error:
-            reason = unseen(error) or self.explain(error)
-            if reason is None:
-                raise
-            raise reason from error
 
     def consumed(self) -> dict[str, Any]:
         there = self.source.files()

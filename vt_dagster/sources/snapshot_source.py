@@ -14,7 +14,6 @@ from fnmatch import fnmatch
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
@@ -34,14 +33,14 @@ from vt_dagster.core.source_records import (
     difference,
 )
 from vt_dagster.errors import ContractError, SourceError, TopologyError
-from vt_dagster.sources.base import End, Limited, News, Uncounted, require_limits
+from vt_dagster.sources.base import End, Limited, News, Uncounted, explained, require_limits
 from vt_dagster.sources.consumed_files import FileInfo, files_in, require_untouched, written_at
 from vt_dagster.sources.files_source import FileFormat, FilesSource
 from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.delta import address, unseen
+from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import epoch_micros, in_utc
 from vt_dagster.topology.expressions import require_deterministic
 from vt_dagster.topology.model import Stream
@@ -319,13 +318,8 @@ class PinnedDump(Limited, Uncounted):
         """Returns all rows of the dump, in the columns of ``records_of``."""
         source, dump = self.source, self.dump
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
-        try:
+        with explained(self):
             rows = source.files_of(str(folder)).read(spark, dump.files if dump else (), node.schema)
-        except PySparkException as error:
-            reason = unseen(error) or self.explain(error)
-            if reason is None:
-                raise
-            raise reason from error
         place = F.concat(F.lit(f"{dump.name}/"), SOURCE) if dump and dump.nested else F.col(SOURCE)
         unread = F.when(F.col(REASON).isNotNull(), F.col(RAW)).alias(UNREAD)
         return rows.select(*node.schema.names, place.alias(SOURCE), POSITION, REASON, unread)

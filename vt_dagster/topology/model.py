@@ -214,14 +214,23 @@ T = TypeVar("T")
 """``Table``."""
 
 
+class _Settings:
+    """Settings that only some kinds of joins have, with the defaults that all others have."""
+
+    def given(self) -> str:
+        """The names of those that are set, for messages."""
+        unset = type(self)()
+        return " and ".join(n for n, value in vars(self).items() if value != getattr(unset, n))
+
+
 @dataclass(frozen=True)
-class _Window:
+class _Window(_Settings):
     """The time settings of a stream-stream join."""
 
-    within: Duration | None
-    before: Duration | None
-    after: Duration | None
-    grace: Duration | None
+    within: Duration | None = None
+    before: Duration | None = None
+    after: Duration | None = None
+    grace: Duration | None = None
 
     def ends(self, name: str) -> tuple[Duration, Duration, Duration]:
         """Returns before, after and grace."""
@@ -237,16 +246,15 @@ class _Window:
 
     def refuse_beside_table(self, name: str, table: Node) -> None:
         """Raises TopologyError if any is set for a join with a table."""
-        given = [what for what, value in vars(self).items() if value is not None]
-        if given:
+        if given := self.given():
             raise TopologyError(
-                f"{name}: {' and '.join(given)} is only for a join of two streams, but {table.name!r} "
+                f"{name}: {given} is only for a join of two streams, but {table.name!r} "
                 f"is a {type(table).__name__}: remove it, or use grace_period to wait for table records"
             )
 
 
 @dataclass(frozen=True)
-class _Promise:
+class _Promise(_Settings):
     """The settings of a corrected join."""
 
     corrected_for: Duration | None = None
@@ -258,34 +266,29 @@ class _Promise:
 
     def refuse(self, name: str, where: str) -> None:
         """Raises TopologyError if any is set for another kind of join."""
-        given = [what for what, value in vars(self).items() if value not in (None, ())]
-        if given:
+        if given := self.given():
             raise TopologyError(
-                f"{name}: {' and '.join(given)} is only for a corrected join with a versioned table, "
+                f"{name}: {given} is only for a corrected join with a versioned table, "
                 f"not for {where}: remove it, or set corrected_for=timedelta(days=7)"
             )
 
 
 @dataclass(frozen=True)
-class _Match:
+class _Match(_Settings):
     """The settings by which a stream-table join chooses versions."""
 
-    as_known: AsKnown
-    max_age: timedelta | None
-    at: At
-    before_first: BeforeFirst
+    as_known: AsKnown = "now"
+    max_age: timedelta | None = None
+    at: At = "at_or_before"
+    before_first: BeforeFirst = None
 
     def refuse(self, name: str, where: str) -> None:
         """Raises TopologyError if any is set for another kind of join."""
-        given = [what for what, value in vars(self).items() if value != getattr(_KAFKAS, what)]
-        if given:
+        if given := self.given():
             raise TopologyError(
-                f"{name}: {' and '.join(given)} is only for a join of a stream with a versioned table, "
+                f"{name}: {given} is only for a join of a stream with a versioned table, "
                 f"not for {where}: remove it"
             )
-
-
-_KAFKAS = _Match("now", None, "at_or_before", None)
 
 
 class _Shown(TypedDict, total=False):
@@ -488,7 +491,7 @@ class StreamJoins(Generic[S, T]):
         grace_period: Duration | None,
         about: _Window,
         promise: _Promise = _Promise(),
-        match: _Match = _KAFKAS,
+        match: _Match = _Match(),
     ) -> StreamTableJoin | StreamStreamJoin:
         if not isinstance(other, Node):
             raise TopologyError(

@@ -195,6 +195,12 @@ class Join(Operator, ABC):
         sides = {"left": self._side(self.left), "right": self._side(self.right)}
         return Projection(self.name, tuple(self.left.key), sides, self.select)
 
+    def fields(self) -> list[StructField]:
+        """Returns the columns of the result; those of an outer join may all be null."""
+        fields = self.projection().fields()
+        outer = self.kind == "outer"
+        return [StructField(f.name, f.dataType, True) for f in fields] if outer else fields
+
     def _side(self, node: Node) -> Side:
         return Side(node.name, tuple(node.schema.fields), (TIMESTAMP,))
 

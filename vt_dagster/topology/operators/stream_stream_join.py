@@ -127,11 +127,8 @@ class StreamStreamJoin(Join):
         return (IS_LATE,)
 
     def result(self, **shown: Any) -> Any:
-        fields = self.projection().fields()
-        if self.kind == "outer":
-            fields = [StructField(f.name, f.dataType, True) for f in fields]
         null_key = "quarantine" if self.kind == "inner" else "keep"
-        return make_stream(self, self.left, fields, shown, null_key=null_key)
+        return make_stream(self, self.left, self.fields(), shown, null_key=null_key)
 
     def describe(self) -> str:
         alone = {"inner": "", "left": "; an unmatched left record is emitted alone"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StructType
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, pairs
@@ -97,14 +97,13 @@ class TableTableJoin(Join):
         return self.left.partitioning if self.copartitioned else None
 
     def result(self, **shown: Any) -> Any:
-        fields = self.projection().fields()
-        if self.kind == "outer":
-            fields = [StructField(f.name, f.dataType, True) for f in fields]
-        return self.made(StructType(fields), shown)
+        schema, inherited = StructType(self.fields()), self._inherited
+        return make_table(self, self.left, schema, self.materialized, shown, inherited=inherited)
 
-    def made(self, schema: StructType, shown: dict[str, Any]) -> Any:
-        """Makes the result table."""
-        return make_table(self, self.left, schema, self.materialized, shown)
+    @property
+    def _inherited(self) -> Duration | None:
+        """The history retention of a result that is not materialized."""
+        return None
 
     def describe(self) -> str:
         return (
@@ -256,20 +255,14 @@ class HistoryJoin(TableTableJoin):
     def monotone(self) -> bool:
         return False
 
-    def made(self, schema: StructType, shown: dict[str, Any]) -> Any:
-        lengths = [side.history_retention for side in self.inputs]
-        return make_table(
-            self, self.left, schema, self.materialized, shown, inherited=_shorter(*lengths)
-        )
+    @property
+    def _inherited(self) -> Duration:
+        one, other = (side.history_retention for side in self.inputs)
+        both = isinstance(one, timedelta) and isinstance(other, timedelta)
+        return min(one, other) if both else one
 
     def describe(self) -> str:
         return (
             f"{self.left.name} and {self.right.name} by their common key ({self.kind}), over their "
             "whole histories."
         )
-
-
-def _shorter(one: Duration, other: Duration) -> Duration:
-    if isinstance(one, timedelta) and isinstance(other, timedelta):
-        return min(one, other)
-    return one
