@@ -71,7 +71,6 @@ LATER = {
     "runs/gate.py: repeated_versions",
     "runs/gate.py: second_current_versions",
     "sources/avro.py: _default",
-    "sources/text_formats.py: _no_schema",
     "sources/files_source.py: _is_below",
     "sources/text_formats.py: _decoded",
     "sources/text_formats.py: text_udf",

@@ -56,23 +56,6 @@ from vt_dagster.sources.value_reader import (
 # Unavailable values
 
 
-def all_null(row: Column, wanted: StructType) -> Column:
-    """Returns whether all columns of a row are null."""
-    return reduce(and_, [row[name].isNull() for name in wanted.names])
-
-
-def unchanged_in(row: Column, wanted: StructType, placeholder: str) -> Column:
-    """Returns the names of the columns that hold the placeholder, as an array."""
-    found = [
-        F.when(
-            F.coalesce(_is_placeholder(row[f.name], f.dataType, placeholder), F.lit(False)),
-            F.lit(f.name),
-        )
-        for f in wanted.fields
-    ]
-    return F.array_compact(F.array(*found))
-
-
 def _is_placeholder(value: Column, kind: DataType, placeholder: str) -> Column:
     """Returns whether a value is the placeholder. Debezium writes it by type: the text's bytes, an
     array of the text or of its character codes, a map from the text to itself."""
@@ -502,7 +485,7 @@ class Debezium(Format):
             part["row"] = F.when(part["op"] == "d", part["before"]).otherwise(part["after"])
         deleted, row = part["op"] == "d", part["row"]
         known = F.coalesce(part["op"].isin("c", "u", "r", "d"), F.lit(False))
-        empty = ~deleted & all_null(row, wanted)
+        empty = ~deleted & reduce(and_, [row[name].isNull() for name in wanted.names])
         reason = F.coalesce(found.reason, F.when(~known | empty, Reason.UNREADABLE))
         time = F.timestamp_millis(part["ts_ms"]) if self.timestamp == "source" else None
         unchanged = self._unchanged(row, wanted, deleted)
@@ -529,7 +512,11 @@ class Debezium(Format):
         """Returns the columns whose value the database did not send; null = it sent all."""
         if self.unavailable is None:
             return None
-        names = unchanged_in(row, wanted, self.unavailable)
+        missing = [
+            (f.name, _is_placeholder(row[f.name], f.dataType, self.unavailable)) for f in wanted.fields
+        ]
+        found = [F.when(F.coalesce(is_one, F.lit(False)), F.lit(n)) for n, is_one in missing]
+        names = F.array_compact(F.array(*found))
         return F.when(~deleted & (F.size(names) > 0), names)
 
     def _json(

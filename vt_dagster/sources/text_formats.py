@@ -595,7 +595,8 @@ def _texts(
     known = F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
     lowered = F.array(*[F.lit(n) for n in dict.fromkeys(n.lower() for n in wanted.names)])
     alike = F.size(F.array_intersect(F.transform(keys, F.lower), lowered))
-    plain = F.struct(*[row[n].alias(n) for n in wanted.names], _no_schema().alias(SCHEMA_OF))
+    no_schema = F.lit(None).cast(_connect(2)).alias(SCHEMA_OF)
+    plain = F.struct(*[row[n].alias(n) for n in wanted.names], no_schema)
     some = any_of([row[n].isNotNull() for n in wanted.names])
     ours = F.when(unnamed, some).otherwise((known > 0) & (alike <= known))
     plain = F.when(whole & (same | ours), plain)
@@ -710,10 +711,6 @@ def _columns_to_parse(wanted: StructType) -> StructType:
         return own
     inner = own if len(own.fields) > 1 else StringType()
     return StructType([*own.fields, StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(2))])
-
-
-def _no_schema() -> Column:
-    return F.lit(None).cast(_connect(2))
 
 
 def _connect(depth: int) -> StructType:

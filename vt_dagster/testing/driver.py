@@ -590,7 +590,8 @@ class VersionedStore:
             dated = of_table.as_read(node, view).join(
                 calls_.where(F.col(_AT).isNotNull()), list(node.key)
             )
-            then = versioned_table.get_as_of(dated, F.col(_AT), self._horizon())
+            horizon = of_table.horizon_of(node, self._stream_time())
+            then = versioned_table.get_as_of(dated, F.col(_AT), horizon)
             found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
         for row in found.values():
             del row[_AT]
@@ -670,9 +671,6 @@ class VersionedStore:
             rows = found.where("removed IS NOT NULL").select(ARRIVAL, "removed.*")
             removed = {r.pop(ARRIVAL): r for r in rows.toArrow().to_pylist()}
         return [removed.get(i) for i in range(len(records))]
-
-    def _horizon(self) -> Column:
-        return of_table.horizon_of(self._node, self._stream_time())
 
     def _stream_time(self) -> Column:
         return by_partition(self._times())
