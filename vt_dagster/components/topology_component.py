@@ -287,8 +287,7 @@ def part(
             if parameter.kind is parameter.VAR_POSITIONAL:
                 kind, required = Texts, True
             about = Field(
-                default=... if required else None,
-                description=described(target, parameter.name),
+                default=... if required else None, description=described(target, parameter.name)
             )
             fields.setdefault(parameter.name, (kind if required else optional(kind), about))
     doc = inspect.getdoc(targets[0])

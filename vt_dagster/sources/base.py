@@ -241,11 +241,7 @@ class Comparing(Protocol):
     to the table."""
 
     def difference(
-        self,
-        spark: SparkSession,
-        node: Stream,
-        held: DataFrame,
-        hold: Callable[[DataFrame], DataFrame],
+        self, spark: SparkSession, node: Stream, held: DataFrame, hold: Callable[[DataFrame], DataFrame]
     ) -> DataFrame:
         """Returns the records, in the columns of ``Pinned.read``.
 

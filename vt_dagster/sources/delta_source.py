@@ -440,9 +440,8 @@ class PinnedVersions(Uncounted):
         timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
         none = F.lit(None).cast("string")
         gone = {} if DELETED in rows.columns else {DELETED: F.lit(False)}
-        return rows.withColumns(
-            {**timed, **gone, RECORD_TIME: moment, RAW: raw, REASON: none},
-        ).drop(_TIME)
+        own = {**timed, **gone, RECORD_TIME: moment, RAW: raw, REASON: none}
+        return rows.withColumns(own).drop(_TIME)
 
     def _require_columns(self, node: Stream, version: int) -> None:
         """Checks that the table has the schema's columns; a version may lack columns added later."""
@@ -476,11 +475,7 @@ class PinnedState(PinnedVersions):
         return f"version {self.state} of {self.table.path}"
 
     def difference(
-        self,
-        spark: SparkSession,
-        node: Stream,
-        held: DataFrame,
-        hold: Callable[[DataFrame], DataFrame],
+        self, spark: SparkSession, node: Stream, held: DataFrame, hold: Callable[[DataFrame], DataFrame]
     ) -> DataFrame:
         assert self.state is not None
         assert self.limits is not None

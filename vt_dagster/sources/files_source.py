@@ -422,11 +422,7 @@ def parquet_rows(
     Plan: two scans, one of them for the number of rows in each file, which is then broadcast.
     """
     rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
-    located = rows.select(
-        "*",
-        file_name(files).alias(FILE),
-        F.col("_metadata.row_index").alias(_LINE),
-    )
+    located = rows.select("*", file_name(files).alias(FILE), F.col("_metadata.row_index").alias(_LINE))
     sizes = located.groupBy(FILE).agg(F.count(F.lit(1)).alias(START))
     starts = running_start(sizes, [FILE])
     broken = is_no_text(F.struct(*schema.names), schema)

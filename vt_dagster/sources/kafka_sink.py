@@ -334,11 +334,7 @@ class Publication:
         )
         log = self._store.spark.createDataFrame(sorted(counted.items()), _SENT)
         parquet.write(
-            log,
-            self._log_path,
-            document=commit.model_dump(),
-            batch=commit.batch,
-            asset=self.name,
+            log, self._log_path, document=commit.model_dump(), batch=commit.batch, asset=self.name
         )
         return commit
 

@@ -167,9 +167,7 @@ def records_of(
         ContractError: the share of bad rows is too large.
     """
     compared = [c for c in value_columns(node) if c not in limits.ignore]
-    news = hold(
-        difference(dump, held, key=node.key, compared=compared, buckets=buckets_of(size)),
-    )
+    news = hold(difference(dump, held, key=node.key, compared=compared, buckets=buckets_of(size)))
     lost = ~F.col(DELETED) & ~has_key(node.key)
     twice = F.coalesce(F.col(REASON) == Reason.DUPLICATE_KEY, F.lit(False))
     found = _counted(
@@ -325,11 +323,7 @@ class PinnedDump(Limited, Uncounted):
         return rows.select(*node.schema.names, place.alias(SOURCE), POSITION, REASON, unread)
 
     def difference(
-        self,
-        spark: SparkSession,
-        node: Stream,
-        held: DataFrame,
-        hold: Callable[[DataFrame], DataFrame],
+        self, spark: SparkSession, node: Stream, held: DataFrame, hold: Callable[[DataFrame], DataFrame]
     ) -> DataFrame:
         dump, rows, name = self.dump, self.read(spark, node), self.what
         time = 0 if dump is None else self._time(name, dump, rows)

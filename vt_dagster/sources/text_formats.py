@@ -177,10 +177,7 @@ _CSV = {
     **dict.fromkeys(("nullValue", "emptyValue", "nanValue", "positiveInf", "negativeInf"), _text),
     "maxColumns": _count,
     "unescapedQuoteHandling": _one_of(
-        "STOP_AT_CLOSING_QUOTE",
-        "BACK_TO_DELIMITER",
-        "STOP_AT_DELIMITER",
-        "SKIP_VALUE",
+        "STOP_AT_CLOSING_QUOTE", "BACK_TO_DELIMITER", "STOP_AT_DELIMITER", "SKIP_VALUE"
     ),
 }
 FOLLOWED: dict[Kind, dict[str, Callable[[str, str], str]]] = {

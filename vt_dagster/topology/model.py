@@ -175,12 +175,7 @@ class WindowedStream(Generic[N]):
     window: Window
 
     def aggregate(
-        self,
-        aggregates: Mapping[str, str],
-        *,
-        name: str,
-        emit: Emit = "every_update",
-        **shown: Any,
+        self, aggregates: Mapping[str, str], *, name: str, emit: Emit = "every_update", **shown: Any
     ) -> N:
         """Makes a table with one row per key and window.
 
@@ -774,11 +769,7 @@ class Table(Stream, kind="table"):
         return Filter(self, name, materialized, predicate=predicate, negate=True).result(**shown)
 
     def map_values(
-        self,
-        *select: str,
-        name: str,
-        materialized: Materialized | None = None,
-        **shown: Any,
+        self, *select: str, name: str, materialized: Materialized | None = None, **shown: Any
     ) -> Table:
         """Replaces the value columns and keeps the key; see ``MapValues``."""
         return MapValues(self, name, materialized, select=select).result(**shown)
@@ -808,12 +799,7 @@ class Table(Stream, kind="table"):
 
 
 def _check_table_join(
-    name: str,
-    both: str,
-    history: object,
-    grace_period: object,
-    foreign_key: object,
-    corrected: bool,
+    name: str, both: str, history: object, grace_period: object, foreign_key: object, corrected: bool
 ) -> None:
     """Raises TopologyError for settings that a join of two tables does not have.
 

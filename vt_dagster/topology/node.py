@@ -22,12 +22,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, spoken
 from vt_dagster.topology.expressions import check_expressions
 from vt_dagster.topology.options import check_options
-from vt_dagster.topology.schema import (
-    as_struct,
-    check_columns,
-    check_timestamp,
-    names_before,
-)
+from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp, names_before
 from vt_dagster.topology.specification import Names, OperatorSpec
 from vt_dagster.topology.version_rules import VersionRules
 from vt_dagster.topology.windows import Window

@@ -540,11 +540,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("key", defines_records=True, shown=True),
     Option("schema", defines_records=True),
     Option("timestamp", defines_records=True, sql=Sql("a SQL expression of type timestamp")),
-    Option(
-        "tombstone",
-        defines_records=True,
-        sql=Sql("a SQL condition", ("boolean", "void")),
-    ),
+    Option("tombstone", defines_records=True, sql=Sql("a SQL condition", ("boolean", "void"))),
     Option("partitions", _check_partitions),
     Option("partition_by", sql=Sql("a SQL expression over the key columns")),
     Option("source", shown=True),
@@ -602,12 +598,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("history_retention", _check_length("history_retention"), defines_records=True, shown=True),
     Option("segment_interval", _check_segment_interval),
-    Option(
-        "ready",
-        _check_ready,
-        shown=True,
-        not_of_results="which is ready when its inputs are",
-    ),
+    Option("ready", _check_ready, shown=True, not_of_results="which is ready when its inputs are"),
     Option(
         "tie_break",
         _check_tie_break,
@@ -669,10 +660,7 @@ OPTIONS: tuple[Option, ...] = (
         _check_only_columns,
         defines_records=True,
         shown=True,
-        sql=Sql(
-            "a SQL expression that gives an array of names or a text",
-            ("array<string>", "string"),
-        ),
+        sql=Sql("a SQL expression that gives an array of names or a text", ("array<string>", "string")),
         not_of_results=_WHOLE_ROWS,
         not_of_states=_WHOLE_ROWS,
         excludes={"tie_break": _ONE_OF_TWO},

@@ -29,13 +29,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, spoken
 from vt_dagster.topology.expressions import Projection, Side
 from vt_dagster.topology.node import Node
-from vt_dagster.topology.operators.base import (
-    Join,
-    check_keys,
-    check_kind,
-    make_stream,
-    make_table,
-)
+from vt_dagster.topology.operators.base import Join, check_keys, check_kind, make_stream, make_table
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoinSpec
 
@@ -270,12 +264,7 @@ class StreamTableJoin(Join):
 
 
 def check_match(
-    name: str,
-    table: Node,
-    as_known: Any,
-    max_age: Any,
-    at: Any,
-    allowed: Sequence[At] = _BACK,
+    name: str, table: Node, as_known: Any, max_age: Any, at: Any, allowed: Sequence[At] = _BACK
 ) -> None:
     """Checks the settings by which records match versions of a table.
 

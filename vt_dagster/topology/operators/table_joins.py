@@ -30,11 +30,7 @@ from vt_dagster.topology.operators.base import (
 )
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
-from vt_dagster.topology.specification import (
-    ForeignKeyJoinSpec,
-    HistoryJoinSpec,
-    TableTableJoinSpec,
-)
+from vt_dagster.topology.specification import ForeignKeyJoinSpec, HistoryJoinSpec, TableTableJoinSpec
 
 # Table table join
 
