@@ -98,7 +98,7 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
             "correct the path"
         )
     root, found = root.rstrip("/"), list[FileInfo]()
-    local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+    local = _is_local(fs)
     try:
         for entry in _entries(fs, root, recursive):
             name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
@@ -139,9 +139,13 @@ def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return bool(parts) and fnmatch(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
 
 
+def _is_local(fs: Any) -> bool:
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
 def _entries(fs: Any, root: str, recursive: bool) -> Iterator[dict[str, Any]]:
     """Yields the entries of a directory without unfinished files."""
-    if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+    if _is_local(fs):
         yield from _local_entries(fs, root, recursive, {os.path.realpath(root)})
     elif not recursive:
         for entry in fs.ls(root, detail=True, refresh=True):

@@ -68,21 +68,6 @@ def require_path(path: str, kind: str) -> list[str]:
     return parts
 
 
-class Called:
-    """Names of operator kinds, used in the names of their ops."""
-
-    @classmethod
-    def words(cls) -> tuple[str, ...]:
-        """Returns the names of this class: ``called``, else the class name as ``map_values``."""
-        own = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-        return vars(cls).get("called", (own,))
-
-    @property
-    def word(self) -> str:
-        """The name of this operator's kind, one of ``words``."""
-        return self.words()[0]
-
-
 # Node
 
 
@@ -132,7 +117,7 @@ class Source(Protocol):
         ...
 
 
-class Operator(Called, ABC):
+class Operator(ABC):
     """An operator of a topology; makes a stream or table from its inputs."""
 
     name: str
@@ -140,6 +125,18 @@ class Operator(Called, ABC):
     """Which results of a run are emitted: all, or the last of each key."""
     window: Window | None = None
     """Windows of the result's rows; None = not windowed."""
+
+    @classmethod
+    def words(cls) -> tuple[str, ...]:
+        """Returns the names of this kind, for the names of ops: ``called``, else the class name as
+        ``map_values``."""
+        own = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        return vars(cls).get("called", (own,))
+
+    @property
+    def word(self) -> str:
+        """The name of this operator's kind, one of ``words``."""
+        return self.words()[0]
 
     @property
     @abstractmethod

@@ -240,16 +240,14 @@ class SlidingWindow(_Windows):
     @property
     def remembers(self) -> Duration:
         """A window that starts this long before the latest window is no longer seen."""
-        return self._lookback(2) if self.retention is None else self.retention
+        least = _times(self.time_difference, 2, self.grace)
+        return least if self.retention is None else self.retention
 
     @property
     def hides(self) -> bool:
         """Whether the retention can hide a window from a late record."""
-        far = pairs(self.remembers, self._lookback(3))
+        far = pairs(self.remembers, _times(self.time_difference, 3, self.grace))
         return any(kept <= most for _, (kept, most) in far)
-
-    def _lookback(self, times: int) -> Duration:
-        return _times(self.time_difference, times, self.grace)
 
     @property
     def specification(self) -> SlidingWindowSpec:
