@@ -1,4 +1,4 @@
-"""A table of what a function returns, as a job that processes can load: ``ROOT`` says where."""
+"""A table of what a function returns, as a job that processes can load."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ import dagster as dg
 import pandas as pd
 
 from tests.market import RECORD
+from tests.test_executor import FORK_SERVER
 from vt_dagster import SparkResource, build_definitions, versioned_table
 from vt_dagster.storage.asset_store import AssetStore
 
@@ -25,23 +26,18 @@ def rates(raw: pd.DataFrame) -> pd.DataFrame:
     return raw
 
 
-def _job(executor: dg.ExecutorDefinition) -> dg.JobDefinition:
-    root = Path(os.environ["ROOT"])
+def job_of(root: str, parent: int, fatal: bool) -> dg.JobDefinition:
+    """All steps in this process, or each in a process of its own where it is ``fatal``: that of the
+    table ends after its commit, but not ``parent``, which starts it."""
+    os.environ["ROOT"] = root
+    executor: dg.ExecutorDefinition = dg.in_process_executor
+    if fatal:
+        executor = dg.multiprocess_executor.configured(FORK_SERVER)
+        if parent != os.getpid():
+            AssetStore.forget = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     ours = build_definitions(
-        rates, warehouse=str(root / "warehouse"), spark=SparkResource(master="local[2]")
+        rates, warehouse=f"{root}/warehouse", spark=SparkResource(master="local[2]")
     )
     every = dg.define_asset_job("main", selection="*", executor_def=executor)
     theirs = dg.Definitions(assets=[raw], jobs=[every])
     return dg.Definitions.merge(ours, theirs).resolve_job_def("main")
-
-
-def spread() -> dg.JobDefinition:
-    """A process a step; with ``DIE``, a process that lives on, the table's ends after its commit."""
-    if os.environ.get("DIE") not in (None, str(os.getpid())):
-        AssetStore.forget = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    return _job(dg.multiprocess_executor)
-
-
-def here() -> dg.JobDefinition:
-    """All in this process."""
-    return _job(dg.in_process_executor)

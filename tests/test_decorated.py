@@ -124,11 +124,12 @@ def test_a_decorated_table_in_a_join_with_a_stream(
 
 @pytest.mark.jvm
 @pytest.mark.timeout(300)
-def test_a_retry_after_a_kill_between_commit_and_event(tmp_path: Path) -> None:
+def test_a_retry_after_a_kill_between_commit_and_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process a step: the table's is killed once its commit is there. The run that is made again from
     its failure tells what was committed, and does not ask the function; one that is made again after
     it has succeeded does."""
-    os.environ["ROOT"], os.environ["DIE"] = str(tmp_path), str(os.getpid())
     (tmp_path / "home").mkdir()
 
     def calls() -> int:
@@ -138,28 +139,26 @@ def test_a_retry_after_a_kill_between_commit_and_event(tmp_path: Path) -> None:
         event = instance.get_latest_materialization_event(dg.AssetKey("rates"))
         return event and event.asset_materialization
 
-    try:
-        with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
-            job = dg.reconstructable(decorated.spread)
-            with dg.execute_job(job, instance, run_config=QUIET) as first:
-                assert not first.success
-            assert (calls(), told()) == (1, None)
-            assert values(tmp_path / "warehouse", "rates") == ["1", "2"]
-            del os.environ["DIE"]
-            again = dg.ReexecutionOptions.from_failure(first.run_id, instance)
-            job = dg.reconstructable(decorated.here)
-            with dg.execute_job(job, instance, run_config=QUIET, reexecution_options=again) as second:
-                assert second.success
-            assert told().metadata["log_rows"].value == 2
-            assert calls() == 1
-            options = dg.ReexecutionOptions(parent_run_id=second.run_id)
-            with dg.execute_job(job, instance, run_config=QUIET, reexecution_options=options) as third:
-                assert third.success
-            assert calls() == 2
-            assert values(tmp_path / "warehouse", "rates") == ["1", "2", "1", "2"]
-    finally:
-        os.environ.pop("ROOT")
-        os.environ.pop("DIE", None)
+    def job(*, fatal: bool) -> Any:
+        args: Any = (str(tmp_path), os.getpid(), fatal)
+        return dg.build_reconstructable_job(decorated.__name__, "job_of", args)
+
+    monkeypatch.setenv("ROOT", "")  # the job sets it
+    with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
+        with dg.execute_job(job(fatal=True), instance, run_config=QUIET) as first:
+            assert not first.success
+        assert (calls(), told()) == (1, None)
+        assert values(tmp_path / "warehouse", "rates") == ["1", "2"]
+        again, here = dg.ReexecutionOptions.from_failure(first.run_id, instance), job(fatal=False)
+        with dg.execute_job(here, instance, run_config=QUIET, reexecution_options=again) as second:
+            assert second.success
+        assert told().metadata["log_rows"].value == 2
+        assert calls() == 1
+        options = dg.ReexecutionOptions(parent_run_id=second.run_id)
+        with dg.execute_job(here, instance, run_config=QUIET, reexecution_options=options) as third:
+            assert third.success
+        assert calls() == 2
+        assert values(tmp_path / "warehouse", "rates") == ["1", "2", "1", "2"]
 
 
 def test_a_step_that_is_tried_again(

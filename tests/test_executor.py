@@ -2,28 +2,29 @@
 at once, in words."""
 
 import os
-import re
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pyarrow as pa
 import pytest
+from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
-from tests.market import Market, lines, record, run
+from tests.market import QUIET, Market, lines, record, run
 from vt_dagster import (
     FilesSource,
     SparkResource,
     Stream,
-    Table,
     WarehouseResource,
     build_asset,
     build_definitions,
     build_maintenance,
+    build_resources,
+    ops,
 )
 from vt_dagster.orchestration import resources
 from vt_dagster.storage.asset_store import AssetStore
@@ -36,49 +37,10 @@ ARCHIVED = {
     "source": FilesSource("archived"),
 }
 
-SELECTED = ["prices", "sales", "priced", "cheap", "counts"]
-MODULE = """
-import dagster as dg
-from pathlib import Path
-from tests.market import Market
-from tests.test_executor import downstream, kill_where_marked
-from vt_dagster import SparkResource, build_asset, build_resources, ops
-
-root = Path({root!r})
-kill_where_marked(root)
-market = Market(root, None)
-sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
-buffer_op, join_op = ops.grace_buffer_op(market.priced), ops.stream_table_join_op(market.priced)
-cheap, counts = downstream(market)
-joined_op = ops.read_logs_op(market.priced), buffer_op, join_op, ops.write_op(market.priced)
-
-@dg.graph_asset(name="graph_of_sales")
-def graph_of_sales():
-    read, put, write = sales_op
-    records, arrival = read()
-    return write(put(records, arrival), arrival)
-
-@dg.graph_asset(name="graph_of_priced")
-def graph_of_priced():
-    read, buffer, join, write = joined_op
-    sales, arrival = read()
-    released, waiting = buffer(sales=sales, arrival=arrival)
-    return write(join(released=released, waiting=waiting, arrival=arrival), arrival)
-
-spread = dg.multiprocess_executor
-defs = dg.Definitions(
-    assets=[
-        *[build_asset(n, retry_policy=dg.RetryPolicy()) for n in [*market.nodes, cheap, counts]],
-        *[graph_of_sales, graph_of_priced],
-    ],
-    resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
-    jobs=[
-        dg.define_asset_job("default", selection="graph_of_sales"),
-        dg.define_asset_job("joined", selection="graph_of_priced", executor_def=spread),
-        dg.define_asset_job("assets", selection={selected!r}, executor_def=spread),
-    ],
-)
-"""
+SELECTED = ["sales", "priced"]
+FORK_SERVER = {
+    "start_method": {"forkserver": {"preload_modules": ["vt_dagster.orchestration.factory"]}}
+}
 
 # What a step prints, Dagster copies by a process that it ends with the step: on a busy machine the last
 # lines, which tell why it failed, are lost (its issue 23336).
@@ -107,37 +69,75 @@ def kill_where_marked(root: Path) -> None:
     AssetStore.commit = killed
 
 
-def downstream(market: Market) -> tuple[Table, Table]:
-    """A filter and an aggregate of the prices: what is looked up before a session is there differs."""
-    return (
-        market.prices.filter("v < 'p2'", name="cheap"),
-        market.prices.group_by("v").aggregate({"n": "count(*)"}, name="counts"),
+def job_of(root: str, parent: int, name: str) -> dg.JobDefinition:
+    """What each process of a run loads; ``parent`` is the one that starts the others, and lives on."""
+    if parent != os.getpid():
+        kill_where_marked(Path(root))
+    market = Market(Path(root), None)  # type: ignore[arg-type]
+    sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
+    buffer_op, join_op = ops.grace_buffer_op(market.priced), ops.stream_table_join_op(market.priced)
+    joined_op = ops.read_logs_op(market.priced), buffer_op, join_op, ops.write_op(market.priced)
+
+    @dg.graph_asset
+    def graph_of_sales() -> Any:
+        read, put, write = sales_op
+        records, arrival = read()
+        return write(put(records, arrival), arrival)
+
+    @dg.graph_asset
+    def graph_of_priced() -> Any:
+        read, buffer, join, write = joined_op
+        sales, arrival = read()
+        released, waiting = buffer(sales=sales, arrival=arrival)
+        return write(join(released=released, waiting=waiting, arrival=arrival), arrival)
+
+    spread = dg.multiprocess_executor
+    forked = spread.configured(FORK_SERVER)
+    defs = dg.Definitions(
+        assets=[
+            *[build_asset(node, retry_policy=dg.RetryPolicy(max_retries=2)) for node in market.nodes],
+            *[graph_of_sales, graph_of_priced],
+        ],
+        resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
+        jobs=[
+            dg.define_asset_job("default", selection="graph_of_sales"),
+            dg.define_asset_job("joined", selection="graph_of_priced", executor_def=spread),
+            dg.define_asset_job("assets", selection=SELECTED, executor_def=forked),
+        ],
     )
+    return defs.resolve_job_def(name)
 
 
-def execute(root: Path, job: str) -> subprocess.CompletedProcess[str]:
-    (root / "home").mkdir(exist_ok=True)
-    (root / "home" / "dagster.yaml").write_text(INSTANCE)
-    module = root / "spread.py"
-    module.write_text(MODULE.format(root=str(root), selected=SELECTED))
-    return subprocess.run(
-        [str(Path(sys.executable).parent / "dagster"), "job", "execute", "-f", str(module), "-j", job],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "DAGSTER_HOME": str(root / "home"), "PYTHONPATH": str(ROOT)},
-    )
+@contextmanager
+def run_of(root: Path, instance: dg.DagsterInstance, name: str) -> Iterator[dg.JobExecutionResult]:
+    args: Any = (str(root), os.getpid(), name)
+    job = dg.build_reconstructable_job("tests.test_executor", "job_of", args)
+    with dg.execute_job(job, instance, run_config=QUIET) as done:
+        yield done
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """One that processes share."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "dagster.yaml").write_text(INSTANCE)
+    with dg.DagsterInstance.from_config(str(home)) as made:
+        yield made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["default", "joined"])
-def test_a_graph_with_a_process_per_step_is_refused(tmp_path: Path, job: str) -> None:
+def test_a_graph_with_a_process_per_step_is_refused(
+    instance: dg.DagsterInstance, tmp_path: Path, job: str
+) -> None:
     (tmp_path / "landing" / "sales").mkdir(parents=True)
     (tmp_path / "landing" / "sales" / "1.jsonl").write_text(lines(record("a", "s1", "1 00:00")))
-    done = execute(tmp_path, job)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
+    with run_of(tmp_path, instance, job) as done:
+        assert not done.success
+    failed = [e.step_failure_data.error for e in done.all_events if e.is_step_failure]
+    assert len(failed) == 1
+    said = str(failed[0])
     assert "ExecutorError" in said
     assert "in_process_executor" in said
     assert "KeyError" not in said
@@ -145,37 +145,37 @@ def test_a_graph_with_a_process_per_step_is_refused(tmp_path: Path, job: str) ->
 
 
 @pytest.mark.timeout(900)
-def test_assets_run_in_a_process_each_from_their_second_run_on(spark: object, tmp_path: Path) -> None:
-    market = Market(tmp_path, spark)  # type: ignore[arg-type]
+def test_assets_run_in_a_process_each_from_their_second_run_on(
+    spark: SparkSession, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    """Each a copy of a fork server that has imported what it needs, and a session of its own."""
+    market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("a", "s2", "1 06:00"))
-    cheap, counts = downstream(market)
-    every = map(build_asset, [*market.nodes, cheap, counts])
-    assert run(every, market.warehouse, selection=SELECTED).success
-    market.land("prices", "2.jsonl", record("b", "p1", "1 07:00"), record("c", "p2", "1 07:00"))
+    first = map(build_asset, market.nodes)
+    assert run(first, market.warehouse, selection=["prices", *SELECTED]).success
     market.land("sales", "2.jsonl", record("b", "s3", "1 08:00"), record("a", "s4", "1 08:00"))
-    for mark in ("before.prices", "after.sales"):
+    for mark in ("before.sales", "after.sales"):
         (tmp_path / mark).touch()
-    for started in ("something new", "nothing new"):
-        done = execute(tmp_path, "assets")
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, (started, said)
-        killed = {*re.findall(r"- (\w+) - STEP_UP_FOR_RETRY", said)}
-        assert killed == ({"prices", "sales"} if started == "something new" else set()), said
+    for killed in (["sales", "sales"], []):  # with something new, and with nothing new
+        with run_of(tmp_path, instance, "assets") as done:
+            said = "\n".join(entry.user_message for entry in instance.all_logs(done.run_id))
+            assert done.success, said
+        kinds = [(e.event_type_value, e.step_key) for e in done.all_events]
+        assert [step for kind, step in kinds if kind == "STEP_UP_FOR_RETRY"] == killed, said
         assert ("sales: reports batch 2, committed but not yet" in said) is bool(killed)
-        assert said.count("STEP_WORKER_STARTED") >= 5
-        few = "compiling fast, for few rows"
-        assert said.count(few) >= (len(SELECTED) if started == "something new" else 0), said
-        idle = set(re.findall(r"- (\w+) - ASSET_OBSERVATION", said))
-        assert idle == ({*SELECTED} if started == "nothing new" else set()), said
-    rows = market.store(market.priced).read("log").collect()
+        workers = [step for kind, step in kinds if kind == "STEP_WORKER_STARTED"]
+        assert sorted(map(str, workers)) == sorted([*SELECTED, *killed])
+        assert said.count("compiling fast, for few rows") >= len(killed), said
+        assert ("Spark" in said) is bool(killed), "what has nothing new starts none"
+        idle = {step for kind, step in kinds if kind == "ASSET_OBSERVATION"}
+        assert idle == (set() if killed else {*SELECTED}), said
+    assert [row["v"] for row in market.store(market.sales).read("log").orderBy("offset").collect()] == [
+        *("s1", "s2", "s3", "s4")
+    ]
     # The grace period lets s2 out in the second run; s3 and s4 wait.
+    rows = market.store(market.priced).read("log").collect()
     assert sorted((row["v"], row["price"]) for row in rows) == [("s1", "p1"), ("s2", "p1")]
-    assert {row["k"] for row in market.store(cheap).read().collect()} == {"a", "b"}
-    assert {(row["v"], row["n"]) for row in market.store(counts).read().collect()} == {
-        ("p1", 2),
-        ("p2", 1),
-    }
 
 
 def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
