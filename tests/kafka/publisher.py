@@ -1,5 +1,5 @@
 """Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison. It takes its
-time, so that runs begin before it ends."""
+time, some twenty seconds, so that runs begin before it ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def main() -> None:
                 except BufferError:
                     producer.poll(0.05)
         producer.poll(0)
-        if n % 1000 == 0:
-            time.sleep(0.1)
+        if n % (int(count) // 100) == 0:
+            time.sleep(0.2)
     assert producer.flush(120) == 0
 
 

@@ -1,4 +1,5 @@
-"""One tick of each sensor and the run that it asks for: ``ROOT SERVERS PRICES SALES MOST``."""
+"""Ticks of both sensors and the runs that they ask for, until none is asked for: ``ROOT SERVERS PRICES
+SALES MOST``."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from vt_dagster.spark.session import build_session
 def main() -> None:
     root, servers, prices, sales, most = sys.argv[1:]
     conf = {"spark.sql.shuffle.partitions": "2"}
-    pipeline = Pipeline(Path(root), build_session("worker", master="local[2]", conf=conf))
-    asked = False
-    for node in topology(Topics(servers), prices, sales, int(most)).values():
-        said = pipeline.tick(node)
-        if isinstance(said, dg.RunRequest):
-            print("asked", flush=True)
-            asked = True
-            done = pipeline.execute(node, run_config=said.run_config)
-            assert done.success
-    if not asked:
-        print("nothing to do")
+    spark = build_session("worker", master="local[2]", conf=conf)
+    pipeline, asked = Pipeline(Path(root), spark, checked=False), True
+    while asked:
+        asked = False
+        for node in topology(Topics(servers), prices, sales, int(most)).values():
+            said = pipeline.tick(node)
+            if isinstance(said, dg.RunRequest):
+                print("asked", flush=True)
+                asked = True
+                done = pipeline.execute(node, run_config=said.run_config)
+                assert done.success
 
 
 if __name__ == "__main__":
