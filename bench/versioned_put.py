@@ -163,7 +163,7 @@ def check_parts(records: Path, log: str) -> str:
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times the log, the view from the log, and both."""
+    """Times the log, the view, and both from rows that are computed once."""
     keys = min(KEYS, rows // 10)
     path = generate.arrivals(spark, rows, keys)
 
@@ -176,21 +176,27 @@ def run(
     def into_view() -> None:
         write(view_of(log_of(records())), outputs.fresh("view"))
 
+    def into_both() -> None:
+        """As a run does it: the rows are computed once, for the log and for the view."""
+        rows = log_of(records()).persist()
+        write(rows, outputs.fresh("log"))
+        write(view_of(rows), outputs.fresh("view"))
+        rows.unpersist()
+
     def peer() -> None:
         write(in_order(records()), outputs.fresh("sorted"))
 
     def parts_into_log() -> None:
         write(log_of(in_part(records()), VALUES), outputs.fresh("parts"))
 
-    ways = {"log": into_log, "view": into_view, "parts": parts_into_log, SORTED: peer}
-    times = take_turns(ways, repeat)
+    ways = {"log": into_log, "view": into_view, "both": into_both}
+    times = take_turns({**ways, "parts": parts_into_log, SORTED: peer}, repeat)
     name = f"versioned put of {rows:,} records"
-    together = [a + b for a, b in zip(times["log"], times["view"], strict=True)]
     results = [
         compare(f"{name}: view", rows, times["view"], SORTED, times[SORTED], TARGET),
         compare(f"{name}: log", rows, times["log"], SORTED, times[SORTED], None),
         compare(f"{name}: log of parts of rows", rows, times["parts"], "log", times["log"], None),
-        compare(f"{name}: log, then view", rows, together, SORTED, times[SORTED], TARGET),
+        compare(f"{name}: log and view", rows, times["both"], SORTED, times[SORTED], TARGET),
     ]
     notes = [
         check(path, outputs.path("log"), outputs.path("view")),
