@@ -288,9 +288,10 @@ class PinnedDump(Limited, Uncounted):
     accepted: bool
     learned: dict[str, int] = field(default_factory=dict[str, int])
 
-    max_bad_share = 1.0
-    """No limit here, where only the changed rows are known: ``records_of`` checks the share of the
-    dump."""
+    @property
+    def max_bad_share(self) -> float:
+        # Only the changed rows are known here: ``records_of`` checks the share of the dump.
+        return 1.0
 
     @property
     def bytes(self) -> int:
