@@ -208,8 +208,9 @@ class KafkaSink:
     Args:
         cluster: the cluster.
         topic: an existing topic. With ``cleanup.policy=compact``, a table's topic keeps the latest
-        rows. max_records_per_run: the limit of a run. at_epoch: the handling of a record with the
-        timestamp 1970-01-01T00:00:00.000, which Kafka's
+            rows.
+        max_records_per_run: the limit of a run.
+        at_epoch: the handling of a record with the timestamp 1970-01-01T00:00:00.000, which Kafka's
             client would replace by the current time. ``refuse`` (default): the run fails before it
             sends a record. ``one_millisecond_later``: sends it with the timestamp 00:00:00.001.
 
