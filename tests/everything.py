@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +480,8 @@ def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
     # PyIceberg reads them at its import, in the processes below.
     os.environ["PYICEBERG_CATALOG__LAKE__TYPE"] = "sql"
     os.environ["PYICEBERG_CATALOG__LAKE__URI"] = f"sqlite:///{Path.cwd()}/data/catalog.db"
+    if remote is not None:
+        import_module("pyspark.sql.connect.session")  # once, not in each of the processes below
     everything = Everything()
     wanted = everything.made_of(kinds) if kinds else {*everything.assets}
     Path("data/home").mkdir(parents=True)

@@ -87,8 +87,8 @@ def by_dagsters_default_executor(
     return data / "warehouse"
 
 
-@pytest.mark.jvm
-@pytest.mark.slow
+@pytest.mark.endurance  # test_executor.py has processes, test_processes.py a corrected join on a server
+@pytest.mark.timeout(600)
 def test_the_corrected_join_by_dagsters_default_executor(
     connect_server: ConnectServer, tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from dagster_pyspark import LazyPySparkResource, PySparkResource
 from pyspark.sql import SparkSession
 
-from tests.market import Market, checks, lines, materialized, messages, record
+from tests.market import Market, checks, materialized, messages, record
 from tests.test_executor import INSTANCE, ROOT
 from vt_dagster import TopologyError, build_definitions, build_resources
 from vt_dagster.errors import SparkUnavailableError
@@ -23,7 +22,6 @@ from vt_dagster.orchestration.resources import session_of
 from vt_dagster.spark.session import TIME_ZONE, lacking
 
 KINDS = (PySparkResource, LazyPySparkResource)
-PACKAGES = ("dagster", "dagster-pyspark", "pyspark", "pandera", "pytest")
 
 
 def landed(market: Market) -> Market:
@@ -234,51 +232,3 @@ def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> No
     assert done.returncode == 0, said
     assert said.count("STEP_WORKER_STARTED") >= 3
     assert [row["v"] for row in market.store(market.prices).read().collect()] == ["p1"]
-
-
-IN_A_TEST = """
-import sys
-from pathlib import Path
-import dagster as dg
-import pandera.pyspark as pa
-import pyspark.sql.types as T
-from vt_dagster import FilesSource, VersionedTable, build_asset, build_checks, build_resources
-
-assert "dagster_pyspark" not in sys.modules
-
-def test_a_table(topology, spark, tmp_path):
-    class Price(pa.DataFrameModel):
-        k: T.StringType
-        v: T.LongType = pa.Field(ge=0)
-        at: T.TimestampType
-
-    from datetime import timedelta
-    (tmp_path / "1.jsonl").write_text({record!r})
-    prices = VersionedTable("prices", key="k", schema=Price, timestamp="at",
-        history_retention=timedelta(days=1), source=FilesSource(str(tmp_path)))
-    driver = topology(prices)
-    assert "dagster_pyspark" not in sys.modules
-    result = dg.materialize([build_asset(prices), build_checks(prices)],
-        resources=build_resources(str(tmp_path / "warehouse")))
-    assert result.success
-    print("imported:", *[p for p in {packages!r} if p.replace("-", "_") in sys.modules])
-"""
-
-
-@pytest.mark.jvm
-def test_a_run_imports_the_five_packages(tmp_path: Path) -> None:
-    """Dagster runs it, dagster-pyspark has the session, PySpark does the work, pandera checks what is
-    committed; pytest runs the team's test of it, by the plugin that is in the wheel."""
-    for package in PACKAGES:
-        assert version(package)
-    landing = lines({"k": "a", "v": 1, "at": "2024-01-01T00:00:00Z"})
-    (tmp_path / "test_mine.py").write_text(IN_A_TEST.format(packages=PACKAGES, record=landing))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_mine.py"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert f"imported: {' '.join(PACKAGES)}\n" in done.stdout, done.stdout + done.stderr

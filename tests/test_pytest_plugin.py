@@ -1,15 +1,19 @@
-"""The fixtures that users' tests have without an import."""
+"""The fixtures that users' tests have without an import, and what a run in such a test imports."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from tests.market import lines
+
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("dagster", "dagster-pyspark", "pyspark", "pandera", "pytest")
 
 TESTS = """
 from datetime import timedelta
@@ -39,11 +43,40 @@ def test_each_test_starts_anew(topology, spark):
 """
 
 
-def pytest_in(where: Path, *options: str) -> subprocess.CompletedProcess[str]:
+OF_A_RUN = """
+import sys
+from pathlib import Path
+import dagster as dg
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+from vt_dagster import FilesSource, VersionedTable, build_asset, build_checks, build_resources
+
+assert "dagster_pyspark" not in sys.modules
+
+def test_a_table(topology, spark, tmp_path):
+    class Price(pa.DataFrameModel):
+        k: T.StringType
+        v: T.LongType = pa.Field(ge=0)
+        at: T.TimestampType
+
+    from datetime import timedelta
+    (tmp_path / "1.jsonl").write_text({record!r})
+    prices = VersionedTable("prices", key="k", schema=Price, timestamp="at",
+        history_retention=timedelta(days=1), source=FilesSource(str(tmp_path)))
+    driver = topology(prices)
+    assert "dagster_pyspark" not in sys.modules
+    result = dg.materialize([build_asset(prices), build_checks(prices)],
+        resources=build_resources(str(tmp_path / "warehouse")))
+    assert result.success
+    print("imported:", *[p for p in {packages!r} if p.replace("-", "_") in sys.modules])
+"""
+
+
+def pytest_in(where: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", *options],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *options],
         cwd=where,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -51,11 +84,18 @@ def pytest_in(where: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.jvm
-def test_fixtures(tmp_path: Path) -> None:
+def test_fixtures_and_a_run_that_imports_the_five_packages(tmp_path: Path) -> None:
+    """The plugin that is in the wheel gives the fixtures. In the run Dagster does the work of it,
+    dagster-pyspark has the session, PySpark computes, and pandera checks what is committed."""
+    for package in PACKAGES:
+        assert version(package)
+    landing = lines({"k": "a", "v": 1, "at": "2024-01-01T00:00:00Z"})
     (tmp_path / "test_mine.py").write_text(TESTS)
-    done = pytest_in(tmp_path, "vt_dagster_pytest")
+    (tmp_path / "test_run.py").write_text(OF_A_RUN.format(packages=PACKAGES, record=landing))
+    done = pytest_in(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
+    assert f"imported: {' '.join(PACKAGES)}\n" in done.stdout
 
 
 def test_it_costs_nothing_where_it_is_not_used(tmp_path: Path) -> None:
@@ -63,5 +103,5 @@ def test_it_costs_nothing_where_it_is_not_used(tmp_path: Path) -> None:
         "import sys\ndef test_nothing():\n"
         "    assert not {'dagster', 'pyspark', 'pandera'} & set(sys.modules)\n"
     )
-    done = pytest_in(tmp_path, "vt_dagster_pytest")
+    done = pytest_in(tmp_path, "-p", "vt_dagster_pytest", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode == 0, done.stdout + done.stderr

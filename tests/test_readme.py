@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
+from typer.testing import CliRunner
 
+from tests.conftest import ConnectServer
 from tests.market import messages
+from vt_dagster.cli import app
 from vt_dagster.testing import TopologyTestDriver
 
 pytestmark = pytest.mark.slow
@@ -32,22 +35,37 @@ def _block(after: str, language: str = "") -> str:
     return found.group(1)
 
 
-def _type(command: str, where: Path) -> subprocess.CompletedProcess[str]:
+def _type(
+    command: str, where: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     program, *arguments = command.split()
     beside = Path(sys.executable).parent / program
     return subprocess.run(
         [str(beside), *arguments],
         cwd=where,
-        env={**os.environ, "DAGSTER_HOME": str(where), "COLUMNS": "160"},
+        env={**environment, "DAGSTER_HOME": str(where), "COLUMNS": "160"},
         capture_output=True,
         text=True,
         timeout=300,
     )
 
 
+def _asked(command: str) -> str:
+    """What a command of ours says, in this process."""
+    program, *arguments = command.split()
+    assert program == "vt-dagster"
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
 def test_your_own_table_in_15_lines(
-    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    spark: SparkSession,
+    connect_server: ConnectServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its processes, one for the asset and one for its checks, use a server that is there."""
     code = _block("# Your own table in 15 lines", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "prices.py").write_text(code)
@@ -60,16 +78,16 @@ def test_your_own_table_in_15_lines(
         "apple,1.1,2026-01-31T11:00:00Z\n"
     )
     materialize, get, history = _block("put CSV files with a header line", "bash").strip().splitlines()
-    done = _type(materialize, tmp_path)
+    environment = {**connect_server.environment, "VT_DAGSTER_SPARK": "server"}
+    done = _type(materialize, tmp_path, environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = _type(get, tmp_path)
-    assert re.search(r"price +1\.1\n", found.stdout), found.stdout + found.stderr
-    timeline = _type(history, tmp_path)
-    assert re.findall(r"price=[\d.]+", timeline.stdout) == ["price=1.0", "price=1.1", "price=1.2"]
+    monkeypatch.chdir(tmp_path)
+    found = _asked(get)
+    assert re.search(r"price +1\.1\n", found), found
+    assert re.findall(r"price=[\d.]+", _asked(history)) == ["price=1.0", "price=1.1", "price=1.2"]
 
     # break it, and read the message; in this process, which has a session
     (landing / "2.csv").write_text("product,price,at\napple,-1,2026-02-01T10:00:00Z\n")
-    monkeypatch.chdir(tmp_path)
     defs: dg.Definitions = runpy.run_path("prices.py", run_name="prices")["defs"]
     job = defs.resolve_implicit_global_asset_job_def()
     broken = job.execute_in_process(raise_on_error=False)

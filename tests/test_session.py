@@ -463,8 +463,8 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
     done = run(
         f"""
         import os, sys
-        from vt_dagster.spark.session import build_session
-        spark = build_session(master="local[2]")
+        from vt_dagster.spark.session import FEW_QUERIES, build_session
+        spark = build_session(master="local[2]", conf=FEW_QUERIES)
         path = {str(tmp_path / "a table")!r}
         spark.sql("SELECT timestamp'1970-01-01 00:00:01' AS t").write.format("delta").save(path)
         print(spark.read.format("delta").load(path).selectExpr("unix_micros(t)").first()[0])
@@ -489,7 +489,7 @@ def test_active_session_without_delta_is_refused():
         from vt_dagster.errors import SparkUnavailableError
         from vt_dagster.spark.session import build_session
         plain = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
-        plain = plain.getOrCreate()
+        plain = plain.config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1").getOrCreate()
         for stop in (False, True):  # active, then stopped: its JVM stays, without Delta's jars
             if stop:
                 plain.stop()

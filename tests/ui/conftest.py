@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [
@@ -54,18 +55,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return about
 
 
-@pytest.fixture(scope="session")
-def server(environment: dict[str, str]) -> Iterator[str]:
-    """The address of a ``dg dev`` on the instance, webserver and daemon."""
+@contextlib.contextmanager
+def serving(environment: dict[str, str], *command: str) -> Iterator[str]:
+    """The address of a program of Dagster's that shows the instance."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = Path(environment["DAGSTER_HOME"]) / "dev.log"
-    dev = [str(Path(sys.executable).parent / "dg"), "dev", "-w", "workspace.yaml"]
-    command = [*dev, "-p", str(port), "-h", "127.0.0.1"]
+    log = Path(environment["DAGSTER_HOME"]) / f"{command[0]}.log"
+    program = str(Path(sys.executable).parent / command[0])
+    words = [program, *command[1:], "-w", "workspace.yaml", "-p", str(port), "-h", "127.0.0.1"]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+            words, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -73,7 +74,7 @@ def server(environment: dict[str, str]) -> Iterator[str]:
         while not _answers(address):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
-            time.sleep(1)
+            time.sleep(0.5)
         yield address
     finally:
         # It is asked to end, then its group is ended: it may leave a server of code behind.
@@ -83,6 +84,20 @@ def server(environment: dict[str, str]) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(15)
+
+
+@pytest.fixture(scope="session")
+def server(environment: dict[str, str]) -> Iterator[str]:
+    """The address of a webserver on the instance: pages are only looked at, which needs no daemon."""
+    with serving(environment, "dagster-webserver") as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def dev(environment: dict[str, str]) -> Iterator[str]:
+    """The address of a ``dg dev`` on the instance, webserver and daemon."""
+    with serving(environment, "dg", "dev") as address:
+        yield address
 
 
 def _answers(address: str) -> bool:
@@ -128,6 +143,15 @@ def chromium() -> str:
         assert not os.environ.get("CI"), said
         pytest.skip(said)
     return found
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    """One for the tests of a file."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

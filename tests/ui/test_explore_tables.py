@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, write_deltalake
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from tests.ui.conftest import FLAGS, exploring
+from tests.ui.conftest import exploring
 from tests.written import MICROS, Written, document, moment
 from vt_dagster.topology.specification import FilterSpec
 
@@ -66,14 +66,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     written_wide(root)
     with exploring(str(root)) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

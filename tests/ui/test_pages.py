@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from tests.ui.conftest import EXPLORE, FLAGS
+from tests.ui.conftest import EXPLORE
 from tests.ui.small_demo import DAMAGED
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -24,13 +24,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "images"
 
 
 @pytest.fixture
-def page(server: str, chromium: str) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1500, "height": 950}, base_url=server)
-        page.set_default_timeout(60_000)
-        yield page
-        browser.close()
+def page(server: str, browser: Browser) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1500, "height": 950}, base_url=server)
+    page.set_default_timeout(60_000)
+    yield page
+    page.close()
 
 
 @pytest.fixture
@@ -160,17 +158,15 @@ def test_a_failing_check_shows_the_rows(page: Page, screenshots: Path) -> None:
 
 
 @pytest.fixture
-def explorer(explore: str, chromium: str) -> Iterator[Page]:
+def explorer(explore: str, browser: Browser) -> Iterator[Page]:
     """A page of ``vt-dagster explore``; nothing that a browser complains of may happen on it."""
     trouble: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1250, "height": 900}, base_url=explore)
-        page.set_default_timeout(30_000)
-        page.on("console", lambda said: trouble.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        yield page
-        browser.close()
+    page = browser.new_page(viewport={"width": 1250, "height": 900}, base_url=explore)
+    page.set_default_timeout(30_000)
+    page.on("console", lambda said: trouble.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    yield page
+    page.close()
     assert trouble == []
 
 
@@ -282,8 +278,9 @@ def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) ->
 
 @pytest.mark.endurance
 @pytest.mark.timeout(900)
-def test_materialize(page: Page, screenshots: Path) -> None:
+def test_materialize(dev: str, browser: Browser, screenshots: Path) -> None:
     """A click launches a run of what has landed; it succeeds, and its log and numbers are there."""
+    page = browser.new_page(viewport={"width": 1500, "height": 950}, base_url=dev)
     page.goto("/assets/weather?view=overview")
     expect(page.get_by_text("keeps the history of each key for")).to_be_visible()
     page.get_by_role("button", name="Materialize").first.click()
@@ -297,3 +294,4 @@ def test_materialize(page: Page, screenshots: Path) -> None:
     page.goto("/assets/weather?view=events")
     expect(page.get_by_text("Materialized in run").first).to_be_visible()
     expect(page.get_by_text("records_applied", exact=True).first).to_be_visible()
+    page.close()
