@@ -11,14 +11,14 @@ import contextlib
 import posixpath
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from vt_dagster.spark.settings import settings
+from vt_dagster.spark.settings import is_small, settings, small_run
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, asset_names
 from vt_dagster.storage.commit_log import Commit
@@ -62,17 +62,19 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         path = posixpath.join(root, table)
         if not delta.exists(path):
             continue
-        try:
-            done["files_compacted"] += _compact(spark, path)
-        except PySparkException as error:
-            if not delta.is_conflict(error):
-                raise
-            # A run has committed meanwhile. Its data counts, and the next maintenance compacts the
-            # table.
-            done["conflicts"] += 1
+        files = delta.files(path)
         hours = keep / timedelta(hours=1)
-        with settings(spark, _CLEANING):
-            spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
+        with small_run(spark, is_small(len(files), sum(file.rows for file in files))):
+            try:
+                done["files_compacted"] += _compact(spark, path, files)
+            except PySparkException as error:
+                if not delta.is_conflict(error):
+                    raise
+                # A run has committed meanwhile. Its data counts, and the next maintenance compacts the
+                # table.
+                done["conflicts"] += 1
+            with settings(spark, _CLEANING):
+                spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
         done["commits_removed"] += forget_commits(path, keep)
     done["attempts_removed"] = len(forget_attempts(root, _ago(keep)))
     done["replaced_removed"] = forget_replaced(warehouse, name, keep)
@@ -160,8 +162,8 @@ def forget_commits(path: str, keep: timedelta) -> int:
     return sum(delta.COMMIT_FILE.fullmatch(name) is not None for _, name in gone)
 
 
-def _compact(spark: SparkSession, path: str) -> int:
-    segments = [file.segment for file in delta.files(path)]
+def _compact(spark: SparkSession, path: str, files: Sequence[delta.File]) -> int:
+    segments = [file.segment for file in files]
     if len(segments) == len(set(segments)):
         return 0  # OPTIMIZE merges files of one segment; to find none takes it seconds
     metrics: Any = spark.sql(f"OPTIMIZE {delta.quoted(path)}").select("metrics.numFilesRemoved").first()
