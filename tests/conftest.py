@@ -17,6 +17,7 @@ from tests.market import Market, healthy_market
 from vt_dagster.spark.jars import resolve_jars
 from vt_dagster.spark.server import Server
 from vt_dagster.spark.session import build_session
+from vt_dagster.spark.settings import small_run
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -87,6 +88,17 @@ def spark() -> Iterator[SparkSession]:
     )
     yield session
     session.stop()
+
+
+@pytest.fixture
+def few_rows(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Queries of a test are planned for few rows, as those of small runs are: of a table of some rows,
+    code generation takes most of the time. For files that do not test how queries are planned."""
+    if "spark" not in request.fixturenames:
+        yield
+        return
+    with small_run(request.getfixturevalue("spark")):
+        yield
 
 
 def server_environment(home: Path) -> dict[str, str]:

@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
-from typer.testing import CliRunner
 
-from tests.market import checks, materialized, run
 from tests.storage.test_erase import ERIN, left
-from vt_dagster import FilesSource, Stream, build_asset, build_checks
-from vt_dagster.cli import app
+from vt_dagster import FilesSource, Stream
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.replay import replay
+from vt_dagster.runs.erase import erase
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import commits
 from vt_dagster.topology.durations import in_utc
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 MINUTE = timedelta(minutes=1)
@@ -115,23 +114,12 @@ def shop(made: Path, tmp_path: Path) -> Shop:
     return Shop(tmp_path)
 
 
-def test_an_erased_key(shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_erased_key(shop: Shop, spark: SparkSession) -> None:
     shop.run(spark)
     assert shop.rows(ERIN) == {(ERIN, 1, 24), (ERIN, 3, 24), (ERIN, None, 21)}
-    before, warehouse = shop.known(), Path(shop.warehouse)
-    (shop.root / "erased_streams.py").write_text(
-        "from pathlib import Path\n"
-        "from tests.storage.test_corrected_streams import Shop\n"
-        f"globals().update({{n.name: n for n in Shop(Path({str(shop.root)!r})).nodes}})\n"
-    )
-    monkeypatch.syspath_prepend(str(shop.root))
-
-    def erase(name: str) -> None:
-        asked = ["--key", ERIN, "--reason", "asked to", "--module", "erased_streams"]
-        done = CliRunner().invoke(app, ["erase", name, *asked, "--warehouse", shop.warehouse])
-        assert done.exit_code == 0, done.output
-
-    erase("orders")
+    before = shop.known()
+    about: dict[str, Any] = {"key": [ERIN], "reason": "asked to", "among": shop.nodes}
+    erase(shop.warehouse, shop.orders, spark, **about)
     assert shop.rows(ERIN) == set()
     assert shop.known() == before
     # Her payment is there still, its row is not: what matches it takes nothing back.
@@ -139,11 +127,9 @@ def test_an_erased_key(shop: Shop, spark: SparkSession, monkeypatch: pytest.Monk
     shop.run(spark)
     assert shop.rows() - {("cyd", 4, 23)} == {(ERIN, 5, 21), ("dan", 6, 22), ("bob", 2, 25)}
     assert [shop.sum_of(k) for k in (ERIN, "dan", "bob")] == [[(1, 21)], [(1, 22)], [(1, 25)]]
-    assert shop.findings(spark) == []
     before = shop.known()
-    for name in ("orders", "payments"):
-        erase(name)
-    assert left(warehouse) == []
+    erase(shop.warehouse, shop.payments, spark, **about)
+    assert left(Path(shop.warehouse), "orders") == []
     assert shop.known() == before
     # What comes later finds nothing of what was; others are still corrected, or too late.
     shop.land("3", orders=[(ERIN, 7, 6), ("eve", 8, 12), ("bob", 9, 1.5)], payments=[("fay", 26, 1)])
@@ -185,21 +171,14 @@ def test_another_promise(shop: Shop, spark: SparkSession) -> None:
     listed = [(r["reason"], r["source"], r["position"]) for r in quarantine.collect()]
     assert sorted(listed) == [("too_late", "payments", 3), ("too_late", "payments", 4)]
     assert [f for f in audit(store) if not f.passed] == []
-    plain = shop.joined(name="plain")
-    shop.run(spark, plain)
-    with pytest.raises(
-        StorageError, match=r"plain: declared as table keyed by .* written as stream keyed"
-    ):
-        shop.run(spark, shop.joined(name="plain", corrected_for=MINUTE))
 
 
-def test_through_dagster_and_made_anew(shop: Shop, spark: SparkSession) -> None:
-    assets = [*map(build_asset, shop.nodes), *map(build_checks, shop.nodes)]
+def test_made_anew(shop: Shop, spark: SparkSession) -> None:
     shop.land("2", orders=[("dan", 6, 4)], payments=[("eve", 26, 11), ("fay", 27, 0.5)])
-    done = run(assets, shop.warehouse)
-    told = materialized(done, "amended")
-    assert [told[f"records_{n}"] for n in ("in", "corrected", "late", "out")] == [4, 3, 1, 7]
-    assert all(one.passed for one in checks(done).values())
+    shop.run(spark)
+    head = AssetStore(shop.warehouse, shop.amended, spark).head()
+    assert head is not None
+    assert [head.commit.counts[n] for n in ("in", "corrected", "late", "out")] == [4, 3, 1, 7]
     rows, sums = shop.rows(), [shop.sum_of(k) for k in (ERIN, "dan", "bob", "cyd")]
     assert rows == {
         *((ERIN, 1, 24), (ERIN, 3, 24), (ERIN, None, 21), ("bob", 2, None)),
@@ -212,8 +191,6 @@ def test_through_dagster_and_made_anew(shop: Shop, spark: SparkSession) -> None:
     ]
     assert shop.rows() == rows
     assert [shop.sum_of(k) for k in (ERIN, "dan", "bob", "cyd")] == sums
-    anew = replay(shop.warehouse, shop.amended, "anew", spark).read().collect()
-    assert {(r["k"], r["number"], r["payment"]) for r in anew} == rows
     # What has no match yet is known to the runs after it.
     shop.land("3", payments=[("bob", 28, 1.5)])
     shop.run(spark)

@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import FOLDER, Certificate, Key, erase, in_statistics
-from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.export import Export, ExportRun, export_of
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.training_set_run import TrainingRun
@@ -39,6 +39,8 @@ from vt_dagster.storage.commit_log import Commit, Shape, commits
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Table
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 ERIN, NAME = "erin-6b1f2a", "Erin-Somebody-91"
 OTHERS = ["ada", "bob", "cyd"]
@@ -214,51 +216,51 @@ def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
 
 @pytest.fixture
 def shop(made: Shop, tmp_path: Path) -> Shop:
-    shutil.copytree(made.root / "warehouse", tmp_path / "warehouse")
-    copy = Shop(tmp_path)
-    (tmp_path / "landing").symlink_to(made.root / "landing")
+    return _copy(made, tmp_path)
+
+
+def _copy(made: Shop, root: Path) -> Shop:
+    shutil.copytree(made.root / "warehouse", root / "warehouse")
+    copy = Shop(root)
+    (root / "landing").symlink_to(made.root / "landing")
     return copy
 
 
-def test_no_byte_is_left_and_nobody_else_notices(shop: Shop, spark: SparkSession) -> None:
+@dataclass
+class Erased:
+    """After an erase of a customer.
+
+    Args:
+        before: what was answered about others before it, and ``exported``, by export.
+    """
+
+    shop: Shop
+    exports: list[Export]
+    before: dict[str, list[Any]]
+    exported: dict[str, list[Any]]
+    done: Certificate
+
+
+@pytest.fixture(scope="module")
+def erased(made: Shop, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Erased:
+    shop = _copy(made, tmp_path_factory.mktemp("erased"))
     exports = [
         export_of(shop.customers, "versions", str(shop.root / "exported" / "customers")),
         export_of(shop.placed, "log", str(shop.root / "exported" / "placed")),
     ]
     for export in exports:
         ExportRun(export, shop.warehouse, spark).run()
-    before, warehouse = shop.answers(), shop.root / "warehouse"
     exported = {e.to: _of_others(delta.require_table(e.to).to_pyarrow_table()) for e in exports}
-    assert any(place.startswith("customers/quarantine/_delta_log") for place in left(warehouse))
-    for node in (shop.customers, shop.orders):
-        done = shop.erase(spark, node, exports=[exports[node is shop.orders].to])
-        assert done.finished
-    assert left(warehouse, "items") == []
-    assert left(shop.root / "exported") == []
-    for export in exports:
-        table = delta.require_table(export.to)
-        assert _of_others(table.to_pyarrow_table()) == exported[export.to]
-        assert (table.protocol().min_reader_version, table.protocol().reader_features) == (1, None)
-        assert not [name for name in table.metadata().configuration if "columnMapping" in name]
-        rows = table.to_pyarrow_table().num_rows
-        assert pl.read_delta(export.to).height == rows
-        assert spark.read.format("delta").load(export.to).count() == rows
-        assert ExportRun(export, shop.warehouse, spark).run() is None
-    assert shop.answers() == before
-    assert shop.findings(spark) == []
-    # what had not been taken when she went is taken without her, and the accounts still hold
-    behind = (shop.placed, shop.followed, shop.owned, shop.hourly)
-    shop.run(spark, *behind)
-    assert shop.findings(spark, *behind) == []
-    replay(shop.warehouse, shop.hourly, "hourly_anew", spark)
-    anew, live = (head_of(shop.warehouse, name)[1] for name in ("hourly_anew", "hourly"))
-    assert anew.totals["erased"] == head_of(shop.warehouse, "orders")[1].erased[0]
-    assert 0 < live.totals["erased"] < anew.totals["erased"]
-    assert left(warehouse, "items") == []
+    assert any(
+        place.startswith("customers/quarantine/_delta_log") for place in left(shop.root / "warehouse")
+    )
+    before = shop.answers()
+    done = shop.erase(spark, shop.customers, exports=[exports[0].to])
+    return Erased(shop, exports, before, exported, done)
 
 
-def test_the_certificate(shop: Shop, spark: SparkSession) -> None:
-    done = shop.erase(spark, shop.customers)
+def test_the_certificate(erased: Erased, spark: SparkSession) -> None:
+    shop, done = erased.shop, erased.done
     (path,) = (shop.root / "warehouse" / FOLDER).glob("*.json")
     told = json.loads(path.read_text())
     assert told == json.loads(done.model_dump_json())
@@ -282,6 +284,34 @@ def test_the_certificate(shop: Shop, spark: SparkSession) -> None:
     again = shop.erase(spark, shop.customers)
     assert again.id != done.id
     assert {one.erased for one in again.searched.values()} == {0}
+
+
+def test_no_byte_is_left_and_nobody_else_notices(erased: Erased, spark: SparkSession) -> None:
+    shop, exports, warehouse = erased.shop, erased.exports, Path(erased.shop.warehouse)
+    assert erased.done.finished
+    assert shop.erase(spark, shop.orders, exports=[exports[1].to]).finished
+    assert left(warehouse, "items") == []
+    assert left(shop.root / "exported") == []
+    for export in exports:
+        table = delta.require_table(export.to)
+        assert _of_others(table.to_pyarrow_table()) == erased.exported[export.to]
+        assert (table.protocol().min_reader_version, table.protocol().reader_features) == (1, None)
+        assert not [name for name in table.metadata().configuration if "columnMapping" in name]
+        rows = table.to_pyarrow_table().num_rows
+        assert pl.read_delta(export.to).height == rows
+        assert spark.read.format("delta").load(export.to).count() == rows
+        assert ExportRun(export, shop.warehouse, spark).run() is None
+    assert shop.answers() == erased.before
+    assert shop.findings(spark, shop.customers, shop.orders, shop.items, shop.cities) == []
+    # what had not been taken when she went is taken without her, and the accounts still hold
+    behind = (shop.placed, shop.followed, shop.owned, shop.hourly)
+    shop.run(spark, *behind)
+    assert shop.findings(spark, *behind) == []
+    replay(shop.warehouse, shop.hourly, "hourly_anew", spark)
+    anew, live = (head_of(shop.warehouse, name)[1] for name in ("hourly_anew", "hourly"))
+    assert anew.totals["erased"] == head_of(shop.warehouse, "orders")[1].erased[0]
+    assert 0 < live.totals["erased"] < anew.totals["erased"]
+    assert left(warehouse, "items") == []
 
 
 def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSession) -> None:
@@ -512,7 +542,7 @@ def test_a_topic_that_has_it(shop: Shop, spark: SparkSession) -> None:
     about = {"userMetadata": json.dumps({delta.MARK: delta.with_format(commit.model_dump())})}
     to, properties = f"{shop.warehouse}/customers_to_kafka/log", CommitProperties(custom_metadata=about)
     write_deltalake(to, pa.table({"x": [1]}), commit_properties=properties)
-    done = shop.erase(spark, shop.customers, runs=["run-1", "run-2"])
+    done = shop.erase(spark, shop.customers, runs=["run-1", "run-2"], dry_run=True)
     (told,) = [line for line in done.unreachable if line.startswith("the topic ")]
     assert told.startswith(
         "the topic people, to which customers_to_kafka has published customers up to its offsets "
