@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -787,25 +785,3 @@ WORDS = Table(
     schema=StructType([StructField("word", StringType()), StructField("at", TimestampType())]),
     timestamp="at",
 )
-
-
-@pytest.mark.slow
-def test_no_spark_is_started(shop: str, tmp_path: Path) -> None:
-    code = f"""
-import os
-os.environ["RETENTION"] = "30d"
-os.environ["KAFKA_PASSWORD"] = "sesame"
-from tests.test_components import project
-with project({shop!r}):
-    pass
-from pyspark import SparkContext
-assert SparkContext._gateway is None, "a JVM was started"
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parent.parent,
-    )
-    assert done.returncode == 0, done.stderr

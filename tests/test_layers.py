@@ -91,6 +91,7 @@ def modules() -> list[Path]:
     return sorted(p.relative_to(ROOT) for f in folders for p in (ROOT / f).rglob("*.py"))
 
 
+@cache
 def ours() -> list[Path]:
     return [p for p in modules() if p.parts[0] == "vt_dagster"]
 
@@ -132,13 +133,19 @@ def imports_by_name(root: ast.AST) -> Iterator[str]:
                     yield one.value
 
 
+@cache
 def imports(path: Path) -> list[str]:
     return [*imports_in(tree(path)), *imports_by_name(tree(path))]
 
 
+@cache
+def names_of_ours() -> set[str]:
+    return {dotted(p) for p in ours()}
+
+
 def imported_modules(path: Path) -> set[str]:
     """The modules of ``vt_dagster`` that a module imports."""
-    known = {dotted(p) for p in ours()}
+    known = names_of_ours()
     found = {name if name in known else name.rpartition(".")[0] for name in imports(path)}
     return found & known
 
@@ -210,6 +217,7 @@ def test_where_dagster_is_known(path: Path) -> None:
         assert not name.startswith("dagster._"), f"{path} imports the private {name}"
 
 
+@cache
 def operator_classes() -> dict[str, str]:
     """Each operator, and the name of the file that is its home."""
 
