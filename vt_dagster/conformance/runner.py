@@ -83,43 +83,46 @@ def side_by_side(
                     message = f"  run: expected none / got the error {type(error).__name__}: {first}"
                     settle(results[each.scenario], [message])
 
-        return Job(_cost(group), run)
+        nodes = {s for each in group for s in each.shapes.values()}
+        return Job(_longest(group, granularity) * len(nodes), run)
 
     return [job(g) for g in _grouped([layout(s) for s in scenarios], granularity)]
 
 
-def _cost(group: Sequence[Layout]) -> int:
-    return max(len(each.scenario.records) for each in group) * len(
-        {s for e in group for s in e.shapes.values()}
-    )
+def _longest(group: Sequence[Layout], granularity: Granularity) -> int:
+    return max(len(split_into_runs(each, granularity)) for each in group)
 
 
 def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[Layout]]:
     """Layouts that run together: those of the same shape, and those that share enough of it.
 
-    A group costs as many node runs as its longest scenario has records, times its nodes.
+    A group costs as many node runs as its longest scenario has runs, times its nodes.
     """
     alike: dict[tuple[Any, ...], list[Layout]] = defaultdict(list)
     for each in layouts:
         slow = granularity == "run" and each.one_by_one
         alike[(slow, *each.shapes.values())].append(each)
     found: list[tuple[bool, int, set[Shape], list[Layout]]] = []
-    for (slow, *shapes), some in sorted(
-        alike.items(), key=lambda item: -max(len(e.scenario.records) for e in item[1])
-    ):
-        own = max(len(e.scenario.records) for e in some)
+    runs = {each: _longest(some, granularity) for each, some in alike.items()}
+    for (slow, *shapes), some in sorted(alike.items(), key=lambda item: -runs[item[0]]):
+        own = runs[(slow, *shapes)]
         costs = [
             (longest * len(set(shapes) - theirs), i)
             for i, (other, longest, theirs, _) in enumerate(found)
             if other == slow and set(shapes) & theirs
         ]
-        if costs and min(costs)[0] <= own * len(shapes):
+        if costs and min(costs)[0] <= _PAYS * own * len(shapes):
             _, _, theirs, group = found[min(costs)[1]]
             theirs |= set(shapes)
             group += some
         else:
             found.append((slow, own, set(shapes), list(some)))
     return [group for *_, group in found]
+
+
+_PAYS = 0.7
+"""Together, if that costs at most so much of what it costs apart: of the nodes of a large group, more
+run in vain."""
 
 
 def split_into_runs(each: Layout, granularity: Granularity) -> list[range]:
@@ -377,10 +380,12 @@ def run(
         )
     results = {s: ScenarioOutcome(s, "not supported") for s in chosen}
     built = [s for s in chosen if supported(s) and _builds(s, results)]
-    jobs: list[Job] = []
-    for operator in OPERATORS:
-        plan = versioned_stores if operator == "versioned_store" else side_by_side
-        jobs += plan([s for s in built if s.operator == operator], granularity, results)
+    stores = [s for s in built if s.operator == "versioned_store"]
+    others = [s for s in built if s.operator != "versioned_store"]
+    jobs = [
+        *versioned_stores(stores, granularity, results),
+        *side_by_side(others, granularity, results),
+    ]
     jobs.sort(key=lambda job: -job.cost)
     if jobs:
         with ThreadPoolExecutor(_THREADS) as pool:
