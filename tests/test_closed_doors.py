@@ -21,6 +21,7 @@ import dagster as dg
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet  # pyright: ignore[reportMissingTypeStubs]
 import pytest
+from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -69,61 +70,110 @@ SHAPE = StructType(
 AT = "2024-01-01T00:00:00Z"
 
 
-def taken(
-    tmp_path: Path, spark: SparkSession, content: bytes, where: str = "warehouse", **about: Any
-) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], dict[str, int]]:
-    """What a run makes of a file: applied (k, n, v), quarantined (line, text), counts."""
-    landing = tmp_path / "landing"
-    landing.mkdir(exist_ok=True)
-    (landing / "1").write_bytes(content)
-    source = FilesSource(str(landing), max_bad_share=1, **about)
+Lines = tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
+"""What a run makes of a file: applied (k, n, v) and quarantined (line, text)."""
+
+
+def taken(root: Path, spark: SparkSession, files: dict[str, bytes], **about: Any) -> dict[str, Lines]:
+    """What one run makes of files; the last column of a good line is the name of its file."""
+    source = FilesSource(str(landing(root, **files)), max_bad_share=1, **about)
     node = Stream("sales", key="k", schema=SHAPE, timestamp="at", source=source)
-    result = run([build_asset(node)], tmp_path / where)
-    assert result.success, messages(result)
-    store = AssetStore(str(tmp_path / where), node, spark)
+    run_once(node, stores_of(str(root / "warehouse"), spark))
+    store = AssetStore(str(root / "warehouse"), node, spark)
     applied = [(r["k"], r["n"], r["v"]) for r in store.read("log").orderBy("offset").collect()]
     bad = store.quarantine()
     rows = [] if bad is None else bad.orderBy("position").collect()
     assert all(r["reason"] == "unreadable" for r in rows)
+    # Counted from the files themselves: no line is nowhere, and none is there twice.
+    lines = sum(bool(one.strip()) for content in files.values() for one in content.split(b"\n"))
     head = store.head()
     assert head is not None
-    totals = head.commit.totals
-    # Counted from the file itself: no line is nowhere, and none is there twice.
-    lines = sum(bool(one.strip()) for one in content.split(b"\n")) - (about.get("format") == "csv")
-    assert lines == totals["in"] == len(applied) + len(rows)
-    return applied, [(r["position"], r["raw"]) for r in rows], totals
+    headers = len(files) if about.get("format") == "csv" else 0
+    assert lines - headers == head.commit.totals["in"] == len(applied) + len(rows)
+    return {
+        name: (
+            [row for row in applied if row[2].endswith(name)],
+            [(r["position"], r["raw"]) for r in rows if r["source"] == name],
+        )
+        for name in files
+    }
 
 
 def line(k: str, n: Any = 1, v: str = "x") -> str:
     return json.dumps({"k": k, "n": n, "v": v, "at": AT})
 
 
-def test_a_line_is_one_json_object(tmp_path: Path, spark: SparkSession) -> None:
-    bad = [
-        line("b") + line("c"),
-        line("b") + " , " + line("c"),
-        line("b") + " and more",
-        line("b") + "}",
-        line("b") + ',"more":' + line("c"),
-        line("b") + '],"more":[' + line("c"),
-        line("b", "one"),
-        "7",
-        "[" + line("b") + "]",
-        "null",
-    ]
-    content = "\n".join([line("a"), *bad, line("d")])
-    applied, quarantined, totals = taken(tmp_path, spark, content.encode())
-    assert [k for k, _, _ in applied] == ["a", "d"]
-    assert quarantined == list(enumerate(bad, start=2))
-    assert totals["in"] == content.count("\n") + 1 == len(applied) + len(quarantined)
+NO_OBJECT = [
+    line("b") + line("c"),
+    line("b") + " , " + line("c"),
+    line("b") + " and more",
+    line("b") + "}",
+    line("b") + ',"more":' + line("c"),
+    line("b") + '],"more":[' + line("c"),
+    line("b", "one"),
+    "7",
+    "[" + line("b") + "]",
+    "null",
+]
+TWICE = [line("b")[:-1] + ', "k": "c"}', line("b")[:-1] + ', "\\u006b": "c"}']
+LATIN = ("café", "cafè", "cafe")
+IN_QUOTES = [
+    "at,k,n,v",
+    f'{AT},a,1,"with ""quotes"", and a comma of quotes"',
+    f'{AT},b,2,"first half',
+    f'{AT},c,3,second half"',
+    f"{AT},d,4,quotes",
+]
 
 
-def test_a_field_twice_in_an_object(tmp_path: Path, spark: SparkSession) -> None:
-    bad = [line("b")[:-1] + ', "k": "c"}', line("b")[:-1] + ', "\\u006b": "c"}']
-    other = line("d")[:-1] + ', "K": "e"}'  # another name, as Spark reads it
-    applied, quarantined, _ = taken(tmp_path, spark, "\n".join([line("a"), *bad, other]).encode())
+@pytest.fixture(scope="module")
+def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
+    """What one run makes of three files."""
+    good = {name: line("a", v=name) for name in ("objects", "twice")}
+    other = line("d", v="twice")[:-1] + ', "K": "e"}'  # another name, as Spark reads it
+    files = {
+        "objects": "\n".join([good["objects"], *NO_OBJECT, line("d", v="objects")]).encode(),
+        "twice": "\n".join([good["twice"], *TWICE, other]).encode(),
+        "latin": "\n".join(f'{{"k": "{k}", "n": 1, "v": "latin", "at": "{AT}"}}' for k in LATIN).encode(
+            "latin-1"
+        ),
+    }
+    return taken(tmp_path_factory.mktemp("json"), spark, files)
+
+
+@pytest.fixture(scope="module")
+def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
+    """What one run makes of two files."""
+    latin = "\n".join(["k,n,v,at", *(f"{k},1,latin,{AT}" for k in LATIN)]).encode("latin-1")
+    files = {"latin": latin, "quotes": "\n".join(IN_QUOTES).encode()}
+    return taken(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
+
+
+def test_a_line_is_one_json_object(json_lines: dict[str, Lines]) -> None:
+    applied, quarantined = json_lines["objects"]
     assert [k for k, _, _ in applied] == ["a", "d"]
-    assert quarantined == list(enumerate(bad, start=2))
+    assert quarantined == list(enumerate(NO_OBJECT, start=2))
+
+
+def test_a_field_twice_in_an_object(json_lines: dict[str, Lines]) -> None:
+    applied, quarantined = json_lines["twice"]
+    assert [k for k, _, _ in applied] == ["a", "d"]
+    assert quarantined == list(enumerate(TWICE, start=2))
+
+
+def test_bytes_that_are_not_utf_8_are_no_text(
+    json_lines: dict[str, Lines], csv_lines: dict[str, Lines]
+) -> None:
+    for found, first in ((json_lines, 1), (csv_lines, 2)):  # CSV has a header
+        applied, quarantined = found["latin"]
+        assert [k for k, _, _ in applied] == ["cafe"]
+        assert [position for position, _ in quarantined] == [first, first + 1]
+
+
+def test_csv_with_a_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
+    applied, quarantined = csv_lines["quotes"]
+    assert applied == [("a", 1, 'with "quotes", and a comma of quotes'), ("d", 4, "quotes")]
+    assert quarantined == [(3, IN_QUOTES[2]), (4, IN_QUOTES[3])]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -153,35 +203,10 @@ def test_a_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any
     assert quarantine.count() == len(lines) - (form == "csv") - len(read)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_bytes_that_are_not_utf_8_are_no_text(tmp_path: Path, spark: SparkSession, form: Any) -> None:
-    if form == "csv":
-        rows = ["k,n,v,at", *(f"{k},1,x,{AT}" for k in ("café", "cafè", "cafe"))]
-    else:
-        rows = [f'{{"k": "{k}", "n": 1, "v": "x", "at": "{AT}"}}' for k in ("café", "cafè", "cafe")]
-    applied, quarantined, _ = taken(tmp_path, spark, "\n".join(rows).encode("latin-1"), format=form)
-    assert [k for k, _, _ in applied] == ["cafe"]
-    assert len(quarantined) == 2
-
-
-def test_csv_with_a_line_break_in_quotes(tmp_path: Path, spark: SparkSession) -> None:
-    rows = [
-        "at,k,n,v",
-        f'{AT},a,1,"with ""quotes"", and a comma"',
-        f'{AT},b,2,"first half',
-        f'{AT},c,3,second half"',
-        f"{AT},d,4,whole",
-    ]
-    applied, quarantined, totals = taken(tmp_path, spark, "\n".join(rows).encode(), format="csv")
-    assert applied == [("a", 1, 'with "quotes", and a comma'), ("d", 4, "whole")]
-    assert quarantined == [(3, rows[2]), (4, rows[3])]
-    assert totals["in"] == 4
-
-
 def test_csv_with_another_escape(tmp_path: Path, spark: SparkSession) -> None:
     rows = ["at,k,n,v", f'{AT},a,1,"an inch \\" more"', f'{AT},b,2,"half']
-    content, options = "\n".join(rows).encode(), {"escape": "\\"}
-    applied, quarantined, _ = taken(tmp_path, spark, content, format="csv", options=options)
+    files, options = {"more": "\n".join(rows).encode()}, {"escape": "\\"}
+    applied, quarantined = taken(tmp_path, spark, files, format="csv", options=options)["more"]
     assert applied == [("a", 1, 'an inch " more')]
     assert [position for position, _ in quarantined] == [3]
 
@@ -394,8 +419,8 @@ def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -
 
 def test_a_separator_of_several_characters(tmp_path: Path, spark: SparkSession) -> None:
     content = f'at||"a||b"||k||n||v\n{AT}||1||a||7||x\n'.encode()
-    applied, quarantined, _ = taken(tmp_path, spark, content, format="csv", options={"sep": "||"})
-    assert (applied, quarantined) == ([("a", 7, "x")], [])
+    found = taken(tmp_path, spark, {"x": content}, format="csv", options={"sep": "||"})
+    assert found == {"x": ([("a", 7, "x")], [])}
 
 
 def test_an_expression_that_fails_is_the_records_fault(tmp_path: Path, spark: SparkSession) -> None:
@@ -495,30 +520,30 @@ def test_columns_of_any_name(tmp_path: Path, spark: SparkSession, form: Any) -> 
 
 
 def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession) -> None:
-    where = "a [1] {b,c} * ? `tick` # % z"
-    for k in ("a", "b"):
-        content = (line(k) + "\nbad\n").encode()
-        (tmp_path / "landing").mkdir(exist_ok=True)
-        landed = tmp_path / "landing" / f"of {k}"
-        landed.write_bytes(content)
-        source = FilesSource(str(tmp_path / "landing"), max_bad_share=1)
-        node = VersionedTable(
-            "sales",
-            key="k",
-            schema=SHAPE,
-            timestamp="at",
-            history_retention=timedelta(days=1),
-            source=source,
-        )
-        result = run([build_asset(node), build_checks(node)], tmp_path / where)
-        assert result.success, messages(result)
-    store = AssetStore(str(tmp_path / where), node, spark)
+    """A table with its view and quarantine, and a log of two commits that maintenance compacts."""
+    where, source = tmp_path / "a [1] {b,c} * ? `tick` # % z", str(tmp_path / "landing")
+    about: dict[str, Any] = {"key": "k", "schema": SHAPE, "timestamp": "at"}
+    node = VersionedTable(
+        "sales",
+        history_retention=timedelta(days=1),
+        source=FilesSource(source, max_bad_share=1),
+        **about,
+    )
+    landing(tmp_path, **{"of a": (line("a") + "\nbad\n" + line("b")).encode()})
+    result = run([build_asset(node), build_checks(node)], where)
+    assert result.success, messages(result)
+    store = AssetStore(str(where), node, spark)
     quarantine = store.quarantine()
     assert quarantine is not None
-    assert quarantine.count() == 2
+    assert quarantine.count() == 1
     assert store.read("current").count() == 2
-    maintain(str(tmp_path / where), "sales", spark)
-    assert store.read("current").count() == 2
+    log = Stream("log", source=FilesSource(source, max_bad_share=0), **about)
+    (tmp_path / "landing" / "of a").unlink()
+    for k in ("c", "d"):
+        (tmp_path / "landing" / f"of {k}").write_text(line(k))
+        run_once(log, stores_of(str(where), spark))
+    assert maintain(str(where), "log", spark)["files_compacted"] == 2
+    assert AssetStore(str(where), log, spark).read("log").count() == 2
 
 
 @pytest.mark.parametrize("where", ["a\\b", "a%20b"])
@@ -651,14 +676,13 @@ def test_a_log_that_somebody_else_has_changed(market: Market, tmp_path: Path) ->
     store = copy.store(copy.sales)
     head, before = store.head(), store.read("log").count()
     assert head is not None
-    sql = f"RESTORE TABLE delta.`{store.log_path}` TO VERSION AS OF "
-    copy.spark.sql(f"{sql} {head.version - 1}")
+    DeltaTable(store.log_path).restore(head.version - 1)
     copy.land("sales", "7.jsonl", record("a", "s9", "3 06:00"))
     result = run([build_asset(copy.sales)], copy.warehouse)
     assert not result.success
     assert f"since batch {head.commit.batch}: RESTORE to version {head.version - 1}" in messages(result)
     assert f"to version {head.version}, which is that batch" in messages(result)
-    copy.spark.sql(f"{sql} {head.version}")
+    DeltaTable(store.log_path).restore(head.version)
     result = run([build_asset(copy.sales)], copy.warehouse)
     assert result.success, messages(result)
     assert store.read("log").count() == before + 1
@@ -705,18 +729,19 @@ def test_a_commit_that_is_cut_off(market: Market, tmp_path: Path, kept: float) -
         copy.store(copy.sales).head()
 
 
-@pytest.mark.parametrize("blocked", ["", "attempts", "log", "quarantine"])
-def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession, blocked: str) -> None:
+def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession) -> None:
     """A file stands where a directory is to be: also the user that may do everything is refused."""
     where = landing(tmp_path, jan=f"{line('a')}\nbad\n".encode())
     node = sales(where, max_bad_share=1)
-    door = tmp_path / "warehouse" / "sales" / blocked if blocked else tmp_path / "warehouse" / "sales"
-    door.parent.mkdir(parents=True, exist_ok=True)
-    door.touch()
-    result = run([build_asset(node)], tmp_path / "warehouse")
-    assert not result.success
-    assert "expected to write to " in messages(result)
-    door.unlink()
+    for blocked in ("", "attempts", "log", "quarantine"):
+        shutil.rmtree(tmp_path / "warehouse", ignore_errors=True)
+        door = tmp_path / "warehouse" / "sales" / blocked
+        door.parent.mkdir(parents=True)
+        door.touch()
+        result = run([build_asset(node)], tmp_path / "warehouse")
+        assert not result.success, blocked
+        assert "expected to write to " in messages(result), blocked
+        door.unlink()
     assert run([build_asset(node)], tmp_path / "warehouse").success
     assert keys(tmp_path, node, spark) == ["a"]
 
