@@ -1,6 +1,7 @@
-"""Runs one asset of the topology and kills itself at a named point: ``ROOT ASSET POINT [ADDRESS]``. At
-``purge`` it erases the key ``b`` from the asset instead. With the address of a Spark Connect server the
-queries run there, and go on when the process is dead; without one Spark dies with it.
+"""Runs assets of the topology in processes that kill themselves at a named point: ``[ADDRESS ROOT ASSET
+POINT]…``. At ``purge`` one erases the key ``b`` from the asset instead. With the address of a Spark
+Connect server the queries run there, and go on when the process is dead; with ``local`` Spark dies with
+it. Each process is a fork of this one, which has imported everything.
 
 A point is ``before:FUNCTION`` or ``after:FUNCTION``; ``during:FUNCTION`` kills some milliseconds after
 the function has begun.
@@ -13,9 +14,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+import pyspark.sql.connect.session  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology
@@ -57,8 +60,7 @@ def session(remote: str | None) -> SparkSession:
     return build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
 
 
-def main() -> None:
-    root, asset, point, *remote = sys.argv[1:]
+def run(address: str, root: str, asset: str, point: str) -> None:
     when, function = point.split(":")
     if function in ("log", "view", "quarantine"):
         arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
@@ -66,14 +68,28 @@ def main() -> None:
         arm(rewrite, function, when, lambda *_: True)
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
-    spark = session(*remote or [None])
+    spark = session(None if address == "local" else address)
     topology = Topology(Path(root))
     if function == "purge":
         node, about = getattr(topology, asset), {"key": ["b"], "among": topology.nodes}
         erase(topology.warehouse, node, spark, reason="asked to", **about)
     else:
         topology.run(asset, spark)
-    print("survived")
+
+
+def main() -> None:
+    told = sys.argv[1:]
+    for case in zip(told[::4], told[1::4], told[2::4], told[3::4], strict=True):
+        child = os.fork()
+        if child == 0:
+            try:
+                run(*case)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            sys.exit(f"{case[1:]} was not killed: {status}")
 
 
 if __name__ == "__main__":

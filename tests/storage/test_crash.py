@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import FOLDER, erase
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_rows")]
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_POINTS = [
@@ -27,23 +28,11 @@ SOURCE_POINTS = [
     "during:view",
     "before:forget",
 ]
-# Each point of some asset; in endurance the same points of others.
-JOIN_POINTS = [
-    ("corrected", "after:log"),
-    ("paid", "during:stage_state"),
-    ("amended", "before:view"),
-    *(
-        pytest.param(asset, point, marks=pytest.mark.endurance)
-        for asset, point in (
-            ("priced", "before:log"),
-            ("paid", "before:log"),
-            ("paid", "after:log"),
-            ("paid", "before:forget"),
-            ("amended", "during:stage_state"),
-            ("amended", "after:log"),
-        )
-    ),
-]
+# Points of an asset whose run shows most, and takes little; in endurance those of others.
+MADE_POINTS = [("corrected", "before:view"), ("counts", "during:stage_state")]
+MORE_POINTS = [("priced", "before:log"), ("corrected", "after:log"), ("counts", "before:forget")]
+READ_AFTER, ERASED = ("rates", "after:log"), ("orders", "before:purge")
+MADE = ("priced", "corrected", "counts")
 
 
 @pytest.fixture(scope="module")
@@ -54,48 +43,39 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> P
     land_first(topology)
     # one that is corrected later, and one that a rate comes too late for
     topology.land("orders", "1b.jsonl", [("a", 8, 3.5), ("b", 9, 4.5)])
-    topology.land("payments", "1.jsonl", [("a", 21, 2), ("q", 22, 3)])
-    for name in ("rates", "orders", "priced", "corrected", "payments", "paid", "amended"):
+    for name in ("rates", "orders", "priced", "corrected", "counts"):
         topology.run(name, spark)
     land_second(topology)
     topology.land("rates", "2b.jsonl", [("b", 7, 4.2)])
-    # One whose match waits, one that will wait, two that are late, one in time.
-    payments = [("b", 23, 5.5), ("z", 24, 16), ("a", 25, 1), ("b", 27, 9), ("c", 26, 15)]
-    topology.land("payments", "2.jsonl", payments)
-    for name in ("orders", "payments"):
-        topology.run(name, spark)
+    topology.run("orders", spark)
     return root
 
 
 @pytest.fixture(scope="module")
 def rated(prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """The same where the table has taken its records: of the joins a run is due."""
+    """The same where the table has taken its records: of what is derived a run is due."""
     topology = _copy(prepared, tmp_path_factory.mktemp("rated"))
     topology.run("rates", spark)
     return topology.root
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    rated: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
-) -> dict[str, Any]:
-    topology = _copy(rated, tmp_path_factory.mktemp("undisturbed"))
-    names = ("priced", "corrected", "paid", "amended")
-    for name in names:
+def finished(rated: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+    """The same after an undisturbed run of each derived asset."""
+    topology = _copy(rated, tmp_path_factory.mktemp("finished"))
+    for name in MADE:
         topology.run(name, spark)
-    found = {name: topology.tables(name, spark) for name in ("rates", *names)}
-    paid = {(r["n"], r["payment"]) for r in found["paid"]["log"]}
-    assert paid >= {(2, 23), (6, 26), (None, 22), (None, 25)}
-    assert {row["_side"] for row in found["paid"]["state"]} == {0, 1}
-    totals = found["paid"]["commit"][-1]
-    assert (totals["unmatched"], totals["late"], totals["waiting"]) == (3, 1, 3)
+    return topology.root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished: Path, spark: SparkSession) -> dict[str, Any]:
+    topology = Topology(finished)
+    found = {name: topology.tables(name, spark) for name in ("rates", *MADE)}
     totals = found["corrected"]["commit"][-1]
     assert (totals["corrected"], totals["corrections_too_late"]) == (1, 1)
     assert len(found["corrected"]["quarantine"]) == 1
-    # The order of minute 1 had a row without a match, and a payment of its time has come.
-    ends = [(r["old"]["n"], r["cause"]["offset"]) for r in found["amended"]["log"] if r["is_tombstone"]]
-    assert ends == [(1, 4)]
-    assert {row["_said"] for row in found["amended"]["state"]} == {True, False}
+    assert len(found["counts"]["state"]) > 2
     return found
 
 
@@ -104,86 +84,107 @@ def _copy(prepared: Path, target: Path) -> Topology:
     return Topology(target)
 
 
-def _killed(topology: Topology, asset: str, point: str, *remote: str) -> None:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.storage.crash_child", str(topology.root), asset, point, *remote],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
+@dataclass
+class Killed:
+    """Copies of tables in which a run was killed, by its asset and point.
+
+    Args:
+        root: of the copies.
+        states: the tables before the run: of a source, of a derived asset, of an erase.
+        address: of a Spark server.
+    """
+
+    root: Path
+    states: tuple[Path, Path, Path]
+    address: str
+
+    def at(self, asset: str, point: str) -> Topology:
+        if not self._place(asset, point).exists():  # of endurance
+            self.kill([(asset, point)])
+        return Topology(self._place(asset, point))
+
+    def _place(self, asset: str, point: str) -> Path:
+        return self.root / f"{asset}-{point.replace(':', '-')}"
+
+    def kill(self, cases: Sequence[tuple[str, str]]) -> None:
+        """While a file is written Spark dies, too, unless it is a server, which lives on: what it
+        writes when its client dies may be finished. Elsewhere it matters to nobody whether it dies."""
+        told = list[str]()
+        for asset, point in cases:
+            source, made, erased = self.states
+            state = erased if "purge" in point else source if asset == "rates" else made
+            place = _copy(state, self._place(asset, point)).root
+            told += ["local" if point == "during:view" else self.address, str(place), asset, point]
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.storage.crash_child", *told],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert child.returncode == 0, child.stdout + child.stderr
+
+
+@pytest.fixture(scope="module")
+def killed(
+    prepared: Path,
+    rated: Path,
+    finished: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    connect_server: ConnectServer,
+) -> Killed:
+    """One process for all, which forks: to import everything takes longer than a run."""
+    states = prepared, rated, finished
+    found = Killed(tmp_path_factory.mktemp("killed"), states, connect_server.address)
+    sources = [("rates", point) for point in SOURCE_POINTS]
+    found.kill([*sources, *MADE_POINTS, READ_AFTER, ERASED])
+    return found
 
 
 @pytest.mark.parametrize("point", SOURCE_POINTS)
 def test_a_killed_source_run_leaves_no_trace(
-    point: str,
-    prepared: Path,
-    undisturbed: dict[str, Any],
-    tmp_path: Path,
-    spark: SparkSession,
-    connect_server: ConnectServer,
+    point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
-    """While a file is written Spark dies, too; elsewhere it matters to nobody whether it does, and a
-    server is there already."""
-    topology = _copy(prepared, tmp_path)
-    _killed(topology, "rates", point, *([] if "during" in point else [connect_server.address]))
+    topology = killed.at("rates", point)
     topology.run("rates", spark)
     assert topology.tables("rates", spark) == undisturbed["rates"]
     assert topology.run("rates", spark).commit is None
 
 
-@pytest.mark.parametrize(("asset", "point"), JOIN_POINTS)
-def test_a_killed_join_run_leaves_no_trace(
-    asset: str,
-    point: str,
-    rated: Path,
-    undisturbed: dict[str, Any],
-    tmp_path: Path,
-    spark: SparkSession,
-    connect_server: ConnectServer,
+@pytest.mark.parametrize(
+    ("asset", "point"),
+    [*MADE_POINTS, *(pytest.param(*one, marks=pytest.mark.endurance) for one in MORE_POINTS)],
+)
+def test_a_killed_run_of_derived_assets_leaves_no_trace(
+    asset: str, point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
-    """Spark is a server, which lives on: what it writes when its client dies may be finished."""
-    topology = _copy(rated, tmp_path)
-    _killed(topology, asset, point, connect_server.address)
+    topology = killed.at(asset, point)
     topology.run(asset, spark)
     assert topology.tables(asset, spark) == undisturbed[asset]
     assert topology.run(asset, spark).commit is None
 
 
 def test_a_reader_repairs_what_a_dead_run_left(
-    prepared: Path,
-    undisturbed: dict[str, Any],
-    tmp_path: Path,
-    spark: SparkSession,
-    connect_server: ConnectServer,
+    killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
     """The table's run died right after its commit: quarantine and view lack the batch. The join that
     comes next sees the committed table all the same."""
-    topology = _copy(prepared, tmp_path)
-    _killed(topology, "rates", "after:log", connect_server.address)
+    topology = killed.at(*READ_AFTER)
     topology.run("priced", spark)
     assert topology.tables("priced", spark) == undisturbed["priced"]
     assert topology.tables("rates", spark) == undisturbed["rates"]
 
 
 def test_a_killed_erase_goes_on(
-    rated: Path,
-    undisturbed: dict[str, Any],
-    tmp_path: Path,
-    spark: SparkSession,
-    connect_server: ConnectServer,
+    killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
     """The log of the stream is without the key then, and nothing else is."""
-    topology = _copy(rated, tmp_path)
-    for name in ("priced", "corrected"):
-        topology.run(name, spark)
-    _killed(topology, "orders", "before:purge", connect_server.address)
+    topology = killed.at(*ERASED)
     about: dict[str, Any] = {"key": ["b"], "reason": "asked to", "among": topology.nodes}
     done = erase(topology.warehouse, topology.orders, spark, **about)
     assert done.finished
-    assert [p.stem for p in (tmp_path / "warehouse" / FOLDER).glob("*.json")] == [Path(done.path).stem]
+    assert [p.stem for p in Path(topology.warehouse, FOLDER).glob("*.json")] == [Path(done.path).stem]
     for name in ("orders", "priced", "corrected"):
         assert done.searched[f"{name}/log"].erased > 0
         store = topology.store(name, spark)
@@ -193,3 +194,34 @@ def test_a_killed_erase_goes_on(
         assert [f for f in audit(store) if not f.passed] == []
     others = [r for r in undisturbed["corrected"]["view"] if r["k"] != "b"]
     assert topology.tables("corrected", spark)["view"] == others
+
+
+@pytest.mark.endurance  # each point is one of other assets
+def test_a_killed_join_of_streams_leaves_no_trace(
+    tmp_path: Path, spark: SparkSession, connect_server: ConnectServer
+) -> None:
+    topology = Topology(tmp_path / "before")
+    land_first(topology)
+    topology.land("payments", "1.jsonl", [("a", 21, 2), ("q", 22, 3)])
+    for name in ("orders", "payments", "amended"):
+        topology.run(name, spark)
+    land_second(topology)
+    # One whose match waits, one that will wait, two that are late, one in time.
+    payments = [("b", 23, 5.5), ("z", 24, 16), ("a", 25, 1), ("b", 27, 9), ("c", 26, 15)]
+    topology.land("payments", "2.jsonl", payments)
+    for name in ("orders", "payments"):
+        topology.run(name, spark)
+    killed = Killed(tmp_path, (topology.root,) * 3, connect_server.address)
+    points = ("before:log", "during:stage_state", "after:log", "before:view", "before:forget")
+    killed.kill([("amended", point) for point in points])
+    topology.run("amended", spark)
+    undisturbed = topology.tables("amended", spark)
+    # The order of minute 1 had a row without a match, and a payment of its time has come.
+    ends = [(r["old"]["n"], r["cause"]["offset"]) for r in undisturbed["log"] if r["is_tombstone"]]
+    assert ends == [(1, 4)]
+    assert {row["_said"] for row in undisturbed["state"]} == {True, False}
+    for point in points:
+        found = killed.at("amended", point)
+        found.run("amended", spark)
+        assert found.tables("amended", spark) == undisturbed, point
+        assert found.run("amended", spark).commit is None
