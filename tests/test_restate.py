@@ -22,7 +22,10 @@ from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.truncate_log import truncate_logs
+from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 LATE = "2020-01-01T00:04:00Z"
 """The time of the table record that comes late."""
@@ -85,22 +88,34 @@ def world(lived: World, tmp_path: Path, spark: SparkSession) -> World:
     return World(shutil.copytree(lived.root, tmp_path / "copy"), spark)
 
 
+Expected = tuple[World, list[str], dict[str, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def expected(lived: World, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Expected:
+    """After a restatement of the join: what it told, and what a full replay gives then."""
+    world = World(shutil.copytree(lived.root, tmp_path_factory.mktemp("restated") / "copy"), spark)
+    lines: list[str] = []
+    with small_run(spark):
+        assert world.restate("joined", tell=lines.append) == ["joined", "moved", "counted"]
+        assert not list(Path(world.warehouse).glob("*restate*"))
+        replayed = {name: world.replayed(name) for name in ("joined", "moved", "counted")}
+    return world, lines, replayed
+
+
 def rates_of(world: World, name: str) -> dict[int, int]:
     return {row["n"]: row["rate"] for row in world.rows(name)}
 
 
-def test_a_join_takes_in_what_came_late(world: World) -> None:
-    before = rates_of(world, "joined")
+def test_a_join_takes_in_what_came_late(lived: World, expected: Expected) -> None:
+    before = rates_of(lived, "joined")
     assert before == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1, 8: 9}  # 6 found nothing
-    lines: list[str] = []
-    assert world.restate("joined", tell=lines.append) == ["joined", "moved", "counted"]
+    world, lines, replayed = expected
     assert rates_of(world, "joined") == {**before, 4: 9, 6: 8}
     assert "joined: keeps 3 of 7 results" in lines
     assert "moved: keeps 3 of 7 results" in lines
     assert "counted: replayed: it has a state, and only that of its last run is kept" in lines
-    for name in ("joined", "moved", "counted"):
-        assert world.rows(name) == world.replayed(name), name
-    assert not list(Path(world.warehouse).glob("*restate*"))
+    assert {name: world.rows(name) for name in replayed} == replayed
     # all goes on from there
     world.land("orders", "4.jsonl", [("c", 9, 8)])
     world.run_all()
@@ -137,7 +152,7 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_each_step(world: World) -> None:
+def test_killed_at_each_step(world: World, expected: Expected) -> None:
     """After each commit, and before each exchange; and between its two halves. Nothing else rewrites
     its tables meanwhile."""
     for step in (
@@ -166,9 +181,8 @@ def test_killed_at_each_step(world: World) -> None:
             with pytest.raises(StorageError, match="moved: expected no restatement in progress"):
                 erase(world.warehouse, world.moved, world.spark, **about)
     assert world.restate("joined") == ["joined", "moved", "counted"]
-    for name in ("joined", "moved", "counted"):
-        assert world.rows(name) == world.replayed(name), name
-    assert rates_of(world, "joined")[4] == 9
+    *_, replayed = expected
+    assert {name: world.rows(name) for name in replayed} == replayed
     assert not list(Path(world.warehouse).glob("*restate*"))
 
 

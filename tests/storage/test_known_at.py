@@ -35,6 +35,8 @@ from vt_dagster.storage.maintenance import forget_commits, maintain
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Table
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 MINUTE = 60_000_000
 START = int(EPOCH.timestamp()) * 1_000_000
 FIRST = START + 1_000 * MINUTE
@@ -166,7 +168,7 @@ def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["versioned", "table", "stream"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(runs, st.integers(0, 6))
 def test_as_known_at_is_what_a_copy_of_then_gives(
     kind: str, drawn: list[tuple[list[Record], bool]], cleaned: int

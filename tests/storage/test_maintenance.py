@@ -17,7 +17,9 @@ from vt_dagster import SparkResource, build_maintenance, build_resources
 from vt_dagster.spark.settings import settings
 from vt_dagster.storage import delta, parquet, view
 from vt_dagster.storage.commit_log import Commit, Shape
-from vt_dagster.storage.maintenance import is_older, maintain
+from vt_dagster.storage.maintenance import KEEP, forget_commits, is_older, maintain
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def of_batch(topology: Topology, spark: SparkSession) -> int:
     return base.checkpoint.batch
 
 
-def test_compaction_is_seen_and_changes_nothing(
+def test_compaction_and_cleaning_change_nothing(
     grown: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = grown.tables("rates", spark)
@@ -77,18 +79,16 @@ def test_compaction_is_seen_and_changes_nothing(
     assert receipt.commit.batch == 5
     assert of_batch(grown, spark) == 4
     grown.run("priced", spark)
+    # old files go: those that are replaced, and what runs that are too old have left
+    left = [
+        grown.root / "warehouse" / "rates" / "attempts" / "of-a-killed-run",
+        grown.root / "warehouse" / "rates" / "log" / "9-of-a-run-that-sleeps" / "part.parquet",
+    ]
+    left[0].mkdir()
+    left[1].parent.mkdir()
+    left[1].touch()
     before = grown.tables("rates", spark)
-    assert maintain(grown.warehouse, "rates", spark)["files_compacted"] == 4
-    assert of_batch(grown, spark) == 5, "maintenance brings it up to the log"
-    assert grown.tables("rates", spark) == before
-    assert grown.run("rates", spark).commit is None
-
-
-def test_old_files_go(grown: Topology, spark: SparkSession) -> None:
-    left = grown.root / "warehouse" / "rates" / "attempts" / "of-a-killed-run"
-    left.mkdir()
-    before = grown.tables("rates", spark)
-    assert files(grown, "rates/view") > 1
+    assert files(grown, "rates/view") > 2
     own = {
         "spark.databricks.delta.vacuum.logging.enabled": "true",
         "spark.databricks.delta.replaceWhere.constraintCheck.enabled": "false",
@@ -96,13 +96,15 @@ def test_old_files_go(grown: Topology, spark: SparkSession) -> None:
     }
     with settings(spark, own):
         done = maintain(grown.warehouse, "rates", spark, keep=timedelta(0))
-        assert done["attempts_removed"] == 1
-        assert not left.exists()
-        assert (files(grown, "rates/log"), files(grown, "rates/view")) == (1, 2)
-        assert grown.tables("rates", spark) == before
-        grown.land("rates", "9.jsonl", [("a", 9, 9)])
-        assert grown.run("rates", spark).commit is not None
         assert {key: spark.conf.get(key) for key in own} == own, "the session's settings stay"
+    assert (done["files_compacted"], done["attempts_removed"]) == (4, 1)
+    assert not any(path.exists() for path in left)
+    assert (files(grown, "rates/log"), files(grown, "rates/view")) == (1, 2)
+    assert of_batch(grown, spark) == 5, "maintenance brings it up to the log"
+    assert grown.tables("rates", spark) == before
+    assert grown.run("rates", spark).commit is None
+    grown.land("rates", "9.jsonl", [("a", 9, 9)])
+    assert grown.run("rates", spark).commit is not None
 
 
 def test_the_job(grown: Topology, spark: SparkSession) -> None:
@@ -173,10 +175,8 @@ def test_commits_are_kept_as_long_as_files(old: Path, spark: SparkSession) -> No
     append(spark, old, 6)
     append(spark, old, 7)
     before = delta.last_commit(str(old))
-    warehouse = str(old.parent.parent)
-    done = maintain(warehouse, "rates", spark, keep=timedelta(days=41))
-    assert (done["commits_removed"], commits(old)[0]) == (0, 0)
-    done = maintain(warehouse, "rates", spark)
+    assert (forget_commits(str(old), timedelta(days=41)), commits(old)[0]) == (0, 0)
+    done = maintain(str(old.parent.parent), "rates", spark)
     assert (done["commits_removed"], commits(old)[0]) == (3, 3)
     log = sorted(f.name for f in (old / "_delta_log").iterdir())
     assert [name for name in log if name.lstrip(".") < f"{3:020d}"] == []
@@ -188,7 +188,7 @@ def test_commits_are_kept_as_long_as_files(old: Path, spark: SparkSession) -> No
     assert parquet.read(spark, str(old), 6).count() == 6
     assert spark.sql(f"DESCRIBE HISTORY delta.`{old}`").count() == len(commits(old))
     append(spark, old, 8)
-    assert maintain(warehouse, "rates", spark)["commits_removed"] == 0
+    assert forget_commits(str(old), KEEP) == 0
 
 
 def test_where_nobody_writes_the_last_commit_stays(
