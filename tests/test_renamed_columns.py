@@ -318,6 +318,7 @@ def test_an_export_has_the_new_names_alone(changed: Changed, spark: SparkSession
     assert rows(found) == rows(versions.select(*found.column_names).toArrow())
 
 
+@pytest.mark.endurance  # what is made anew is read by the same names; test_schema_changes.py replays
 def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
     live = changed.live.store(spark, "prices")
     copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
