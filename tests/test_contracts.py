@@ -159,7 +159,7 @@ def findings(rows: _OnRows) -> list[Finding]:
 
 def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
     """100 random tables in one frame: which rows offend is compared table by table in one pass, and
-    pandera's own validate on a few of them alone, and on all at once."""
+    pandera's own validate on one of them alone, and on all at once."""
     rng = random.Random(20240101)
     tables = [random_table(rng, number) for number in range(100)]
     rows = [(n, k, hour(a), hour(b)) for table in tables for n, k, a, b in table]
@@ -181,9 +181,9 @@ def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
     checks = [getattr(pa.Check, name)(**given) for name, given in OF_VERSIONS.items()]
     schema = pa.DataFrameSchema({"id": pa.Column(T.StringType())}, checks=checks)
     assert failed(schema.validate(frame)) == set(OF_VERSIONS)
-    for number in (0, 1, 2):
-        alone = schema.validate(frame.where(F.col("table") == number))
-        assert failed(alone) == {n for n, count in expected[number].items() if count}
+    number = next(n for n, e in enumerate(expected) if 0 < sum(count > 0 for count in e.values()) < 4)
+    alone = schema.validate(frame.where(F.col("table") == number))
+    assert failed(alone) == {n for n, count in expected[number].items() if count}
     frame.unpersist()
 
 
