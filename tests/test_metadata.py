@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from assets.topology import PUBLISHED, flights_with_weather, weather
-from tests.market import Market, materialized, record, unchanged
+from tests.market import Market, materialized, record, run, unchanged
 from vt_dagster import Stream, build_asset, build_checks
 from vt_dagster.orchestration import metadata
 from vt_dagster.orchestration.metadata import as_time, describe, summary
@@ -120,11 +120,13 @@ def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
     assert set(plotted(first, "priced")) == set(plotted(second, "priced")) == of_join
     # a sale before the first price of its key has none; from then on it is told how many
     copy = market.copy(tmp_path / "copy")
+    made = [build_asset(node) for node in (copy.sales, copy.prices, copy.priced)]
+    about: Any = {"warehouse": copy.warehouse, "instance": copy.instance}
     copy.land("sales", "3.jsonl", record("c", "s6", "2 09:00"), record("c", "s7", "2 12:00"))
-    assert plotted(copy.run(), "priced")["records_unmatched"] == 1
+    assert plotted(run(made, **about), "priced")["records_unmatched"] == 1
     copy.land("prices", "4.jsonl", record("c", "p8", "2 11:00"))
     copy.land("sales", "4.jsonl", record("a", "s8", "2 15:00"))
-    assert plotted(copy.run(), "priced")["records_unmatched"] == 0
+    assert plotted(run(made, **about), "priced")["records_unmatched"] == 0
 
 
 def test_times_that_python_does_not_have(market: Market) -> None:

@@ -77,15 +77,16 @@ def test_nothing_downstream_is_asked_for(copy: Market, instance: dg.DagsterInsta
         told = dg.evaluate_automation_conditions(defs, instance, cursor=cursor)
         return told.total_requested, told.cursor
 
+    sold = [build_asset(copy.sales), build_asset(copy.priced)]
     copy.land("sales", "3.jsonl", record("a", "s9", "3 00:00"))
-    assert copy.run(None, report, instance=instance).success
+    assert run([*sold, report], copy.warehouse, instance=instance).success
     _, cursor = asked()
-    idle = copy.run(instance=instance)
+    idle = run(sold, copy.warehouse, instance=instance)
     unchanged(idle, "priced")
     number, cursor = asked(cursor)
     assert number == 0
     copy.land("sales", "4.jsonl", record("a", "s10", "3 03:00"))
-    materialized(copy.run(instance=instance), "priced")
+    materialized(run(sold, copy.warehouse, instance=instance), "priced")
     number, _ = asked(cursor)
     assert number == 1
 
@@ -103,17 +104,18 @@ def test_the_data_version_is_what_the_log_holds(copy: Market, instance: dg.Dagst
         made = None if event is None else event.asset_materialization
         return ((made and made.tags) or {})["dagster/data_version"]
 
+    made = [build_asset(copy.prices), build_asset(copy.priced)]
     copy.land("prices", "3.jsonl", record("a", "p9", "3 00:00"))
-    copy.run(instance=instance)
+    run(made, copy.warehouse, instance=instance)
     before = version("prices")
     # what is refused is a commit, and no news for anyone downstream
     copy.land("prices", "4.jsonl", record("a", "far too late", "1 00:00"))
-    result = copy.run(instance=instance)
+    result = run(made, copy.warehouse, instance=instance)
     assert materialized(result, "prices")["records_late"] == 1
     unchanged(result, "priced")
     assert version("prices") == before
     copy.land("prices", "5.jsonl", record("a", "p10", "3 01:00"))
-    copy.run(instance=instance)
+    run(made[:1], copy.warehouse, instance=instance)
     assert version("prices") != before
 
 
