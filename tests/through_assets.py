@@ -38,6 +38,7 @@ from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import run as of_runs
 from vt_dagster.spark.settings import small_run
 from vt_dagster.storage import view as of_views
+from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.view import Base, View
@@ -395,14 +396,14 @@ class StoreThroughAssets:
         return self.get_each((key, as_of))[0]
 
     def get_each(self, *keys: Any) -> list[Entry | None]:
-        """The answers to many gets, given as a key and a time each."""
-        store = self.warehouse.store(STORE)
+        """The answers to many gets, given as a key and a time each; read without Spark."""
         tables: dict[int | None, dict[Any, Entry]] = {}
         for _, moment in keys:
             if moment not in tables:
                 as_of = None if moment is None else f"1970-01-01T00:00:{moment / 1000:06.3f}Z"
-                rows = store.read("current", as_of, partial=True).toArrow().to_pylist()
-                tables[moment] = {(row["scenario"], row["key"]): row for row in rows}
+                rows = look_up(str(self.warehouse.path), STORE, as_of=as_of, partial=True)
+                found = {(row["scenario"], row["key"]): row for row in rows.to_pylist()}
+                tables[moment] = found
         return [tables[moment].get(key) for key, moment in keys]
 
     def differences(self, _counted: bool) -> dict[str, list[str]]:
