@@ -151,16 +151,17 @@ def timed(records: Sequence[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(s, marks=pytest.mark.endurance) for s in range(1, 30))]
+    ("seed", "runs"),
+    [(64, 3), *(pytest.param(s, 7, marks=pytest.mark.endurance) for s in range(1, 30))],
 )
-def test_random_runs(spark: SparkSession, seed: int) -> None:
+def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
     """Each against the reference: keys that come late, deletions, expired versions, late records."""
     chance = random.Random(seed)
     made = [ORDERS.left_join(RATES, name=n, select=SELECT, **about) for n, about in JOINS.items()]
     driver = TopologyTestDriver(*made, spark=spark)
     models = {name: Reference(about) for name, about in JOINS.items()}
     now, matched, first = 10, dict.fromkeys(JOINS, 0), 0
-    for _ in range(7 if seed else 4):
+    for _ in range(runs):
         rates = drawn(chance, now, chance.randrange(9), 1_000 + first, 12)
         for rate in rates:
             rate["n"] = None if chance.random() < 0.35 else rate["n"]

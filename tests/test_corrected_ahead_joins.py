@@ -149,16 +149,17 @@ def listed(driver: TopologyTestDriver, name: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
-    [(10, 3), *(pytest.param(s, 5, marks=pytest.mark.endurance) for s in range(1, 30))],
+    [(3403, 2), *(pytest.param(s, 5, marks=pytest.mark.endurance) for s in range(1, 30))],
 )
 def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
-    """Each join against the model after each run, and the same arrivals in other runs."""
+    """Each join against the model after each run, and the same arrivals in other runs. The seed of two
+    runs is one of much in the second: corrections of each join, and some that come too late."""
     chance = random.Random(seed)
     made = [join(name) for name in JOINS]
     driver, finer = (TopologyTestDriver(*made, spark=spark) for _ in range(2))
     models = {name: Model(about) for name, about in JOINS.items()}
     now, first = 10, 0
-    for _ in range(runs):
+    for step in range(runs):
         rates = drawn(chance, now, chance.randrange(4, 16), 1_000 + 100 * now, 8)
         for rate in rates:
             rate["n"] = None if chance.random() < 0.3 else rate["n"]
@@ -167,8 +168,11 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
         if orders and chance.random() < 0.3:
             orders[0]["k"] = None
         driver.run({"rates": timed(rates), "orders": timed(orders)})
-        finer.run({"rates": timed(rates[:3])})
-        finer.run({"rates": timed(rates[3:]), "orders": timed(orders)})
+        # Before the first records of the stream no cut makes a difference.
+        early = rates[:3] if step else []
+        if early:
+            finer.run({"rates": timed(early)})
+        finer.run({"rates": timed(rates[len(early) :]), "orders": timed(orders)})
         for name, model in models.items():
             model.run(rates, orders)
             inner = name in INNER
@@ -183,7 +187,7 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
         for row in (r for r in model.rows if r.at >= young and r.key is not None):
             assert row.found == match(model.rates.get(row.key or "", {}), row.at, model.about)
     assert all(any(r.found for r in model.rows) for model in models.values())
-    assert seed != 10 or all(model.listed(False) for model in models.values())
+    assert seed != 3403 or all(model.listed(False) for model in models.values())
     heads = [driver._stores[name].head() for name in JOINS]  # pyright: ignore[reportPrivateUsage]
     assert sum(head.commit.totals.get("corrected", 0) for head in heads if head is not None)
 
@@ -266,6 +270,7 @@ def test_a_correction_that_comes_too_late(spark: SparkSession) -> None:
     }
 
 
+@pytest.mark.endurance
 def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
     driver = TopologyTestDriver(join("strictly_next"), spark=spark)
     driver.pipe("orders", *orders_at(8))

@@ -110,6 +110,7 @@ def test_rows_follow_the_table(spark: SparkSession) -> None:
     assert [r["price"] for r in driver.table("priced")] == [4.0, None, 8.0, None, 8.0]
 
 
+@pytest.mark.endurance
 def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced("inner"), spark=spark)
     driver.pipe("orders", order(1, 10))
