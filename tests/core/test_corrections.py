@@ -69,17 +69,17 @@ def newest(rows: list[Record]) -> dict[int, int]:
     return times
 
 
-def found(driver: TopologyTestDriver, name: str, edges: dict[int, int]) -> dict[Any, Any]:
-    """What was found for each record that is younger than the promise."""
-    rows = driver.table(name)
-    for row in rows:
-        if row["timestamp"].timestamp() * 1000 < edges[row["case"]] and not row["is_final"]:
-            # The table alone was so far ahead.
-            row["is_final"] = True
-    return {(r["case"], r["left_offset"]): r["found"] for r in rows if not r["is_final"]}
+def found(rows: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
+    """What was found for each record of a join's table that is younger than the promise."""
+    return {
+        (r["case"], r["left_offset"]): r["found"]
+        for r in rows
+        # It may be younger where the table alone was so far ahead.
+        if not r["is_final"] and r["timestamp"].timestamp() * 1000 >= edges[r["case"]]
+    }
 
 
-def told(driver: TopologyTestDriver, name: str) -> dict[str, Any]:
+def told(driver: TopologyTestDriver, name: str, rows: list[Record]) -> dict[str, Any]:
     """What does not depend on how arrivals were cut into runs; how often a row was corrected does."""
     store = driver._stores[name]  # pyright: ignore[reportPrivateUsage]
     head, refused = store.head(), store.quarantine()
@@ -87,7 +87,7 @@ def told(driver: TopologyTestDriver, name: str) -> dict[str, Any]:
     return {
         "rows": [
             {k: row[k] for k in ("case", "left_offset", "of", "found", "timestamp", "is_final")}
-            for row in driver.table(name)
+            for row in rows
         ],
         "too late": head and head.commit.totals.get("corrections_too_late", 0),
         "listed": sorted((row["partition"], row["position"]) for row in listed),
@@ -106,12 +106,16 @@ def test_runs_end_as_one_run(spark: SparkSession, blocks: list[Any]) -> None:
     for rows, records, *_ in blocks:
         split.run({"table": placed(rows), "stream": placed(records)})
     # What arrives in the same order gives the same, however it is cut into runs: also what is older.
-    for rows, records, first, second in blocks:
-        finer.run({"table": heads(rows, first)})
-        finer.run({"table": tails(rows, first), "stream": heads(records, second)})
+    for place, (rows, records, first, second) in enumerate(blocks):
+        if not place:  # there is nothing to correct yet
+            finer.run({"table": placed(rows), "stream": heads(records, second)})
+        else:
+            finer.run({"table": heads(rows, first)})
+            finer.run({"table": tails(rows, first), "stream": heads(records, second)})
         finer.run({"stream": tails(records, second)})
+    of_split = {name: split.table(name) for name in NAMES}
     for name in NAMES:
-        assert told(finer, name) == told(split, name)
+        assert told(finer, name, finer.table(name)) == told(split, name, of_split[name])
     every: dict[str, list[Record]] = {"table": [], "stream": []}
     for rows, records, *_ in blocks:
         every["table"] += placed(rows)
@@ -121,12 +125,12 @@ def test_runs_end_as_one_run(spark: SparkSession, blocks: list[Any]) -> None:
     known, seen = newest(table), newest([r for r in stream if not r["is_tombstone"]])
     edges = {p: max(known.get(p, -PROMISE), seen.get(p, -PROMISE)) - PROMISE for p in range(PARTITIONS)}
     for name in NAMES:
-        assert found(split, name, edges) == found(whole, name, edges)
+        assert found(of_split[name], edges) == found(whole.table(name), edges)
     if table and stream:
         expected = by_duckdb(table, stream, edges)
         matched = {k: v for k, v in expected.items() if v is not None}
         for kind, name in ((expected, "left"), (matched, "inner"), (matched, "keyed")):
-            assert found(split, name, edges) == kind
+            assert found(of_split[name], edges) == kind
 
 
 def by_duckdb(table: list[Record], stream: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
