@@ -22,6 +22,8 @@ from vt_dagster.runs.replay import replay
 from vt_dagster.runs.what_if import Changes, this_host, what_if
 from vt_dagster.topology.model import with_settings
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 LONG = timedelta(days=2)
 
 

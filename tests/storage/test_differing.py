@@ -72,7 +72,9 @@ def compared(warehouse: Path) -> Any:
     return stale_reads.changed_answers(old, new, np.array(TIMES))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(4, 12))]
+)
 def test_against_what_reads_give(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     records = list[dict[str, Any]]()

@@ -20,6 +20,8 @@ from vt_dagster.storage.stale_reads import Position, Read, stale_reads
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import VersionedTable
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 MINUTES = [n / 2 for n in range(80)]
 
 

@@ -39,6 +39,8 @@ from vt_dagster.storage.read import Into
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 def by_spark(store: AssetStore, *asked: Any) -> list[tuple[Any, ...]]:
     return in_order(store.read(*asked).toArrow())

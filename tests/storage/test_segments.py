@@ -22,6 +22,8 @@ from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Checkpoint
 from vt_dagster.storage.view import Base, Segments
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
@@ -134,12 +136,13 @@ def test_a_run_is_small_by_what_it_meets(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the log has become: a table that runs often would be slow from some day on."""
-    monkeypatch.setattr(settings, "_FEW_READ", 8)
     topology = Topology(tmp_path)
 
     def next_is_small(file: str, *records: tuple[str, int, float]) -> bool:
         topology.land("rates", file, records)
-        small = Run.pin(topology.rates, stores_of(topology.warehouse, spark)).arrival.small
+        with monkeypatch.context() as patched:
+            patched.setattr(settings, "_FEW_READ", 8)
+            small = Run.pin(topology.rates, stores_of(topology.warehouse, spark)).arrival.small
         topology.run("rates", spark)
         return small
 

@@ -33,6 +33,8 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream, VersionedTable
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 HOUR = 3_600_000_000
 Y2100 = 4_102_444_800
 RATES: dict[str, tuple[int, list[tuple[str | None, int | None, float]]]] = {
@@ -183,8 +185,9 @@ def test_any_time_is_answered_as_by_a_run_a_time(
     table, stream, warehouse, copy = both
     kind = "versioned" if name == "rates" else "stream"
     times = sorted({at(*t) for t in TIMES} | {at(h) for h in SEEN.values()})
-    for known in [at(0) - 1, *times, *(later - 1 for _, later in pairwise(times)), at(14)]:
-        for asked in questions(kind):
+    every = [at(0) - 1, *times, *(later - 1 for _, later in pairwise(times)), at(14)]
+    for number, known in enumerate(every):
+        for asked in questions(kind)[number % 2 :: 2]:
             found, expected = (answer(w, name, moment(known), **asked) for w in (warehouse, copy))
             assert found == expected, (known - START, asked)
     store = AssetStore(warehouse, table if name == "rates" else stream, spark)
