@@ -145,7 +145,9 @@ def _expected(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(k, at, r["v"]) for (k, at), r in sorted(best.items())]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(1, 4))]
+)
 def test_the_order_of_arrival_does_not_matter(spark: SparkSession, seed: int) -> None:
     """Whatever it is, and however it is cut into runs, in the table and in what is made of it."""
     random = Random(seed)
