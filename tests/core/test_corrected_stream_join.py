@@ -102,7 +102,7 @@ class InTime(StreamJoin):
 @given(
     cases=cases_of(CASES - 2),
     others=st.lists(other, min_size=CASES - 2, max_size=CASES - 2),
-    turn=st.integers(1, 4),
+    turn=st.integers(1, 3),
 )
 def test_runs_end_as_one_run(
     spark: SparkSession, cases: list[Case], others: list[tuple[int, int]], turn: int

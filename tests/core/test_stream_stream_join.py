@@ -85,7 +85,7 @@ def case_of(longest: int) -> SearchStrategy[Case]:
 
 def cases_of(number: int) -> SearchStrategy[list[Case]]:
     """So many cases of few runs; not the simplest ones, which have no records."""
-    drawn = st.lists(case_of(7), min_size=number, max_size=number)
+    drawn = st.lists(case_of(5), min_size=number, max_size=number)
     return drawn.filter(lambda cases: sum(len(records) for _, records, *_ in cases) > number)
 
 
@@ -108,7 +108,7 @@ def scenario_of(number: int, kind: str, window: tuple[int, int, int], records: l
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(cases=cases_of(CASES), turn=st.integers(1, 4))
+@given(cases=cases_of(CASES), turn=st.integers(1, 3))
 def test_a_split_of_a_join_of_streams_gives_the_same_results(
     spark: SparkSession, cases: list[Case], turn: int
 ) -> None:
