@@ -478,11 +478,9 @@ def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
     def piped(*minutes: float) -> None:
         driver.pipe("sales", *({"k": "a", "g": "x", "n": 1, "timestamp": at(m)} for m in minutes))
 
-    piped(1, 2, 3)
-    piped(30, 59, 61)
-    piped(58, 75)  # 58 still finds its window open; 75 closes it
-    piped(90, 130, 140)
-    piped(200, 260)
+    piped(1, 2, 3, 30, 59, 61)
+    # 58 still finds its window open; 75 closes it.
+    piped(58, 75, 90, 130, 140, 200, 260)
     rows = [(r["window_start"].hour, r["count"]) for r in driver.read("final")]
     hours = [hour for hour, _ in rows]
     assert hours == sorted(set(hours)), "each window comes once"
@@ -515,8 +513,9 @@ def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession, kind: 
         made = source("one", left, 1).outer_join(source("other", right, 4), name="made")
         names = ("one", "other", "b")
     driver = TopologyTestDriver(made, spark=spark)
-    driver.pipe("other", *[{"k": k, names[2]: 0, "timestamp": 1} for k in keys])
-    driver.pipe("one", *[{"k": k, "a": n, "timestamp": 2} for n, k in enumerate(keys)])
+    first = [{"k": k, names[2]: 0, "timestamp": 1} for k in keys]
+    then = [{"k": k, "a": n, "timestamp": 2} for n, k in enumerate(keys)]
+    driver.run({"other": first, "one": then})
     driver.pipe("other", *[{"k": k, names[2]: 10 + n, "timestamp": 3} for n, k in enumerate(keys)])
     assert [(r["k"], r[names[2]]) for r in driver.table("made")] == [
         (k, 10 + n) for n, k in enumerate(keys)

@@ -141,8 +141,9 @@ def test_each_job_of_a_small_run(
     # Some reads are of the log and view as they were, others as they are after the run's commits.
     assert spent["tables opened"] <= 6, spent
     assert spent["calls of the JVM"] <= calls, spent
-    erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
-    assert general == []
+    if source == "files":  # what is erased is in the table, whatever its source
+        erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
+        assert general == []
 
 
 def test_each_job_of_a_join_of_streams(spark: SparkSession, tmp_path: Path, general: list[str]) -> None:
