@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "already follows every change of both: remove corrected_for",
     ),
     "a key without a promise": (
-        lambda: orders().join(prices(), name="j", key="order_id"),
+        lambda: orders().join(prices(), name="j", key="order_id"),  # pyright: ignore[reportCallIssue]
         "key is only for a corrected join with a versioned table",
     ),
 }
