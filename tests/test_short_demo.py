@@ -1,4 +1,5 @@
-"""``vt-dagster demo``: it is short, what it says is true, and what it tells to type works."""
+"""``vt-dagster demo``: it is short, what it says is true, and what it tells to type works. Of eight
+days of each month; in ``make endurance`` of all flights."""
 
 from __future__ import annotations
 
@@ -23,12 +24,18 @@ REPOSITORY = Path(__file__).parents[1]
 KEY = ["carrier", "flight", "time_hour"]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("tests.few_flights",), id="days"),
+        pytest.param(("vt_dagster.cli", "demo"), id="winter", marks=pytest.mark.endurance),
+    ],
+)
+def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory that the demo filled, and all that it printed."""
     data = tmp_path_factory.mktemp("short_demo")
     run = subprocess.run(
-        [sys.executable, "-m", "vt_dagster.cli", "demo"],
+        [sys.executable, "-m", *request.param],
         cwd=REPOSITORY,
         env={**os.environ, "VT_DAGSTER_DATA": str(data), "COLUMNS": "100"},
         stdout=subprocess.PIPE,
