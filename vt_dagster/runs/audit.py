@@ -146,7 +146,7 @@ def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
     if run_id is not None and head.commit.run_id == run_id:
         scope = _of_the_batch(store, head, there.base)
     scope = scope or Scope({}, None, sum(head.commit.next_offset.values()), 0)
-    with small_run(store.spark, is_small(scope.rows, scope.rows_read)):
+    with small_run(store.spark, is_small(scope.rows, scope.rows_read), scope.rows):
         found = _findings(store, head, there.base, scope)
     if not scope.start:
         return found

@@ -82,7 +82,7 @@ class Store(Protocol):
     def state_bytes(self, head: Head | None) -> int: ...
     def consumed_files(self, head: Head | None) -> dict[str, Any]: ...
 
-    def planner_settings(self, small: bool) -> AbstractContextManager[None]: ...
+    def planner_settings(self, small: bool, records: int = 0) -> AbstractContextManager[None]: ...
     def persist(self, rows: DataFrame) -> DataFrame: ...
     def unpersist(self, rows: DataFrame) -> None: ...
 
@@ -103,6 +103,7 @@ Stores = Callable[[Stream], Store]
 # Arrival
 
 
+_BYTES_OF_A_RECORD = 100
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
 """Limits on the size of files: these are about ten thousand lines."""
 
@@ -209,6 +210,11 @@ class Arrival:
     def _bytes(self) -> int | None:
         size = None if self.source is None else self.source.bytes
         return size if self.start is None else (size or 0) + self.start.bytes
+
+    @property
+    def about_records(self) -> int:
+        """About how many records the run processes; of files, by their size."""
+        return max(self.records, (self._bytes or 0) // _BYTES_OF_A_RECORD)
 
     @property
     def few_records(self) -> bool:

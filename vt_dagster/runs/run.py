@@ -422,7 +422,7 @@ class Run:
         policy = self.plan.stream_time
         if policy is None:
             return self.arrival
-        with self.store.planner_settings(self.arrival.small):
+        with self._planned(self.arrival.small):
             return advance_stream_time(
                 self.arrival,
                 policy,
@@ -574,7 +574,7 @@ class Run:
         assert judged is not None
         if self.arrival.empty:
             return judged
-        with self.store.planner_settings(self.arrival.small):
+        with self._planned(self.arrival.small):
             buffered = self._persist(judged)
             self.arrival.buffered.update(judge(buffered).counts)
         return buffered
@@ -598,7 +598,10 @@ class Run:
 
     def _settings_for(self, rows_read: int) -> AbstractContextManager[None]:
         """Returns the planner settings of jobs that read the input and so many rows of tables."""
-        return self.store.planner_settings(self._small(Judged(rows_read=rows_read)))
+        return self._planned(self._small(Judged(rows_read=rows_read)))
+
+    def _planned(self, small: bool) -> AbstractContextManager[None]:
+        return self.store.planner_settings(small, self.arrival.about_records)
 
     @property
     def _own_rows(self) -> int:
@@ -606,9 +609,9 @@ class Run:
         return self.arrival.view_rows if self.plan.reads_own_table else 0
 
     def _joined(self, judged: DataFrame, context: RunContext) -> Results:
-        with self.store.planner_settings(self.arrival.small):
+        with self._planned(self.arrival.small):
             judged_rows = judge(judged)
-        with self.store.planner_settings(self._small(judged_rows)):
+        with self._planned(self._small(judged_rows)):
             rows, judged_rows = self._looked_up(judged, judged_rows, context)
         return Results(rows, context, judged_rows)
 
@@ -673,7 +676,7 @@ class Run:
         if arrival.empty:
             return Receipt(None, None)
         with self._explained():
-            with store.planner_settings(self._small(results.judged)):
+            with self._planned(self._small(results.judged)):
                 rows, recorded_at = assign_system_times(results.rows, arrival, store, recorded_at)
                 rows = store.persist(rows)
                 arrival.persisted.append(rows)

@@ -77,6 +77,9 @@ SETTINGS = {
 
 _FEW_RECORDS, _FEW_READ = 30_000, 200_000
 """Above these limits, generated code and parallel tasks pay off."""
+_INTERPRETED = 2_000
+"""To compile the expressions of a run takes longer than to interpret them for so many records. Spark
+4.2 interprets more slowly than before: it looks up a setting for each value."""
 _FEW_FILES, _SMALL = 16, 1 << 20
 """One task reads so few files, of so few bytes, about as fast as several."""
 
@@ -102,12 +105,17 @@ def in_one_task(rows: DataFrame, files: Sequence[int]) -> DataFrame:
 
 
 @contextlib.contextmanager
-def small_run(spark: SparkSession, small: bool = True) -> Generator[None]:
-    """Returns a context in which queries are planned for few rows; correct for any number of rows."""
+def small_run(spark: SparkSession, small: bool = True, records: int = 0) -> Generator[None]:
+    """Returns a context in which queries are planned for few rows; correct for any number of rows.
+
+    Args:
+        records: about how many records the queries compute with all their expressions.
+    """
     if not small:
         yield
         return
-    with settings(spark, SETTINGS), _one_call_site(spark):
+    compiled = {"spark.sql.codegen.factoryMode": "FALLBACK"} if records > _INTERPRETED else {}
+    with settings(spark, SETTINGS | compiled), _one_call_site(spark):
         yield
 
 

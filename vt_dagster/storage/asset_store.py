@@ -93,9 +93,13 @@ class AssetStore(AssetReader):
 
     # -- rows in memory --------------------------------------------------------------------------
 
-    def planner_settings(self, small: bool) -> AbstractContextManager[None]:
-        """Returns a context with planner settings for few rows, if ``small``."""
-        return small_run(self.spark, small)
+    def planner_settings(self, small: bool, records: int = 0) -> AbstractContextManager[None]:
+        """Returns a context with planner settings for few rows, if ``small``.
+
+        Args:
+            records: see ``small_run``.
+        """
+        return small_run(self.spark, small, records)
 
     def persist(self, rows: DataFrame) -> DataFrame:
         """Caches rows that are used several times."""
@@ -285,7 +289,7 @@ class AssetStore(AssetReader):
             erased=self.erased_rejected(),
         )
         count = sum(n for name, n in commit.counts.items() if name not in ("in", "out", "applied"))
-        with small_run(self.spark, is_small(count, 0)):
+        with small_run(self.spark, is_small(count, 0), count):
             parquet.write(
                 rows,
                 self.quarantine_path,

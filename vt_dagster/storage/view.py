@@ -440,7 +440,7 @@ class View:
         asset = f"{commit.asset}:view"
         if old is None or parquet.last_batch(self.path, asset) >= commit.batch:
             asset = f"{commit.asset}:{document.attempt}"
-        with small_run(spark, is_small(records, rows_met)):
+        with small_run(spark, is_small(records, rows_met), records + rows_met):
             return parquet.write(
                 rows if segment is None else rows.withColumn(SEGMENT, segment),
                 self.path,

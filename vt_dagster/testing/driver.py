@@ -399,9 +399,10 @@ class MemoryStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def planner_settings(self, small: bool) -> AbstractContextManager[None]:
+    def planner_settings(self, small: bool, records: int = 0) -> AbstractContextManager[None]:
         few = self._spark.conf.get("spark.sql.codegen.factoryMode", None) == "NO_CODEGEN"
-        return nullcontext() if few else small_run(self._spark, small)  # the driver's session has them
+        # The driver's session has them already.
+        return nullcontext() if few else small_run(self._spark, small, records)
 
     def persist(self, rows: DataFrame) -> DataFrame:
         self.held = rows.toArrow()
