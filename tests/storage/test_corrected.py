@@ -79,6 +79,7 @@ def test_corrections_on_delta(
     assert [f.name for f in audit(store) if not f.passed] == []
 
 
+@pytest.mark.endurance  # test_corrected_joins.py has its rows, the test below what is made anew
 def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     """An inner join with ``key``: a price comes after its order, is deleted, and comes back; made anew
     from a time on, as a whole, and as it would be declared."""
