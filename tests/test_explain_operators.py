@@ -194,7 +194,7 @@ def at(row: Row) -> tuple[int, int]:
     return row["partition"], row["offset"]
 
 
-def named(told: Explanation) -> list[Place]:
+def named(told: Explanation) -> list[tuple[str, int, int]]:
     return [(one.asset, *one.record.place) for one in told.made_of if one.record is not None]
 
 

@@ -440,8 +440,8 @@ class PinnedVersions(Uncounted):
         timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
         none = F.lit(None).cast("string")
         gone = {} if DELETED in rows.columns else {DELETED: F.lit(False)}
-        own = {**timed, **gone, RECORD_TIME: moment, RAW: raw, REASON: none}
-        return rows.withColumns(own).drop(_TIME)
+        rows = rows.withColumns({**timed, **gone, RECORD_TIME: moment, RAW: raw, REASON: none})
+        return rows.drop(_TIME)
 
     def _require_columns(self, node: Stream, version: int) -> None:
         """Checks that the table has the schema's columns; a version may lack columns added later."""
