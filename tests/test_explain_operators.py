@@ -194,8 +194,9 @@ def at(row: Row) -> tuple[int, int]:
     return row["partition"], row["offset"]
 
 
-def named(told: Explanation) -> list[tuple[str, int, int]]:
-    return [(one.asset, *one.record.place) for one in told.made_of if one.record is not None]
+def named(told: Explanation) -> list[Place]:
+    records = [(one.asset, one.record) for one in told.made_of if one.record is not None]
+    return [(asset, record.partition, record.offset) for asset, record in records]
 
 
 def last_of(case: Case, emitted: Sequence[Row], row: Row) -> tuple[Any, int] | None:
