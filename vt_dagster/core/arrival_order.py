@@ -162,7 +162,8 @@ def number(
         .agg(F.count(F.lit(1)).alias(_BEFORE))
         .withColumn(_BEFORE, F.coalesce(F.sum(_BEFORE).over(earlier), F.lit(0)))
     )
-    within = W.partitionBy(PARTITION, _CHUNK).orderBy(*order)
+    # Chunk first: a sort compares its first column alone, in place, unless two rows are equal in it.
+    within = W.partitionBy(_CHUNK, PARTITION).orderBy(*order)
     position = F.row_number().over(within) - 1 + F.col(_BEFORE) + F.coalesce(first, F.lit(0))
     return (
         chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
