@@ -361,12 +361,14 @@ def _run_once(
     prefix: str,
     pin_arguments: Mapping[str, Any],
 ) -> dg.MaterializeResult[Any]:
-    run = Run.pin(node, stores, **pin_arguments)
+    def before_spark(arrival: Arrival) -> None:
+        if arrival.small:
+            expect_few_rows(context, prefix, node, arrival.before.total)
+
+    run = Run.pin(node, stores, before_spark=before_spark, **pin_arguments)
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
         return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
-    if run.arrival.small:
-        expect_few_rows(context, prefix, node, run.arrival.before.total)
     results = run.operate(run.read())
     wrong = misfit(node, "results", RESULTS, results.rows)
     if wrong:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
@@ -393,12 +393,19 @@ class Run:
 
     @classmethod
     def pin(
-        cls, node: Stream, stores: Stores, source: Source | None = None, **pin_arguments: Any
+        cls,
+        node: Stream,
+        stores: Stores,
+        source: Source | None = None,
+        before_spark: Callable[[Arrival], None] | None = None,
+        **pin_arguments: Any,
     ) -> Run:
         """Completes what a killed run left, then pins the records and tables of this run.
 
         Args:
             source: source to read instead of the asset's own; None = the node's own.
+            before_spark: is called with the records, if there are any, before the pin starts Spark, as
+                it does for operators with a stream time of their own.
             pin_arguments: arguments of the source's ``pin``, or of ``from_logs`` for an operator.
 
         Raises:
@@ -408,10 +415,18 @@ class Run:
         """
         store = stores(node)
         at = store.catch_up()
-        if node.operator is None:
-            return cls(from_source(node, store, at, source, pin_arguments), stores)
-        run = cls(from_logs(node, store, at, stores, **pin_arguments), stores)
-        if run.arrival.empty:
+        of_source = node.operator is None
+        arrival = (
+            from_source(node, store, at, source, pin_arguments)
+            if of_source
+            else from_logs(node, store, at, stores, **pin_arguments)
+        )
+        run = cls(arrival, stores)
+        if arrival.empty:
+            return run
+        if before_spark is not None:
+            before_spark(arrival)
+        if of_source:
             return run
         if not pin_arguments.get("accept_not_ready"):
             require_covered(run.arrival, stores)
