@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, get_origin, get_type_hints
 
 import dagster as dg
@@ -15,6 +16,7 @@ from typing_extensions import Required
 
 from vt_dagster import (
     Aggregator,
+    DeltaSource,
     FeatureView,
     FilesSource,
     Materialized,
@@ -22,10 +24,13 @@ from vt_dagster import (
     Stream,
     Table,
     TopologyError,
+    TumblingWindow,
+    UntilWindowCloses,
     VersionedTable,
 )
 from vt_dagster.components.topology_component import CONCEPTS, AssetPart, described
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import StorageError, VtDagsterError
+from vt_dagster.kafka import Json, KafkaCluster, KafkaSource
 from vt_dagster.orchestration.decorators import (
     StreamAttributes,
     TableAttributes,
@@ -363,3 +368,88 @@ def test_one_option_excludes_another(option: Option) -> None:
         with pytest.raises(TopologyError, match=f"does not allow {other}") as error:
             declared(option.name, **{other: VALUES[other]})
         assert why in str(error.value)
+
+
+# Values of another type
+
+WRONG: list[Any] = [
+    *(5, -1, 1.5, True, "", " ", None, b"b", [1], ("k", None), [], {}, {1: 2}, object(), SCHEMA),
+    *(timedelta(days=-1), datetime(2026, 1, 1), lambda: None),
+]
+CLUSTER = KafkaCluster("localhost:9092")
+OTHER = VersionedTable("other", key="k", schema=SCHEMA, timestamp="at", history_retention=DAY)
+GROUPS = OTHER.group_by("v")
+RECORDS = Stream("records", key="k", schema=SCHEMA, timestamp="at")
+WINDOWS = RECORDS.group_by().windowed_by(TumblingWindow(DAY))
+
+
+def fields_of(one: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A declaration, made again from its own values."""
+    return type(one), {f.name: getattr(one, f.name) for f in fields(one)}
+
+
+DECLARE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "stream": (RECORDS.left_join, {"other": OTHER, "name": "j", "select": ["left.*"], "at": "before"}),
+    "corrected": (
+        RECORDS.left_join,
+        {"other": OTHER, "name": "j", "select": "left.*", "corrected_for": DAY, "key": "n"},
+    ),
+    "streams": (RECORDS.join, {"other": RECORDS, "name": "j", "select": ["left.n"], "within": DAY}),
+    "tables": (OTHER.join, {"table": OTHER, "name": "j", "select": ["left.*"], "materialized": None}),
+    "foreign key": (OTHER.join, {"table": OTHER, "name": "j", "select": "left.*", "foreign_key": "v"}),
+    "filter": (OTHER.filter, {"predicate": "n > 1", "name": "f"}),
+    "map_values": (lambda one, name: OTHER.map_values(one, name=name), {"one": "n", "name": "m"}),
+    "select_key": (
+        lambda key, **more: RECORDS.select_key(key, name="s", **more),
+        {"key": "v", "partitions": 2, "partition_by": None},
+    ),
+    "merge": (lambda one: RECORDS.merge(one, name="m"), {"one": RECORDS}),
+    "aggregate": (GROUPS.aggregate, {"aggregates": {"n": "count(*)"}, "name": "g", "select": "v"}),
+    "group_by": (lambda key: OTHER.group_by(key).count(name="g"), {"key": "v"}),
+    "windowed_by": (
+        lambda window: RECORDS.group_by().windowed_by(window).count(name="w"),
+        {"window": TumblingWindow(DAY)},
+    ),
+    "suppress": (WINDOWS.count(name="w").suppress, {"until": UntilWindowCloses(), "name": "s"}),
+    **{
+        type(one).__name__: fields_of(one)
+        for one in (
+            *(OTHER, FeatureView(OTHER), FilesSource("files"), DeltaSource("delta")),
+            *(SnapshotSource("dumps", dump_time="modified"), CLUSTER, TumblingWindow(DAY)),
+            *(KafkaSource(CLUSTER, "topic", value=Json()), Json()),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DECLARE)
+def test_a_value_of_another_type_is_refused_when_definitions_load(kind: str) -> None:
+    """Any other error than those of the library fails the test; some values are taken."""
+    declare, about = DECLARE[kind]
+    for option in about:
+        for value in WRONG:
+            with suppress(VtDagsterError):
+                declare(**{**about, option: value})
+
+
+def test_the_message_names_the_asset_the_option_and_its_type() -> None:
+    def refused(declare: Callable[..., Any], **about: Any) -> str:
+        with pytest.raises(VtDagsterError) as error:
+            declare(**about)
+        return str(error.value)
+
+    text = "prices: expected key to be a list of texts, got 5; correct it"
+    assert refused(declared, key=5) == text
+    assert "expected tombstone to be a text or None, got 5" in refused(declared, tombstone=5)
+    assert "expected tombstone to be a SQL condition, got ' '" in refused(declared, tombstone=" ")
+    assert "j: expected select to be a list of texts, got 5" in refused(
+        RECORDS.left_join, other=OTHER, name="j", select=5
+    )
+    assert "g: expected aggregates to be a mapping or an Aggregator, got [1]" in refused(
+        GROUPS.aggregate, aggregates=[1], name="g"
+    )
+    assert "expected recursive to be True or False, got 'no'" in refused(
+        FilesSource, path="files", recursive="no"
+    )
+    secret = refused(KafkaCluster, bootstrap_servers="localhost:9092", password=b"secret")
+    assert "expected password to be a text or None, got a value of type bytes" in secret

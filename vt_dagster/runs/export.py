@@ -45,6 +45,7 @@ from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import NOW, clock, in_utc
 from vt_dagster.topology.model import Stream, Table
 from vt_dagster.topology.node import listed
+from vt_dagster.topology.options import check_types
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
 """Folders that a killed first run leaves."""
@@ -90,6 +91,7 @@ class Export:
     as_of: AsOf = None
 
     def __post_init__(self) -> None:
+        check_types(self, f"{self.name}", skip={"to"})  # a path will do
         try:
             what = choose(self.node.name, shape_of(self.node).kind, self.what or None, self.as_of)
             delta.require_place(str(self.to))

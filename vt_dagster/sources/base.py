@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import PurePath
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pyspark.errors import PySparkException
@@ -16,9 +17,10 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
-from vt_dagster.storage.delta import unseen
+from vt_dagster.storage.delta import address, unseen
 from vt_dagster.storage.schema_evolution import by_newest_names
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_types
 from vt_dagster.topology.schema import named, same, was
 
 # Match by name
@@ -322,6 +324,21 @@ class Watched(Source, Protocol):
             before, consumed: as for :meth:`pin`.
         """
         ...
+
+
+def check_place(source: Any) -> None:
+    """Checks the types of a source that reads a path, and stores the path as an address.
+
+    Raises:
+        SourceError: a value of another type, or no path.
+    """
+    name, path = type(source).__name__, source.path
+    if isinstance(path, PurePath):
+        object.__setattr__(source, "path", str(path))
+    check_types(source, name, SourceError, skip={"options"})  # Spark's reader options have a check
+    if not str(path).strip():
+        raise SourceError(f"{name}: expected the path or URL of the data, got none; set path")
+    object.__setattr__(source, "path", address(path))
 
 
 def require_limits(max_bad_share: float, max_clock_skew: timedelta) -> None:

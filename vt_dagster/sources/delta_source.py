@@ -36,7 +36,7 @@ from vt_dagster.core.source_records import (
     changes,
 )
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError, StorageError
-from vt_dagster.sources.base import End, News, Uncounted, Whole, by_name, require_limits
+from vt_dagster.sources.base import End, News, Uncounted, Whole, by_name, check_place, require_limits
 from vt_dagster.sources.snapshot_source import (
     UNREAD,
     Limits,
@@ -50,7 +50,6 @@ from vt_dagster.sources.text_formats import file_path, nullable
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit, Offsets
-from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences
@@ -569,7 +568,7 @@ class DeltaSource:
     gives_timestamp = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", address(self.path))
+        check_place(self)
         if self.mode not in ("append", "changes", "snapshots"):
             raise SourceError(
                 f"mode of {self.path!r} must be 'append', 'changes' or 'snapshots', got {self.mode!r}"

@@ -35,6 +35,7 @@ from vt_dagster.sources.base import (
     Limited,
     News,
     Uncounted,
+    check_place,
     explained,
     read_by_all_names,
     require_limits,
@@ -81,7 +82,6 @@ from vt_dagster.sources.value_reader import Reading, Timestamps, is_no_text, of_
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.delta import address
 from vt_dagster.storage.schema_evolution import widens
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences, earlier_names, was
@@ -675,7 +675,7 @@ class FilesSource:
             )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", address(self.path))
+        check_place(self)
         if self.format not in ("jsonl", "csv", "parquet"):
             raise SourceError(
                 f"format of {self.path!r} must be 'jsonl', 'csv' or 'parquet', got {self.format!r}"

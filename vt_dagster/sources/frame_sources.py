@@ -32,6 +32,7 @@ from vt_dagster.sources.base import Limited, Uncounted, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_types
 from vt_dagster.topology.schema import differences
 
 # Local frames
@@ -365,6 +366,7 @@ class FrameSource:
     gives_timestamp = False
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         require_limits(self.max_bad_share, self.max_clock_skew)
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import Window as W
@@ -24,6 +24,7 @@ from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
+from vt_dagster.topology.options import check_types
 
 # Kafka cluster
 
@@ -106,10 +107,16 @@ class KafkaCluster:
     java_options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         if self.security_protocol not in ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"):
             raise SourceError(
                 "security_protocol must be PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL, got "
                 f"{self.security_protocol!r}"
+            )
+        if self.sasl_mechanism not in get_args(Mechanism):
+            raise SourceError(
+                f"expected sasl_mechanism to be one of {', '.join(get_args(Mechanism))}, got "
+                f"{self.sasl_mechanism!r}; correct it"
             )
         if self._oauth:
             self._check_tokens()

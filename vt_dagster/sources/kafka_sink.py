@@ -45,6 +45,7 @@ from vt_dagster.storage.commit_log import (
 )
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_types
 
 # Kafka producer
 
@@ -224,6 +225,7 @@ class KafkaSink:
     at_epoch: Literal["refuse", "one_millisecond_later"] = "refuse"
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__)
         if self.at_epoch not in ("refuse", "one_millisecond_later"):
             raise TopologyError(
                 f"{self.describe()}: at_epoch must be 'refuse' or 'one_millisecond_later', got "

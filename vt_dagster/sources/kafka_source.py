@@ -54,6 +54,7 @@ from vt_dagster.sources.message_formats import Decoded, Format, Json
 from vt_dagster.sources.value_reader import require_units
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_types
 
 # Pinned topics
 
@@ -273,6 +274,7 @@ class KafkaSource:
         return self.value.orders_changes
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         topics = (self.topic,) if isinstance(self.topic, str) else tuple(self.topic)
         object.__setattr__(self, "topic", topics)
         if not topics or len(set(topics)) < len(topics):

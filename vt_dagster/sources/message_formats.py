@@ -52,6 +52,7 @@ from vt_dagster.sources.value_reader import (
     require_units,
     texts_of,
 )
+from vt_dagster.topology.options import check_types
 
 # Unavailable values
 
@@ -235,6 +236,7 @@ class Json(Format):
     decimals: Literal["text", "base64"] = "text"
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError, skip={"options"})
         object.__setattr__(self, "options", checked("Json", "message", self.options))
         require_units("Json", self.timestamps)
         if self.decimals not in ("text", "base64"):
@@ -276,6 +278,7 @@ class Raw(Format):
     timestamps: Unit | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         require_units("Raw", self.timestamps)
         if self.serializer is not None and self.serializer not in get_args(Serializer):
             raise SourceError(
@@ -320,6 +323,7 @@ class Avro(Format):
     timestamps: Timestamps | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         if (self.schema is None) == (self.registry is None):
             raise SourceError("Avro: expected either a schema or a registry; give exactly one of them")
         require_units("Avro", self.timestamps)
@@ -387,6 +391,7 @@ class Protobuf(Format):
     timestamps: Timestamps | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         require_units("Protobuf", self.timestamps)
 
     @property
@@ -460,6 +465,7 @@ class Debezium(Format):
     orders_changes = True
 
     def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
         if self.truncate not in ("delete", "quarantine"):
             raise SourceError(
                 f"truncate of Debezium must be 'delete' or 'quarantine', got {self.truncate!r}"

@@ -33,14 +33,21 @@ from vt_dagster.core.source_records import (
     difference,
 )
 from vt_dagster.errors import ContractError, SourceError, TopologyError
-from vt_dagster.sources.base import End, Limited, News, Uncounted, explained, require_limits
+from vt_dagster.sources.base import (
+    End,
+    Limited,
+    News,
+    Uncounted,
+    check_place,
+    explained,
+    require_limits,
+)
 from vt_dagster.sources.consumed_files import FileInfo, files_in, require_untouched, written_at
 from vt_dagster.sources.files_source import FileFormat, FilesSource
 from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import epoch_micros, in_utc
 from vt_dagster.topology.expressions import require_deterministic
 from vt_dagster.topology.model import Stream
@@ -446,7 +453,7 @@ class SnapshotSource:
     restates = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", address(self.path))
+        check_place(self)
         # Checks format and options.
         files = FilesSource(self.path, self.format, options=self.options)
         object.__setattr__(self, "options", files.options)

@@ -253,6 +253,9 @@ def checked(what: str, kind: Kind, options: Mapping[str, Any]) -> dict[str, str]
     Raises:
         SourceError: an option is unknown, has no effect, is given twice, or has a wrong value.
     """
+    unchecked: Any = options
+    if not isinstance(unchecked, Mapping):
+        raise SourceError(f"{what}: expected options to be a mapping, got {unchecked!r}; correct it")
     followed = FOLLOWED[kind]
     of_other_kinds = {name for some in FOLLOWED.values() for name in some} - {*followed}
     spelled = {n.lower(): n for n in (*followed, *REFUSED, *of_other_kinds)}

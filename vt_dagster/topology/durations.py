@@ -34,7 +34,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[wdhms])\s*")
 def check_duration(name: str, what: str, value: Any, longest: timedelta = _LONGEST) -> None:
     """Raises TopologyError for a value that is no duration, negative, or longer than ``longest``."""
     every: list[Any] = [value]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         every = list(cast(Mapping[int, Any], value).values())
     for one in every:
         if not isinstance(one, timedelta):

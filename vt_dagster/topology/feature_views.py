@@ -11,9 +11,9 @@ from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.node import require_name
+from vt_dagster.topology.node import listed, require_name
 from vt_dagster.topology.operators.stream_table_join import AsKnown, AtOrBefore, check_match
-from vt_dagster.topology.options import Consumer, require_readable
+from vt_dagster.topology.options import Consumer, check_types, require_readable
 from vt_dagster.topology.schema import same_types
 
 
@@ -48,8 +48,8 @@ class FeatureView:
                 f"expected a VersionedTable with the features, got {table!r}; declare it as "
                 "VersionedTable with a history_retention"
             )
-        key = table.key if self.key is None else self.key
-        object.__setattr__(self, "key", (key,) if isinstance(key, str) else tuple(key))
+        check_types(self, f"the features of {table.name}")
+        object.__setattr__(self, "key", listed(table.key if self.key is None else self.key))
         object.__setattr__(self, "columns", tuple(self.columns))
         there = self._values
         unknown = [c for c in self.columns if c not in (*there, VALID_FROM)]
@@ -114,6 +114,7 @@ class TrainingSet:
     matured_after: timedelta | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, f"{self.name}")
         require_name(self.name, "training set")
         spine: Any = self.spine
         if not isinstance(spine, Stream) or isinstance(spine, Table):

@@ -59,6 +59,11 @@ N = TypeVar("N", bound=Node)
 """``Table``, which is defined later."""
 
 
+def _pairs(aggregates: Any) -> Any:
+    """Returns the items of a mapping; another value as it is, for ``check_types`` to refuse."""
+    return tuple(aggregates.items()) if isinstance(aggregates, Mapping) else aggregates
+
+
 @dataclass(frozen=True)
 class GroupedTable(Generic[N]):
     """A table grouped by another key; see :class:`vt_dagster.topology.operators.TableAggregate`."""
@@ -90,13 +95,12 @@ class GroupedTable(Generic[N]):
                 group, so that the final bits are equal. Integers and decimals are exact in any order:
                 with ``per_run`` they use a hash aggregate.
         """
-        chosen = aggregates if isinstance(aggregates, Aggregator) else tuple(aggregates.items())
         return TableAggregate(
             self.table,
             name,
             materialized,
             group_key=self.key,
-            aggregates=chosen,
+            aggregates=_pairs(aggregates),
             select=listed(select),
             emit=emit,
             partitions=self.partitions,
@@ -155,7 +159,7 @@ class GroupedStream(Generic[N]):
             self.stream,
             name,
             materialized,
-            aggregates=tuple(aggregates.items()),
+            aggregates=_pairs(aggregates),
             group_key=self.key,
             emit=emit,
             partitions=self.partitions,
@@ -188,7 +192,7 @@ class WindowedStream(Generic[N]):
             grouped.stream,
             name,
             window=self.window,
-            aggregates=tuple(aggregates.items()),
+            aggregates=_pairs(aggregates),
             group_key=grouped.key,
             emit=emit,
             partitions=grouped.partitions,
@@ -748,6 +752,9 @@ class Table(Stream, kind="table"):
         grace_period: Duration | None = None,
         foreign_key: str | Sequence[str] | None = None,
     ) -> Table:
+        other: Any = table
+        if not isinstance(other, Node):
+            raise TopologyError(f"{name}: expected a table to join {self.name!r} with, got {other!r}")
         both = f"the tables {self.name!r} and {table.name!r}"
         _check_table_join(name, both, history, grace_period, foreign_key, "corrected_for" in shown)
         if foreign_key is None:

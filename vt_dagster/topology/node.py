@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from pyspark.sql.types import DataType, StructType
 
@@ -21,7 +21,7 @@ from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, spoken
 from vt_dagster.topology.expressions import check_expressions
-from vt_dagster.topology.options import check_options
+from vt_dagster.topology.options import OPTIONS, check_options, check_types
 from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp, names_before
 from vt_dagster.topology.specification import Names, OperatorSpec
 from vt_dagster.topology.version_rules import VersionRules
@@ -89,11 +89,19 @@ _DEEPEST = 3
 """Most parts of a key prefix: a search for assets goes this deep into a warehouse, which may be any
 directory."""
 _KINDS: dict[Kind, type[Node]] = {}
+_CHECKED = {"renamed", *(option.name for option in OPTIONS if option.check is not None)}
+"""Options with a check of their own, which names the values that it expects."""
 
 
 def listed(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns names or expressions as a tuple; a text is one of them."""
-    return (names,) if isinstance(names, str) else tuple(names)
+    """Returns names or expressions as a tuple; a text is one of them.
+
+    A value of another type is returned as it is: ``check_types`` refuses it, and names the asset.
+    """
+    if isinstance(names, str):
+        return (names,)
+    listed = isinstance(names, Iterable) and not isinstance(names, Mapping | bytes)
+    return tuple(names) if listed else cast(Any, names)
 
 
 class Source(Protocol):
@@ -137,6 +145,12 @@ class Operator(ABC):
     def word(self) -> str:
         """The name of this operator's kind, one of ``words``."""
         return self.words()[0]
+
+    def __post_init__(self) -> None:
+        check_types(self, f"{self.name}")
+        for node in self.inputs:
+            if not isinstance(node, Node):
+                raise TopologyError(f"{self.name}: expected a stream or a table as input, got {node!r}")
 
     @property
     @abstractmethod
@@ -251,15 +265,16 @@ class Node:
             _KINDS[kind] = cls
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "key", listed(self.key))
+        object.__setattr__(self, "owners", listed(self.owners))
+        if isinstance(self.key_prefix, str):
+            object.__setattr__(self, "key_prefix", self.key_prefix.split("/"))
+        check_types(self, f"{self.name}", skip=_CHECKED)  # whatever the type of the name
         require_name(self.name, self._kind())
         if not isinstance(self.schema, StructType) and self.contract is None:
             object.__setattr__(self, "contract", self.schema)
         object.__setattr__(self, "schema", as_struct(self.schema, self.name))
-        key = listed(self.key)
-        object.__setattr__(self, "key", key)
-        object.__setattr__(self, "owners", tuple(self.owners))
-        prefix = self.key_prefix.split("/") if isinstance(self.key_prefix, str) else self.key_prefix
-        object.__setattr__(self, "key_prefix", tuple(prefix))
+        object.__setattr__(self, "key_prefix", tuple(self.key_prefix))
         for part in self.key_prefix:
             require_name(part, "key prefix")
         require_path("/".join(self.path), self._kind())
@@ -268,11 +283,11 @@ class Node:
                 f"{self.name}: expected a key_prefix of at most {_DEEPEST} parts, got "
                 f"{'/'.join(self.key_prefix)!r}; join some parts with underscores"
             )
-        check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
+        check_columns(self.name, self._kind(), self.key, self.schema, self.timestamp)
         if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
             check_timestamp(self.name, self.schema, self.timestamp)
         if self.source is not None:
-            self.source.check(self.name, key, self.schema)
+            self.source.check(self.name, self.key, self.schema)
             self._check_kind(self.source)
         names_before(self.name, self.renamed, self.schema)
         check_options(self)

@@ -8,14 +8,16 @@ import PySpark: ``lateness`` needs the refusals, and no Spark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, NamedTuple, cast
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 from vt_dagster import rules
-from vt_dagster.errors import TopologyError
+from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.topology.durations import check_duration, spoken
 
 # Consumers
@@ -49,6 +51,85 @@ class Refusal(NamedTuple):
 
     why: str
     instead: str = "use a stream-table join"
+
+
+# Types
+
+
+def check_types(
+    declared: Any, name: str, error: type[VtDagsterError] = TopologyError, skip: Collection[str] = ()
+) -> None:
+    """Checks that the fields of a declaration have values of their types.
+
+    Fixed words and durations are left to checks of their own, which name the words and an example.
+
+    Args:
+        declared: an instance of a dataclass.
+        name: what is declared, for messages.
+        error: the class of the error.
+        skip: fields with a check of their own.
+
+    Raises:
+        VtDagsterError: a value of another type.
+    """
+    hints = _hints(type(declared))
+    for one in fields(declared):
+        value = getattr(declared, one.name)
+        if one.name in skip or _fits(value, hints[one.name]):
+            continue
+        got = repr(value) if one.repr else f"a value of type {type(value).__name__}"
+        raise error(
+            f"{name}: expected {one.name} to be {_in_words(hints[one.name])}, got {got}; correct it"
+        )
+
+
+_hints = cache(get_type_hints)
+_WORDS = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    NoneType: "None",
+}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value has a type; a text is no list, and True no number."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if hint in (Any, timedelta) or kind is Literal:
+        return True
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is tuple and ... not in parts:
+        return isinstance(value, tuple) and all(map(_fits, value, parts))
+    if kind in (tuple, Sequence):
+        # A list will do for a tuple, which declarations make of it.
+        return _holds(value, Sequence, parts[0]) and not isinstance(value, str | bytes)
+    if kind in (dict, Mapping):
+        return _holds(value, Mapping, parts[0]) and all(_fits(v, parts[1]) for v in value.values())
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    if getattr(hint, "_is_protocol", False):
+        return all(hasattr(value, member) for member in vars(hint) if not member.startswith("_"))
+    return callable(value) if kind is Callable else isinstance(value, kind or hint)
+
+
+def _holds(value: Any, kind: Any, element: Any) -> bool:
+    return isinstance(value, kind) and all(_fits(one, element) for one in cast("Any", value))
+
+
+def _in_words(hint: Any) -> str:
+    """Returns a type in words, for messages."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType, Literal):
+        return " or ".join(repr(part) if kind is Literal else _in_words(part) for part in parts)
+    if kind in (tuple, Sequence) and get_origin(parts[0]) is None:
+        return f"a list of {_in_words(parts[0]).removeprefix('a ')}s"
+    if kind in (tuple, Sequence, dict, Mapping):  # the pairs of a mapping are stored as a tuple
+        return "a mapping"
+    if kind is Callable:
+        return "a function"
+    return _WORDS.get(hint) or f"a{'n' * (hint.__name__[0] in 'AEIOU')} {hint.__name__}"
 
 
 # Options
@@ -137,6 +218,12 @@ def check_options(node: Any) -> None:
         _check_place(node, option)
         if option.check is not None:
             option.check(node)
+        value = getattr(node, option.name)
+        if option.sql is not None and isinstance(value, str) and not value.strip():
+            raise TopologyError(
+                f"{node.name}: expected {option.name} to be {option.sql.what}, got {value!r}; correct "
+                "it, or leave it out"
+            )
 
 
 def _check_place(node: Any, option: Option) -> None:
@@ -226,8 +313,8 @@ def require_readable(name: str, consumer: Consumer, node: Any) -> None:
 
 
 def _check_partitions(node: Any) -> None:
-    if node.partitions < 1:
-        raise TopologyError(f"{node.name}: partitions must be 1 or more, got {node.partitions}")
+    if not isinstance(node.partitions, int) or node.partitions < 1:
+        raise TopologyError(f"{node.name}: partitions must be 1 or more, got {node.partitions!r}")
 
 
 def _check_null_key(node: Any) -> None:
@@ -319,6 +406,10 @@ def _refuse_on_table(node: Any, setting: str) -> None:
 
 
 def _check_broadcast(node: Any) -> None:
+    if node.broadcast is not True:
+        raise TopologyError(
+            f"{node.name}: broadcast must be True or False, got {node.broadcast!r}; correct it"
+        )
     if node.versioned:
         raise TopologyError(
             f"{node.name}: a versioned table cannot be broadcast, since its history need not fit "
@@ -353,6 +444,7 @@ def _check_deleted_at(node: Any) -> None:
 
 
 def _check_segment_interval(node: Any) -> None:
+    check_duration(node.name, "segment_interval", node.segment_interval)
     if node.segment_interval <= timedelta(0):
         raise TopologyError(
             f"{node.name}: segment_interval must be longer than 0, got {node.segment_interval}; "

@@ -183,6 +183,8 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
         )
     if not key:
         raise TopologyError(f"{name}: a {kind} needs at least one key column, got none; name one")
+    if len({*key}) < len(key):
+        raise TopologyError(f"{name}: expected each key column once, got {list(key)}; remove the rest")
     missing = [k for k in key if k not in names]
     if missing:
         raise TopologyError(

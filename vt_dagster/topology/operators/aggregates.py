@@ -131,6 +131,7 @@ class StreamAggregate(Aggregate):
     called = ("aggregate",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.source.is_table:
             raise TopologyError(
                 f"{self.name}: expected a stream, got the table {self.source.name!r}, whose old rows "
@@ -219,6 +220,7 @@ class TableAggregate(Aggregate):
     select: tuple[str, ...] = field(default=("*",), kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         need_table(self.name, "group_by", self.source)
         require_readable(self.name, Consumer.GROUP_BY, self.source)
         check_emit(self.name, self.emit)

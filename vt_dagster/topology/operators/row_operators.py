@@ -130,6 +130,7 @@ class Filter(RowByRow):
     negate: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         need_table(self.name, "a filter", self.source)
         require_readable(self.name, Consumer.FILTER, self.source)
         if not str(self.predicate).strip():
@@ -176,6 +177,7 @@ class MapValues(RowByRow):
     select: tuple[str, ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         need_table(self.name, "map_values", self.source)
         require_readable(self.name, Consumer.MAP_VALUES, self.source)
         object.__setattr__(self, "select", tuple(self.select))
@@ -222,6 +224,7 @@ class FlatMapValues(OneInput):
     keep: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.source.is_table:
             raise TopologyError(
                 f"{self.name}: expected a stream for flat_map_values, got the table "
@@ -295,6 +298,7 @@ class SelectKey(OneInput):
     partition_by: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.source.is_table:
             raise TopologyError(
                 f"{self.name}: select_key needs a stream, got the table {self.source.name!r}; use "
@@ -366,6 +370,7 @@ class Merge(Operator):
     name: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.sources) < 2:
             raise TopologyError(
                 f"{self.name}: expected two streams or more to merge, got one; add another"
@@ -449,6 +454,7 @@ class ToTable(OneInput):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.source.is_table:
             raise TopologyError(
                 f"{self.name}: to_table needs a stream, but {self.source.name!r} is already a table; "
@@ -483,6 +489,7 @@ class ToStream(OneInput):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         need_table(self.name, "to_stream", self.source)
         require_readable(self.name, Consumer.TO_STREAM, self.source)
 

@@ -70,6 +70,7 @@ class StreamStreamJoin(Join):
     grace: Duration = _NOTHING
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_kind(self.name, "stream-stream join", self.kind, ("inner", "left", "outer"))
         object.__setattr__(self, "select", tuple(self.select))
         for name, side in (("left", self.left), ("right", self.right)):

@@ -28,7 +28,7 @@ from vt_dagster.columns import (
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, spoken
 from vt_dagster.topology.expressions import Projection, Side
-from vt_dagster.topology.node import Node
+from vt_dagster.topology.node import Node, listed
 from vt_dagster.topology.operators.base import Join, check_keys, check_kind, make_stream, make_table
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoinSpec
@@ -107,6 +107,7 @@ class StreamTableJoin(Join):
     before_first: BeforeFirst = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         left, right = self.left, self.right
         if not right.is_table:
             raise TopologyError(
@@ -351,16 +352,15 @@ class CorrectedJoin(StreamTableJoin):
     key: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
-        object.__setattr__(self, "key", key)
-        unknown = [k for k in key if k not in self.left.schema.names]
+        object.__setattr__(self, "key", listed(self.key))
+        super().__post_init__()
+        unknown = [k for k in self.key if k not in self.left.schema.names]
         if unknown:
             raise TopologyError(
                 f"{self.name}: key= of a corrected join needs columns of {self.left.name!r}, some of "
                 f"{self.left.schema.names}, got {unknown}; correct it, or remove key= to key rows by "
                 "the record's partition and offset"
             )
-        super().__post_init__()
         require_readable(self.name, Consumer.CORRECTED_JOIN, self.right)
         self._check_promise()
         self._check_columns()

@@ -80,6 +80,7 @@ class Suppress(OneInput):
     until: UntilTimeLimit | UntilWindowCloses = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         need_table(self.name, "suppress", self.source)
         until: Any = self.until
         if self.source.versioned:

@@ -63,6 +63,7 @@ class TableTableJoin(Join):
     emit: Emit = "every_update"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         need_table(self.name, "the left side of a table-table join", self.left)
         need_table(self.name, "the right side of a table-table join", self.right)
         check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
@@ -139,6 +140,7 @@ class ForeignKeyJoin(TableTableJoin):
     foreign_key: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super(TableTableJoin, self).__post_init__()
         need_table(self.name, "the left side of a foreign-key join", self.left)
         need_table(self.name, "the right side of a foreign-key join", self.right)
         check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
@@ -153,6 +155,11 @@ class ForeignKeyJoin(TableTableJoin):
             )
         own = Selection(self.name, self.left.name, tuple(self.left.schema.fields))
         for expression in self.foreign_key:
+            if not expression.strip():
+                raise TopologyError(
+                    f"{self.name}: expected the foreign key to be columns of {self.left.name!r} or "
+                    f"expressions over them, got {list(self.foreign_key)}; correct it"
+                )
             own.check(expression)
             side = _SIDE.search(_TEXT.sub("", expression))
             if side and side[1].lower() not in map(str.lower, self.left.schema.names):

@@ -41,6 +41,7 @@ class WindowedAggregate(Aggregate):
     window: Window = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.source.is_table:
             raise TopologyError(
                 f"{self.name}: windowed_by needs a stream, but {self.source.name!r} is a table; "
