@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from tests.core.random_scenarios import ALL, scenarios
 from tests.core.reference_model import complete
-from vt_dagster.conformance import conformance, run
-from vt_dagster.conformance.runner import split_into_runs
-from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
-from vt_dagster.conformance.steps import layout, supported
+from vt_dagster.conformance import conformance, run, runner
+from vt_dagster.conformance.runner import side_by_side, split_into_runs
+from vt_dagster.conformance.scenario import OPERATORS, Scenario, ScenarioOutcome, read_scenarios, settle
+from vt_dagster.conformance.steps import Layout, layout, supported
 from vt_dagster.core import arrival_order, processor, source_processor, stream_time
 from vt_dagster.core.as_of_join import JoinStrategy, Tiles
 from vt_dagster.core.stream_time import Bounds
@@ -417,6 +417,31 @@ def test_a_missing_entry_an_error_and_a_lost_error_are_different(
     assert "topology: expected none / got the error" in said
     assert "topology: expected an error (no) / got none" in said
     assert "error: expected one at record 0 / got one at record 1" in said
+
+
+def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No known scenario fails in Spark: here the run of a group is replaced by one that fails."""
+    worked = read_scenarios([SCENARIOS / "worked"])
+    found = [one for one in worked if one.operator == "table_filter" and one.error is None][:3]
+
+    class Fails:
+        def __init__(self, group: list[Layout], *_: Any) -> None:
+            self.group = group
+
+        def run(self, results: dict[Scenario, ScenarioOutcome]) -> None:
+            if found[1] in [each.scenario for each in self.group]:
+                raise SourceError("out of memory")
+            for each in self.group:
+                settle(results[each.scenario], [])
+
+    monkeypatch.setattr(runner, "_Group", Fails)
+    results = {s: ScenarioOutcome(s, "not supported") for s in found}
+    for job in side_by_side(found, "run", results):
+        job.run(cast(Any, None))
+    assert [results[s].result for s in found] == ["identical", "different", "identical"]
+    assert "SourceError: out of memory" in results[found[1]].differences[0]
 
 
 def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Path) -> None:

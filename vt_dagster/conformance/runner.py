@@ -78,10 +78,14 @@ def side_by_side(
             try:
                 _Group(group, granularity, spark).run(results)
             except (PySparkException, VtDagsterError) as error:
+                if len(group) > 1:
+                    # Only the scenarios at fault are to differ.
+                    for part in (group[: len(group) // 2], group[len(group) // 2 :]):
+                        job(part).run(spark)
+                    return
                 first = str(error).strip().split("\n", 1)[0]
-                for each in group:
-                    message = f"  run: expected none / got the error {type(error).__name__}: {first}"
-                    settle(results[each.scenario], [message])
+                message = f"  run: expected none / got the error {type(error).__name__}: {first}"
+                settle(results[group[0].scenario], [message])
 
         nodes = {s for each in group for s in each.shapes.values()}
         return Job(_longest(group, granularity) * len(nodes), run)
