@@ -27,6 +27,9 @@ from vt_dagster import (
     TumblingWindow,
     UntilWindowCloses,
     VersionedTable,
+    build_checks,
+    build_maintenance,
+    build_sensor,
 )
 from vt_dagster.components.topology_component import CONCEPTS, AssetPart, described
 from vt_dagster.errors import StorageError, VtDagsterError
@@ -450,6 +453,13 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
     )
     assert "expected recursive to be True or False, got 'no'" in refused(
         FilesSource, path="files", recursive="no"
+    )
+    assert "build_sensor: expected minimum_records to be a whole number, got '5'" in refused(
+        build_sensor, node=declared(), minimum_records="5"
+    )
+    assert "build_checks: expected node to be a Stream, got 5" in refused(build_checks, node=5)
+    assert "build_maintenance: expected keep to be a timedelta, got '7 days'" in refused(
+        build_maintenance, keep="7 days"
     )
     secret = refused(KafkaCluster, bootstrap_servers="localhost:9092", password=b"secret")
     assert "expected password to be a text or None, got a value of type bytes" in secret

@@ -26,6 +26,7 @@ from vt_dagster.orchestration.checks import (
 )
 from vt_dagster.orchestration.resources import PREFIX
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_arguments
 
 _HISTORY = 20
 """A tick reads this many results of a check: more between two ticks may hide a recovery."""
@@ -66,6 +67,7 @@ class Alert:
         return f"{self.asset}:{self.check}"
 
 
+@check_arguments("to")
 def build_alerts(
     nodes: Stream | Sequence[Stream],
     *,

@@ -57,7 +57,7 @@ from vt_dagster.storage.catalog import register
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.expressions import tokens
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.options import set_options
+from vt_dagster.topology.options import check_arguments, set_options
 
 # Dagster types
 
@@ -256,6 +256,7 @@ _NO_EVENT = "__source_asset_observation__"
 """Dagster's metadata key for observations of sources: it records no materialization of such outputs."""
 
 
+@check_arguments()
 def build_asset(
     node: Stream,
     *,

@@ -37,7 +37,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import head_of, require_in_place
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.options import Consumer, refused_option
+from vt_dagster.topology.options import Consumer, check_arguments, refused_option
 from vt_dagster.topology.specification import WindowedAggregateSpec
 
 # Checks
@@ -47,6 +47,7 @@ _PLANNED = "PLANNED"
 _NOTHING = "nothing: the tables have not changed since the check last passed"
 
 
+@check_arguments()
 def build_checks(
     node: Stream, *, pool: str | None = None, resource_prefix: str = PREFIX
 ) -> dg.AssetChecksDefinition:
@@ -152,6 +153,7 @@ def _table(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:
 FRESHNESS_CHECK = "is_fresh"
 
 
+@check_arguments()
 def build_freshness_check(
     node: Stream,
     *,
@@ -255,6 +257,7 @@ def counts(node: Stream, outcome: str) -> bool:
     return outcome in processor_of(node).plan().counts.shown
 
 
+@check_arguments()
 def build_quarantine_check(
     node: Stream,
     *,
@@ -299,6 +302,7 @@ def build_quarantine_check(
     return _not_blocking(node, QUARANTINE_CHECK, text, found, severity, pool, resource_prefix)
 
 
+@check_arguments()
 def build_waiting_check(
     node: Stream,
     *,
@@ -358,6 +362,7 @@ def _of_last_run(
 LATENESS_CHECK = "few_results_are_wrong"
 
 
+@check_arguments()
 def build_lateness_check(
     node: Stream,
     *,

@@ -15,11 +15,13 @@ from vt_dagster.runs.export import AsOf, Export, ExportRun, export_of, exported_
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_arguments
 
 What = Literal["current", "versions", "log"]
 Format = Literal["delta", "iceberg"]
 
 
+@check_arguments()
 def build_export(
     node: Stream,
     what: What | None = None,

@@ -31,9 +31,12 @@ from vt_dagster.sources.kafka_sink import KafkaSink
 from vt_dagster.storage.catalog import require_names
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.maintenance import KEEP
+from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, topological
+from vt_dagster.topology.options import check_arguments
 
 
+@check_arguments()
 def build_publication(
     node: Stream,
     sink: KafkaSink,
@@ -74,6 +77,7 @@ def build_publication(
     return cast(dg.AssetsDefinition, publication)
 
 
+@check_arguments()
 def build_maintenance(
     *nodes: Stream,
     exports: Sequence[str] = (),
@@ -97,6 +101,7 @@ def build_maintenance(
         keep: how long files outside of all current table versions are kept: longer than any run takes.
         running: whether the schedule is on from the start.
     """
+    check_duration("maintenance", "keep", keep)
     upkeep = ops.maintenance_op(keep, nodes, [*map(address, exports)], resource_prefix=resource_prefix)
 
     @dg.job(
@@ -114,6 +119,7 @@ def build_maintenance(
     return dg.Definitions(jobs=[job], schedules=[schedule])
 
 
+@check_arguments("spark")
 def build_resources(
     warehouse: WarehouseResource | str = "data/warehouse",
     spark: PySpark | None = None,
@@ -147,6 +153,7 @@ def _default_spark() -> SparkResource:
     return SparkResource()
 
 
+@check_arguments("spark")
 def build_definitions(
     *nodes: Stream,
     warehouse: WarehouseResource | str = "data/warehouse",

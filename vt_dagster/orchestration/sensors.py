@@ -25,8 +25,9 @@ from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.stale_reads import UNDECIDABLE, Position, Read, StaleRead, stale_reads
+from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, VersionedTable
-from vt_dagster.topology.options import Consumer, require_readable
+from vt_dagster.topology.options import Consumer, check_arguments, require_readable
 
 # Event search
 
@@ -94,6 +95,7 @@ def has_sensor(node: Stream) -> bool:
     return node.source is not None and not isinstance(node.source, FrameSource)
 
 
+@check_arguments()
 def build_sensor(
     node: Stream,
     *,
@@ -133,6 +135,7 @@ def build_sensor(
             f"{node.name}: expected a source that a sensor can poll, got {node.source.describe()}; "
             "give its asset an automation_condition or a schedule instead"
         )
+    check_duration(node.name, "maximum_wait", maximum_wait)
     source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 
@@ -261,6 +264,7 @@ _UNKNOWN = "unknown"
 _WHY = "vt_dagster/why"
 
 
+@check_arguments()
 def build_partition_sensor(
     report: dg.AssetsDefinition,
     *,

@@ -27,6 +27,7 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.delta import address
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.options import check_arguments
 
 MATCH_CHECK = "features_match"
 
@@ -38,6 +39,7 @@ class TrainingSetConfig(dg.Config):
     """The path of a manifest: the run rebuilds the set at its positions, and fails if it differs."""
 
 
+@check_arguments()
 def build_training_set(
     spine: Stream,
     features: Sequence[FeatureView],

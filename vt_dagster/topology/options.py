@@ -12,9 +12,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timedelta
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
+from inspect import Parameter, getattr_static, signature
+from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from vt_dagster import rules
 from vt_dagster.errors import TopologyError, VtDagsterError
@@ -74,13 +87,50 @@ def check_types(
     """
     hints = _hints(type(declared))
     for one in fields(declared):
-        value = getattr(declared, one.name)
-        if one.name in skip or _fits(value, hints[one.name]):
-            continue
-        got = repr(value) if one.repr else f"a value of type {type(value).__name__}"
-        raise error(
-            f"{name}: expected {one.name} to be {_in_words(hints[one.name])}, got {got}; correct it"
-        )
+        value, hint = getattr(declared, one.name), hints[one.name]
+        if one.name not in skip and not _has_own_check(hint) and not _fits(value, hint):
+            got = repr(value) if one.repr else f"a value of type {type(value).__name__}"
+            raise error(_wrong(name, one.name, hint, got))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def check_arguments(*skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function check that its arguments have their types; a path will do for a text.
+
+    Args:
+        skip: arguments with a check of their own.
+
+    Raises:
+        TopologyError: an argument of another type.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        expected = signature(function)
+        kinds = {name: parameter.kind for name, parameter in expected.parameters.items()}
+
+        @wraps(function)
+        def checked(*args: P.args, **given: P.kwargs) -> R:
+            bound, hints = expected.bind(*args, **given), _hints(function)
+            for name, value in [*bound.arguments.items()]:
+                if name in skip or kinds[name] is Parameter.VAR_KEYWORD:
+                    continue
+                if isinstance(value, PurePath):
+                    bound.arguments[name] = value = str(value)
+                for one in value if kinds[name] is Parameter.VAR_POSITIONAL else (value,):
+                    if not _fits(one, hints[name]):
+                        raise TopologyError(_wrong(function.__name__, name, hints[name], repr(one)))
+            return function(*bound.args, **bound.kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _wrong(owner: str, name: str, hint: Any, got: str) -> str:
+    return f"{owner}: expected {name} to be {_in_words(hint)}, got {got}; correct it"
 
 
 _hints = cache(get_type_hints)
@@ -93,11 +143,17 @@ _WORDS = {
 }
 
 
+def _has_own_check(hint: Any) -> bool:
+    return hint is timedelta or get_origin(hint) is Literal or any(map(_has_own_check, get_args(hint)))
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Returns whether a value has a type; a text is no list, and True no number."""
     kind, parts = get_origin(hint), get_args(hint)
-    if hint in (Any, timedelta) or kind is Literal:
+    if hint is Any:
         return True
+    if kind is Literal:
+        return value in parts
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if kind is tuple and ... not in parts:
@@ -110,7 +166,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return isinstance(value, int | hint) and not isinstance(value, bool)
     if getattr(hint, "_is_protocol", False):
-        return all(hasattr(value, member) for member in vars(hint) if not member.startswith("_"))
+        # Without a look at the values: a property of a resource starts Spark.
+        members = (member for member in vars(hint) if not member.startswith("_"))
+        return all(getattr_static(value, member, None) is not None for member in members)
     return callable(value) if kind is Callable else isinstance(value, kind or hint)
 
 
