@@ -332,7 +332,7 @@ def build_partition_sensor(
         cursor, now = _PartitionCursor.of(context.cursor), _PartitionCursor(position, last)
         if cursor == now:
             return dg.SkipReason(f"nothing new in {reads.name}: {_standing(head[1])}")
-        wrong = _wrong(warehouse, head, made, cursor)
+        wrong = _stale_partitions(warehouse, head, made, cursor)
         there = set(partitions.get_partition_keys(dynamic_partitions_store=context.instance))
         wrong = {partition: why for partition, why in wrong.items() if partition in there}
         wrong = known.only_there(context.instance, wrong)
@@ -474,7 +474,7 @@ def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list
 # ------------------------------------------------------------------------------ stale partitions
 
 
-def _wrong(
+def _stale_partitions(
     warehouse: str, head: tuple[int, Commit], made: Mapping[str, _Made], cursor: "_PartitionCursor"
 ) -> dict[str, StaleRead]:
     """Returns the stale partitions with their reasons."""

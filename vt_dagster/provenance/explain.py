@@ -90,12 +90,14 @@ def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
 
 def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
     record, passing = request.record, PASSING[type(request.specification)]
-    taken = [(request.inputs[name], one) for name in request.inputs for one in _taken(request, name)]
+    taken = [
+        (request.inputs[name], one) for name in request.inputs for one in _records_of_run(request, name)
+    ]
     if passing.place and not passing.elements and len(request.inputs) == 1:
         results = [one.offset for one in request.results(at=True)]
         if len(results) == len(taken):  # each input gave one result, in order
             taken = [taken[results.index(record.offset)]]
-    alike = [(source, one) for source, one in taken if _alike(request, one)]
+    alike = [(source, one) for source, one in taken if _may_be_input(request, one)]
     befores: list[tuple[Log, Record]] = []
     filtered = isinstance(request.specification, spec.FilterSpec) and record.is_tombstone
     if filtered and alike and alike[0][0].head.shape.kind == "table":
@@ -127,7 +129,7 @@ def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[Place, Record]:
     return {one.place: before[one.place] for _, one in found if one.place in before}
 
 
-def _taken(request: ExplainRequest[RowSpec], name: str) -> list[Record]:
+def _records_of_run(request: ExplainRequest[RowSpec], name: str) -> list[Record]:
     """Returns the records of an input that the run consumed and that have the result's time."""
     source, record, passing = request.inputs[name], request.record, PASSING[type(request.specification)]
     ranges = request.commit.taken.get(name, {})
@@ -141,7 +143,7 @@ def _taken(request: ExplainRequest[RowSpec], name: str) -> list[Record]:
     )
 
 
-def _alike(request: ExplainRequest[RowSpec], source: Record) -> bool:
+def _may_be_input(request: ExplainRequest[RowSpec], source: Record) -> bool:
     """Returns whether a record may be the input of the result."""
     result, passing = request.record, PASSING[type(request.specification)]
     if passing.tombstone and source.is_tombstone != result.is_tombstone:

@@ -275,7 +275,7 @@ def bounds_of(values: Mapping[str, object]) -> Bounds:
 def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> Derivation:
     start, end = bounds_of(request.record.values)
     near = [one for one in found if not sliding or not one.is_tombstone]
-    near = [one for one in near if start <= _at(one, sliding) < end + sliding]
+    near = [one for one in near if start <= _time_in_window(one, sliding) < end + sliding]
     taken = _let_in(request, near, sliding)
     inside = near[:taken]
     if inside:
@@ -289,15 +289,19 @@ def _just_left(
     request: WindowRequest, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
 ) -> list[Place]:
     """Returns the record one millisecond before a sliding window; empty if a record is at its end."""
-    if any(_at(one, True) == end for one in inside):
+    if any(_time_in_window(one, True) == end for one in inside):
         return []
-    before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
+    before = [
+        one
+        for one in found
+        if not one.is_tombstone and _time_in_window(one, True) == start - _MILLISECOND
+    ]
     for one in before[:1]:
         request.note(f"its window starts a millisecond after {one}, which is not in it")
     return [one.place for one in before[:1]]
 
 
-def _at(record: Record, sliding: bool) -> int:
+def _time_in_window(record: Record, sliding: bool) -> int:
     return record.micros // _MILLISECOND * _MILLISECOND if sliding else record.micros
 
 

@@ -154,7 +154,7 @@ def select_record(
         return _at_offset(log, *_parsed(offset))
     condition: Condition = log.of_key(key) if key is not None else both()
     if where is not None:
-        return _only(log, condition, where)
+        return _only_match(log, condition, where)
     rows = log.rows(condition, only=[TIMESTAMP, RECORDED_AT])
     if not rows.num_rows:
         return None, f"there is no record of {spoken_key(key)} in its log"
@@ -192,7 +192,7 @@ def _at_offset(log: Log, partition: int, offset: int) -> tuple[Record | None, st
     return record, "" if record else f"that offset is gone from its log: {gone}"
 
 
-def _only(log: Log, condition: Condition, where: str) -> tuple[Record | None, str]:
+def _only_match(log: Log, condition: Condition, where: str) -> tuple[Record | None, str]:
     """Returns the only record that meets a SQL condition, or None and the reason."""
     duckdb = _duckdb()
     if duckdb is None:

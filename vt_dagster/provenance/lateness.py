@@ -173,7 +173,7 @@ class Versions:
         columns: list[Any] = [plain(rows.column(c)) for c in wanted]
         if VALID_FROM in match.columns:
             columns.append(pa.array(begin))
-        self._alike = _alike(columns, len(rank))[rank]
+        self._value_numbers = _numbered_by_value(columns, len(rank))[rank]
         self._code, self._begin = codes[rank], begin[rank]
         self._deleted = rows.column(IS_TOMBSTONE).to_numpy()[rank]
         self._until = _until(rows, match.valid_until)[rank]
@@ -242,9 +242,9 @@ class Versions:
 
     def same(self, one: Any, other: Any) -> Any:
         """Returns whether two matches give the same result."""
-        if not len(self._alike):
+        if not len(self._value_numbers):
             return np.ones(len(one), bool)
-        alike = self._alike[one] == self._alike[other]
+        alike = self._value_numbers[one] == self._value_numbers[other]
         return ((one == NOTHING) == (other == NOTHING)) & ((one == NOTHING) | alike)
 
     def _of_key(self, place: Any, codes: Any) -> Any:
@@ -328,7 +328,7 @@ def _horizons(log: Log, states: Sequence[Commit | None], homes: Any) -> Any:
     return found
 
 
-def _alike(columns: Sequence[Any], rows: int) -> Any:
+def _numbered_by_value(columns: Sequence[Any], rows: int) -> Any:
     """Returns a number for each row; rows with equal values get equal numbers."""
     found = np.zeros(rows, np.int64)
     for values in columns:

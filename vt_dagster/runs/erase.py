@@ -709,11 +709,11 @@ def _candidates(
         both = [statistics.get(side) or {} for side in ("minValues", "maxValues")]
         both += [one.get(OLD) or {} for one in both]
         ends = [one.get(columns[k]) for one in both]
-        sides.append({_whole(str(one), values.get(k)) for one in ends if one is not None})
+        sides.append({_full_value(str(one), values.get(k)) for one in ends if one is not None})
     return {*itertools.product(*sides)}
 
 
-def _whole(text: str, value: Any) -> str:
+def _full_value(text: str, value: Any) -> str:
     """Returns the key's value if the statistics have its truncated prefix; else the text."""
     cut = isinstance(value, str) and len(text) >= _LONGEST and value.startswith(text[:_LONGEST])
     return value if cut else text
@@ -829,7 +829,7 @@ class _Erase:
             return self._run()
 
     def _run(self) -> Certificate:
-        left = self._look() if self.dry_run else self._erase()
+        left = self._preview() if self.dry_run else self._erase()
         self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark, left)
         self.done.unreachable = erase_residuals(
             self.warehouse, self.plan, self.key, self.spark, self.runs
@@ -866,7 +866,7 @@ class _Erase:
 
     # -- dry run ---------------------------------------------------------------------------------
 
-    def _look(self) -> dict[str, DataFrame]:
+    def _preview(self) -> dict[str, DataFrame]:
         """Notes what an erase would find; returns, by asset, the log rows that it would leave."""
         left: dict[str, DataFrame] = {}
         for one in self.plan:
@@ -950,7 +950,7 @@ class _Erase:
 
     def _log(self, store: AssetStore, head: Head, one: Places, log: Target) -> Commit:
         found = rewrite.find(self.spark, log, head.version)
-        after = self._after(store, head, one, log, found)
+        after = self._commit_of_erase(store, head, one, log, found)
         # An earlier attempt was killed between its commit and the certificate: count its rows too.
         again = head.commit.run_id == after.run_id and log.name not in self.done.searched
         before = head.commit.counts.get(_ROWS, 0) if again else 0
@@ -961,7 +961,9 @@ class _Erase:
         self._note(log.name, Searched.of(found))
         return after
 
-    def _after(self, store: AssetStore, head: Head, one: Places, log: Target, found: Found) -> Commit:
+    def _commit_of_erase(
+        self, store: AssetStore, head: Head, one: Places, log: Target, found: Found
+    ) -> Commit:
         """Returns the commit of the erase: the last commit's positions, and the erased rows."""
         commit, run_id = head.commit, f"{ERASE}{self.done.id}"
         gone = found.by_partition if log.way == "remove" else {}

@@ -261,7 +261,7 @@ class _Restatement:
             commit = Commit.model_validate(found.document)
             if commit.log != last.log or commit.state:
                 break
-            if all(_within(commit.inputs.get(name, {}), ends) for name, ends in limits.items()):
+            if all(_not_past(commit.inputs.get(name, {}), ends) for name, ends in limits.items()):
                 return commit, ""
         return None, "no batch with only older records is kept in its commit log"
 
@@ -366,7 +366,7 @@ class _Restatement:
 
         new = stores(node)
         if step.keep is not None and new.head() is None:
-            self._begin(step.keep, node, new, made, whose)
+            self._write_kept(step.keep, node, new, made, whose)
         make_anew(node, stores, self._live(node), whose, keep_recorded=False)
         done = new.head()
         found = 0 if done is None else done.commit.totals.get("in", 0)
@@ -378,7 +378,9 @@ class _Restatement:
                 "log. Put them back and run it again, or restate only the assets derived from it"
             )
 
-    def _begin(self, keep: Commit, node: Stream, new: AssetStore, made: set[str], whose: str) -> None:
+    def _write_kept(
+        self, keep: Commit, node: Stream, new: AssetStore, made: set[str], whose: str
+    ) -> None:
         """Writes the kept rows as one commit, with the positions of the last kept batch."""
         live = self._live(node)
         head = live.head()
@@ -457,7 +459,7 @@ def _least(one: Offsets, other: Offsets) -> Offsets:
     return {p: min(one.get(p, 0), other.get(p, 0)) for p in {*one, *other}}
 
 
-def _within(taken: Offsets, ends: Offsets) -> bool:
+def _not_past(taken: Offsets, ends: Offsets) -> bool:
     return all(end <= ends.get(p, 0) for p, end in taken.items())
 
 

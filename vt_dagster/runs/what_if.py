@@ -119,10 +119,10 @@ def what_if(
     """
     before = _live(warehouse, node, spark, baseline)
     with _place(scratch or warehouse) as place:
-        after, remade = _made(warehouse, node, posixpath.join(place, _AFTER), also, spark, tell)
+        after, remade = _replayed(warehouse, node, posixpath.join(place, _AFTER), also, spark, tell)
         if baseline is not None:
             other = posixpath.join(place, _BEFORE)
-            before, _ = _made(warehouse, baseline, other, also, spark, tell)
+            before, _ = _replayed(warehouse, baseline, other, also, spark, tell)
         return _compared(before, after, remade)
 
 
@@ -154,7 +154,7 @@ def what_if_planned(
         for node, live in zip(chosen, before, strict=True):
             ups = {up.name for up in topological([node])[:-1]}
             also = [one.name for one in chosen if one.name in ups]
-            found.append(_compared(live, *_made(warehouse, node, there, also, spark, tell)))
+            found.append(_compared(live, *_replayed(warehouse, node, there, also, spark, tell)))
     return found
 
 
@@ -171,7 +171,7 @@ def _live(warehouse: str, node: Stream, spark: SparkSession, baseline: Stream | 
     return before
 
 
-def _made(
+def _replayed(
     warehouse: str,
     node: Stream,
     place: str,

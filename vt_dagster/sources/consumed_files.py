@@ -236,7 +236,11 @@ class Memory:
             return None
         if size != file.size:
             return f"{size} bytes then, {file.size} now"
-        if before is None or before.stamp == file.stamp or (_is_exact(file) and _same(file, before)):
+        if (
+            before is None
+            or before.stamp == file.stamp
+            or (_is_exact(file) and _unchanged(file, before))
+        ):
             return None
         return f"{size} bytes then and now, but rewritten since"
 
@@ -250,7 +254,7 @@ class Memory:
         """Returns whether a consumed file was moved or touched."""
         before = self._by_path.get(file.place)
         if before is not None:
-            return before.stamp != file.stamp and _same(file, before)
+            return before.stamp != file.stamp and _unchanged(file, before)
         return self._elsewhere(file) is not None
 
     def batch_of(self, file: FileInfo) -> int | None:
@@ -272,7 +276,7 @@ class Memory:
         """Returns the earlier path under which a moved file was consumed; None = not consumed."""
         for path, before in self._by_name.get(posixpath.basename(file.name), ()):
             gone = path != file.place and path not in self._there
-            if gone and _was_moved(path, file) and _same(file, before):
+            if gone and _was_moved(path, file) and _unchanged(file, before):
                 return path
         return None
 
@@ -373,7 +377,7 @@ def require_untouched(directory: str, taken: Sequence[FileInfo], there: Sequence
         )
 
 
-def _same(file: FileInfo, before: Consumed) -> bool:
+def _unchanged(file: FileInfo, before: Consumed) -> bool:
     return file.size == before.size and _digest(file) == before.digest
 
 

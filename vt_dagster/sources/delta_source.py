@@ -348,7 +348,7 @@ class PinnedVersions(Uncounted):
         ``core.source_records.changes``; a whole state: one shuffle.
         """
         if self.empty:
-            return self._records(_nothing(spark, node), node)
+            return self._records(_no_rows(spark, node), node)
         if self.state is not None:
             return self._records(self._ordered(self.rows(spark, node), node), node)
         self._require_columns(node, self.end - 1)
@@ -379,7 +379,7 @@ class PinnedVersions(Uncounted):
         parts = [c for c in node.schema.names if c in parted]
         files = [(c, f) for c in self.changes for f in sorted(c.added, key=lambda one: one.place)]
         if not files:
-            return _nothing(spark, node)
+            return _no_rows(spark, node)
         listed = [
             (f.place, rank, c.version, c.time, *[f.parts.get(p) for p in parts])
             for rank, (c, f) in enumerate(files)
@@ -495,7 +495,7 @@ def _columns(rows: DataFrame, node: Stream) -> list[Column]:
     ]
 
 
-def _nothing(spark: SparkSession, node: Stream) -> DataFrame:
+def _no_rows(spark: SparkSession, node: Stream) -> DataFrame:
     none = spark.createDataFrame([], nullable(node.schema))
     numbers = {name: F.lit(None).cast("long") for name in (_TIME, ARRIVAL, POSITION)}
     return none.withColumns({**numbers, SOURCE: F.lit(None).cast("string")})

@@ -253,7 +253,7 @@ class KafkaCluster:
         Raises:
             SourceError: the cluster does not answer, or has no such topic.
         """
-        return self._ask(lambda admin: _states(self, admin, names))
+        return self._call_admin(lambda admin: _states(self, admin, names))
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
         """Returns the current ids of topics.
@@ -261,7 +261,7 @@ class KafkaCluster:
         Raises:
             SourceError: the cluster does not answer, or has no such topic.
         """
-        found = self._ask(lambda admin: _described(self, admin, names))
+        found = self._call_admin(lambda admin: _described(self, admin, names))
         return {name: str(topic.topic_id) for name, topic in found.items()}
 
     def timestamp_types(self, names: Sequence[str]) -> dict[str, str]:
@@ -281,7 +281,7 @@ class KafkaCluster:
             found = {r.name: answer.result(timeout=_SECONDS + 5) for r, answer in answers.items()}
             return {name: str(of["message.timestamp.type"].value) for name, of in found.items()}
 
-        return self._ask(ask)
+        return self._call_admin(ask)
 
     def offsets_at(self, topic: str, partitions: Sequence[int], moment: datetime) -> dict[int, int]:
         """Returns the first offset by partition whose record has a timestamp >= ``moment``."""
@@ -295,7 +295,7 @@ class KafkaCluster:
             found = _offsets(admin, specs)
             return {p: offset for (_, p), offset in found.items() if offset >= 0}
 
-        return self._ask(ask)
+        return self._call_admin(ask)
 
     def oldest(self, positions: Mapping[str, Mapping[int, int]]) -> float | None:
         """Returns the timestamp of the oldest record at or after some positions.
@@ -334,7 +334,7 @@ class KafkaCluster:
             consumer.close()
         return min(seen.values(), default=None)
 
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
+    def _call_admin(self, question: Callable[[Any], Any]) -> Any:
         confluent, reasons = _confluent(), list[str]()
 
         def noticed(error: Any) -> None:

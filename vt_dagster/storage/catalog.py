@@ -121,12 +121,12 @@ def registered(spark: SparkSession, catalog: str, warehouse: str) -> dict[str, s
         StorageError: the catalog refuses.
     """
     place, found = f"{address(warehouse).rstrip('/')}/", dict[str, str]()
-    if not _asked(catalog, "find the schema", lambda: spark.catalog.databaseExists(catalog)):
+    if not _call(catalog, "find the schema", lambda: spark.catalog.databaseExists(catalog)):
         return found
-    views = _asked(catalog, "list views", lambda: spark.sql(f"SHOW VIEWS IN {catalog}").collect())
+    views = _call(catalog, "list views", lambda: spark.sql(f"SHOW VIEWS IN {catalog}").collect())
     for name in sorted(row["viewName"] for row in views if not row["isTemporary"]):
         asked = f"SHOW TBLPROPERTIES {_qualified(catalog, name)} ('{_ASSET}')"
-        (row,) = _asked(catalog, f"find {name}", lambda asked=asked: spark.sql(asked).collect())
+        (row,) = _call(catalog, f"find {name}", lambda asked=asked: spark.sql(asked).collect())
         if row["value"].startswith(place):
             found[name] = row["value"].removeprefix(place)
     return found
@@ -140,7 +140,7 @@ def drop(spark: SparkSession, catalog: str, names: Iterable[str]) -> None:
     """
     for name in names:
         gone = f"DROP VIEW IF EXISTS {_qualified(catalog, name)}"
-        _asked(catalog, f"take {gone!r}", lambda gone=gone: spark.sql(gone))
+        _call(catalog, f"take {gone!r}", lambda gone=gone: spark.sql(gone))
 
 
 def drop_without_tables(spark: SparkSession, catalog: str, warehouse: str) -> list[str]:
@@ -163,7 +163,7 @@ def _qualified(catalog: str, name: str) -> str:
     return f"{catalog}.`{name}`"
 
 
-def _asked(catalog: str, what: str, done: Callable[[], _T], asset: str = "", standing: str = "") -> _T:
+def _call(catalog: str, what: str, done: Callable[[], _T], asset: str = "", standing: str = "") -> _T:
     """Asks the catalog for something.
 
     Args:
@@ -237,7 +237,7 @@ class _Catalog:
         return self._try(f"take {statement[:300]!r}", lambda: self._spark.sql(statement))
 
     def _try(self, what: str, done: Callable[[], _T]) -> _T:
-        return _asked(self._catalog, what, done, self._store.node.name, self._standing())
+        return _call(self._catalog, what, done, self._store.node.name, self._standing())
 
     def _standing(self) -> str:
         return "" if self._batch is None else f"Batch {self._batch} is committed. "

@@ -415,7 +415,7 @@ def our_commit(path: str, version: int) -> Committed | None:
         FileNotFoundError: the commit file was removed.
         StorageError: the commit has another format version.
     """
-    return _own(path, _info(path, version))
+    return _our_commit(path, _info(path, version))
 
 
 def _metadata(info: dict[str, Any]) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def _metadata(info: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _own(path: str, info: dict[str, Any]) -> Committed | None:
+def _our_commit(path: str, info: dict[str, Any]) -> Committed | None:
     document = _metadata(info).get(MARK)
     if not isinstance(document, dict):
         return None
@@ -440,7 +440,7 @@ def _own(path: str, info: dict[str, Any]) -> Committed | None:
 
 def commits(path: str) -> Iterator[Committed]:
     """Yields our existing commits, newest first."""
-    found = (_own(path, info) for info in history(path))
+    found = (_our_commit(path, info) for info in history(path))
     return (one for one in found if one is not None)
 
 
@@ -456,7 +456,7 @@ def last_commit(path: str) -> Committed | None:
     """
     newer: list[dict[str, Any]] = []
     for info in history(path):
-        found = _own(path, info)
+        found = _our_commit(path, info)
         if found is not None:
             upkeep = newer and all(one.get("operation") in _UPKEEP for one in newer)
             return found._replace(version=newer[0]["version"]) if upkeep else found
@@ -488,7 +488,7 @@ def foreign_write(path: str) -> str | None:
     newer: list[dict[str, Any]] = []
     found = None
     for info in history(path):
-        found = _own(path, info)
+        found = _our_commit(path, info)
         if found is not None:
             break
         newer.append(info)
@@ -508,7 +508,7 @@ def batch_before(path: str, batch: int) -> Committed | None:
     """Returns our newest commit of an earlier batch; None if there is none, or if another program has
     written to the table since."""
     for info in history(path):
-        found = _own(path, info)
+        found = _our_commit(path, info)
         if found is None and info.get("operation") not in _UPKEEP:
             return None
         if found is not None and found.document["batch"] < batch:

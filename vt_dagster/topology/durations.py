@@ -269,12 +269,12 @@ def starts_near(days: Iterable[int], calendar: Calendar) -> list[int]:
     zone = ZoneInfo(calendar.zone)
     # A local date differs from the UTC date by a day at most, and the clock may have been put back over
     # a midnight since.
-    first = {_first(day + near, calendar.size) for day in days for near in range(-2, 3)}
-    every = first | {_next(day, calendar.size) for day in first}
+    first = {_first_day(day + near, calendar.size) for day in days for near in range(-2, 3)}
+    every = first | {_next_day(day, calendar.size) for day in first}
     return sorted(start_of_day(day, zone) for day in every)
 
 
-def _first(day: int, size: CalendarSize) -> int:
+def _first_day(day: int, size: CalendarSize) -> int:
     """Returns the first day of the week or month of a day."""
     if size == "1 day":
         return day
@@ -283,8 +283,8 @@ def _first(day: int, size: CalendarSize) -> int:
     return day - date.fromordinal((day + _FIRST_DAY - 1) % _CYCLE + 1).day + 1
 
 
-def _next(first: int, size: CalendarSize) -> int:
+def _next_day(first: int, size: CalendarSize) -> int:
     """Returns the first day of the next day, week or month."""
     if size == "1 month":
-        return _first(first + 31, size)
+        return _first_day(first + 31, size)
     return first + (7 if size == "1 week" else 1)

@@ -238,12 +238,14 @@ class _Operator(Specification, frozen=True):
             field = type(self).model_fields[name]
             if _MAY_CHANGE in field.metadata:
                 continue
-            same = now == before if _INPUT in field.metadata else _same(now, before, sides, own)
+            same = (
+                now == before if _INPUT in field.metadata else _equals_renamed(now, before, sides, own)
+            )
             if not same:
                 yield f"{name} was {_words(before)}, is {_words(now)}"
 
 
-def _same(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
+def _equals_renamed(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
     if isinstance(now, Specification) and isinstance(then, Specification):
         return now.definition() == then.definition()
     if isinstance(now, ColumnSpec) and isinstance(then, ColumnSpec):
@@ -253,7 +255,9 @@ def _same(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
         return _same_sql(now, then, sides, own)
     if isinstance(now, tuple) and isinstance(then, tuple):
         pairs = zip(cast(Sequence[Any], now), cast(Sequence[Any], then), strict=False)
-        return len(now) == len(then) and all(_same(one, other, sides, own) for one, other in pairs)
+        return len(now) == len(then) and all(
+            _equals_renamed(one, other, sides, own) for one, other in pairs
+        )
     return now == then
 
 
