@@ -30,6 +30,9 @@ from vt_dagster import (
     build_checks,
     build_maintenance,
     build_sensor,
+    explain,
+    lateness,
+    read,
 )
 from vt_dagster.components.topology_component import CONCEPTS, AssetPart, described
 from vt_dagster.errors import StorageError, VtDagsterError
@@ -461,5 +464,12 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
     assert "build_maintenance: expected keep to be a timedelta, got '7 days'" in refused(
         build_maintenance, keep="7 days"
     )
+    for function, more, text in (
+        (read, {"as_of": 5}, "read: expected as_of to be a text or a date or None, got 5"),
+        (explain, {"most": "x"}, "explain: expected most to be a whole number, got 'x'"),
+        (lateness, {"grace": [5]}, "expected grace to be a list, each element a text or a timedelta"),
+    ):
+        assert text in refused(function, table="prices", **more)
+        assert "expected table to be the name of an asset" in refused(function, table=5)
     secret = refused(KafkaCluster, bootstrap_servers="localhost:9092", password=b"secret")
     assert "expected password to be a text or None, got a value of type bytes" in secret

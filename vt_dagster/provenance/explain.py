@@ -31,8 +31,10 @@ from vt_dagster.provenance.explain_request import (
 )
 from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_of, rejected
 from vt_dagster.provenance.expressions import in_micros, select_record
+from vt_dagster.storage.arrow_reader import name_of
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.options import check_arguments
 
 # Filter, map_values, flat_map_values, to_table, to_stream, merge and select_key
 
@@ -190,6 +192,7 @@ _SAME_KEY = {
 }
 
 
+@check_arguments(error=StorageError)
 def explain(
     table: Any,
     *,
@@ -222,7 +225,7 @@ def explain(
     Raises:
         StorageError: there is no such asset, or the arguments do not select a row.
     """
-    name = table if isinstance(table, str) else "/".join(table.path)
+    name = name_of(table)
     return Explainer(str(warehouse), most).explain(name, key, at, offset, where, as_known_at)
 
 

@@ -47,11 +47,11 @@ from vt_dagster.provenance.explain_request import Log, both
 from vt_dagster.provenance.explain_sources import horizons_of, quarantine
 from vt_dagster.provenance.expressions import plain as plain_column
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_reader import arrival_order, micros
+from vt_dagster.storage.arrow_reader import arrival_order, micros, name_of
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import DAY, Calendar, parse_length, spoken, starts_near
-from vt_dagster.topology.options import Consumer, refused_option
+from vt_dagster.topology.options import Consumer, check_arguments, refused_option
 from vt_dagster.topology.version_rules import EVER
 
 pc: Any = pyarrow.compute
@@ -1118,6 +1118,7 @@ GRACES = ("0s", "1m", "10m", "1h", "6h", "1d")
 RETENTIONS = ("0s", "1h", "6h", "1d", "7d", "30d")
 
 
+@check_arguments(error=StorageError)
 def lateness(
     table: Any,
     *,
@@ -1144,7 +1145,7 @@ def lateness(
         StorageError: there is no such asset, its inputs are missing, or it has no such length.
         ContractError: a text in ``grace`` is not a length.
     """
-    name = table if isinstance(table, str) else "/".join(table.path)
+    name = name_of(table)
     log, share = Log.open(str(warehouse), name), parse_share(at_most)
     requested = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
     operator, notes = log.specification, list[str]()

@@ -484,6 +484,20 @@ _DEEPEST = 3
 """Maximum depth of folders in a warehouse that are searched for assets."""
 
 
+def name_of(table: Any) -> str:
+    """Returns the name of an asset, given by its name or as the stream or table itself.
+
+    Raises:
+        StorageError: a value of another type.
+    """
+    path: Any = (table,) if isinstance(table, str) else getattr(table, "path", None)
+    if not isinstance(path, tuple):
+        raise StorageError(
+            f"expected table to be the name of an asset, or the stream or table itself, got {table!r}"
+        )
+    return "/".join(path)  # pyright: ignore[reportUnknownArgumentType]
+
+
 def look_up(
     warehouse: str,
     name: str,

@@ -10,12 +10,14 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.arrow_reader import as_key, look_up, of_key
+from vt_dagster.storage.arrow_reader import as_key, look_up, name_of, of_key
 from vt_dagster.topology.durations import at_clock
+from vt_dagster.topology.options import check_arguments
 
 Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
 
 
+@check_arguments("into", error=StorageError)
 def read(
     table: Any,
     *,
@@ -52,7 +54,7 @@ def read(
             history or set with another ``what`` than ``current``, or nothing was recorded by
             ``as_known_at``.
     """
-    name = table if isinstance(table, str) else "/".join(table.path)
+    name = name_of(table)
     if into not in get_args(Into):
         raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
     values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]

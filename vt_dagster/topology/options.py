@@ -97,14 +97,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def check_arguments(*skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def check_arguments(
+    *skip: str, error: type[VtDagsterError] = TopologyError
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function check that its arguments have their types; a path will do for a text.
 
     Args:
         skip: arguments with a check of their own.
+        error: the class of the error.
 
     Raises:
-        TopologyError: an argument of another type.
+        VtDagsterError: an argument of another type.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -121,7 +124,7 @@ def check_arguments(*skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     bound.arguments[name] = value = str(value)
                 for one in value if kinds[name] is Parameter.VAR_POSITIONAL else (value,):
                     if not _fits(one, hints[name]):
-                        raise TopologyError(_wrong(function.__name__, name, hints[name], repr(one)))
+                        raise error(_wrong(function.__name__, name, hints[name], repr(one)))
             return function(*bound.args, **bound.kwargs)
 
         return checked
@@ -157,7 +160,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if kind is tuple and ... not in parts:
-        return isinstance(value, tuple) and all(map(_fits, value, parts))
+        return (
+            isinstance(value, tuple | list)
+            and len(value) == len(parts)
+            and all(map(_fits, value, parts))
+        )
     if kind in (tuple, Sequence):
         # A list will do for a tuple, which declarations make of it.
         return _holds(value, Sequence, parts[0]) and not isinstance(value, str | bytes)
@@ -181,10 +188,14 @@ def _in_words(hint: Any) -> str:
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType, Literal):
         return " or ".join(repr(part) if kind is Literal else _in_words(part) for part in parts)
+    if kind in (dict, Mapping) or (parts and get_origin(parts[0]) is tuple):
+        return "a mapping"  # or its pairs, which declarations make of it
+    if kind is tuple and ... not in parts:
+        return f"a pair of {' and '.join(map(_in_words, parts))}"
     if kind in (tuple, Sequence) and get_origin(parts[0]) is None:
         return f"a list of {_in_words(parts[0]).removeprefix('a ')}s"
-    if kind in (tuple, Sequence, dict, Mapping):  # the pairs of a mapping are stored as a tuple
-        return "a mapping"
+    if kind in (tuple, Sequence):
+        return f"a list, each element {_in_words(parts[0])}"
     if kind is Callable:
         return "a function"
     return _WORDS.get(hint) or f"a{'n' * (hint.__name__[0] in 'AEIOU')} {hint.__name__}"
