@@ -73,6 +73,14 @@ def as_sets(logs: dict[int, list[Record]]) -> dict[int, Counter[str]]:
     }
 
 
+FEW = {
+    *("filtered", "mapped", "of_versioned", "of_plain", "again"),
+    *("tumbling", "sessions", "sliding", "final", "early_sliding", "limited"),
+}
+"""One of operators that share their code."""
+
+
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.endurance)])
 @careful
 @given(
     retention=durations,
@@ -83,6 +91,7 @@ def as_sets(logs: dict[int, list[Record]]) -> dict[int, Counter[str]]:
 )
 def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
     spark: SparkSession,
+    few: bool,
     retention: list[int],
     lengths: list[int],
     grace: list[int],
@@ -124,6 +133,8 @@ def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
         windows["sliding"].suppress(UntilTimeLimit(size, 2), name="early_sliding"),
         plain.suppress(UntilTimeLimit(size), name="limited"),
     ]
+    if few:
+        same, held_back = ([n for n in some if n.name in FEW] for some in (same, held_back))
     whole, split = (TopologyTestDriver(*same, *held_back, spark=spark) for _ in range(2))
     whole.run(dict.fromkeys(("versioned", "plain", "stream"), placed(records)))
     for part in (heads(records, first), tails(records, first)):

@@ -85,7 +85,7 @@ def case_of(longest: int) -> SearchStrategy[Case]:
 
 def cases_of(number: int) -> SearchStrategy[list[Case]]:
     """So many cases of few runs; not the simplest ones, which have no records."""
-    drawn = st.lists(case_of(5), min_size=number, max_size=number)
+    drawn = st.lists(case_of(4), min_size=number, max_size=number)
     return drawn.filter(lambda cases: sum(len(records) for _, records, *_ in cases) > number)
 
 
