@@ -152,7 +152,7 @@ def timed(records: Sequence[Row]) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
-    [(64, 3), *(pytest.param(s, 7, marks=pytest.mark.endurance) for s in range(1, 30))],
+    [(669, 2), *(pytest.param(s, 7, marks=pytest.mark.endurance) for s in range(1, 30))],
 )
 def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
     """Each against the reference: keys that come late, deletions, expired versions, late records."""
@@ -179,16 +179,26 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
 
 
 def test_a_record_finds(spark: SparkSession) -> None:
-    """The rules by example: ties, deletions, and a key that begins with a deletion."""
+    """The rules by example: ties, deletions, and a key that begins with a deletion; of two versions
+    that are equally near the earlier one."""
     made = [ORDERS.left_join(RATES, name=n, select=SELECT, **about) for n, about in JOINS.items()]
     driver = TopologyTestDriver(*made, spark=spark)
     rates = [("a", None, 4), ("a", 1, 10), ("a", None, 14), ("a", 2, 18), ("b", 3, 20)]
+    rates += [("d", 1, 10), ("d", 2, 14), ("d", 3, 17)]
     orders = [("a", at) for at in (2, 4, 7, 10, 14, 16)] + [("b", 16), ("b", 15), ("c", 10)]
-    driver.pipe("rates", *timed([{"k": k, "n": n, "at": at} for k, n, at in rates]))
+    near = (11, 12, 13, 15, 16, 21, 22)
     asked = [{"k": k, "n": i, "at": at} for i, (k, at) in enumerate(orders)]
-    driver.pipe("orders", *timed([*asked, {"k": "c", "n": 99, "at": 24}]))
+    asked += [{"k": "d", "n": 100 + at, "at": at} for at in near] + [{"k": "c", "n": 99, "at": 40}]
+    driver.run(
+        {
+            "rates": timed([{"k": k, "n": n, "at": at} for k, n, at in rates]),
+            "orders": timed(asked),
+        }
+    )
+    every = {name: told(driver.read(name)) for name in JOINS}
     found = {
-        name: [match and match[1] for n, match in told(driver.read(name)) if n != 99] for name in JOINS
+        name: [match and match[1] for n, match in rows if n < len(orders)]
+        for name, rows in every.items()
     }
     assert found == {
         "next": [None, None, 1, 1, 2, 2, 3, None, None],
@@ -198,16 +208,8 @@ def test_a_record_finds(spark: SparkSession) -> None:
         "strictly_first": [1, 1, None, None, 1, None, 3, 3, None],
         "waits_first": [1, None, None, 1, None, None, 3, 3, None],
     }
-
-
-def test_of_two_equally_near_the_earlier(spark: SparkSession) -> None:
-    node = ORDERS.join(RATES, name="nearest", select=SELECT, **JOINS["nearest"])
-    driver = TopologyTestDriver(node, spark=spark)
-    rates = [{"k": "a", "n": n, "at": at} for n, at in ((1, 10), (2, 14), (3, 17))]
-    orders = [{"k": "a", "n": at, "at": at} for at in (11, 12, 13, 15, 16, 21, 22, 40)]
-    driver.run({"rates": timed(rates), "orders": timed(orders)})
-    found = {n: match[1] for n, match in told(driver.read("nearest"))}
-    assert found == {11: 1, 12: 1, 13: 2, 15: 2, 16: 3, 21: 3}
+    nearest = {n - 100: match and match[1] for n, match in every["nearest"] if n >= 100}
+    assert nearest == {11: 1, 12: 1, 13: 2, 15: 2, 16: 3, 21: 3, 22: None}
 
 
 # ------------------------------------------------------------------------------------- on Delta
@@ -230,15 +232,13 @@ def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     names = ("next", "nearest", "first")
     nodes = [orders.left_join(rates, name=n, select=SELECT, **JOINS[n]) for n in names]
     stores, chance = stores_of(warehouse, spark), random.Random(5)
-    for step, now in enumerate((10, 16)):
-        for node, first in ((rates, 1_000 + 100 * step), (orders, 100 * step)):
-            records = drawn(chance, now, 16, first, 9)
-            for record in records if node is rates else ():
-                record["n"] = None if chance.random() < 0.2 else record["n"]
-            land(tmp_path, node.name, step, records)
-            run_once(node, stores)
-        for node in nodes:
-            run_once(node, stores)
+    for node, first in ((rates, 1_000), (orders, 0)):
+        records = drawn(chance, 10, 12, first, 9) + drawn(chance, 16, 12, first + 100, 9)
+        for record in records if node is rates else ():
+            record["n"] = None if chance.random() < 0.2 else record["n"]
+        land(tmp_path, node.name, 0, records)
+    for node in (rates, orders, *nodes):
+        run_once(node, stores)
     explainer, seen = Explainer(warehouse), set[str]()
     for name in names:
         for row in stores({n.name: n for n in nodes}[name]).read().toArrow().to_pylist():
