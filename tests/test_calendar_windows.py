@@ -363,7 +363,8 @@ def test_runs_are_those_of_the_model_however_records_are_cut(
     last = windowed(source, TumblingWindow(size, grace, zone=zones[0]), "last", emit="per_run")
     finals = [one.suppress(UntilWindowCloses(), name=f"final_{one.name}") for one in (*nodes, last)]
     limited = nodes[0].suppress(UntilTimeLimit(6 * HOUR), name="limited")
-    whole, split = (TopologyTestDriver(last, *finals, limited, spark=spark) for _ in range(2))
+    split = TopologyTestDriver(last, *finals, limited, spark=spark)
+    whole = TopologyTestDriver(limited, spark=spark)
     models = {zone: Model(size, zone, grace) for zone in zones}
     changes = [one for zone in zones for one in CLOCKS[zone]]
     spread = {"1 day": 2, "1 week": 10, "1 month": 40}[size]
