@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing.driver import MemoryStore, Records
+
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 BEGIN = datetime(2024, 1, 1, tzinfo=timezone.utc)
 RETENTION = timedelta(seconds=30)
@@ -160,9 +164,12 @@ def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(s, marks=pytest.mark.endurance) for s in (1, 2, 3))]
+    ("seed", "cut"),
+    [(0, [2]), *(pytest.param(s, [1, 3], marks=pytest.mark.endurance) for s in range(4))],
 )
-def test_the_last_word_of_a_feed_counts_whatever_its_clocks(spark: SparkSession, seed: int) -> None:
+def test_the_last_word_of_a_feed_counts_whatever_its_clocks(
+    spark: SparkSession, seed: int, cut: Sequence[int]
+) -> None:
     """Random changes: log and versions are those of the definition, however they are cut into runs."""
     changes, random = of_worlds(seed), Random(seed)
     log, versions, current = model(changes)
@@ -171,7 +178,7 @@ def test_the_last_word_of_a_feed_counts_whatever_its_clocks(spark: SparkSession,
     )
     assert sum(1 for c in changes if c.restates) > 5
     assert len(log) > len(changes) - sum(c.restates for c in changes)
-    for runs in (1, 3):
+    for runs in cut:
         store = MemoryStore(node, spark)
         own = replace(node, source=Feed(store, []))
         store.node = own
@@ -230,14 +237,18 @@ def yielding_model(changes: Sequence[Change], keeps: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "named"),
+    ("seed", "named", "cut"),
     [
-        (11, "changed_at"),
-        (13, "timestamp"),
-        pytest.param(12, "changed_at", marks=pytest.mark.endurance),
+        (11, "changed_at", [2]),
+        (13, "timestamp", [2]),
+        pytest.param(11, "changed_at", [1, 3], marks=pytest.mark.endurance),
+        pytest.param(12, "changed_at", [1, 3], marks=pytest.mark.endurance),
+        pytest.param(13, "timestamp", [1, 3], marks=pytest.mark.endurance),
     ],
 )
-def test_a_deletion_whose_time_nobody_stated_yields(spark: SparkSession, seed: int, named: str) -> None:
+def test_a_deletion_whose_time_nobody_stated_yields(
+    spark: SparkSession, seed: int, named: str, cut: Sequence[int]
+) -> None:
     """Random changes of a topic: what is late by its own time stays so, but no deletion that has its
     message's time ends what came after it."""
     changes, random = of_worlds(seed), Random(seed)
@@ -246,7 +257,7 @@ def test_a_deletion_whose_time_nobody_stated_yields(spark: SparkSession, seed: i
     fields = [StructField(named, f.dataType) if f.name == "changed_at" else f for f in SCHEMA.fields]
     about: dict[str, Any] = {"key": "k", "schema": StructType(fields), "timestamp": named}
     node = VersionedTable("rows", **about, history_retention=timedelta(days=9))
-    for runs in (1, 3):
+    for runs in cut:
         store = MemoryStore(node, spark)
         own = replace(node, source=Notes(store, []))
         store.node = own
@@ -330,9 +341,9 @@ def test_a_table_is_what_the_last_dump_was(
     source = SnapshotSource(str(tmp_path / "dumps"), "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0)
     shop = Shop(tmp_path, spark, source, history_retention=timedelta(days=days))
     random, state = Random(seed), State()
-    keys = [f"k{n}" for n in range(40)]
+    keys = [f"k{n}" for n in range(80)]
     carried = 0
-    for day in range(1, 5):
+    for day in range(1, 4):
         state = next_state(random, state, day * 86_400, keys)
         lines = [
             json.dumps({"k": k, "v": v, "changed_at": at(own).isoformat()})
@@ -521,7 +532,7 @@ def topic(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Take:
 
 def test_what_debezium_says_of_deletions(topic: Take) -> None:
     """The connector is ten minutes behind: null messages, changed keys and snapshots beside changes."""
-    one, two = {"id": 1}, {"id": 2}
+    one, two, three, four, five = ({"id": n} for n in range(1, 6))
     again = [
         (one, event("c", (1, "first"), 0)),
         (one, event("d", (1, "first"), 1)),
@@ -529,30 +540,27 @@ def test_what_debezium_says_of_deletions(topic: Take) -> None:
         (one, event("c", (1, "second"), 2)),
     ]
     moved = [
-        (one, event("c", (1, "a"), 0)),
-        *[(one, event("d", (1, "a"), 5)), (one, None), (two, event("c", (2, "a"), 5))],
-        *[(two, event("d", (2, "a"), 9)), (two, None), (one, event("c", (1, "a"), 9))],
+        (two, event("c", (2, "a"), 0)),
+        *[(two, event("d", (2, "a"), 5)), (two, None), (three, event("c", (3, "a"), 5))],
+        *[(three, event("d", (3, "a"), 9)), (three, None), (two, event("c", (2, "a"), 9))],
     ]
     read = [
-        (one, event("r", (1, "a"), 100)),
-        (two, event("r", (2, "b"), 100)),
-        (one, event("u", (1, "new"), 90)),  # while the snapshot was read
-        (two, event("d", (2, "b"), 95)),
-        (one, event("r", (1, "new"), 200)),
+        (four, event("r", (4, "a"), 100)),
+        (five, event("r", (5, "b"), 100)),
+        (four, event("u", (4, "new"), 90)),  # while the snapshot was read
+        (five, event("d", (5, "b"), 95)),
+        (four, event("r", (4, "new"), 200)),
     ]
+    # In turns, so that a cut is in the middle of each.
+    every = [one for some in zip_longest(again, moved, read) for one in some if one is not None]
     for runs in (1, 2):
-        current, versions, counts = topic(*again, runs=runs)
-        assert current == {1: "second"}
-        assert versions == [(1, 0, 1, "first"), (1, 1, 2, None), (1, 2, None, "second")]
-        assert (counts["nothing_new"], counts["in"]) == (1, 4)
-        current, versions, counts = topic(*moved, runs=runs)
-        assert current == {1: "a"}
-        assert versions[-1] == (2, 9, None, None)
-        assert counts["nothing_new"] == 2
-        current, versions, counts = topic(*read, runs=runs)
-        assert current == {1: "new"}
-        assert versions[:2] == [(1, 90, 100, "new"), (1, 100, None, "new")]
-        assert (counts["nothing_new"], counts["carried"]) == (1, 2)
+        current, versions, counts = topic(*every, runs=runs)
+        assert current == {1: "second", 2: "a", 4: "new"}
+        told = {n: [v for v in versions if v[0] == n] for n in range(1, 6)}
+        assert told[1] == [(1, 0, 1, "first"), (1, 1, 2, None), (1, 2, None, "second")]
+        assert told[3][-1] == (3, 9, None, None)
+        assert told[4][:2] == [(4, 90, 100, "new"), (4, 100, None, "new")]
+        assert (counts["in"], counts["nothing_new"], counts["carried"]) == (16, 4, 2)
     # a deletion that only a null message tells is one
     assert topic((one, event("c", (1, "a"), 0)), (one, None))[1][-1] == (1, 600, None, None)
     assert topic(*again, kind=Table)[0] == {1: "second"}
@@ -564,44 +572,41 @@ def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) ->
 
     schema = StructType([*NAMES.fields, StructField("changed_at", TimestampType())])
 
-    def change(op: str, second: int, own: int, name: str = "a") -> tuple[Any, Any]:
-        told = event(op, (1, name), second)
+    def change(n: int, op: str, second: int, own: int, name: str = "a") -> tuple[Any, Any]:
+        told = event(op, (n, name), second)
         for part in ("before", "after"):
             if told[part] is not None:
                 told[part]["changed_at"] = at(own).isoformat()
-        return {"id": 1}, told
+        return {"id": n}, told
 
     about = {"schema": schema, "timestamp": "changed_at"}
-    told = [change("c", 20, 10), change("d", 30, 10)]
-    assert topic(*told, **about)[1] == [(1, 10, 30, "a"), (1, 30, None, None)]
-    stated = {**about, "deleted_at": "record_time - interval 5 seconds"}
-    assert topic(*told, **stated)[1] == [(1, 10, 25, "a"), (1, 25, None, None)]
-    told = [*told, change("c", 40, 10)]
-    assert topic(*told, **about)[1] == [(1, 10, 30, "a"), (1, 30, None, "a")]
-    # a topic with a time of its own, whose producer is behind
-    plain = [
-        ({"id": 1}, {"id": 1, "name": "first", "changed_at": at(0).isoformat()}),
-        ({"id": 1}, None),
-        ({"id": 1}, {"id": 1, "name": "second", "changed_at": at(2).isoformat()}),
-        ({"id": 1}, {"id": 1, "name": "late", "changed_at": at(1).isoformat()}),
+    told = [change(n, *one) for n in (1, 2) for one in (("c", 20, 10), ("d", 30, 10))]
+    assert topic(*told, change(2, "c", 40, 10), **about)[1] == [
+        *((1, 10, 30, "a"), (1, 30, None, None)),
+        *((2, 10, 30, "a"), (2, 30, None, "a")),
     ]
-    for runs in (1, 2):
-        current, versions, _ = topic(*plain, **about, value=Json(), runs=runs)
-        assert current == {1: "second"}
-        assert [name for *_, name in versions] == ["first", "late", "second", "second"]
+    stated = {**about, "deleted_at": "record_time - interval 5 seconds"}
+    assert topic(*told[:2], **stated)[1] == [(1, 10, 25, "a"), (1, 25, None, None)]
+
+    def plain(n: int, name: str, own: int, **more: Any) -> tuple[Any, Any]:
+        return {"id": n}, {"id": n, "name": name, "changed_at": at(own).isoformat(), **more}
+
+    # a topic with a time of its own, whose producer is behind
+    behind = [plain(1, "first", 0), ({"id": 1}, None), plain(1, "second", 2), plain(1, "late", 1)]
     # the transform that leaves the row alone
     flat = [
-        ({"id": 1}, {"id": 1, "name": "a", "changed_at": at(10).isoformat(), "__deleted": "false"}),
-        ({"id": 1}, {"id": 1, "name": "a", "changed_at": at(10).isoformat(), "__deleted": "true"}),
-        ({"id": 1}, None),
+        plain(2, "a", 10, __deleted="false"),
+        plain(2, "a", 10, __deleted="true"),
+        ({"id": 2}, None),
     ]
-    assert topic(*flat, **about, value=Json())[0] == {}
-    unwrapped = Debezium(unwrapped=True)
-    _, versions, counts = topic(*flat, **about, value=unwrapped)
-    assert versions == [(1, 10, 600, "a"), (1, 600, None, None)]
+    current, versions, _ = topic(*behind[:2], *flat, *behind[2:], **about, value=Json(), runs=2)
+    assert current == {1: "second"}
+    assert [name for n, *_, name in versions if n == 1] == ["first", "late", "second", "second"]
+    aimed = [plain(3, "a", 10, __deleted="false"), plain(3, "a", 10, __deleted="true")]
+    aimed[1][1]["__source_ts_ms"] = (1_704_067_200 + 12) * 1000
+    _, versions, counts = topic(*flat, *aimed, **about, value=Debezium(unwrapped=True))
+    assert versions[:3] == [(2, 10, 600, "a"), (2, 600, None, None), (3, 10, 12, "a")]
     assert counts["nothing_new"] == 1
-    flat[1][1]["__source_ts_ms"] = (1_704_067_200 + 12) * 1000
-    assert topic(*flat, **about, value=unwrapped)[1][0] == (1, 10, 12, "a")
 
 
 def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take) -> None:
@@ -613,11 +618,10 @@ def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take)
         (two, event("u", (2, large), 6)),
         (one, event("u", (1, large), 7)),
     ]
-    for runs in (1, 2):
-        current, versions, counts = topic(*told, runs=runs)
-        assert current == {1: "large"}
-        assert {name for *_, name in versions} == {"large"}
-        assert (counts["in"], counts["quarantined"]) == (4, 1)
+    current, versions, counts = topic(*told, runs=2)
+    assert current == {1: "large"}
+    assert {name for *_, name in versions} == {"large"}
+    assert (counts["in"], counts["quarantined"]) == (4, 1)
 
 
 def test_an_event_that_truncates_deletes_every_key(topic: Take) -> None:
@@ -635,13 +639,12 @@ def test_an_event_that_truncates_deletes_every_key(topic: Take) -> None:
         (None, event("t", None, 4)),
         (three, event("c", (3, "again"), 5)),
     ]
-    for runs in (1, 2):
-        current, versions, _ = topic(*told, runs=runs)
-        assert current == {3: "again"}
-        assert versions == [
-            *[(1, 0, 4, "a"), (1, 4, None, None), (2, 1, 2, "b"), (2, 2, None, None)],
-            *[(3, 3, 4, "c"), (3, 4, 5, None), (3, 5, None, "again")],
-        ]
+    current, versions, _ = topic(*told, runs=2)
+    assert current == {3: "again"}
+    assert versions == [
+        *[(1, 0, 4, "a"), (1, 4, None, None), (2, 1, 2, "b"), (2, 2, None, None)],
+        *[(3, 3, 4, "c"), (3, 4, 5, None), (3, 5, None, "again")],
+    ]
     assert topic(*told, runs=2, kind=Table)[0] == {3: "again"}
     with pytest.raises(SourceError, match=r"op t \(truncate\) with several topics or partitions"):
         topic(*told, partitions=2)
