@@ -34,7 +34,7 @@ JOINED = ["left.*", "right.n as rate", "right.valid_from as since"]
 Landed = tuple[str | None, int | None, float]
 ROWS, RECORDS = 12, 24
 """Explained of each asset, and landed in each file."""
-ONCE = ("matched", "dear", "doubled", "both", "by_number", "signed")
+ONCE = ("matched", "plain", "dear", "doubled", "events", "both", "by_number", "newest", "signed")
 """What runs in the second run alone: it takes the same records."""
 FIRST = {
     "rates": ([("z", 1, 1), ("z", 2, 9), ("y", 1, 1)], []),
