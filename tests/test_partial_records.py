@@ -41,6 +41,9 @@ from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 RETENTION = timedelta(seconds=40)
 START = datetime(2024, 6, 1, tzinfo=timezone.utc)
 GONE = "size(given) = 1 and given[0] = 'gone'"
@@ -150,7 +153,7 @@ def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
     rows = [{**c.row, **({"given": ["gone"]} if c.deleted else {})} for c in arrived]
     node = table(only_columns="given", deleted_when=GONE)
     logs: list[Any] = []
-    for cuts, at_once in ([], 10_000), (sorted(random.sample(range(1, len(arrived)), 3)), 3):
+    for cuts, at_once in ([], 10_000), (random.sample(range(1, len(arrived)), 1), 3):
         driver = TopologyTestDriver(node, spark=spark)
         with batches_of(spark, at_once):
             for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):

@@ -42,6 +42,9 @@ from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import named, noted
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 RENAMED = {"k": "product", "n": "amount", "cat": "category", "maker": "vendor"}
 OF_SUPPLIERS = {"city": "town", "heads": "staff"}
