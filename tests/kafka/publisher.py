@@ -1,5 +1,5 @@
-"""Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison. It takes its
-time, some twenty seconds, so that runs begin before it ends."""
+"""Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison. Before the second
+half it waits for a line on stdin, so that runs have begun before it ends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from confluent_kafka import Producer
 
 
 def main() -> None:
-    servers, *topics, count = sys.argv[1:]
+    servers, *topics, number = sys.argv[1:]
+    count = int(number)
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 20, "enable.idempotence": True})
     chance = random.Random(7)
     start = 1_700_000_000_000
-    for n in range(int(count)):
+    for n in range(count):
         # out of order by a quarter of an hour, some by an hour, which a table refuses
         millis = start + n * 20 - chance.randrange(900_000) - (3_600_000 if n % 500 == 0 else 0)
         key = f"k{chance.randrange(2000)}"
@@ -28,8 +29,11 @@ def main() -> None:
                 except BufferError:
                     producer.poll(0.05)
         producer.poll(0)
-        if n % (int(count) // 100) == 0:
-            time.sleep(0.2)
+        if n == count // 2:
+            assert producer.flush(120) == 0
+            sys.stdin.readline()
+        if n > count // 2 and n % (count // 100) == 0:
+            time.sleep(0.1)
     assert producer.flush(120) == 0
 
 

@@ -1,12 +1,10 @@
-"""Publishes a log and kills itself at a named point: ``ROOT SERVERS ORIGIN TARGET POINT ADDRESS``,
-the last one that of a Spark Connect server."""
+"""Publishes logs in processes that kill themselves at a named point: ``[ROOT SERVERS ORIGIN TARGET
+POINT ADDRESS]…``, the last word of each the address of a Spark Connect server."""
 
 from __future__ import annotations
 
-import sys
-
 from tests.kafka.topics import SCHEMA, Topics
-from tests.storage.crash_child import arm
+from tests.storage.crash_child import arm, killed
 from vt_dagster import Stream
 from vt_dagster.kafka import KafkaSink, KafkaSource
 from vt_dagster.sources.kafka_sink import Publication
@@ -14,16 +12,14 @@ from vt_dagster.spark.session import build_session
 from vt_dagster.storage import parquet
 
 
-def main() -> None:
-    root, servers, origin, target, point, address = sys.argv[1:]
+def run(root: str, servers: str, origin: str, target: str, point: str, address: str) -> None:
     arm(parquet, "write", point.split(":")[0], lambda rows, path, **_: path.endswith("log"))
     cluster = Topics(servers).cluster
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, origin))
     spark = build_session("crash", remote=address)
     warehouse = f"{root}/warehouse"
     Publication(warehouse, "s_to_kafka", node, KafkaSink(cluster, target), spark).run()
-    print("survived")
 
 
 if __name__ == "__main__":
-    main()
+    killed(run)

@@ -17,6 +17,8 @@ from vt_dagster.kafka import Avro, KafkaSource, SchemaRegistry
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 V1 = {
     "type": "record",
     "name": "Order",

@@ -29,7 +29,7 @@ from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]
 PARTITIONS = 8
-LONGEST = 12.0
+LONGEST = 8.0
 """So many seconds after a run has begun it is killed at most."""
 SCHEMA = StructType(
     [
@@ -67,6 +67,7 @@ def child(module: str, *arguments: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", f"tests.kafka.{module}", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,14 +76,33 @@ def child(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def begins(worker: subprocess.Popen[str]) -> bool:
-    """Waits for a worker's first run; False where there is none."""
+    """Waits for a worker's next run; False where none is asked for."""
     assert worker.stdout is not None
-    return any(line == "asked\n" for line in worker.stdout)
+    said: list[str] = []
+    for line in worker.stdout:
+        if line in ("asked\n", "idle\n"):
+            return line == "asked\n"
+        said.append(line)
+    raise AssertionError("".join(said))
+
+
+def tell(worker: subprocess.Popen[str]) -> None:
+    """Lets a worker tick once more."""
+    time.sleep(0.5)
+    assert worker.stdin is not None
+    worker.stdin.write("go on\n")
+    worker.stdin.flush()
+
+
+def let_go_on(publisher: subprocess.Popen[str]) -> None:
+    """Lets a publisher publish its second half; again, it does nothing."""
+    assert publisher.stdin is not None
+    publisher.stdin.close()
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("each", "in_all", "share"),
+    ("each", "kills", "share"),
     [(8_000, 1, 0.6), pytest.param(500_000, 3, 0.3, marks=pytest.mark.endurance)],
 )
 def test_many_records_and_kills(
@@ -92,28 +112,44 @@ def test_many_records_and_kills(
     spark: SparkSession,
     children: list[subprocess.Popen[str]],
     each: int,
-    in_all: int,
+    kills: int,
     share: float,
 ) -> None:
-    """So many records of each topic, of which a run takes this share, and so many kills."""
+    """So many records of each topic, of which a run takes this share, and so many workers that are
+    killed in their first run. The second half is published while the last worker runs."""
     names, most = [topics.create(partitions=PARTITIONS) for _ in range(2)], int(each * share)
     publisher = child("publisher", broker.bootstrap_servers, *names, str(each))
     children.append(publisher)
-    chance, kills, ended = random.Random(4), 0, False
-    while not ended:
+    chance = random.Random(4)
+
+    def worker() -> subprocess.Popen[str]:
+        children.append(child("worker", str(tmp_path), broker.bootstrap_servers, *names, str(most)))
+        return children[-1]
+
+    for _ in range(kills):
+        one = worker()
+        while not begins(one):  # of what has been published nothing is left
+            let_go_on(publisher)
+            tell(one)
+        time.sleep(chance.uniform(0, LONGEST))
+        assert one.poll() is None
+        os.killpg(one.pid, signal.SIGKILL)
+        one.wait()
+    last, meanwhile = worker(), 0
+    while True:
         published = publisher.poll() is not None
-        worker = child("worker", str(tmp_path), broker.bootstrap_servers, *names, str(most))
-        children.append(worker)
-        if kills < in_all and begins(worker):
-            time.sleep(chance.uniform(0, LONGEST))
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
-                kills += 1
-        said = worker.communicate(timeout=900)[0]
-        assert worker.returncode in (0, -signal.SIGKILL), said
-        ended = published and worker.returncode == 0
+        asked = begins(last)
+        let_go_on(publisher)
+        if asked:
+            meanwhile += not published
+        elif published:
+            break
+        else:
+            tell(last)
+    said = last.communicate(timeout=900)[0]
+    assert last.returncode == 0, said
+    assert meanwhile > 0, "runs began while records were published"
     assert publisher.returncode == 0
-    assert kills == in_all
     disturbed, other = (
         Pipeline(root, spark, checked=False) for root in (tmp_path, tmp_path / "undisturbed")
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from pyspark.sql import SparkSession
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, records
 from vt_dagster import Stream, VersionedTable
 from vt_dagster.runs.run import run_once
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 def test_a_join_waits_for_the_end_that_the_first_run_has_pinned(

@@ -20,6 +20,8 @@ from vt_dagster.kafka import KafkaSource, Raw
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 OLD = int(datetime(2024, 5, 1, tzinfo=timezone.utc).timestamp() * 1000)
 
 

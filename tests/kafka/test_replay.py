@@ -23,10 +23,12 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import commits
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 @pytest.fixture
 def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
-    return Pipeline(tmp_path, spark)
+    return Pipeline(tmp_path, spark, checked=False)
 
 
 def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:

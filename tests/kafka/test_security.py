@@ -25,9 +25,12 @@ from vt_dagster import Stream, build_asset, build_sensor
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, build_publication
 from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources import kafka_cluster
 from vt_dagster.sources.kafka_sink import Publication, advice_for, producing
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing_kafka import KafkaBroker
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 PASSWORD = "sesame-4711"
 
@@ -73,6 +76,7 @@ def test_no_secret_anywhere(
         assert len(topics.consume(target)) == 20
         said.append(everything_said(instance, done.run_id))
         # a wrong password, an unknown authority, a variable that is not set: messages without secrets
+        monkeypatch.setattr(kafka_cluster, "_SECONDS", 2.0)  # nobody answers, however long it waits
         for wrong, said_of_it in (
             ({"password": "wrong-secret-0815"}, "SASL authentication error: Authentication failed"),
             ({"ca_location": None}, "certificate verify failed"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.conftest import ConnectServer
+from tests.kafka.conftest import Broker
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
 from tests.market import materialized, messages, run, unchanged
@@ -36,7 +36,8 @@ from vt_dagster.sources.kafka_cluster import TopicState
 from vt_dagster.sources.kafka_sink import Publication, producing
 from vt_dagster.storage import parquet
 from vt_dagster.storage.asset_store import stores_of
-from vt_dagster.testing_kafka import KafkaBroker
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -103,41 +104,55 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
     assert [(r.k, r.n) for r in pipeline.current(again)] == [("b", 2)]
 
 
-@pytest.mark.parametrize("point", ["before:log", "after:log"])
-def test_killed_publication_repeats_nothing(
-    point: str, topics: Topics, broker: KafkaBroker, pipeline: Pipeline, connect_server: ConnectServer
+def test_killed_publications_repeat_nothing(
+    topics: Topics, broker: Broker, pipeline: Pipeline, connect_server: ConnectServer
 ) -> None:
-    origin, target = topics.create(partitions=2), topics.create(partitions=2)
+    """Killed before and after the write of what was published."""
+    origin = topics.create(partitions=2)
     for partition in (0, 1):
         topics.produce(origin, records(range(50), keys=50, partition=partition))
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
     pipeline.run(node)
-    child = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.kafka.sink_child"),
-            *(str(pipeline.root), broker.bootstrap_servers, origin, target, point),
+    killed: list[tuple[Pipeline, str]] = []
+    cases: list[str] = []
+    for point in ("before:log", "after:log"):
+        root, target = pipeline.root / point.replace(":", "_"), topics.create(partitions=2)
+        one = Pipeline(root, pipeline.spark, checked=False)
+        shutil.copytree(pipeline.root / "warehouse", root / "warehouse")
+        killed.append((one, target))
+        cases += [
+            str(one.root),
+            broker.bootstrap_servers,
+            origin,
+            target,
+            point,
             connect_server.address,
-        ],
+        ]
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.kafka.sink_child", *cases],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
-    assert len(topics.consume(target, 2)) == 100
-    publish(pipeline, node, KafkaSink(topics.cluster, target))
-    places = [place(m) for m in topics.consume(target, 2)]
-    assert sorted(places) == sorted(f"s/{p}/{o}" for p in (0, 1) for o in range(50))
+    assert child.returncode == 0, child.stdout + child.stderr
+    for one, target in killed:
+        assert len(topics.consume(target, 2)) == 100
+        publish(one, node, KafkaSink(topics.cluster, target))
+        places = [place(m) for m in topics.consume(target, 2)]
+        assert sorted(places) == sorted(f"s/{p}/{o}" for p in (0, 1) for o in range(50))
     topics.produce(origin, records([7], partition=1))
-    pipeline.run(node)
-    assert publish(pipeline, node, KafkaSink(topics.cluster, target))["records_published"] == 1
-    # in each topic partition, records of one log partition are in their order
-    for partition in (0, 1):
-        mine = [place(m).split("/") for m in topics.consume(target, 2) if m.partition() == partition]
-        for home in ("0", "1"):
-            offsets = [int(offset) for _, p, offset in mine if p == home]
-            assert offsets == sorted(offsets)
+    for one, target in killed:
+        one.run(node)
+        assert publish(one, node, KafkaSink(topics.cluster, target))["records_published"] == 1
+        # in each topic partition, records of one log partition are in their order
+        for partition in (0, 1):
+            found = topics.consume(target, 2)
+            mine = [place(m).split("/") for m in found if m.partition() == partition]
+            for home in ("0", "1"):
+                offsets = [int(offset) for _, p, offset in mine if p == home]
+                assert offsets == sorted(offsets)
 
 
 def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:

@@ -22,15 +22,19 @@ from vt_dagster.kafka import KafkaSource, Raw
 from vt_dagster.sources import kafka_cluster
 from vt_dagster.sources.kafka_source import HEADERS
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 MOMENT = datetime(2024, 5, 1, 12, 0, tzinfo=timezone.utc)
 
 
 @pytest.fixture
 def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
-    return Pipeline(tmp_path, spark)
+    """Without checks, but where the first test, or one of bad records, asks for them."""
+    return Pipeline(tmp_path, spark, checked=False)
 
 
 def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> None:
+    pipeline.checked = True
     topic = topics.create(partitions=2)
     topics.produce(topic, records([0, 2, 4], partition=0))
     topics.produce(topic, records([1, 3], partition=1))
@@ -99,6 +103,7 @@ def test_a_tombstone_has_no_time_of_its_own(topics: Topics, pipeline: Pipeline) 
 
 
 def test_poison_goes_to_quarantine_with_its_bytes(topics: Topics, pipeline: Pipeline) -> None:
+    pipeline.checked = True
     topic = topics.create(partitions=2)
     bad = [
         {"key": "a", "value": b"\xff\xfenot json", "partition": 1},

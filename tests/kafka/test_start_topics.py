@@ -6,12 +6,15 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from pyspark.sql import SparkSession
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, records
 from vt_dagster import SnapshotSource, VersionedTable, explain
 from vt_dagster.runs.run import run_once
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 def test_a_snapshot_and_then_a_topic(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:

@@ -7,7 +7,8 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.kafka.conftest import OF_TOKENS, Broker
 from tests.kafka.topics import SCHEMA, Topics, records
 from tests.market import materialized, messages, run
 from vt_dagster import Stream, build_asset
@@ -24,9 +26,7 @@ from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, build_publica
 from vt_dagster.sources.kafka_cluster import token_of
 from vt_dagster.sources.kafka_sink import advice_for, producing
 from vt_dagster.spark.jars import resolve_broker_jars
-from vt_dagster.testing_kafka import KafkaBroker
 
-MODULE = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
 PROVIDER = f"{__name__}:token"
 SECRET = "oauth-sesame-4711"
 TOKENS: list[str] = []
@@ -61,39 +61,30 @@ def alone() -> str:
     return SECRET
 
 
-class TokenBroker(KafkaBroker):
-    """A broker with a listener for tokens, ``token_servers``."""
-
-    @property
-    def token_servers(self) -> str:
-        return f"127.0.0.1:{self._secure}"
-
-    def _prepare(self, settings: Path, command: Sequence[str]) -> None:
-        super()._prepare(settings, command)
-        text = settings.read_text()
-        text = text.replace("\nlisteners=", f"\nlisteners=TOKENS://{self.token_servers},")
-        text = text.replace("SASL_SSL:SASL_SSL", "TOKENS:SASL_PLAINTEXT")
-        text += "sasl.enabled.mechanisms=OAUTHBEARER\n"
-        login = f'{MODULE} unsecuredLoginStringClaim_sub="broker";'
-        text += f"listener.name.tokens.oauthbearer.sasl.jaas.config={login}\n"
-        settings.write_text(text)
-
-
-@pytest.fixture(scope="module")
-def token_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenBroker]:
-    broker = TokenBroker(tmp_path_factory.mktemp("tokens"))
-    with broker:
-        yield broker
-
-
 def cluster(servers: str, provider: str = PROVIDER, **more: Any) -> KafkaCluster:
-    login = {"sasl.jaas.config": f'{MODULE} unsecuredLoginStringClaim_sub="alice";'}
+    login = {"sasl.jaas.config": f'{OF_TOKENS} unsecuredLoginStringClaim_sub="alice";'}
     about: dict[str, Any] = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER"}
     return KafkaCluster(servers, token_provider=provider, java_options=login, **about, **more)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def published_late(broker: Broker) -> Iterator[Future[Any]]:
+    """What comes of a record that is published when the token has expired: Kafka's client waits ten
+    seconds for another one, while other tests run."""
+    target = Topics(broker.bootstrap_servers).create()
+    row = {"partition": 0, "key": b"a", "value": b"1", "millis": 1, "place": "p"}
+    send = producing(cluster(broker.token_servers, f"{__name__}:short"), target, "h")
+
+    def publish() -> Any:
+        time.sleep(0.6)  # until its token has expired
+        return [*send(iter([pa.RecordBatch.from_pylist([row])]))]
+
+    with ThreadPoolExecutor(1) as beside:
+        yield beside.submit(publish)
+
+
 def test_a_function_gives_the_tokens(
-    token_broker: TokenBroker,
+    broker: Broker,
     tmp_path: Path,
     spark: SparkSession,
     caplog: pytest.LogCaptureFixture,
@@ -102,10 +93,10 @@ def test_a_function_gives_the_tokens(
     """Of Python's client, which publishes, too; Spark's has a login of its own. No token is to be read
     anywhere."""
     caplog.set_level(logging.INFO)
-    topics = Topics(token_broker.bootstrap_servers)
+    topics = Topics(broker.bootstrap_servers)
     origin, target = topics.create(), topics.create()
     topics.produce(origin, records(range(7)))
-    good = cluster(token_broker.token_servers)
+    good = cluster(broker.token_servers)
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(good, origin))
     published = build_publication(node, KafkaSink(good, target), name="published")
     said = [repr(good), repr(node)]
@@ -117,7 +108,7 @@ def test_a_function_gives_the_tokens(
         assert materialized(done, "s")["records_applied"] == 7
         assert len(topics.consume(target)) == 7
         said += [str(r) for r in instance.all_logs(done.run_id)]
-        wrong = KafkaSource(cluster(token_broker.token_servers, f"{__name__}:failing"), origin)
+        wrong = KafkaSource(cluster(broker.token_servers, f"{__name__}:failing"), origin)
         broken = Stream("b", key="k", schema=SCHEMA, timestamp="at", source=wrong)
         failed = run([build_asset(broken)], tmp_path / "warehouse", instance=instance)
         assert not failed.success
@@ -176,7 +167,7 @@ def test_settings_of_both_clients_for_an_oauth_server(monkeypatch: pytest.Monkey
     AdminClient({**made.client_settings(), "log_level": 0})  # librdkafka knows all of them
     java = {n: v for n, v in made.spark_options().items() if "sasl" in n}
     handler = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler"
-    login = f'{MODULE} clientId="client" clientSecret="a\\"b" scope="kafka";'
+    login = f'{OF_TOKENS} clientId="client" clientSecret="a\\"b" scope="kafka";'
     assert java == {
         "kafka.sasl.mechanism": "OAUTHBEARER",
         "kafka.sasl.oauthbearer.token.endpoint.url": "https://idp/token",
@@ -213,12 +204,8 @@ def test_refused_when_declared(change: dict[str, Any], told: str) -> None:
     assert told in str(refused.value)
 
 
-def test_a_token_that_has_expired_while_a_run_publishes(token_broker: TokenBroker) -> None:
-    target = Topics(token_broker.bootstrap_servers).create()
-    row = {"partition": 0, "key": b"a", "value": b"1", "millis": 1, "place": "p"}
-    send = producing(cluster(token_broker.token_servers, f"{__name__}:short"), target, "h")
-    time.sleep(0.6)  # until its token has expired
-    ((failed,),) = (one.to_pylist() for one in send(iter([pa.RecordBatch.from_pylist([row])])))
+def test_a_token_that_has_expired_while_a_run_publishes(published_late: Future[Any]) -> None:
+    ((failed,),) = (one.to_pylist() for one in published_late.result(60))
     assert failed["records"] == 1
     assert failed["partition"] is None
     assert "lower max_records_per_run" in advice_for(failed["error"])

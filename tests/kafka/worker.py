@@ -1,5 +1,5 @@
-"""Ticks of both sensors and the runs that they ask for, until none is asked for: ``ROOT SERVERS PRICES
-SALES MOST``."""
+"""Ticks of both sensors and the runs that they ask for: ``ROOT SERVERS PRICES SALES MOST``. It prints
+``asked`` before a run, and ``idle`` where none is asked for; then a line on stdin lets it go on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def main() -> None:
     root, servers, prices, sales, most = sys.argv[1:]
     conf = {"spark.sql.shuffle.partitions": "2"}
     spark = build_session("worker", master="local[2]", conf=conf)
-    pipeline, asked = Pipeline(Path(root), spark, checked=False), True
-    while asked:
+    pipeline, going_on = Pipeline(Path(root), spark, checked=False), True
+    while going_on:
         asked = False
         for node in topology(Topics(servers), prices, sales, int(most)).values():
             said = pipeline.tick(node)
@@ -28,6 +28,9 @@ def main() -> None:
                 asked = True
                 done = pipeline.execute(node, run_config=said.run_config)
                 assert done.success
+        if not asked:
+            print("idle", flush=True)
+            going_on = bool(sys.stdin.readline())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,14 @@ def run(address: str, root: str, asset: str, point: str) -> None:
         topology.run(asset, spark)
 
 
-def main() -> None:
-    told = sys.argv[1:]
-    for case in zip(told[::4], told[1::4], told[2::4], told[3::4], strict=True):
+def killed(run: Callable[..., None]) -> None:
+    """Runs each case of the command line in a fork of this process, which must be killed.
+
+    Args:
+        run: what runs a case; it has as many arguments as a case has words.
+    """
+    words, told = len(signature(run).parameters), sys.argv[1:]
+    for case in (told[n : n + words] for n in range(0, len(told), words)):
         child = os.fork()
         if child == 0:
             try:
@@ -93,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    killed(run)
