@@ -91,8 +91,7 @@ def job_of(root: str, parent: int, name: str) -> dg.JobDefinition:
         released, waiting = buffer(sales=sales, arrival=arrival)
         return write(join(released=released, waiting=waiting, arrival=arrival), arrival)
 
-    spread = dg.multiprocess_executor
-    forked = spread.configured(FORK_SERVER)
+    forked = dg.multiprocess_executor.configured(FORK_SERVER)
     defs = dg.Definitions(
         assets=[
             *[build_asset(node, retry_policy=dg.RetryPolicy(max_retries=2)) for node in market.nodes],
@@ -101,7 +100,7 @@ def job_of(root: str, parent: int, name: str) -> dg.JobDefinition:
         resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
         jobs=[
             dg.define_asset_job("default", selection="graph_of_sales"),
-            dg.define_asset_job("joined", selection="graph_of_priced", executor_def=spread),
+            dg.define_asset_job("joined", selection="graph_of_priced", executor_def=forked),
             dg.define_asset_job("assets", selection=SELECTED, executor_def=forked),
         ],
     )
@@ -110,9 +109,11 @@ def job_of(root: str, parent: int, name: str) -> dg.JobDefinition:
 
 @contextmanager
 def run_of(root: Path, instance: dg.DagsterInstance, name: str) -> Iterator[dg.JobExecutionResult]:
+    """All runs of this file fork their steps from one process, which has imported what they need."""
     args: Any = (str(root), os.getpid(), name)
     job = dg.build_reconstructable_job("tests.test_executor", "job_of", args)
-    with dg.execute_job(job, instance, run_config=QUIET) as done:
+    of_default = {"execution": {"config": {"multiprocess": FORK_SERVER}}} if name == "default" else {}
+    with dg.execute_job(job, instance, run_config={**QUIET, **of_default}) as done:
         yield done
 
 
@@ -145,8 +146,12 @@ def test_a_graph_with_a_process_per_step_is_refused(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kills",  # a run that is killed before its commit is as if it had not begun
+    [["after.sales"], pytest.param(["before.sales", "after.sales"], marks=pytest.mark.endurance)],
+)
 def test_assets_run_in_a_process_each_from_their_second_run_on(
-    spark: SparkSession, instance: dg.DagsterInstance, tmp_path: Path
+    spark: SparkSession, instance: dg.DagsterInstance, tmp_path: Path, kills: list[str]
 ) -> None:
     """Each a copy of a fork server that has imported what it needs, and a session of its own."""
     market = Market(tmp_path, spark)
@@ -155,9 +160,9 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(
     first = map(build_asset, market.nodes)
     assert run(first, market.warehouse, selection=["prices", *SELECTED]).success
     market.land("sales", "2.jsonl", record("b", "s3", "1 08:00"), record("a", "s4", "1 08:00"))
-    for mark in ("before.sales", "after.sales"):
+    for mark in kills:
         (tmp_path / mark).touch()
-    for killed in (["sales", "sales"], []):  # with something new, and with nothing new
+    for killed in (["sales"] * len(kills), []):  # with something new, and with nothing new
         with run_of(tmp_path, instance, "assets") as done:
             said = "\n".join(entry.user_message for entry in instance.all_logs(done.run_id))
             assert done.success, said
