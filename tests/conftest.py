@@ -145,14 +145,17 @@ def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect
     environment = server_environment(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    options = ["--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
+    options = ["--few-rows", "--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
     status, said = spark_command(environment, "start", *options, cwd=elsewhere)
     assert status == 0, said
+    assert "the Spark server started" in said
     found = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark" / "server.json"
     server = Server(**json.loads(found.read_text(encoding="utf-8")))
     yield ConnectServer(environment, server.address)
     status, said = spark_command(environment, "stop", cwd=elsewhere)
     assert status == 0, said
+    assert "stopped the Spark server" in said
+    assert not server.alive
     assert not (elsewhere / "data").exists(), "nothing is written where the server stands"
 
 

@@ -72,6 +72,10 @@ def parsed(words: list[str]) -> None:
 
 @cache
 def help_of(program: str, *command: str) -> str:
+    if program == "vt-dagster":  # in this process
+        shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+        assert shown.exit_code == 0, shown.output
+        return shown.output
     asked = [str(BIN / program), *command, "--help"]
     done = subprocess.run(
         asked, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"}
@@ -264,14 +268,16 @@ def test_no_server_without_a_token(monkeypatch: Any) -> None:
         server.serve("0.0.0.0", 15002)
 
 
-CLIENT = """
-import sys
+CLIENT = f"""
+import os, sys
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark.session import build_session
-try:
-    print(build_session(remote=sys.argv[1]).range(3).count())
-except SparkUnavailableError as error:
-    print(error)
+for token in sys.argv[2:]:
+    os.environ[{server.TOKEN!r}] = token
+    try:
+        print(build_session(remote=sys.argv[1]).range(3).count())
+    except SparkUnavailableError as error:
+        print(error)
 """
 
 
@@ -340,22 +346,18 @@ def test_a_served_spark_behind_tls(tmp_path: Path) -> None:
             assert time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.5)
         with tls_proxy(port, tmp_path) as secure:
-
-            def client(token: str) -> str:
-                about = {
-                    **environment,
-                    server.TOKEN: token,
-                    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(tmp_path / "cert.pem"),
-                    "JAVA_HOME": "/there/is/none",
-                }
-                address = f"sc://localhost:{secure}/;use_ssl=true"
-                asked = [sys.executable, "-c", CLIENT, address]
-                done = subprocess.run(asked, env=about, capture_output=True, text=True, timeout=180)
-                assert "sesame" not in done.stderr
-                return done.stdout.strip() or done.stderr
-
-            assert client("sesame") == "3"
-            assert "Expected a Spark session on sc://localhost" in client("another")
+            about = {
+                **environment,
+                "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(tmp_path / "cert.pem"),
+                "JAVA_HOME": "/there/is/none",
+            }
+            address = f"sc://localhost:{secure}/;use_ssl=true"
+            asked = [sys.executable, "-c", CLIENT, address, "another", "sesame"]
+            done = subprocess.run(asked, env=about, capture_output=True, text=True, timeout=180)
+            assert "sesame" not in done.stderr
+            refused, counted = done.stdout.splitlines()
+            assert "Expected a Spark session on sc://localhost" in refused
+            assert counted == "3"
         told = subprocess.run(["ps", "-eww", "-o", "command="], capture_output=True, text=True).stdout
         assert "sesame" not in told
     finally:

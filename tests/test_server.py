@@ -14,10 +14,12 @@ import pytest
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
-from tests.conftest import ROOT, server_environment, spark_command
+from tests.conftest import ROOT, ConnectServer, server_environment, spark_command
 from tests.market import Market, record
+from vt_dagster import SparkResource
 from vt_dagster.cli import app
 from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.orchestration.resources import session_of
 from vt_dagster.spark import server
 
 KILLS = """
@@ -32,15 +34,17 @@ def after_its_server(*given):
 AssetStore.commit = after_its_server
 """
 RUN = """
+import sys
 from pathlib import Path
 import dagster as dg
 from tests.market import Market, messages
 from vt_dagster import SparkResource, build_asset, build_resources
 
-market = Market(Path({root!r}), None)
-resources = build_resources(str(market.warehouse), SparkResource(remote={remote!r}))
-result = dg.materialize([build_asset(market.prices)], resources=resources, raise_on_error=False)
-print(messages(result) or "done")
+market = Market(Path(sys.argv[1]), None)
+for remote in sys.argv[2:]:
+    resources = build_resources(str(market.warehouse), SparkResource(remote=remote or None))
+    result = dg.materialize([build_asset(market.prices)], resources=resources, raise_on_error=False)
+    print(messages(result) or "done", flush=True)
 """
 
 
@@ -49,13 +53,15 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A user who has the jars, and whose server is ended in the end."""
     made = {**server_environment(tmp_path), "COLUMNS": "80"}
     yield made
-    spark_command(made, "stop")
+    if (tmp_path / "cache" / "vt_dagster" / "spark" / "server.json").exists():
+        spark_command(made, "stop")
 
 
-def run_on(environment: dict[str, str], root: Path, remote: str | None, before: str = "") -> str:
+def run_on(environment: dict[str, str], root: Path, *remotes: str, before: str = "") -> str:
+    """What a process says that runs an asset on each of some servers; no remote is ``""``."""
     without_java = {"JAVA_HOME": "/there/is/none", "SPARK_CONNECT_AUTHENTICATE_TOKEN": ""}
     done = subprocess.run(
-        [sys.executable, "-c", before + RUN.format(root=str(root), remote=remote)],
+        [sys.executable, "-c", before + RUN, str(root), *remotes],
         capture_output=True,
         text=True,
         timeout=300,
@@ -71,42 +77,40 @@ def status(environment: dict[str, str]) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def test_where_none_is_running(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert status(environment) == (1, "no Spark server is running\n")
+    stopped = CliRunner().invoke(app, ["spark", "stop"], env=environment)
+    assert (stopped.exit_code, stopped.output) == (0, "no Spark server was running\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+    with pytest.raises(SparkUnavailableError, match="start it: vt-dagster spark start"):
+        session_of(SparkResource(remote="server"))
+
+
 @pytest.mark.timeout(600)
 def test_runs_use_it_while_it_is_there(
-    environment: dict[str, str], tmp_path: Path, spark: SparkSession
+    connect_server: ConnectServer, tmp_path: Path, spark: SparkSession
 ) -> None:
+    """The fixture has started it by the command, and stops it."""
+    environment = {**connect_server.environment, "COLUMNS": "80"}
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"), record("b", "q1", "1 01:00"))
-    assert status(environment) == (1, "no Spark server is running\n")
-    said = run_on(environment, tmp_path, "server")
-    assert "start it: vt-dagster spark start" in said
-    assert not market.warehouse.exists()
-
-    options = "--master", "local[2]", "--conf", "spark.driver.memory=1g"
-    code, started = spark_command(environment, "start", *options)
-    assert code == 0, started
-    assert "the Spark server started" in started
-    assert "was already running" in spark_command(environment, "start")[1]
     assert status(environment)[0] == 0
-    cache = tmp_path / "cache" / "vt_dagster" / "spark"
+    again = CliRunner().invoke(app, ["spark", "start"], env=environment)
+    assert again.exit_code == 0
+    assert "was already running" in again.output
+    cache = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark"
     assert cache.stat().st_mode & 0o777 == 0o700
     for kind in ("json", "conf"):
         assert (cache / f"server.{kind}").stat().st_mode & 0o777 == 0o600, "they have the token"
 
-    said = run_on({**environment, "VT_DAGSTER_SPARK": "server"}, tmp_path, None)
-    assert "done" in said, said
+    without_token = connect_server.address.partition("/;")[0]
+    said = run_on({**environment, "VT_DAGSTER_SPARK": "server"}, tmp_path, without_token, "")
+    refused, _, done = said.partition("done")
+    assert "Expected a Spark session on sc://localhost" in refused, "nobody without the token"
+    assert done.startswith("\n"), said
     assert "token" not in said
     rows = market.store(market.prices).read("log").collect()
     assert sorted(row["v"] for row in rows) == ["p1", "q1"]
-    port = started.partition("localhost:")[2].partition(",")[0]
-    market.land("prices", "2.jsonl", record("b", "q2", "1 09:00"))
-    said = run_on(environment, tmp_path, f"sc://localhost:{port}")
-    assert "Expected a Spark session on sc://localhost" in said, "nobody without the token"
-    assert "done" not in said
-
-    assert "stopped the Spark server" in spark_command(environment, "stop")[1]
-    assert spark_command(environment, "stop") == (0, "no Spark server was running\n")
-    assert status(environment)[0] == 1
 
 
 @pytest.mark.endurance
@@ -121,7 +125,7 @@ def test_one_that_is_killed_in_a_run(
     found = re.search(r"process (\d+) ", started)
     assert found is not None
     at = time.monotonic()
-    said = run_on(environment, tmp_path, "server", KILLS.format(pid=found[1]))
+    said = run_on(environment, tmp_path, "server", before=KILLS.format(pid=found[1]))
     assert "to answer, but it has ended" in said
     assert "vt-dagster spark start" in said
     assert time.monotonic() - at < 120
@@ -140,8 +144,8 @@ def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
     assert "Expected a Spark server on local[0] to start, got:" in said
     assert "server.log" in said
     assert status(environment)[0] == 1
-    code, said = spark_command(environment, "start", "--conf", "spark.driver.memory")
-    assert (code, said) == (2, "error: Expected --conf name=value, got 'spark.driver.memory'.\n")
+    wrong = CliRunner().invoke(app, ["spark", "start", "--conf", "spark.driver.memory"])
+    assert str(wrong.exception) == "Expected --conf name=value, got 'spark.driver.memory'."
 
 
 def test_while_it_starts_its_process_tells_that_it_runs(
