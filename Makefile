@@ -125,7 +125,9 @@ lint: $(STAMP)
 # Builds the site in build/docs; it can be opened as files, without a server or a network.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(STAMP)
+	@rm -f build/docs/.whole
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --strict --quiet
+	@touch build/docs/.whole
 
 # All rows of bench/README.md: two hours on two idle cores. The first command alone takes half an hour.
 bench: $(STAMP)

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from tests.conftest import ConnectServer
+
 ROOT = Path(__file__).parents[2]
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -30,17 +32,19 @@ EXPLORE = "http://127.0.0.1:3001"
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(
+    tmp_path_factory: pytest.TempPathFactory, connect_server: ConnectServer
+) -> dict[str, str]:
     """The environment of a process that works on the instance, which is filled."""
     data = tmp_path_factory.mktemp("ui")
     home = data / "dagster_home"
     home.mkdir()
     shutil.copy(ROOT / "assets" / "dagster.yaml", home)
     about = {
-        **os.environ,
+        **connect_server.environment,
+        "VT_DAGSTER_SPARK": "server",
         "VT_DAGSTER_DATA": str(data),
         "DAGSTER_HOME": str(home),
-        "PYTHONPATH": str(ROOT),
         "VT_DAGSTER_EXPLORE": EXPLORE,
     }
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""A small instance of the worked example: two months consumed, a third landed, one table damaged, and a
-week of weather that came a month late.
+"""A small instance of the worked example: some days of two months consumed, a third landed, one table
+damaged, and a week of weather that came a month late.
 
 Run as a process of its own, with ``VT_DAGSTER_DATA`` and ``DAGSTER_HOME``: it starts Spark.
 """
@@ -10,6 +10,8 @@ SHOWN = ("weather", "flights", "airlines", "flights_with_weather")
 DAMAGED = "airlines"
 LATE = ("JFK", "2013-01-08", "2013-01-15")
 """The airport, and the days (the second exclusive) whose weather came with the next month's."""
+DAYS = (*range(8, 15), 28)
+"""Of each month, that have flights."""
 
 
 def main() -> None:
@@ -19,9 +21,11 @@ def main() -> None:
     from assets.definitions import defs
     from assets.landing import LateWeather, write_landing
     from resources import LANDING, spark, warehouse
+    from tests.few_flights import thin
     from vt_dagster.cli.run import run_checks
     from vt_dagster.orchestration.resources import session_of
 
+    thin(DAYS)
     job = defs.resolve_job_def("main")
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
     with dg.DagsterInstance.get() as instance:

@@ -16,9 +16,25 @@ from tests.ui.conftest import ROOT
 pytestmark = pytest.mark.browser
 
 
+def built_by_make_docs() -> Path | None:
+    """The site of ``make docs``, unless it failed or a file has changed since."""
+    site = ROOT / "build" / "docs"
+    listed = subprocess.run(
+        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    whole = site / ".whole"
+    if not whole.exists() or not files or not all(file.exists() for file in files):
+        return None
+    changed = max(file.stat().st_mtime for file in files)
+    return site if changed < whole.stat().st_mtime else None
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built anew; a warning, also of a link, fails the build."""
+    """The site, built anew if need be; a warning, also of a link, fails the build."""
+    if found := built_by_make_docs():
+        return found
     made = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(made)],
