@@ -299,10 +299,10 @@ class Everything:
         where = WarehouseResource(path=WAREHOUSE, catalog="named" if name in NAMED else None)
         return {**build_resources(where, spark), **keeps}
 
-    def run(self, name: str, remote: str | None, instance: dg.DagsterInstance) -> Any:
-        """One asset, with its checks, and nothing else."""
+    def run(self, name: str, remote: str | None, instance: dg.DagsterInstance, checked: bool) -> Any:
+        """One asset, or one with its checks, and nothing else."""
         made = [self.assets[n] for n in (name, *LOADED.get(name, ()))]
-        checks = [self.checks[name]] if name in self.checks else []
+        checks = [self.checks[name]] if name in self.checks and checked else []
         return dg.materialize(
             [*made, *checks],
             selection=dg.AssetSelection.assets(name),
@@ -414,14 +414,14 @@ def new_home() -> None:
         instance.get_runs(limit=1)
 
 
-def outcome(everything: Everything, name: str, run: int, remote: str | None) -> Outcome:
+def outcome(everything: Everything, name: str, run: int, remote: str | None, checked: bool) -> Outcome:
     """Runs one asset, in this process."""
     from pyspark.sql.utils import is_remote
 
     started = time.monotonic()
     settings = {"telemetry": {"enabled": False}}  # as of users: without any Dagster sets up no logs
     with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
-        result = everything.run(name, remote, instance)
+        result = everything.run(name, remote, instance, checked)
         made = {event.asset_key for event in result.get_asset_materialization_events()}
     seconds = round(time.monotonic() - started, 2)
     wrong = messages(result)
@@ -475,7 +475,8 @@ def new_catalog() -> None:
 
 
 def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
-    """Runs everything, or some kinds with what they are made of; so many processes at a time."""
+    """Runs everything, or some kinds with what they are made of; so many processes at a time. The first
+    runs of some kinds go without checks: the second ones have them."""
     os.chdir(root)
     # PyIceberg reads them at its import, in the processes below.
     os.environ["PYICEBERG_CATALOG__LAKE__TYPE"] = "sql"
@@ -498,7 +499,8 @@ def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
                     continue
                 if len(running) >= beside:
                     running.discard(os.wait()[0])
-                work = partial(outcome, everything, name, run, remote)
+                checked = not kinds or run > 1
+                work = partial(outcome, everything, name, run, remote, checked)
                 running.add(alone(work))
             while running:
                 running.discard(os.wait()[0])
