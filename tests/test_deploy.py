@@ -270,14 +270,18 @@ def test_no_server_without_a_token(monkeypatch: Any) -> None:
 
 CLIENT = f"""
 import os, sys
+import pyspark.sql.connect.session
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark.session import build_session
-for token in sys.argv[2:]:
-    os.environ[{server.TOKEN!r}] = token
-    try:
-        print(build_session(remote=sys.argv[1]).range(3).count())
-    except SparkUnavailableError as error:
-        print(error)
+for token in sys.argv[2:]:  # a client each: one that was refused stays in its process
+    if os.fork() == 0:
+        os.environ[{server.TOKEN!r}] = token
+        try:
+            print(build_session(remote=sys.argv[1]).range(3).count(), flush=True)
+        except SparkUnavailableError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 

@@ -112,7 +112,7 @@ def test_what_a_run_did_is_seen_without_a_click(
     lateness = page.get_by_text(
         re.compile("^lateness of .* records behind stream time: .* grace period 6 hours$")
     )
-    legend = page.get_by_text(re.compile(r"\d+ of 6,[78]\d\d records of this run\. o: a record at its"))
+    legend = page.get_by_text(re.compile(r"\d+ of 6,\d\d\d records of this run\. o: a record at its"))
     page.goto("/assets/flights_with_weather?view=events")
     for seen in (in_numbers, lateness, legend, page.locator("pre").filter(has_text="EWR")):
         expect(seen.first).to_be_visible()
