@@ -445,6 +445,9 @@ def session_settings(
         # Cached rows are read two or three times only, and choosing a compression per column takes a
         # tenth of an operator's time.
         "spark.sql.inMemoryColumnarStorage.compressed": "false",
+        # A run with few records compiles some sixty classes, a corrected join's twice as many. With
+        # Spark's default, 100, runs of two assets in turns compile all of theirs each time.
+        "spark.sql.codegen.cache.maxEntries": "1000",
         # It calls the JVM several times per column expression, only to improve error messages.
         "spark.python.sql.dataFrameDebugging.enabled": "false",
         CATALOG: DELTA_CATALOG,
