@@ -90,6 +90,19 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
     return F.timestamp_micros(number) if kind == "timestamp" else number
 
 
+def by_reference(value: int, of: str) -> Column:
+    """Returns a number that differs from run to run, as BIGINT.
+
+    Spark writes a plain number into the code that it generates. So for each run it would compile the
+    code of the whole expression anew, and the JVM would interpret that code at first.
+
+    Args:
+        of: any column of the row: without one, Spark makes a plain number of the expression.
+    """
+    number = F.lit(value).cast("long")
+    return F.get(F.array(number, number), F.col(of).isNull().cast("int"))
+
+
 def micros(value: Duration) -> Column:
     """Returns a duration, or the one of the row's partition, in microseconds (BIGINT)."""
     one = timedelta(microseconds=1)

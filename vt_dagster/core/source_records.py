@@ -157,15 +157,17 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         given, unknown = _given(node, rows, parts)
         timed = timed.withColumn(PROVIDED_COLUMNS, F.when(~F.col(IS_TOMBSTONE), given))
         reason = reason.when(~tombstone & unknown, Reason.UNKNOWN_COLUMNS)
+    added = dict[str, Column]()
     if PARTITION not in rows.columns:
         if node.partition_by is not None:
             chosen = _chosen(node.partition_by)
             reason = reason.when(has_key(node.key) & chosen.isNull(), Reason.NULL_PARTITION)
-        timed = timed.withColumn(PARTITION, home_of(node.key, node))
+        added[PARTITION] = home_of(node.key, node)
     outcome = F.when(F.col(REASON).isNotNull(), Outcome.QUARANTINED)
     # The quarantine is a table too, and its readers fail at times outside the range above.
     in_range = F.when(sane, F.col(TIMESTAMP))
-    judged = timed.withColumn(REASON, reason).withColumns({OUTCOME: outcome, TIMESTAMP: in_range})
+    judged = timed.withColumns({**added, REASON: reason})
+    judged = judged.withColumns({OUTCOME: outcome, TIMESTAMP: in_range})
     unwanted = {SOURCE_TIME: named, UNCHANGED: UNCHANGED in rows.columns and not takes_unchanged(node)}
     dropped = [column for column, is_so in unwanted.items() if is_so]
     return judged.drop(*dropped) if dropped else judged

@@ -272,10 +272,7 @@ def passed(
         the records with ``_passed`` (BOOLEAN).
     """
     if bounds is None and chunk is None:
-        # In one column: each step of a plan is analysed, which costs most of a run with few records.
-        seen = _max_so_far(records, F.when(moves, F.col(TIMESTAMP)))
-        now = F.unix_micros(F.greatest(seen, before))
-        return records.withColumn(PASSED, F.coalesce(deadline <= now, F.lit(False)))
+        return records.withColumn(PASSED, passed_in_one_task(records, deadline, before, moves))
     if bounds is None:
         seen = with_stream_time(records, before, moves, chunk=chunk)
         now = F.unix_micros(STREAM_TIME)
@@ -295,6 +292,16 @@ def passed(
     exact = exact.withColumn(PASSED, F.coalesce(deadline <= F.col(STREAM_TIME), F.lit(False)))
     both = sure.where(~F.col(_EXACT)).unionByName(exact.drop(STREAM_TIME))
     return both.drop(_CHUNK, _LOW, _HIGH, _EXACT)
+
+
+def passed_in_one_task(records: DataFrame, deadline: Column, before: Column, moves: Column) -> Column:
+    """Returns the column of :func:`passed` for records that one task can sort: a window. Each further
+    step of a plan is analysed, which costs most of a run with few records.
+
+    Arguments: see :func:`passed`.
+    """
+    seen = _max_so_far(records, F.when(moves, F.col(TIMESTAMP)))
+    return F.coalesce(deadline <= F.unix_micros(F.greatest(seen, before)), F.lit(False))
 
 
 def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> DataFrame:

@@ -42,7 +42,7 @@ from vt_dagster.core.partial_updates import merge_forward
 from vt_dagster.core.plain_table import NEWEST, with_old, with_row_before
 from vt_dagster.core.source_order import SO_FAR, SourceOrder
 from vt_dagster.core.source_records import START
-from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
+from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed, passed_in_one_task
 from vt_dagster.topology.version_rules import VersionRules, expired
 
 # New version on
@@ -248,10 +248,15 @@ def put(
     else:
         # A record with an outcome is quarantined, and must not advance stream time.
         late, moves = late_from(rules.history_retention), F.col(OUTCOME).isNull()
-        seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
-        refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
+        if chunk is None and bounds is None:
+            seen, refused = records, passed_in_one_task(records, late, stream_time, moves)
+        else:
+            seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
+            refused = F.col(PASSED)
+        refused = refused & ~F.col(START) if starts else refused
         outcome = F.when(refused, Outcome.LATE).otherwise(Outcome.APPLIED)
-        judged = seen.withColumn(OUTCOME, F.coalesce(OUTCOME, outcome)).drop(PASSED)
+        judged = seen.withColumn(OUTCOME, F.coalesce(OUTCOME, outcome))
+        judged = judged if seen is records else judged.drop(PASSED)
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
     if by_source is not None:
         judged = by_source.without_repeated(judged, newest, key=key, values=values, order=order)
@@ -272,8 +277,9 @@ def put(
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     accepted = F.when(F.col(OUTCOME) == Outcome.APPLIED, F.col(TIMESTAMP))
     so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
-    known = known.withColumn(SO_FAR, so_far)
-    in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(SO_FAR), F.lit(True))
+    if by_source is not None:
+        known, so_far = known.withColumn(SO_FAR, so_far), F.col(SO_FAR)
+    in_order = F.coalesce(F.col(TIMESTAMP) >= so_far, F.lit(True))
     decided = known.withColumn(IS_LATEST, (F.col(OUTCOME) == Outcome.APPLIED) & in_order)
     if by_source is not None:
         decided = by_source.in_force_again(decided, newest, key=key, order=order)
