@@ -18,8 +18,10 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType, 
 from pyspark.sql.utils import is_remote
 
 from vt_dagster import DeltaSource, FilesSource, SnapshotSource, Stream, VersionedTable
+from vt_dagster.runs import pin
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
+from vt_dagster.spark import settings
 from vt_dagster.storage import delta
 from vt_dagster.storage.asset_store import stores_of
 
@@ -117,7 +119,12 @@ SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any], int]
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_job_of_a_small_run(
-    source: str, spark: SparkSession, tmp_path: Path, general: list[str], spent: Counter[str]
+    source: str,
+    spark: SparkSession,
+    tmp_path: Path,
+    general: list[str],
+    spent: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     land, made, calls = SOURCES[source]
     place = tmp_path / "in"
@@ -141,7 +148,18 @@ def test_each_job_of_a_small_run(
     # Some reads are of the log and view as they were, others as they are after the run's commits.
     assert spent["tables opened"] <= 6, spent
     assert spent["calls of the JVM"] <= calls, spent
-    if source == "files":  # what is erased is in the table, whatever its source
+    if source == "files":
+        with monkeypatch.context() as patched:
+            patched.setattr(pin, "MANY_ROWS", 3)  # as if the table had many keys: it has four
+            patched.setattr(settings, "_FEW_READ", 3)
+            land(place, 3)
+            receipt = run_once(table, stores)
+        assert receipt.commit is not None
+        assert receipt.commit.counts["applied"] >= 2
+        # The look-up of its keys in the table, and the view's update: nothing else.
+        assert general == ["persist", "count", "parquet"]
+        general.clear()
+        # What is erased is in the table, whatever its source.
         erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
         assert general == []
 

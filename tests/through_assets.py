@@ -35,7 +35,7 @@ from vt_dagster.conformance.scenario import Entry, Scenario, by_scenario, ms, re
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.errors import BufferFullError, ContractError
-from vt_dagster.runs import run as of_runs
+from vt_dagster.runs import pin as of_pins
 from vt_dagster.spark.settings import small_run
 from vt_dagster.storage import view as of_views
 from vt_dagster.storage.arrow_reader import look_up
@@ -71,7 +71,7 @@ def leave_views_behind(monkeypatch: pytest.MonkeyPatch, many_rows: bool = False)
     monkeypatch.setattr(View, "is_due", is_due)
     if many_rows:
         monkeypatch.setattr(of_views, "MANY_ROWS", -1)
-        monkeypatch.setattr(of_runs, "MANY_ROWS", -1)
+        monkeypatch.setattr(of_pins, "MANY_ROWS", -1)
 
 
 class Warehouse:

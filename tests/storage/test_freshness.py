@@ -206,6 +206,15 @@ def test_any_tail_gives_what_the_whole_log_makes(
         log = store.log({}, head)
         copy.commit(log, first, log.count())
         copy.catch_up()
+        # Also looked up by some keys, one of them twice, and one that is not there.
+        few = spark.createDataFrame([("a",), ("a",), ("c",), ("z",)], "k string")
+        assert {row.k for row in store.current_at(at).collect()} > {"a", "c"}
+        of_keys, all_rows = store.current_at(at, few), copy.current_at(copy.snapshot())
+        ours, theirs = (
+            sorted(rows.select(*SORTED).collect(), key=repr)
+            for rows in (of_keys, all_rows.where("k in ('a', 'c')"))
+        )
+        assert ours == theirs
         for many in (10**9, -1):
             monkeypatch.setattr(view, "MANY_ROWS", many)
             assert rows_of(store, "versions") == rows_of(copy, "versions")

@@ -107,8 +107,10 @@ class RunContext:
             stream time of its own.
         emitted_up_to: the time up to which held-back records were emitted before the run.
         emitted_up_to_after: the time up to which they are emitted at the end of the run.
-        persist_rows: persists the run's records; None if the view has not many more keys than they
-            have.
+        persist_rows: persists rows that are read several times; None if that is not worth it.
+        look_up: see ``table_store.LookUp``; None: ``view`` has the rows. Not set together with it.
+        rows_of_keys: returns few records, persisted, and the rows of the view with their keys, lazily;
+            its second argument are the columns with the keys. None = the view has not many more keys.
         watermarks, watermarks_after: before and after the run, see ``TimePolicy.watermarks``.
         bounds: of the processor's own stream time, if it is computed by bounds.
         none_late: whether it is known that none of the run's records is late.
@@ -129,6 +131,8 @@ class RunContext:
     emitted_up_to: Column
     emitted_up_to_after: Column
     persist_rows: table_store.PersistRows | None = None
+    look_up: table_store.LookUp | None = None
+    rows_of_keys: Callable[[DataFrame, Sequence[str]], tuple[DataFrame, DataFrame]] | None = None
     bounds: Bounds | None = None
     none_late: bool = False
     watermarks: Mapping[str, Column] = field(default_factory=dict[str, Column])
@@ -683,7 +687,7 @@ class Processor(ABC, Generic[O]):
             stream_time=context.stream_time,
             order=[*ORDER, TURN],
             chunk=self.plan().chunk_of_results(self.single_task),
-            persist_rows=context.persist_rows,
+            look_up=context.look_up,
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:

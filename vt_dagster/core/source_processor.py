@@ -168,6 +168,7 @@ class SourceProcessor(Processor[None]):
             order=[PARTITION, ARRIVAL],
             chunk=self.chunk if context.bounds is None else self.fine_chunk,
             persist_rows=context.persist_rows,
+            look_up=context.look_up,
             bounds=context.bounds,
             of_rejected=raw,
             colliding_versions=context.colliding_versions,

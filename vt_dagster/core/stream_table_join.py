@@ -1013,9 +1013,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         earlier = None if stream.earlier is None else stream.earlier.where(named)
         new = super().judge([replace(stream, earlier=earlier)], context)
         joined = F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.WAITING)
-        new = new.withColumn(
-            OUTCOME, F.when(joined & ~named, Outcome.DROPPED).otherwise(F.col(OUTCOME))
-        )
+        dropped = F.when(joined & ~named, Outcome.DROPPED).otherwise(F.col(OUTCOME))
+        # A constant in each part of the union, so that a query of one part does not read the other.
+        new = new.withColumns({OUTCOME: dropped, _AGAIN: F.lit(False)})
         changes = table.rows.select(PARTITION, F.lit(Outcome.CHANGE).alias(OUTCOME))
         if earlier is None or context.since is None or context.view is None:
             return union(new, changes)
@@ -1061,6 +1061,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             *columns(earlier.columns),
             F.col(OFFSET).alias(ARRIVAL),
             F.when(late, Outcome.TOO_LATE).otherwise(Outcome.AGAIN).alias(OUTCOME),
+            F.lit(True).alias(_AGAIN),
             late.alias(_TOO_OLD),
             cause.cast(POSITION_TYPE).alias(CAUSE),
             ANSWER,
@@ -1085,8 +1086,11 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         """Adds the current row of each record, or for a deleted row its last revision."""
         operator, node = self.operator, self.node
         own = operator.key or (PARTITION, OFFSET)
-        assert context.view is not None
-        rows = context.view.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(context.since)))
+        rows = context.view
+        if context.rows_of_keys is not None:
+            records, rows = context.rows_of_keys(records, own)
+        assert rows is not None
+        rows = rows.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(context.since)))
         position = F.col(LEFT_OFFSET).alias(_RECORD)
         kept = [*columns(value_columns(node)), TIMESTAMP, REVISION, PARTITION, position]
         records = with_row_of_key(records, own, rows, node.key, F.struct(*kept), _CORRECTED_ROW)
@@ -1105,13 +1109,12 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
-        again = F.col(OUTCOME).isin(Outcome.AGAIN, Outcome.TOO_LATE)
-        marked = judged.withColumn(_AGAIN, again)
-        found = super().look_up(marked, lookup, context)
-        if ANSWER in judged.columns:
-            has = marked.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
+        again = ANSWER in judged.columns
+        found = super().look_up(judged.where(~F.col(_AGAIN)) if again else judged, lookup, context)
+        if again:
+            has = judged.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
             found = found.unionByName(
-                answered(has, marked.columns, ANSWER, self.selected_columns(marked))
+                answered(has, judged.columns, ANSWER, self.selected_columns(judged))
             )
         found = self._decided(found)
         if not self.operator.key:

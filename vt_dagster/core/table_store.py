@@ -21,6 +21,8 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 PersistRows = Callable[[DataFrame], DataFrame]
 """Persists rows that are read several times."""
+LookUp = Callable[[DataFrame], tuple[DataFrame, DataFrame]]
+"""Looks up records in a table with many more keys: returns the records and the rows of their keys."""
 
 
 def put(
@@ -32,6 +34,7 @@ def put(
     order: Sequence[str],
     chunk: Column | None,
     persist_rows: PersistRows | None = None,
+    look_up: LookUp | None = None,
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
     colliding_versions: DataFrame | None = None,
@@ -43,6 +46,7 @@ def put(
     Args:
         persist_rows: persists the records if they have few of the view's many keys: then only the
             view's rows of these keys are shuffled.
+        look_up: returns the rows of the view if ``view`` is None.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in applied records.
         colliding_versions, first_changes, last: see ``RunContext``.
@@ -50,7 +54,9 @@ def put(
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
     values = value_columns(node)
-    if persist_rows is not None and view is not None:
+    if look_up is not None:
+        records, view = look_up(records)
+    elif persist_rows is not None and view is not None:
         records = persist_rows(records)
         keys = F.broadcast(records.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
         view = view.join(keys, list(node.key), "left_semi")

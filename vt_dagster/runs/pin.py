@@ -26,9 +26,10 @@ from vt_dagster.columns import FINAL, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import CHUNK, Outcome
 from vt_dagster.core.processor import RunPlan, RunTimes, earliest
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import moves_stream_time
 from vt_dagster.core.stream_time import Bounds
-from vt_dagster.core.table_store import start_of
+from vt_dagster.core.table_store import meets_versions, start_of
 from vt_dagster.errors import (
     ConcurrentRunError,
     NeedsReplayError,
@@ -36,7 +37,7 @@ from vt_dagster.errors import (
     SourceError,
     StorageError,
 )
-from vt_dagster.sources.base import Pinned, Source, Whole
+from vt_dagster.sources.base import Comparing, Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.asset_store import shape_of
@@ -49,7 +50,7 @@ from vt_dagster.storage.commit_log import (
 )
 from vt_dagster.storage.delta import unreadable, unseen
 from vt_dagster.storage.spark_reader import Head, Snapshot
-from vt_dagster.storage.view import Progress
+from vt_dagster.storage.view import MANY_ROWS, Progress
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
@@ -75,14 +76,15 @@ class Store(Protocol):
 
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame: ...
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame: ...
-    def current_at(self, at: Snapshot) -> DataFrame: ...
-    def current(self) -> DataFrame | None: ...
+    def current_at(self, at: Snapshot, keys: DataFrame | None = None) -> DataFrame: ...
+    def current(self, keys: DataFrame | None = None) -> DataFrame | None: ...
     def quarantine(self) -> DataFrame | None: ...
     def state(self, head: Head | None) -> DataFrame | None: ...
     def state_bytes(self, head: Head | None) -> int: ...
     def consumed_files(self, head: Head | None) -> dict[str, Any]: ...
 
     def planner_settings(self, small: bool, records: int = 0) -> AbstractContextManager[None]: ...
+    def look_up_settings(self) -> AbstractContextManager[None]: ...
     def persist(self, rows: DataFrame) -> DataFrame: ...
     def unpersist(self, rows: DataFrame) -> None: ...
 
@@ -238,10 +240,30 @@ class Arrival:
         return sum(end - start for start, end in self.taken.get(name, {}).values()) <= CHUNK
 
     @property
+    def meets_many_rows(self) -> bool:
+        """Whether few records meet many rows of the asset's own table."""
+        return self.few_records and self.view_rows > MANY_ROWS
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the run looks up the many rows of its own table only once, by the keys of its few
+        records. Then it reads few rows besides."""
+        node = self.node
+        if not self.meets_many_rows or not isinstance(node, Table):
+            return False
+        if node.operator is not None:
+            plan = processor_of(node).plan(self.times)
+            again = any(one.rescan_from is not None for one in plan.inputs)
+            return node.operator.stored and plan.looked_up is None and not again
+        compares = isinstance(self.source, Comparing) or meets_versions(node) or follows_source(node)
+        return self.start is None and not compares
+
+    @property
     def small(self) -> bool:
         """Whether records and tables are so small that planning takes most of the run's time."""
         size = self.state_bytes + (self._bytes or 0)
-        return size <= _SMALL_BYTES and is_small(self.records, self.rows_read)
+        rows_read = self.rows_read - (self.view_rows if self.looks_up else 0)
+        return size <= _SMALL_BYTES and is_small(self.records, rows_read)
 
 
 def before_of(node: Stream, head: Head | None) -> Commit:

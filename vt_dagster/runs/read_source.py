@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
+from vt_dagster.core.arrival_order import Outcome, by_partition, by_reference, with_columns
 from vt_dagster.core.duplicates import remembered_of_log
 from vt_dagster.core.log_columns import value_columns, view_schema
 from vt_dagster.core.processor import RunContext
@@ -113,7 +113,7 @@ def records_of(arrival: Arrival, source: Pinned, store: Store, latest: int | Non
     """
     node, held = arrival.node, arrival.persisted
     read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
-    limit = None if latest is None else F.timestamp_seconds(F.lit(latest))
+    limit = None if latest is None else F.timestamp_seconds(by_reference(latest, TIMESTAMP))
     if isinstance(source, Comparing):
         return prepare(difference(source, node, store, held), node, limit)
     rows = prepare(source.read(store.spark, read), node, limit)
@@ -190,8 +190,9 @@ def with_table_history(
         records: prepared and persisted.
     """
     node = arrival.node
-    records = _without_truncations(records, arrival, context.view)
-    records = _with_unchanged(records, arrival, context.view)
+    view = context.view if context.look_up is None else store.current()
+    records = _without_truncations(records, arrival, view)
+    records = _with_unchanged(records, arrival, view)
     if arrival.previous is not None and meets_versions(node):
         context = replace(context, colliding_versions=_colliding_versions_of(records, store))
     if arrival.previous is not None and follows_source(node):

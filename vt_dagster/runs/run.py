@@ -32,7 +32,6 @@ from vt_dagster.columns import (
     ARRIVAL,
     HOME,
     INPUT,
-    OFFSET,
     OUTCOME,
     PARTITION,
     RECORDED_AT,
@@ -47,6 +46,7 @@ from vt_dagster.core.arrival_order import (
     InPlace,
     Outcome,
     by_partition,
+    by_reference,
     number,
     number_in_place,
 )
@@ -95,7 +95,9 @@ from vt_dagster.runs.record_times import (
 from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.view import MANY_ROWS, in_words
+from vt_dagster.storage.spark_reader import at_or_after
+from vt_dagster.storage.spark_reader import before as consumed_before
+from vt_dagster.storage.view import in_words
 from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -176,7 +178,8 @@ def numbered(
     if node.operator is None and RECORDED_AT in rows.columns:
         columns.append(RECORDED_AT)
     elif RECORDED_AT not in log_columns(node):
-        columns.append(F.timestamp_micros(F.lit(recorded_at)).alias(RECORDED_AT))
+        now = F.timestamp_micros(by_reference(recorded_at, PARTITION))
+        columns.append(now.alias(RECORDED_AT))
     return placed.select(*columns)
 
 
@@ -492,9 +495,11 @@ class Run:
                 store, at = self.stores(node), arrival.tables[node.name]
                 table = store.current_at(at) if since is None else store.view_at(at, since)
                 table, times = table.drop(RECORDED_AT), at.stream_time
-            if start and plan.rescan_from(node.name) is not None:
-                consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
-                earlier, rows = rows.where(consumed), rows.where(~consumed)
+            head = arrival.inputs.get(node.name)
+            if start and head is not None and plan.rescan_from(node.name) is not None:
+                # Parquet files without new rows are not read again for these.
+                new = at_or_after(start, head.commit.next_offset)
+                earlier, rows = rows.where(consumed_before(start)), rows.where(new)
             found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
         return found
 
@@ -509,13 +514,16 @@ class Run:
         if with_tables and arrival.previous is not None:
             state = state_of(arrival, store)
             own = isinstance(self.node, Table) and plan.reads_own_table
-            view = store.current() if own else None
+            view = store.current() if own and not arrival.looks_up else None
             view = None if view is None else view.drop(RECORDED_AT)
         since = plan.corrects_after
         reads_quarantine = with_tables and since is not None and plan.quarantined_outcomes
-        many = arrival.few_records and arrival.view_rows > MANY_ROWS
+        persists = arrival.meets_many_rows or plan.persists_rows
+        there = with_tables and arrival.previous is not None
         return RunContext(
-            persist_rows=self._persist if with_tables and (many or plan.persists_rows) else None,
+            persist_rows=self._persist if with_tables and persists else None,
+            look_up=self._look_up_own_rows if there and arrival.looks_up else None,
+            rows_of_keys=self._with_rows_of_keys if there and self._corrects_few else None,
             state=state,
             view=view,
             stream_time=by_partition(before.stream_time),
@@ -560,7 +568,8 @@ class Run:
                 read = [self.store.persist(rows) for rows in read]
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
-                read = [rows]
+                # The other plans of a run that looks up its keys are for few rows.
+                read = [self._persist(rows) if self.arrival.looks_up else rows]
         source = self.arrival.source
         # Of a whole state only the changed rows are read, so the share of broken ones is not known.
         if source is not None and not isinstance(source, Comparing):
@@ -608,6 +617,9 @@ class Run:
         return results
 
     def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
+        if self._corrects_few:
+            with self._planned(self.arrival.small), self.store.look_up_settings():
+                return self.processor.judge(inputs, context)
         with self._settings_for(self._own_rows):
             return self.processor.judge(inputs, context)
 
@@ -620,8 +632,9 @@ class Run:
 
     @property
     def _own_rows(self) -> int:
-        """How many rows of the asset's own table the operator reads."""
-        return self.arrival.view_rows if self.plan.reads_own_table else 0
+        """How many rows of the asset's own table the operator reads, besides those that it looks up."""
+        reads = self.plan.reads_own_table and not self.arrival.looks_up
+        return self.arrival.view_rows if reads else 0
 
     def _joined(self, judged: DataFrame, context: RunContext) -> Results:
         with self._planned(self.arrival.small):
@@ -658,10 +671,45 @@ class Run:
         description = strategy if past is None else f"{strategy}; {past.description}"
         return found, replace(judged, rows_read=at.reach(since), strategy=description)
 
-    def _persist(self, rows: DataFrame) -> DataFrame:
-        """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock."""
+    def _look_up_own_rows(self, records: DataFrame) -> tuple[DataFrame, DataFrame]:
+        """Returns the records and the current rows of their keys in the asset's own table, both
+        persisted: only this query is planned for many rows."""
+        records = self._persist(records, computed=False)
+        # Around the analysis too, in which Spark reads the hint to broadcast.
+        with self.store.look_up_settings():
+            return records, self._persist(self._rows_of_keys(records, self.node.key))
+
+    def _with_rows_of_keys(self, records: DataFrame, own: Sequence[str]) -> tuple[DataFrame, DataFrame]:
+        """Returns the records, persisted, and lazily the current rows of their keys in the asset's own
+        table.
+
+        Args:
+            own: the columns of the records with the key.
+        """
+        records = self._persist(records, computed=False)
+        return records, self._rows_of_keys(records, own)
+
+    def _rows_of_keys(self, records: DataFrame, own: Sequence[str]) -> DataFrame:
+        named = zip(own, self.node.key, strict=True)
+        rows = self.store.current(records.select(*[F.col(f"`{o}`").alias(k) for o, k in named]))
+        assert rows is not None
+        return rows.drop(RECORDED_AT)
+
+    @property
+    def _corrects_few(self) -> bool:
+        """Whether the run corrects few of many rows of the asset's own table."""
+        return self.arrival.meets_many_rows and self.plan.corrects_after is not None
+
+    def _persist(self, rows: DataFrame, computed: bool = True) -> DataFrame:
+        """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock.
+
+        Args:
+            computed: whether to compute them; if not, the broadcast of their keys must do it, a job
+                before that of the next cache.
+        """
         self.arrival.persisted.append(self.store.persist(rows))
-        self.arrival.persisted[-1].count()
+        if computed:
+            self.arrival.persisted[-1].count()
         return self.arrival.persisted[-1]
 
     def _small(self, judged: Judged) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
@@ -15,38 +16,49 @@ from pyspark.traceback_utils import SCCallSiteSync
 
 
 _lock = threading.Lock()
-_inside: dict[tuple[int, frozenset[str]], tuple[int, dict[str, str | None]]] = {}
-"""By session and group of settings: number of active contexts, and the values before the first one."""
+_active: dict[int, list[Mapping[str, str]]] = {}
+"""By session: the settings of each active context, the last one last."""
+_own: dict[int, dict[str, str | None]] = {}
+"""By session: the values that active contexts replace."""
 
 
 @contextlib.contextmanager
 def settings(spark: SparkSession, values: Mapping[str, str]) -> Generator[None]:
     """Sets settings of a session, and restores the earlier values at the end.
 
-    The settings apply to the whole session, so also to other threads that use it. Concurrent contexts
-    must set either the same settings to the same values, or disjoint settings.
+    The settings apply to the whole session, so also to other threads that use it. Of several active
+    contexts, the last one decides about a setting. They may end in any order.
     """
-    group = (id(spark), frozenset(values))
+    values = dict(values)  # an object of its own, by which the end finds it
     with _lock:
-        count, before = _inside.get(group, (0, {}))
-        if not count:
-            before = {key: spark.conf.get(key, None) for key in values}
-            for key, value in values.items():
+        active = _active.setdefault(id(spark), [])
+        own = _own.setdefault(id(spark), {})
+        for key, value in values.items():
+            if key not in own:
+                own[key] = spark.conf.get(key, None)
+            if _in_force(active, own, key) != value:
                 spark.conf.set(key, value)
-        _inside[group] = (count + 1, before)
+        active.append(values)
     try:
         yield
     finally:
         with _lock:
-            count, before = _inside.pop(group)
-            if count > 1:
-                _inside[group] = (count - 1, before)
-            else:
-                for key, value in before.items():
-                    if value is None:
-                        spark.conf.unset(key)
-                    else:
-                        spark.conf.set(key, value)
+            before = {key: _in_force(active, own, key) for key in values}
+            active[:] = [other for other in active if other is not values]
+            for key, value in before.items():
+                now = _in_force(active, own, key)
+                if now is None:
+                    spark.conf.unset(key)
+                elif now != value:
+                    spark.conf.set(key, now)
+                if not any(key in other for other in active):
+                    del own[key]
+
+
+def _in_force(
+    active: Sequence[Mapping[str, str]], own: Mapping[str, str | None], key: str
+) -> str | None:
+    return next((values[key] for values in reversed(active) if key in values), own[key])
 
 
 # Small run settings
@@ -73,6 +85,15 @@ SETTINGS = {
     # Formatting plans for the UI takes time, and nobody reads the plans of these runs.
     "spark.sql.ui.explainMode": "simple",
     "spark.sql.maxPlanStringLength": "100",
+}
+
+_LOOK_UP = {
+    # Many rows are scanned, and met by few keys, which each task gets as a hash table.
+    "spark.sql.codegen.wholeStage": "true",
+    "spark.sql.codegen.factoryMode": "FALLBACK",
+    "spark.sql.optimizer.disableHints": "false",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.shuffle.partitions": "1",
 }
 
 _FEW_RECORDS, _FEW_READ = 30_000, 200_000
@@ -117,6 +138,12 @@ def small_run(spark: SparkSession, small: bool = True, records: int = 0) -> Gene
     compiled = {"spark.sql.codegen.factoryMode": "FALLBACK"} if records > _INTERPRETED else {}
     with settings(spark, SETTINGS | compiled), _one_call_site(spark):
         yield
+
+
+def look_up_of_few(spark: SparkSession) -> AbstractContextManager[None]:
+    """Returns a context in which queries are planned for many rows of which few are left, those of
+    broadcast keys."""
+    return settings(spark, _LOOK_UP)
 
 
 _named = threading.local()

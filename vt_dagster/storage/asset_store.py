@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.spark.settings import is_small, small_run
+from vt_dagster.spark.settings import is_small, look_up_of_few, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
@@ -100,6 +100,10 @@ class AssetStore(AssetReader):
             records: see ``small_run``.
         """
         return small_run(self.spark, small, records)
+
+    def look_up_settings(self) -> AbstractContextManager[None]:
+        """Returns a context with planner settings for the few rows of a run's keys among many."""
+        return look_up_of_few(self.spark)
 
     def persist(self, rows: DataFrame) -> DataFrame:
         """Caches rows that are used several times."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,10 +143,7 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
         exact = F.col(OFFSET) >= F.coalesce(by_partition(start, "long"), F.lit(0))
         # The constant bound can be pushed down to the Parquet files, the look-up in a map cannot.
         return (F.col(OFFSET) >= min(begin)) & exact
-    wanted = F.lit(False)
-    for first, partitions in begin.items():
-        wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) >= first))
-    return wanted
+    return _any_of((some, f"`{OFFSET}` >= {first}L") for first, some in begin.items())
 
 
 def before(ends: Offsets) -> Column:
@@ -154,11 +151,15 @@ def before(ends: Offsets) -> Column:
     an entry have no rows."""
     if len(set(ends.values())) > MANY:
         return F.col(OFFSET) < F.coalesce(by_partition(ends, "long"), F.lit(0))
-    wanted = F.lit(False)
-    for end in sorted(set(ends.values())):
-        partitions = [p for p, one in sorted(ends.items()) if one == end]
-        wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) < end))
-    return wanted
+    until = {end: [p for p, one in sorted(ends.items()) if one == end] for end in ends.values()}
+    return _any_of((some, f"`{OFFSET}` < {end}L") for end, some in sorted(until.items()))
+
+
+def _any_of(conditions: Iterable[tuple[Sequence[int], str]]) -> Column:
+    """Returns whether the condition of the row's partition holds: as one text, because each step of a
+    condition is a call of the JVM."""
+    terms = [f"`{PARTITION}` IN ({', '.join(map(str, some))}) AND {text}" for some, text in conditions]
+    return F.expr(" OR ".join(f"({term})" for term in terms) or "false")
 
 
 # Shape check
@@ -518,11 +519,15 @@ class AssetReader:
         with self._of_one_log(at.head):
             return self._view.rows(self.spark, at.base, self._tail(at), self._commit_of(at), since)
 
-    def current_at(self, at: Snapshot) -> DataFrame:
+    def current_at(self, at: Snapshot, keys: DataFrame | None = None) -> DataFrame:
         """Returns the current row of each key as of a snapshot; for a versioned table also
-        tombstones."""
+        tombstones.
+
+        Args:
+            keys: see ``View.current``.
+        """
         with self._of_one_log(at.head):
-            return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at))
+            return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at), keys)
 
     def _commit_of(self, at: Snapshot) -> Commit:
         assert at.head is not None
@@ -534,10 +539,10 @@ class AssetReader:
             return None
         return self.log({} if at.base is None else at.base.checkpoint.next_offset, at.head)
 
-    def current(self) -> DataFrame | None:
+    def current(self, keys: DataFrame | None = None) -> DataFrame | None:
         """Returns :meth:`current_at` as of the log's last commit; None before the first."""
         at = self.snapshot()
-        return None if at.head is None else self.current_at(at)
+        return None if at.head is None else self.current_at(at, keys)
 
     def quarantine(self) -> DataFrame | None:
         """Returns the rejected records with their reasons; None if there never were any."""

@@ -480,15 +480,33 @@ class View:
         return self._folded(stored, tail, commit, base, wanted)
 
     def current(
-        self, spark: SparkSession, base: Base | None, tail: DataFrame | None, commit: Commit
+        self,
+        spark: SparkSession,
+        base: Base | None,
+        tail: DataFrame | None,
+        commit: Commit,
+        keys: DataFrame | None = None,
     ) -> DataFrame:
-        """Returns the current row of each key as of a commit; for a versioned table also tombstones."""
+        """Returns the current row of each key as of a commit; for a versioned table also tombstones.
+
+        Plan with ``keys``: one scan of the stored rows, and a broadcast of the keys.
+
+        Args:
+            keys: few keys, perhaps repeated: only their rows are returned; None = all.
+        """
         node = self.node
         assert isinstance(node, Table)
         rows = None if base is None else self.stored(spark, base, current)
+        if keys is not None:
+            key, few = list(node.key), F.broadcast(keys)
+            # Before the tail is folded in: of many stored rows only those of the keys are shuffled.
+            rows = None if rows is None else rows.join(few, key, "left_semi")
+            tail = None if tail is None else tail.join(few, key, "left_semi")
         if rows is not None and tail is None:
             return rows
-        return table_store.current(node, self._folded(rows, tail, commit, base, current))
+        return table_store.current(
+            node, self._folded(rows, tail, commit, base, current, few=keys is not None)
+        )
 
     def _folded(
         self,
@@ -497,7 +515,13 @@ class View:
         commit: Commit,
         base: Base | None,
         wanted: delta.Wanted,
+        few: bool = False,
     ) -> DataFrame:
+        """Folds the log's tail into stored rows.
+
+        Args:
+            few: whether the stored rows are few, whatever the files have.
+        """
         node, stream_time = self.node, by_partition(commit.stream_time)
         assert isinstance(node, Table)
         if stored is None or base is None:
@@ -508,7 +532,7 @@ class View:
         # An expired version may still be stored while its later tombstone is gone: folding it would
         # revive it.
         stored = self.drop_expired(stored, base.checkpoint.stream_time)
-        few = commit.total - base.checkpoint.total <= CHUNK
-        rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if few else 0
+        folds_few = not few and commit.total - base.checkpoint.total <= CHUNK
+        rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if folds_few else 0
         fold = table_store.fold_few if rows > MANY_ROWS else table_store.fold
         return fold(node, stored, tail, stream_time)

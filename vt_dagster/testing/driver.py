@@ -377,13 +377,14 @@ class MemoryStore(Store):
             return self.frame(arrow_schema(view_schema(self.node)).empty_table())
         return self.view_at(self.catch_up()).drop(RECORDED_AT)
 
-    def current_at(self, at: Snapshot) -> DataFrame:
+    def current_at(self, at: Snapshot, keys: DataFrame | None = None) -> DataFrame:
         assert isinstance(self.node, Table)
-        return of_table.current(self.node, self.view_at(at))
+        rows = of_table.current(self.node, self.view_at(at))
+        return rows if keys is None else rows.join(keys, list(self.node.key), "left_semi")
 
-    def current(self) -> DataFrame | None:
+    def current(self, keys: DataFrame | None = None) -> DataFrame | None:
         at = self.catch_up()
-        return None if at.head is None else self.current_at(at)
+        return None if at.head is None else self.current_at(at, keys)
 
     def quarantine(self) -> DataFrame | None:
         return None if self._refused is None else self.frame(self._refused)
@@ -403,6 +404,9 @@ class MemoryStore(Store):
         few = self._spark.conf.get("spark.sql.codegen.factoryMode", None) == "NO_CODEGEN"
         # The driver's session has them already.
         return nullcontext() if few else small_run(self._spark, small, records)
+
+    def look_up_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def persist(self, rows: DataFrame) -> DataFrame:
         self.held = rows.toArrow()
