@@ -120,28 +120,35 @@ def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
     """Times a run that brings a five-hundredth of ``rows`` to each side, every fifth of them late by up
-    to a fiftieth of the year, on ``rows`` and on a tenth of them; and one that makes all anew."""
+    to a fiftieth of the year, on ``rows`` and on a tenth of them; one that makes all anew; and the
+    first of these on tables of a tenth, with a tenth of the new records."""
     change, home = rows // 500, Path(outputs.fresh("history-join"))
     many = Site(spark, home / "many", rows, rows, change)
     few = Site(spark, home / "few", rows // 10, rows, change)
+    small = Site(spark, home / "small", rows // 10, rows // 10, change // 10)
 
-    def peer() -> None:
-        told = many.joined_anew().write.format("delta").mode("overwrite")
-        told.option("overwriteSchema", "true").save(outputs.path("joined"))
+    def peer(site: Site) -> Callable[[], None]:
+        def turn() -> None:
+            found = site.joined_anew().write.format("delta").mode("overwrite")
+            found.option("overwriteSchema", "true").save(str(site.home / "joined"))
+
+        return turn
 
     pinned = many.pin()
     plan = plan_of(pinned.operate(pinned.read()).rows)
     times = take_turns(
         {
             "anew": many.turn(anew=True),
-            ANEW: peer,
+            ANEW: peer(many),
             "few": few.turn(),
             # The last of this site: its rows are compared.
             "many": many.turn(),
+            "small": small.turn(),
+            f"small: {ANEW}": peer(small),
         },
         repeat,
     )
-    theirs = {many: spark.read.format("delta").load(outputs.path("joined")), few: few.joined_anew()}
+    theirs = {site: site.joined_anew() for site in (many, few, small)}
     found = {site: _digest(site.result()) for site in theirs}
     for site, told in theirs.items():
         if (expected := _digest(told)) != found[site]:
@@ -152,6 +159,14 @@ def run(
         compare(name, rows, times["many: run"], ANEW, times[ANEW], 0.5),
         compare(name, rows, times["many: run"], TENTH, times["few: run"], 1.5),
         compare(whole, rows, times["anew: run"], ANEW, times[ANEW], None),
+        compare(
+            f"history join, {change // 10:,} new records of each side on {rows // 10:,}",
+            rows // 10,
+            times["small: run"],
+            ANEW,
+            times[f"small: {ANEW}"],
+            0.7,
+        ),
     ]
     notes = [
         f"history join: {found[many][0]:,} rows, {found[few][0]:,} of the tenth, are those of the join "
