@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.spark.settings import small_run
+from vt_dagster.spark.settings import look_up_of_few, small_run
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import Head, Snapshot
@@ -134,9 +134,9 @@ class Site:
 
     def current(self) -> DataFrame:
         """The current rows of the newest file's keys."""
-        rows, keys = self.store().current(), F.broadcast(self.newest().select("key"))
+        rows = self.store().current(self.newest().select("key"))
         assert rows is not None
-        return rows.join(keys, "key", "left_semi")
+        return rows
 
     def floor(self) -> None:
         """What a run needs Spark for at least: neither outcomes, gate, quarantine, state nor commit."""
@@ -147,7 +147,8 @@ class Site:
             rows.write.format("delta").mode("append").save(f"{self.appended}-with-rows-before")
 
     def look_up(self) -> None:
-        self.current().select("key").write.format("noop").mode("overwrite").save()
+        with small_run(self.spark, True), look_up_of_few(self.spark):
+            self.current().select("key").write.format("noop").mode("overwrite").save()
 
     def check(self) -> None:
         """Every record became a version: none was late, none has expired."""
