@@ -5,14 +5,31 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
-from vt_dagster.columns import ARRIVAL, OFFSET, ORDER, PARTITION, TIMESTAMP
-from vt_dagster.core import arrival_order
-from vt_dagster.core.arrival_order import InPlace, by_partition, number, number_in_place
+from vt_dagster.columns import (
+    ARRIVAL,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    ORDER,
+    OUTCOME,
+    PARTITION,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+    WINDOW_END,
+    WINDOW_START,
+)
+from vt_dagster.core import arrival_order, processor
+from vt_dagster.core.arrival_order import InPlace, Outcome, by_partition, number, number_in_place
+from vt_dagster.core.processor import Input, RunContext
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.stream_time import (
     PASSED,
     Bounds,
@@ -23,6 +40,10 @@ from vt_dagster.core.stream_time import (
     time_by_chunk,
     undecided_chunks,
 )
+from vt_dagster.runs.record_times import bounds_of
+from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.windows import SessionWindow, SlidingWindow
 
 START = datetime(2020, 1, 1, tzinfo=timezone.utc)
 FINE = 7
@@ -107,26 +128,72 @@ def test_lateness_by_chunks_is_that_of_records_more_or_less(spark: SparkSession)
     assert Bounds([]).lateness is None
 
 
+@pytest.mark.parametrize("of_record", [1, 3])
 @pytest.mark.parametrize("left_out", [0.0, 0.03, 0.5, 1.0])
-def test_offsets_in_place_are_those_of_numbering(spark: SparkSession, left_out: float) -> None:
+def test_offsets_in_place_are_those_of_numbering(
+    spark: SparkSession, left_out: float, of_record: int
+) -> None:
     chance = random.Random(6)
     taken = {0: (0, 50), 1: (13, 90), 2: (7, 8)}
     rows = [
-        (partition, offset)
+        (partition, offset, turn)
         for partition, (start, end) in taken.items()
         for offset in range(start, end)
+        for turn in range(of_record)
         if chance.random() >= left_out
     ]
     chance.shuffle(rows)
-    kept = spark.createDataFrame(rows, f"{PARTITION} INT, {ARRIVAL} BIGINT")
+    kept = spark.createDataFrame(rows, f"{PARTITION} INT, {ARRIVAL} BIGINT, {TURN} BIGINT")
     first = by_partition({0: 100, 2: 5}, "long")
     ways = {
-        "in place": number_in_place(kept, first, InPlace(taken, not left_out)),
-        "anew": number(kept, first, [F.col(ARRIVAL)]),
+        "in place": number_in_place(kept, first, InPlace(taken, not left_out, of_record)),
+        "anew": number(kept, first, [F.col(ARRIVAL), F.col(TURN)]),
     }
     found = {
-        way: sorted(tuple(row) for row in numbered.select(PARTITION, ARRIVAL, OFFSET).collect())
+        way: sorted(tuple(row) for row in numbered.select(PARTITION, ARRIVAL, TURN, OFFSET).collect())
         for way, numbered in ways.items()
     }
     assert found["in place"] == found["anew"]
     assert len(found["anew"]) == len(rows)
+
+
+@pytest.mark.parametrize("late", [0, 40], ids=["none late", "many late"])
+def test_windows_by_bounds_are_those_by_each_record(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """Sessions and sliding windows of a large run: its chunks have late records, or none."""
+    monkeypatch.setattr(processor, "FINE", FINE)
+    chance, partitions = random.Random(8), 2
+    rows: list[tuple[str | None, datetime, int, int, bool]] = []
+    for partition in range(partitions):
+        for offset in range(90):
+            at = START + timedelta(seconds=offset - chance.randrange(late + 4))
+            key = chance.choice(["a", "b", "c", None])
+            rows.append((key, at, partition, offset, chance.random() < 0.1))
+    fields = [StructField("k", StringType()), StructField(TIMESTAMP, TimestampType())]
+    orders = Stream("orders", key="k", schema=StructType(fields), source=FilesSource("nowhere"))
+    log = spark.createDataFrame(
+        rows,
+        f"k STRING, {TIMESTAMP} TIMESTAMP, {PARTITION} INT, {OFFSET} BIGINT, {IS_TOMBSTONE} BOOLEAN",
+    )
+    inputs = [Input(log.repartition(2).cache())]
+    for window in (
+        SessionWindow(timedelta(seconds=3), timedelta(seconds=5)),
+        SlidingWindow(timedelta(seconds=3), timedelta(seconds=5)),
+    ):
+        counted = orders.group_by().windowed_by(window).count(name="counted")
+        told: list[list[tuple[Any, ...]]] = []
+        for single in (False, True):
+            one, context = processor_of(counted, single), RunContext.nothing()
+            policy = one.plan().stream_time
+            assert policy is not None
+            if not single:
+                bounds = bounds_of(policy, inputs, {}, spark)
+                assert bounds.near == bool(late)
+                context = replace(context, bounds=bounds)
+            results = one.results(inputs, context).where(F.col(OUTCOME) != Outcome.KEPT)
+            columns = ["k", WINDOW_START, WINDOW_END, "count", PARTITION, OUTCOME, SEQUENCE, TURN, OLD]
+            told.append(sorted(map(repr, results.select(*columns).collect())))
+        assert told[0] == told[1]
+        assert any("dropped" in row and "k='" in row for row in told[0]) == bool(late)
+    inputs[0].rows.unpersist()

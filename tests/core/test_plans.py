@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +19,11 @@ from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.core.processor import Input, RunContext
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import difference
+from vt_dagster.core.stream_time import Bounds, Chunk
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windows import TumblingWindow
+from vt_dagster.topology.windows import SessionWindow, TumblingWindow
 
 SCHEMA = StructType(
     [
@@ -130,6 +132,22 @@ def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
     assert count(put) == {"shuffles": 3, "sorts": 4, "windows": 5}
     frames = set(re.findall(r"specifiedwindowframe\(\w+, ([^,]+), ([^)]+)", put))
     assert not [begin for begin, end in frames if "following" in end and "preceding" not in begin]
+
+
+def test_sessions_are_sorted_by_key_once(spark: SparkSession) -> None:
+    """By partition for stream time, by key, and by key and session for their store; by bounds of stream
+    time not by partition."""
+    window = SessionWindow(timedelta(hours=1))
+    sessions = Stream("orders", **ABOUT).group_by().windowed_by(window).count(name="sessions")
+    of_few = plan(results_of(spark, sessions))
+    assert count(of_few) == {"shuffles": 3, "sorts": 3, "windows": 4}
+    assert sessions.operator is not None
+    inputs = [Input(spark.createDataFrame([], log_schema(sessions.operator.inputs[0])))]
+    bounds = Bounds([Chunk(0, 0, None, 1, 1, 1, 1.0, exact=False)])
+    bounds = replace(bounds, frame=spark.createDataFrame(*bounds.rows))
+    context = replace(RunContext.nothing(), bounds=bounds)
+    of_many = plan(processor_of(sessions).results(inputs, context))
+    assert count(of_many) == {"shuffles": 2, "sorts": 2, "windows": 3}
 
 
 def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:

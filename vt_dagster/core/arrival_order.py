@@ -15,7 +15,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster import rules
-from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, RECORDED_AT
+from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, RECORDED_AT, TURN
 from vt_dagster.topology.durations import Duration
 
 CHUNK = 100_000
@@ -211,33 +211,40 @@ def in_order_of_keys(
 
 @dataclass(frozen=True)
 class InPlace:
-    """Describes results that keep the positions of one log's records, at most one result per record.
+    """Describes results that keep the positions of one log's records.
 
     Args:
         taken: the offset range that the run reads of each partition: first (inclusive), end
             (exclusive).
-        complete: whether every record in the range has a result.
+        complete: whether every record in the range has all its results.
+        of_record: the most results of a record; if more than one, ``_turn`` counts them from 0.
     """
 
     taken: Mapping[int, tuple[int, int]]
     complete: bool
+    of_record: int = 1
 
 
 def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame:
     """Assigns the offsets of :func:`number` to rows that keep the order of one log.
 
-    An offset is the record's own offset less the number of omitted records before it.
+    An offset is the record's own offset times the results of a record, and the result's turn, less the
+    number of omitted results before it.
 
     Plan: a projection if rows are complete. Otherwise one aggregate (one row per chunk, broadcast), and
-    a shuffle and sort of the chunks with omitted records.
+    a shuffle and sort of the chunks with omitted results.
 
     Args:
         rows: ``partition, _arrival, …``; ``_arrival`` is the record's offset.
     """
+    many = place.of_record
+    position, order = F.col(ARRIVAL), [ARRIVAL]
+    if many > 1:
+        position, order = position * many + F.col(TURN), [ARRIVAL, TURN]
     free = F.coalesce(first, F.lit(0))
     start = by_partition({p: s for p, (s, _) in place.taken.items()}, "long")
     if place.complete:
-        return rows.withColumn(OFFSET, (F.col(ARRIVAL) - start + free).cast("long"))
+        return rows.withColumn(OFFSET, (position - start * many + free).cast("long"))
     end = by_partition({p: e for p, (_, e) in place.taken.items()}, "long")
     chunked = rows.withColumn(_CHUNK, F.floor(F.col(ARRIVAL) / F.lit(FINE)))
     begins = F.greatest(F.col(_CHUNK) * FINE, start)
@@ -246,13 +253,13 @@ def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame
         chunked.groupBy(PARTITION, _CHUNK)
         .agg(F.count(F.lit(1)).alias("_rows"))
         .withColumn(_BEFORE, F.coalesce(F.sum("_rows").over(earlier), F.lit(0)) + free)
-        .withColumn(_EXACT, F.col("_rows") < F.least((F.col(_CHUNK) + 1) * FINE, end) - begins)
+        .withColumn(_EXACT, F.col("_rows") < (F.least((F.col(_CHUNK) + 1) * FINE, end) - begins) * many)
         .drop("_rows")
     )
     bounded = chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
-    within = W.partitionBy(PARTITION, _CHUNK).orderBy(ARRIVAL)
-    # A chunk without omitted records keeps the distances between its offsets, so it needs no sort.
-    whole = bounded.where(~F.col(_EXACT)).withColumn(OFFSET, F.col(ARRIVAL) - begins + F.col(_BEFORE))
+    within = W.partitionBy(PARTITION, _CHUNK).orderBy(*order)
+    # A chunk without omitted results keeps the distances between its offsets, so it needs no sort.
+    whole = bounded.where(~F.col(_EXACT)).withColumn(OFFSET, position - begins * many + F.col(_BEFORE))
     others = bounded.where(_EXACT).withColumn(OFFSET, F.row_number().over(within) - 1 + F.col(_BEFORE))
     both = whole.unionByName(others)
     return both.withColumn(OFFSET, F.col(OFFSET).cast("long")).drop(_CHUNK, _BEFORE, _EXACT)

@@ -434,7 +434,9 @@ class RunPlan:
             bounds; None = it is not.
         has_grace_buffer: whether records that the operator judges may wait for a grace period.
         order: the order in which results enter the log.
-        keeps_order: whether results keep the order of the only log, at most one result per record.
+        keeps_order: whether results keep the order of the only log.
+        results_of_record: the most results of a record, if they keep the order; if more than one,
+            ``_turn`` counts them from 0.
         monotonic: whether the timestamps of a key's results never decrease.
         emits_once: whether each key has at most one result.
         drops_late: whether late records are dropped; otherwise they are joined at once.
@@ -458,6 +460,7 @@ class RunPlan:
     has_grace_buffer: bool = False
     order: ResultOrder = ResultOrder()
     keeps_order: bool = False
+    results_of_record: int = 1
     monotonic: bool = False
     emits_once: bool = False
     drops_late: bool = True

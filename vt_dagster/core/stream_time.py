@@ -247,6 +247,12 @@ def undecided_chunks(rows: DataFrame, deadline: Column, chunk: Column, bounds: B
     return met.where(~early & (deadline <= F.col(_HIGH))).select(PARTITION, _CHUNK).distinct()
 
 
+def exact_chunks(bounds: Bounds) -> DataFrame:
+    """Returns the chunks that need an exact computation: ``partition, _chunk``."""
+    assert bounds.frame is not None
+    return bounds.frame.where(_EXACT).select(PARTITION, _CHUNK)
+
+
 def passed(
     records: DataFrame,
     deadline: Column,
@@ -275,23 +281,42 @@ def passed(
         return records.withColumn(PASSED, passed_in_one_task(records, deadline, before, moves))
     if bounds is None:
         seen = with_stream_time(records, before, moves, chunk=chunk)
-        now = F.unix_micros(STREAM_TIME)
-        return seen.withColumn(PASSED, F.coalesce(deadline <= now, F.lit(False))).drop(STREAM_TIME)
-    assert chunk is not None
+    else:
+        assert chunk is not None
+        seen = with_time_in_bounds(records, moves, chunk=chunk, bounds=bounds)
+    now = F.unix_micros(STREAM_TIME)
+    return seen.withColumn(PASSED, F.coalesce(deadline <= now, F.lit(False))).drop(STREAM_TIME)
+
+
+def with_time_in_bounds(
+    records: DataFrame, moves: Column, *, chunk: Column, bounds: Bounds
+) -> DataFrame:
+    """Adds stream time as of each record, including the record itself, where it is needed: in undecided
+    chunks. In the others, a lower bound of it, which decides the same.
+
+    Plan: a broadcast, and a shuffle and sort of the undecided chunks.
+
+    Args:
+        records: ``partition, timestamp, ORDER, …``.
+        moves: whether a record advances stream time.
+        chunk: that of ``bounds``.
+
+    Returns:
+        the records with ``_stream_time`` (TIMESTAMP; null until a record counts).
+    """
     assert bounds.frame is not None
     each = F.broadcast(bounds.frame)
     bounded = records.withColumn(_CHUNK, chunk.cast("long")).join(each, [PARTITION, _CHUNK])
-    sure = bounded.withColumn(PASSED, F.coalesce(deadline <= F.col(_LOW), F.lit(False)))
-    if not bounds.near:
-        return sure.drop(_CHUNK, _LOW, _HIGH, _EXACT)
-    in_order = [c for c in ORDER if c in records.columns]
-    so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order)
-    so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
-    own = F.max(F.when(moves, F.unix_micros(TIMESTAMP))).over(so_far)
-    exact = bounded.where(_EXACT).withColumn(STREAM_TIME, F.greatest(own, F.col(_LOW)))
-    exact = exact.withColumn(PASSED, F.coalesce(deadline <= F.col(STREAM_TIME), F.lit(False)))
-    both = sure.where(~F.col(_EXACT)).unionByName(exact.drop(STREAM_TIME))
-    return both.drop(_CHUNK, _LOW, _HIGH, _EXACT)
+    own = F.when(moves, F.unix_micros(TIMESTAMP))
+    timed = bounded.withColumn(STREAM_TIME, F.greatest(own, F.col(_LOW)))
+    if bounds.near:
+        in_order = [c for c in ORDER if c in records.columns]
+        so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order)
+        so_far = F.max(own).over(so_far.rowsBetween(W.unboundedPreceding, W.currentRow))
+        exact = bounded.where(_EXACT).withColumn(STREAM_TIME, F.greatest(so_far, F.col(_LOW)))
+        timed = timed.where(~F.col(_EXACT)).unionByName(exact)
+    timed = timed.withColumn(STREAM_TIME, F.timestamp_micros(STREAM_TIME))
+    return timed.drop(_CHUNK, _LOW, _HIGH, _EXACT)
 
 
 def passed_in_one_task(records: DataFrame, deadline: Column, before: Column, moves: Column) -> Column:

@@ -26,8 +26,10 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from decimal import Context
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
@@ -40,6 +42,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from vt_dagster.columns import (
     ARRIVAL,
     HOME,
+    INPUT,
     IS_TOMBSTONE,
     ORDER,
     OUTCOME,
@@ -70,9 +73,11 @@ from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
     Timed,
+    exact_chunks,
     passed,
     undecided_chunks,
     with_stream_time,
+    with_time_in_bounds,
 )
 from vt_dagster.topology.durations import DAY, Calendar
 from vt_dagster.topology.expressions import Accumulator, Aggregates
@@ -124,6 +129,14 @@ def starts(window: HoppingWindow) -> tuple[Column, Column]:
     return F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first), last
 
 
+def windows_of_record(window: HoppingWindow) -> int | None:
+    """Returns the number of windows that contain a record; None = it depends on the record."""
+    size, advance = window.size, window.advance
+    if not isinstance(size, timedelta) or not isinstance(advance, timedelta) or size % advance:
+        return None
+    return size // advance
+
+
 def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
     """Returns start and end of the local day, week or month of a record, in epoch microseconds.
 
@@ -167,13 +180,16 @@ pa: Any = pyarrow
 # Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
+_PLACE = [c for c in ORDER if c != INPUT]
+"""The order of the records of the only input; rows of the state have nulls, so they are first. Without
+constants: Spark drops them from a sort, and takes a window's order with them for another one."""
 FRESH, KEYED, GAP, HORIZON = "_fresh", "_keyed", "_gap", "_horizon"
 KIND = "_kind"
 STATE, MERGED, REPLACED, CLOSED = 0, 1, 2, 3
 _FIRST, _LAST = "_first", "_last"
 _DECIMALS = Context(prec=80)
 
-Values = list[Any]
+Values = Sequence[Any]
 
 
 def merge_sessions(
@@ -199,15 +215,7 @@ def merge_sessions(
 
     Source: FORMAT section 7, 4.10.4; kip328-session-merge, kip328-session-close-boundary.
     """
-    group = [PARTITION, *key]
-    order = [FRESH, *ORDER, WINDOW_START]
-    in_order = W.partitionBy(*group).orderBy(*order)
-    grouped = (
-        gathered(rows, group)
-        .withColumn(_FIRST, F.row_number().over(in_order) == 1)
-        .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
-        .sortWithinPartitions(*group, *order)
-    )
+    grouped = _by_key(rows, key)
     passed = [*key, PARTITION, *ORDER]
     names = [a.name for a in accumulators]
     kinds = [a.merge for a in accumulators]
@@ -221,6 +229,11 @@ def merge_sessions(
     return cast(Any, grouped).mapInArrow(kernel, schema)
 
 
+_Effect = tuple[int, int, int, int, int, Values]
+"""An effect of a record on a session: its row in the batch, the effect's turn and kind, and start, end
+and values. A plain tuple: a run with sessions spends much of its time in making them."""
+
+
 class _Open:
     """The open sessions of one key. They do not overlap, so both their starts and their ends ascend."""
 
@@ -229,80 +242,85 @@ class _Open:
         self.ends: list[int] = []
         self.values: list[Values] = []
 
-    def replace(self, low: int, high: int, new: Sequence[tuple[int, int, Values]]) -> None:
-        """Replaces the sessions from ``low`` (inclusive) to ``high`` (exclusive)."""
-        self.starts[low:high] = [start for start, _, _ in new]
-        self.ends[low:high] = [end for _, end, _ in new]
-        self.values[low:high] = [values for _, _, values in new]
-
-    def slice(self, low: int, high: int) -> list[tuple[int, int, Values]]:
-        """Returns the sessions from ``low`` (inclusive) to ``high`` (exclusive)."""
-        ends = zip(self.starts[low:high], self.ends[low:high], self.values[low:high], strict=True)
-        return list(ends)
+    def add(self, start: int, end: int, values: Values) -> None:
+        """Adds a session that starts after all others."""
+        self.starts.append(start)
+        self.ends.append(end)
+        self.values.append(values)
 
     def take(
         self,
+        row: int,
         at: int,
         gap: int,
         horizon: int,
         values: Values,
         mergers: Sequence[Callable[[Any, Any], Any]],
-    ) -> Iterator[tuple[int, int, int, Values]]:
-        """Adds one record and yields its effects as (kind, start, end, values)."""
-        self.replace(0, bisect_left(self.ends, horizon), [])
-        low, high = bisect_left(self.ends, at - gap), bisect_right(self.starts, at + gap)
-        found = self.slice(low, high)
-        if not found and at < horizon:
-            yield CLOSED, at, at, [None] * len(values)
+        out: list[_Effect],
+    ) -> None:
+        """Applies one record, and appends its effects."""
+        starts, ends, held = self.starts, self.ends, self.values
+        if ends and ends[0] < horizon:
+            closed = bisect_left(ends, horizon)
+            del starts[:closed], ends[:closed], held[:closed]
+        low, high = bisect_left(ends, at - gap), bisect_right(starts, at + gap)
+        if low == high:
+            if at < horizon:
+                out.append((row, 0, CLOSED, at, at, (None,) * len(values)))
+                return
+            starts.insert(low, at)
+            ends.insert(low, at)
+            held.insert(low, values)
+            out.append((row, 0, MERGED, at, at, values))
             return
-        start, end = at, at
-        total: Values = [None] * len(values)
-        for one_start, one_end, one in found:
-            start, end = min(start, one_start), max(end, one_end)
-            total = [m(a, b) for m, a, b in zip(mergers, total, one, strict=True)]
-        total = [m(a, b) for m, a, b in zip(mergers, total, values, strict=True)]
-        self.replace(low, high, [(start, end, total)])
-        if (start, end) != (at, at):
-            for one_start, one_end, one in found:
-                yield REPLACED, one_start, one_end, [None] * len(one)
-        yield MERGED, start, end, total
+        start, end = min(at, starts[low]), max(at, ends[high - 1])
+        total, turn = held[low], 0
+        for one in held[low + 1 : high]:
+            total = [m(a, b) for m, a, b in zip(mergers, total, one)]  # noqa: B905
+        total = [m(a, b) for m, a, b in zip(mergers, total, values)]  # noqa: B905
+        if start != at or end != at:
+            nothing = (None,) * len(values)
+            for place in range(low, high):
+                out.append((row, turn, REPLACED, starts[place], ends[place], nothing))
+                turn += 1
+        if high - low == 1:
+            starts[low], ends[low], held[low] = start, end, total
+        else:
+            starts[low:high], ends[low:high], held[low:high] = [start], [end], [total]
+        out.append((row, turn, MERGED, start, end, total))
 
 
 def _merge(
     batches: Iterator[Any], passed: Sequence[str], names: Sequence[str], kinds: Sequence[str]
 ) -> Iterator[Any]:
-    sessions = _Open()
+    sessions, nothing = _Open(), (None,) * len(names)
     wanted = [FRESH, KEYED, _FIRST, _LAST, WINDOW_START, WINDOW_END, GAP, HORIZON]
     for batch in batches:
         types = [batch.schema.field(n).type for n in names]
         mergers = [merger(k, t) for k, t in zip(kinds, types, strict=True)]
-        taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)
         kept = [batch.column(n).to_pylist() for n in names]
-        at: list[int] = []
-        out: list[tuple[int, int, int, Values]] = []
-        turns: list[int] = []
-        for i, (fresh, keyed, first, last, start, end, gap, horizon) in enumerate(taken):
-            values = [column[i] for column in kept]
+        values = zip(*kept, strict=True) if kept else repeat(nothing, batch.num_rows)
+        taken = zip(*[batch.column(c).to_pylist() for c in wanted], values, strict=True)
+        out: list[_Effect] = []
+        for row, (fresh, keyed, first, last, start, end, gap, horizon, own) in enumerate(taken):
             if first:
                 sessions = _Open()
-            results: list[tuple[int, int, int, Values]] = []
             if not fresh:
-                n = len(sessions.ends)
-                sessions.replace(n, n, [(start, end, values)])
+                sessions.add(start, end, own)
             elif keyed:
-                results = list(sessions.take(start, gap, horizon, values, mergers))
+                sessions.take(row, start, gap, horizon, own, mergers, out)
             else:
-                results = [(CLOSED, start, end, [None] * len(names))]
+                out.append((row, 0, CLOSED, start, end, nothing))
             if last:
-                results += [(STATE, *s) for s in sessions.slice(0, len(sessions.ends))]
-            at += [i] * len(results)
-            turns += range(len(results))
-            out += results
-        index = pa.array(at, pa.int64())
+                turn = out[-1][1] + 1 if out and out[-1][0] == row else 0
+                found = zip(sessions.starts, sessions.ends, sessions.values, strict=True)
+                out += [(row, turn + n, STATE, *one) for n, one in enumerate(found)]
+        rows, turns, effects, starts, ends, totals = zip(*out, strict=True) if out else ((),) * 6
+        index = pa.array(rows, pa.int64())
         columns = [batch.column(c).take(index) for c in passed]
-        columns += [pa.array([r[k] for r in out], pa.int64()) for k in (1, 2)]
-        columns += [pa.array([r[3][k] for r in out], t) for k, t in enumerate(types)]
-        columns += [pa.array([r[0] for r in out], pa.int32()), pa.array(turns, pa.int64())]
+        columns += [pa.array(times, pa.int64()) for times in (starts, ends)]
+        columns += [pa.array([v[k] for v in totals], t) for k, t in enumerate(types)]
+        columns += [pa.array(effects, pa.int32()), pa.array(turns, pa.int64())]
         every = [*passed, WINDOW_START, WINDOW_END, *names, KIND, TURN]
         yield pa.RecordBatch.from_arrays(columns, names=every)
 
@@ -412,7 +430,7 @@ def with_largest(rows: DataFrame, *, key: Sequence[str]) -> DataFrame:
 
 
 def _by_key(rows: DataFrame, key: Sequence[str]) -> DataFrame:
-    group, order = [PARTITION, *key], [FRESH, *ORDER, WINDOW_START]
+    group, order = [PARTITION, *key], [*_PLACE, WINDOW_START]
     in_order = W.partitionBy(*group).orderBy(*order)
     return (
         gathered(rows, group)
@@ -682,7 +700,9 @@ class WindowedAggregateTime(TimePolicy):
         rows = self.processor.regrouped(self.processor.in_order(inputs)[0])
         moves = moves_stream_time(key, window)
         if isinstance(window, (SessionWindow, SlidingWindow)):
-            return Timed(rows, moves)
+            # Up to there, every window that the record may change is open.
+            unsure = F.try_add(in_ticks(F.unix_micros(TIMESTAMP)), micros(window.grace))
+            return Timed(rows, moves, F.when(moves, unsure))
         if isinstance(window, TumblingWindow):
             first = bounds_of(window)[1]
         else:
@@ -691,7 +711,9 @@ class WindowedAggregateTime(TimePolicy):
 
     def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
         window, timed = self.processor.operator.window, self.rows(inputs)
-        assert isinstance(window, (TumblingWindow, HoppingWindow))
+        if isinstance(window, (SessionWindow, SlidingWindow)):
+            # Which windows are closed depends on those that there are, so no chunk is decided here.
+            return exact_chunks(bounds)
         rows = placed(timed.rows, self.processor.grouping, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
         return undecided_chunks(rows, deadline, self.processor.fine_chunk, bounds)
@@ -730,9 +752,19 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
             stream_time=WindowedAggregateTime(
                 self, bounded=not self.single_task, reports_lateness=True
             ),
-            keeps_order=not merges and isinstance(self.operator.window, TumblingWindow),
+            keeps_order=not merges and self.windows_of_record is not None,
+            results_of_record=self.windows_of_record or 1,
             counts=WindowedAggregateCounts(tuple(self.node.key)),
         )
+
+    @property
+    def windows_of_record(self) -> int | None:
+        """The number of windows that each record belongs to; None = it varies, or not every one of
+        them has a result."""
+        window = self.operator.window
+        if isinstance(window, HoppingWindow) and self.operator.emit != "per_run":
+            return windows_of_record(window)
+        return 1 if isinstance(window, TumblingWindow) else None
 
     @property
     def grouping(self) -> list[str]:
@@ -850,8 +882,13 @@ def aggregate(
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
         chunk = chunk if bounds is None else fine_chunk
         judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
-        return _fixed(judged, earlier, key, aggregates, once)
-    seen = with_stream_time(records, before, counts, chunk=chunk).select(*fresh, STREAM_TIME)
+        return _fixed(judged, earlier, key, window, aggregates, once)
+    if bounds is None:
+        seen = with_stream_time(records, before, counts, chunk=chunk)
+    else:
+        assert fine_chunk is not None
+        seen = with_time_in_bounds(records, counts, chunk=fine_chunk, bounds=bounds)
+    seen = seen.select(*fresh, STREAM_TIME)
     if isinstance(window, SessionWindow):
         return _sessions(seen, earlier, key, window, aggregates)
     return _sliding(seen, earlier, key, window, aggregates, chunk)
@@ -895,6 +932,7 @@ def _fixed(
     judged: DataFrame,
     earlier: DataFrame | None,
     key: Sequence[str],
+    window: TumblingWindow | HoppingWindow,
     aggregates: Aggregates,
     once: bool,
 ) -> DataFrame:
@@ -923,7 +961,7 @@ def _fixed(
         # By key and window alone, as the result's store needs them next: each partition has its own
         # keys.
         rows = gathered(rows, [*key, WINDOW_START, WINDOW_END])
-        in_order = W.partitionBy(*group).orderBy(FRESH, *ORDER)
+        in_order = W.partitionBy(*group).orderBy(*_PLACE)
         so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
         # Sums in order of arrival: so sums of doubles do not depend on how runs are cut.
         merged = {c: column.over(so_far) for c, column in merged.items()}
@@ -938,6 +976,13 @@ def _fixed(
         .when(F.col(_OPEN), Outcome.APPLIED)
         .otherwise(Outcome.DROPPED)
     )
+    # By the windows of the record, so that a result's place follows from it (``number_in_place``).
+    # The one row of a window does not know its last record.
+    many = None if once or isinstance(window, TumblingWindow) else windows_of_record(window)
+    turn = F.unix_micros(WINDOW_START)
+    if many is not None:
+        after = F.unix_micros(TIMESTAMP) - turn
+        turn = F.lit(many - 1) - F.call_function("div", after, micros(window.advance))
     return rows.where(F.col(FRESH) | F.col(_WINDOW_LAST)).select(
         *key,
         WINDOW_START,
@@ -948,7 +993,7 @@ def _fixed(
         F.lit(False).alias(IS_TOMBSTONE),
         outcome.alias(OUTCOME),
         *ORDER,
-        F.unix_micros(WINDOW_START).alias(TURN),
+        turn.alias(TURN),
         _WINDOW_LAST,
         *names,
     )

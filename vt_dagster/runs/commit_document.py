@@ -109,8 +109,9 @@ def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None
         return None
     (taken,) = arrival.taken.values()
     found = {p: some[Outcome.APPLIED] for p, some in passed.by_partition.items()}
-    complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
-    return InPlace(taken, complete)
+    many = plan.results_of_record
+    complete = all(found.get(p) == (end - start) * many for p, (start, end) in taken.items())
+    return InPlace(taken, complete, many)
 
 
 def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:
