@@ -20,7 +20,6 @@ from vt_dagster.columns import (
     ORDER,
     OUTCOME,
     PARTITION,
-    SEQUENCE,
     TIMESTAMP,
     TURN,
     WINDOW_END,
@@ -192,7 +191,7 @@ def test_windows_by_bounds_are_those_by_each_record(
                 assert bounds.near == bool(late)
                 context = replace(context, bounds=bounds)
             results = one.results(inputs, context).where(F.col(OUTCOME) != Outcome.KEPT)
-            columns = ["k", WINDOW_START, WINDOW_END, "count", PARTITION, OUTCOME, SEQUENCE, TURN, OLD]
+            columns = ["k", WINDOW_START, WINDOW_END, "count", PARTITION, OUTCOME, ARRIVAL, TURN, OLD]
             told.append(sorted(map(repr, results.select(*columns).collect())))
         assert told[0] == told[1]
         assert any("dropped" in row and "k='" in row for row in told[0]) == bool(late)

@@ -688,7 +688,7 @@ class Processor(ABC, Generic[O]):
             pending,
             context.view,
             stream_time=context.stream_time,
-            order=[*ORDER, TURN],
+            order=list(self.plan().order.by),
             chunk=self.plan().chunk_of_results(self.single_task),
             look_up=context.look_up,
         )

@@ -59,6 +59,7 @@ from vt_dagster.core.processor import (
     Counts,
     Input,
     Processor,
+    ResultOrder,
     RunContext,
     RunCounts,
     RunPlan,
@@ -180,9 +181,6 @@ pa: Any = pyarrow
 # Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
-_PLACE = [c for c in ORDER if c != INPUT]
-"""The order of the records of the only input; rows of the state have nulls, so they are first. Without
-constants: Spark drops them from a sort, and takes a window's order with them for another one."""
 FRESH, KEYED, GAP, HORIZON = "_fresh", "_keyed", "_gap", "_horizon"
 KIND = "_kind"
 STATE, MERGED, REPLACED, CLOSED = 0, 1, 2, 3
@@ -190,6 +188,21 @@ _FIRST, _LAST = "_first", "_last"
 _DECIMALS = Context(prec=80)
 
 Values = Sequence[Any]
+
+
+def place_in(rows: DataFrame) -> list[str]:
+    """Returns the columns of ``ORDER`` that rows have: with one partition's records in each partition
+    of the result, their arrival alone."""
+    return [c for c in ORDER if c in rows.columns]
+
+
+def in_order_of(rows: DataFrame) -> list[str]:
+    """Returns the order of the records of the only input; rows of the state, with nulls, are first.
+
+    Without ``INPUT``, which is a constant: Spark leaves constants out of a sort, and then does not see
+    that a window with them needs the same one.
+    """
+    return [c for c in place_in(rows) if c != INPUT]
 
 
 def merge_sessions(
@@ -216,7 +229,7 @@ def merge_sessions(
     Source: FORMAT section 7, 4.10.4; kip328-session-merge, kip328-session-close-boundary.
     """
     grouped = _by_key(rows, key)
-    passed = [*key, PARTITION, *ORDER]
+    passed = [*key, PARTITION, *place_in(grouped)]
     names = [a.name for a in accumulators]
     kinds = [a.merge for a in accumulators]
     taken = [grouped.schema[c] for c in [*passed, WINDOW_START, WINDOW_END, *names]]
@@ -393,7 +406,7 @@ def merge_sliding_windows(
     Source: FORMAT 4.10.6; kip328-sliding, kip328-sliding-early.
     """
     grouped = _by_key(rows, key)
-    passed = [*key, PARTITION, *ORDER]
+    passed = [*key, PARTITION, *place_in(grouped)]
     names = [a.name for a in accumulators]
     kinds = [a.merge for a in accumulators]
     fields = [StructField(c, grouped.schema[c].dataType) for c in passed]
@@ -430,7 +443,7 @@ def with_largest(rows: DataFrame, *, key: Sequence[str]) -> DataFrame:
 
 
 def _by_key(rows: DataFrame, key: Sequence[str]) -> DataFrame:
-    group, order = [PARTITION, *key], [*_PLACE, WINDOW_START]
+    group, order = [PARTITION, *key], [*in_order_of(rows), WINDOW_START]
     in_order = W.partitionBy(*group).orderBy(*order)
     return (
         gathered(rows, group)
@@ -725,16 +738,18 @@ class WindowedAggregateCounts(RunCounts):
 
     Args:
         key: of the result.
+        record: the columns that name a record.
     """
 
     key: tuple[str, ...]
+    record: tuple[str, ...]
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         # A record dropped for a null key or value has no window and is not late.
         late = (F.col(OUTCOME) == Outcome.DROPPED) & has_key(self.key)
         return {
             _EXPIRED: F.count_if(late),
-            _LATE: F.count_distinct(F.when(late, F.struct(HOME, SEQUENCE))),
+            _LATE: F.count_distinct(F.when(late, F.struct(*self.record))),
         }
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
@@ -745,7 +760,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     """See :func:`aggregate` and :func:`state_after`."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
-        merges = bool(self.operator.group_key)
+        merges = self.merges
         return RunPlan(
             self.whole_inputs,
             merges=merges,
@@ -754,8 +769,21 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
             ),
             keeps_order=not merges and self.windows_of_record is not None,
             results_of_record=self.windows_of_record or 1,
-            counts=WindowedAggregateCounts(tuple(self.node.key)),
+            order=ResultOrder((ARRIVAL, PARTITION, TURN)) if self.is_in_place else ResultOrder(),
+            counts=WindowedAggregateCounts(
+                tuple(self.node.key), (PARTITION, ARRIVAL) if self.is_in_place else (HOME, SEQUENCE)
+            ),
         )
+
+    @property
+    def merges(self) -> bool:
+        """Whether records leave their partition."""
+        return bool(self.operator.group_key)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether partition and offset of a record are its place in the run; others need ``ORDER``."""
+        return not self.merges and self.operator.emit != "per_run"
 
     @property
     def windows_of_record(self) -> int | None:
@@ -782,6 +810,9 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         accumulators = self.operator.parsed().accumulators
         # Before the records get their new key: a key column must not hide a column of the same name.
         given = with_columns(rows[0], {a.name: F.expr(a.expression) for a in accumulators})
+        if self.is_in_place:
+            # Copies of offset and partition: every shuffle and sort of the results would carry them.
+            given = given.drop(INPUT, HOME, SEQUENCE)
         return aggregate(
             self.regrouped(given),
             context.state,
@@ -846,9 +877,10 @@ def aggregate(
     compute the hidden ones.
 
     Args:
-        records: the stream's log rows, ``key columns, accumulators, timestamp, partition, ORDER``; an
-            accumulator is the record's contribution. ``partition`` and key columns are already the
-            result's; each partition has windows of its own. A null value counts like any other record
+        records: the stream's log rows, ``key columns, accumulators, timestamp, partition``, and
+            ``ORDER``, or ``_arrival`` alone if this orders the records of a partition. An accumulator
+            is the record's contribution. ``partition`` and key columns are already the result's; each
+            partition has windows of its own. A null value counts like any other record
             (kip328-probe-null-values-tumbling), except for sliding windows, which drop it
             (kip328-probe-null-values-sliding); a record without a key is dropped.
         state: the windows kept before the run; None = none.
@@ -858,7 +890,8 @@ def aggregate(
 
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
-        _outcome, ORDER, _turn``, and the columns that ``state_after`` needs. ``window_start`` is
+        _outcome, _turn``, the place of ``records``, and the columns that ``state_after`` needs.
+        ``window_start`` is
         inclusive; ``window_end`` is exclusive; for a session it is the timestamp of its last record,
         for a sliding window its start + time difference, both inclusive. ``timestamp``: the largest in
         the window; for a session, and for the tombstone of a merged one, its end. ``dropped``: a record
@@ -876,7 +909,8 @@ def aggregate(
     if state is not None:
         ends = (WINDOW_START, WINDOW_END)
         earlier = state.select(*key, PARTITION, TIMESTAMP, *ends, F.lit(False).alias(FRESH), *own)
-    fresh = [*key, PARTITION, *ORDER, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
+    place = place_in(records)
+    fresh = [*key, PARTITION, *place, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
     if isinstance(window, (TumblingWindow, HoppingWindow)):
         rows = placed(records.select(*fresh), key, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
@@ -939,29 +973,27 @@ def _fixed(
     """Computes tumbling and hopping windows: running aggregates, starting from the state's row."""
     judged = judged.withColumn(_OPEN, ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()).drop(PASSED)
     names = [a.name for a in aggregates.accumulators]
-    # Rows of closed windows are kept because they are counted, but add nothing.
-    added = with_columns(
-        judged,
-        {a: F.when(F.col(_OPEN), F.col(a)) for a in names}
-        | {_MARK: F.when(F.col(_OPEN), F.col(TIMESTAMP))},
-    )
-    if earlier is not None:
-        earlier = earlier.withColumn(_MARK, F.col(TIMESTAMP))
-    rows = union(added, earlier)
+    place = place_in(judged)
+    rows = union(judged, earlier)
     group = [*key, WINDOW_START, WINDOW_END, PARTITION]
     types = {a: rows.schema[a].dataType for a in names}
-    merged = {a.name: _MERGES[a.merge](a.name) for a in aggregates.accumulators}
-    merged[_MARK] = F.max(_MARK)
-    if once and is_exact(list(types.values())):
-        seen = {FRESH: F.max(FRESH), _OPEN: F.max(_OPEN), TIMESTAMP: F.max(TIMESTAMP)}
-        counts = F.coalesce(F.col(_OPEN), F.lit(True))
-        rows = folded(rows.withColumn(TURN, F.lit(0)), group, counts, merged | seen)
-        merged, last = {c: F.col(c) for c in merged}, F.lit(True)
-    else:
+    alone = once and is_exact(list(types.values()))
+    if not alone:
         # By key and window alone, as the result's store needs them next: each partition has its own
         # keys.
         rows = gathered(rows, [*key, WINDOW_START, WINDOW_END])
-        in_order = W.partitionBy(*group).orderBy(*_PLACE)
+    # Rows of closed windows are kept because they are counted, but add nothing. The state's are open.
+    counts = F.coalesce(F.col(_OPEN), F.lit(True))
+    added = {c: F.when(counts, F.col(c)) for c in names} | {_MARK: F.when(counts, F.col(TIMESTAMP))}
+    rows = with_columns(rows, added)
+    merged = {a.name: _MERGES[a.merge](a.name) for a in aggregates.accumulators}
+    merged[_MARK] = F.max(_MARK)
+    if alone:
+        seen = {FRESH: F.max(FRESH), _OPEN: F.max(_OPEN), TIMESTAMP: F.max(TIMESTAMP)}
+        rows = folded(rows.withColumn(TURN, F.lit(0)), group, counts, merged | seen)
+        merged, last = {c: F.col(c) for c in merged}, F.lit(True)
+    else:
+        in_order = W.partitionBy(*group).orderBy(*in_order_of(rows))
         so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
         # Sums in order of arrival: so sums of doubles do not depend on how runs are cut.
         merged = {c: column.over(so_far) for c, column in merged.items()}
@@ -992,7 +1024,7 @@ def _fixed(
         PARTITION,
         F.lit(False).alias(IS_TOMBSTONE),
         outcome.alias(OUTCOME),
-        *ORDER,
+        *place,
         turn.alias(TURN),
         _WINDOW_LAST,
         *names,
@@ -1072,7 +1104,7 @@ def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) ->
         PARTITION,
         (F.col(KIND) == REPLACED).alias(IS_TOMBSTONE),
         outcome.otherwise(Outcome.APPLIED).alias(OUTCOME),
-        *ORDER,
+        *place_in(merged),
         TURN,
         kept.alias(_WINDOW_LAST),
         *[a.name for a in aggregates.accumulators],
