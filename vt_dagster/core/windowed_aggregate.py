@@ -328,12 +328,14 @@ def _merge(
                 turn = out[-1][1] + 1 if out and out[-1][0] == row else 0
                 found = zip(sessions.starts, sessions.ends, sessions.values, strict=True)
                 out += [(row, turn + n, STATE, *one) for n, one in enumerate(found)]
-        rows, turns, effects, starts, ends, totals = zip(*out, strict=True) if out else ((),) * 6
-        index = pa.array(rows, pa.int64())
+        index = pa.array([r[0] for r in out], pa.int64())
         columns = [batch.column(c).take(index) for c in passed]
-        columns += [pa.array(times, pa.int64()) for times in (starts, ends)]
-        columns += [pa.array([v[k] for v in totals], t) for k, t in enumerate(types)]
-        columns += [pa.array(effects, pa.int32()), pa.array(turns, pa.int64())]
+        columns += [pa.array([r[k] for r in out], pa.int64()) for k in (3, 4)]
+        columns += [pa.array([r[5][k] for r in out], t) for k, t in enumerate(types)]
+        columns += [
+            pa.array([r[2] for r in out], pa.int32()),
+            pa.array([r[1] for r in out], pa.int64()),
+        ]
         every = [*passed, WINDOW_START, WINDOW_END, *names, KIND, TURN]
         yield pa.RecordBatch.from_arrays(columns, names=every)
 
