@@ -177,8 +177,8 @@ def test_windows_by_bounds_are_those_by_each_record(
     )
     inputs = [Input(log.repartition(2).cache())]
     for window in (
-        SessionWindow(timedelta(seconds=3), timedelta(seconds=5)),
-        SlidingWindow(timedelta(seconds=3), timedelta(seconds=5)),
+        SessionWindow(timedelta(seconds=3), timedelta(seconds=12)),
+        SlidingWindow(timedelta(seconds=3), timedelta(seconds=12)),
     ):
         counted = orders.group_by().windowed_by(window).count(name="counted")
         told: list[list[tuple[Any, ...]]] = []
