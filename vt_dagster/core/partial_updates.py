@@ -16,8 +16,7 @@ that a later record of the run may read, however many records or batches a key h
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -47,12 +46,13 @@ pc: Any = pyarrow.compute
 # Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
-_KIND, _TIME, _FLOOR, _FIRST, _END = "_kind", "_time", "_floor", "_first", "_end"
-_AT = "_at"
-_HELPERS = (_KIND, _TIME, _AT, _FLOOR, _FIRST)
+_KIND, _TIME, _FLOOR, _AT, _END = "_kind", "_time", "_floor", "_at", "_end"
+_HELPERS = (_KIND, _TIME, _FLOOR)
 _VERSION, _RECORD, _OTHER = 0, 1, 2
 _MANY = 10_000
-"""Number of rows in one output table."""
+"""Number of rows in one output batch."""
+_MOST = 100_000
+"""Number of changed versions, of more than one record, that are computed at once."""
 
 
 def merge_forward(
@@ -94,7 +94,6 @@ def merge_forward(
     # Columns, not expressions: otherwise each window would sort again.
     rows = rows.withColumns({_TIME: time, _AT: F.when(is_version, time)})
     of_key, in_order = [F.col(f"`{k}`") for k in key], [F.col(f"`{c}`") for c in (_KIND, _AT, *order)]
-    by_key = W.partitionBy(*of_key).orderBy(*in_order)
     # Backwards, since Spark computes a frame of all following rows anew for each row: quadratic in the
     # records of a key.
     backwards = W.partitionBy(*of_key).orderBy(*[c.desc() for c in in_order])
@@ -105,8 +104,7 @@ def merge_forward(
     ends = F.unix_micros(_END)
     met = F.col(_FLOOR).isNotNull() & (ends.isNull() | (ends > F.col(_FLOOR)))
     rows = rows.where(~is_version | met).drop(_END)
-    rows = rows.withColumn(_FIRST, F.row_number().over(by_key) == 1)
-    rows = rows.sortWithinPartitions(*of_key, *in_order)
+    rows = rows.sortWithinPartitions(*of_key, *in_order).drop(_AT)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
     schema = StructType([*fields, StructField(PROPAGATED_FROM, IntegerType())])
     numbers = {name: n for n, (now, before) in enumerate(parts.items()) for name in (now, *before)}
@@ -127,115 +125,95 @@ class _Columns(NamedTuple):
     own: tuple[str, ...]
 
 
-class _Version(NamedTuple):
-    """A version of a key, in terms of row numbers.
+class _Minima:
+    """Finds places with a value below a bound by the minima of blocks of 1, 2, 4, … values.
 
     Args:
-        row: the row of its own columns.
-        source: for each part the row of its value; -1 = null.
-        given: the parts that its own records provide; None = all.
+        values: smaller than ``none``, which stands for a place that is never found.
     """
 
-    row: int
-    source: Sequence[int]
-    given: frozenset[int] | None
-    deleted: bool
+    def __init__(self, values: Any, none: int) -> None:
+        places = np.arange(len(values))
+        self.latest = np.maximum.accumulate(np.where(values < none, places, -1))
+        self.levels = [values]
+        while len(values) > 1:
+            if len(values) % 2:
+                self.levels[-1] = values = np.append(values, none)
+            values = np.minimum(values[::2], values[1::2])
+            self.levels.append(values)
+
+    def last(self, end: Any, bound: Any) -> Any:
+        """Returns for each end (exclusive) the last place before it with a value below its bound, or
+        -1."""
+        found = np.where(end > 0, self.latest[end - 1], -1)
+        # Mostly the last value before the end is below the bound.
+        which = np.flatnonzero((found >= 0) & (self.levels[0][found] >= bound))
+        end, bound = found[which], bound[which]
+        found[which] = -1
+        rising, at, heights, blocks = (
+            np.arange(len(which)),
+            end,
+            np.zeros_like(end),
+            np.full_like(end, -1),
+        )
+        for height, minima in enumerate(self.levels):
+            hit = (at % 2 == 1) & (minima[at - 1] < bound[rising])
+            heights[rising[hit]], blocks[rising[hit]] = height, at[hit] - 1
+            left = ~hit & (at > 1)
+            rising, at = rising[left], at[left] // 2
+        for height in range(len(self.levels) - 2, -1, -1):
+            falling = np.flatnonzero(heights > height)
+            right = 2 * blocks[falling] + 1
+            blocks[falling] = right - (self.levels[height][right] >= bound[falling])
+        found[which] = blocks
+        return found
+
+    def within(self, begin: Any, end: Any, bound: Any) -> Iterator[tuple[Any, Any]]:
+        """Yields all places from each begin (inclusive) to its end (exclusive) with a value below its
+        bound: the numbers of the ranges and the places, both ascending."""
+        yield from self._within(np.arange(len(begin)), begin, end, bound)
+
+    def _within(self, ranges: Any, begin: Any, end: Any, bound: Any) -> Iterator[tuple[Any, Any]]:
+        which, blocks = ranges, np.zeros_like(ranges)
+        for height in range(len(self.levels) - 1, -1, -1):
+            minima, size = self.levels[height], 1 << height
+            there = (blocks * size < end[which]) & ((blocks + 1) * size > begin[which])
+            there &= minima[np.minimum(blocks, len(minima) - 1)] < bound[which]
+            which, blocks = which[there], blocks[there]
+            if len(which) > _MOST and len(ranges) > 1:
+                for half in np.array_split(ranges, 2):
+                    yield from self._within(half, begin, end, bound)
+                return
+            if height:
+                which, blocks = np.repeat(which, 2), np.repeat(2 * blocks, 2)
+                blocks[1::2] += 1
+        yield which, blocks
 
 
-class _Results(NamedTuple):
-    """Output rows: of each its record's row, the row and parts of the version that it shows, and its
-    number among the rows of that record. Lists, since a key may have a million of them."""
+class _Part:
+    """Which rows provide a part, by place in the order of time."""
 
-    record: list[int]
-    row: list[int]
-    source: list[Sequence[int]]
-    given: list[frozenset[int] | None]
-    carried: list[int]
+    def __init__(self, gives: Any, by_time: Any) -> None:
+        none = len(by_time)
+        arrived = np.where(gives[by_time], by_time, none)
+        self.back, self.forth = _Minima(arrived, none), _Minima(arrived[::-1], none)
 
-    @classmethod
-    def none(cls) -> _Results:
-        return cls([], [], [], [], [])
-
-    def add(self, record: int, version: _Version, carried: int) -> None:
-        self.record.append(record)
-        self.row.append(version.row)
-        self.source.append(version.source)
-        self.given.append(version.given)
-        self.carried.append(carried)
+    def next(self, begin: Any, bound: Any) -> Any:
+        """Returns for each begin (inclusive) the next place of a row that arrived before the bound; the
+        number of rows if there is none."""
+        many = len(self.back.latest)
+        return many - 1 - self.forth.last(many - begin, bound)
 
 
-class _Key:
-    """The versions of one key that a later record may read, by time."""
-
-    def __init__(self, columns: Sequence[Any]) -> None:
-        self.columns = columns
-        self.times: list[int] = []
-        self.found: list[_Version] = []
-
-    def put(self, at: int, version: _Version) -> int:
-        """Stores a version, replaces one of the same time, and returns its index."""
-        if not self.times or at > self.times[-1]:
-            self.times.append(at)
-            self.found.append(version)
-            return len(self.times) - 1
-        place = bisect_left(self.times, at)
-        same = self.times[place] == at
-        self.times[place : place + same] = [at]
-        self.found[place : place + same] = [version]
-        return place
-
-    def take(self, at: int, record: _Version, results: _Results) -> None:
-        """Applies one record; its whole row and the later versions that it changes are results."""
-        row, provided = record.row, record.given
-        if provided is not None:
-            before = len(self.times) - 1
-            if before >= 0 and self.times[before] > at:
-                before = bisect_right(self.times, at) - 1
-            base = self.found[before] if before >= 0 else None
-            kept = [-1] * len(self.columns) if base is None or base.deleted else [*base.source]
-            for part in provided:
-                kept[part] = row
-            given = provided
-            if base is not None and self.times[before] == at:
-                given = None if base.given is None else provided | base.given
-            record = _Version(row, kept, given, record.deleted)
-        place = self.put(at, record)
-        results.add(row, record, 0)
-        if place < len(self.found) - 1:
-            self._propagate(place, record, provided, results)
-
-    def _propagate(
-        self, place: int, record: _Version, provided: frozenset[int] | None, results: _Results
-    ) -> None:
-        values = [-1] * len(self.columns) if record.deleted else record.source
-        left = set(range(len(self.columns))) if provided is None else set(provided)
-        for number, later in enumerate(self.found[place + 1 :], 1):
-            if later.given is None:
-                # A whole row provides every column, so no value passes it.
-                break
-            left -= later.given
-            # An equal value here is equal in all later versions that inherit it.
-            left -= {c for c in left if self._same(c, later.source[c], values[c])}
-            if not left:
-                break
-            source = [values[c] if c in left else s for c, s in enumerate(later.source)]
-            self.found[place + number] = changed = later._replace(source=source)
-            results.add(record.row, changed, number)
-
-    def without_before(self, floor: int) -> _Key:
-        """Keeps the versions that a record of this time or later may read."""
-        kept, old = _Key(self.columns), max(0, bisect_right(self.times, floor) - 1)
-        kept.times, kept.found = self.times[old:], self.found[old:]
-        return kept
-
-    def _same(self, part: int, one: int, other: int) -> bool:
-        if one == other or -1 in (one, other):
-            return one == other or not self.columns[part][max(one, other)].is_valid
-        return self.columns[part][one].equals(self.columns[part][other])
+def _numpy(column: Any) -> Any:
+    return column.to_numpy(zero_copy_only=False)
 
 
 class _Batch:
-    """Rows sorted by key, in terms of row numbers.
+    """Rows sorted by key, in terms of their numbers.
+
+    The versions and applied records have a number in the order of key and arrival, and a place in the
+    order of key, time and arrival.
 
     Args:
         rows: the input rows of the kernel, see :func:`merge_forward`.
@@ -243,152 +221,219 @@ class _Batch:
 
     def __init__(self, rows: Any, whose: _Columns) -> None:
         self.rows, self.whose = rows, whose
-        self.kinds = rows.column(_KIND).to_numpy()
-        self.times = rows.column(_TIME).fill_null(0).to_numpy()
-        self.deleted = rows.column(IS_TOMBSTONE).to_numpy()
-        first = rows.column(_FIRST).to_numpy()
-        self.group = np.cumsum(np.append(True, first[1:]))
-        self.provided = self._provided()
-        self.active = np.flatnonzero(self.kinds != _OTHER)
-        self._sets: tuple[list[frozenset[int] | None], Any] | None = None
+        kinds, floor = _numpy(rows.column(_KIND)), rows.column(_FLOOR)
+        self.others, self.active = np.flatnonzero(kinds == _OTHER), np.flatnonzero(kinds != _OTHER)
+        self.numbers = np.arange(len(self.active))
+        # Only the last record of a key has no floor.
+        ends = _numpy(floor.is_null())[self.active]
+        self.group = np.cumsum(np.append(False, ends[:-1]))[: len(ends)]
+        self.floor = floor[-1].as_py()
+        self.is_record = kinds[self.active] == _RECORD
+        self.deleted = _numpy(rows.column(IS_TOMBSTONE))[self.active]
+        self.gives = self._provided()[self.active] | self.deleted[:, None]
+        times = _numpy(rows.column(_TIME).fill_null(0))[self.active]
+        self.by_time = np.lexsort((times, self.group))
+        self.place = np.empty_like(self.by_time)
+        self.place[self.by_time] = self.numbers
+        # By place: the time, the first place of its version and of the next key.
+        self.times, of_key = times[self.by_time], self.group
+        is_first = np.append(True, (of_key[1:] != of_key[:-1]) | (self.times[1:] != self.times[:-1]))
+        self.begin = np.maximum.accumulate(np.where(is_first[: len(times)], self.numbers, 0))
+        self.end = np.searchsorted(of_key, of_key, "right")
+        self.held = self._within(self._latest(~self.is_record), self.numbers)
 
     def _provided(self) -> Any:
         """Returns a matrix, rows by parts: whether a row provides a part."""
-        given = self.rows.column(PROVIDED_COLUMNS).combine_chunks()
+        given = self.rows.column(PROVIDED_COLUMNS)
         found = np.zeros((len(given), len(self.whose.parts)), bool)
-        found[given.is_null().to_numpy(zero_copy_only=False)] = True
-        numbers = self.whose.numbers
-        parents = pc.list_parent_indices(given).to_numpy()
-        names = given.flatten().to_pylist()
-        for row, name in zip(parents.tolist(), names, strict=True):
-            if name in numbers:
-                found[row, numbers[name]] = True
+        found[_numpy(given.is_null())] = True
+        names = given.flatten().dictionary_encode()
+        known = [self.whose.numbers.get(name, -1) for name in names.dictionary.to_pylist()]
+        parts = np.array(known, np.int64)[_numpy(names.indices)]
+        parents = _numpy(pc.list_parent_indices(given))
+        found[parents[parts >= 0], parts[parts >= 0]] = True
         return found
 
-    def out_of_order(self) -> Any:
-        """Returns the keys with a row that is not later than its predecessor."""
-        group, times = self.group[self.active], self.times[self.active]
-        return np.unique(group[1:][(group[1:] == group[:-1]) & (times[1:] <= times[:-1])])
+    def _latest(self, which: Any) -> Any:
+        """Returns for each place the last place up to it of such a row; -1 = none."""
+        return np.maximum.accumulate(np.where(which[self.by_time], self.numbers, -1))
 
-    def in_order(self, rows: Any) -> Any:
-        """For keys in order: returns for each part the last row that provides its value."""
-        place, (group, deleted) = np.arange(len(rows)), (a[rows] for a in (self.group, self.deleted))
-        begins = np.append(True, group[1:] != group[:-1])[: len(rows)]
-        gives = self.provided[rows] | (self.kinds[rows] == _VERSION)[:, None]
-        stops = gives | (begins | deleted)[:, None]
-        last = np.maximum.accumulate(np.where(stops, place[:, None], 0))
-        there = np.take_along_axis(gives, last, 0) & ~(deleted[last] & (last != place[:, None]))
-        return np.where(there, rows[last], -1)
+    def _within(self, found: Any, places: Any) -> Any:
+        """Returns the rows at these places if their key is that of the others; -1 = none."""
+        there = (found >= 0) & (self.group[found] == self.group[places])
+        return np.where(there, self.by_time[found], -1)
 
-    def _given(self) -> tuple[list[frozenset[int] | None], Any]:
-        """Returns the distinct sets of parts that rows provide (None = all), and that of each row."""
-        if self._sets is None:
-            sets, numbers = np.unique(self.provided, axis=0, return_inverse=True)
-            given = [None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets]
-            self._sets = given, numbers.ravel()
-        return self._sets
+    def _source(self, found: Any, places: Any) -> Any:
+        """Returns the row of a part's value in the versions at these places; -1 = null.
 
-    def versions(self, rows: Any, sources: Any) -> Iterator[tuple[int, _Version]]:
-        """Returns rows as versions, each with its time."""
-        given, numbers = self._given()
-        of_rows = map(given.__getitem__, numbers[rows].tolist())
-        versions = map(_Version, rows.tolist(), sources.tolist(), of_rows, self.deleted[rows].tolist())
-        return zip(self.times[rows].tolist(), versions, strict=True)
+        Args:
+            found: the place of the last row up to there that provides the part; -1 = none.
+        """
+        giver = self._within(found, places)
+        # A stored version has all values, also those that it does not provide.
+        source = np.where((giver >= 0) & self.is_record[giver], giver, self.held[places])
+        return np.where((source >= 0) & self.deleted[source], -1, source)
 
-    def passed(self, quick: Any, sources: Any, names: Sequence[str]) -> Any:
-        """Returns the completed records of keys in order, and the rows that are passed through."""
-        others, records = np.flatnonzero(self.kinds == _OTHER), self.kinds[quick] == _RECORD
-        rows = np.concatenate([others, quick[records]])
-        as_they_are = np.repeat(others[:, None], len(self.whose.parts), 1)
-        source = np.concatenate([as_they_are, sources[records]])
-        given = self.rows.column(PROVIDED_COLUMNS).take(pa.array(rows))
-        return self._rows(rows, rows, source, given, np.zeros(len(rows), np.int32), names)
+    def merged(self, names: Sequence[str]) -> Iterator[Any]:
+        """Yields the completed records, each with the versions that it changes, and the rows that are
+        passed through."""
+        records = self.numbers[self.is_record]
+        late = records[(self.place < np.maximum.accumulate(self.place))[records]]
+        parts = [_Part(gives, self.by_time) for gives in self.gives.T] if len(late) else []
+        source = np.empty((len(self.numbers), len(self.whose.parts)), np.int64)
+        for number, gives in enumerate(self.gives.T):
+            so_far = np.maximum.accumulate(np.where(gives, self.place, -1))
+            if len(late):
+                so_far[late] = parts[number].back.last(self.place[late] + 1, late + 1)
+            source[:, number] = np.where(gives, self.numbers, self._source(so_far, self.place))
+        places = self.place[records]
+        own = _Versions(records, places, source[records], np.zeros(len(records), np.int32))
+        if not len(late):
+            yield self._rows(own, self.others, names)
+            return
+        others = self.others
+        for changed in self._changed(late, parts):
+            yield self._rows(
+                _Versions(*map(np.concatenate, zip(own, changed, strict=True))), others, names
+            )
+            own, others = _Versions(*[column[:0] for column in own]), others[:0]
 
-    def made(self, results: _Results, names: Sequence[str]) -> Any:
-        """Returns results as rows."""
-        parts, many = self.whose.parts, len(results.row)
-        numbers = {one: number for number, one in enumerate(dict.fromkeys(results.given))}
-        sets = [None if one is None else [parts[c] for c in sorted(one)] for one in numbers]
-        given = pa.array(sets, self.rows.schema.field(PROVIDED_COLUMNS).type)
-        return self._rows(
-            np.array(results.record, np.int64),
-            np.array(results.row, np.int64),
-            np.array(results.source, np.int64).reshape(many, len(parts)),
-            given.take(pa.array(list(map(numbers.__getitem__, results.given)), pa.int64())),
-            np.array(results.carried, np.int32),
-            names,
-        )
+    def _changed(self, late: Any, parts: Sequence[_Part]) -> Iterator[_Versions]:
+        """Yields the later versions that late records change."""
+        everything = _Part(np.ones(len(self.numbers), bool), self.by_time)
+        begin = everything.next(self.place[late] + 1, late)
+        value = np.where(self.deleted[late], -1, late)
+        ends = np.zeros((len(late), len(parts)), np.int64)
+        for number, part in enumerate(parts):
+            which = np.flatnonzero(self.gives[late, number])
+            first, bound = begin[which], late[which]
+            stop = part.next(self.place[bound] + 1, bound)
+            none = stop == len(self.numbers)
+            end = np.where(none, self.end[first], self.begin[np.where(none, 0, stop)])
+            inherited = end > first
+            which, first, end, bound = (
+                which[inherited],
+                first[inherited],
+                end[inherited],
+                bound[inherited],
+            )
+            before = self._source(part.back.last(first + 1, bound), first)
+            # An equal value here is equal in all later versions that inherit it.
+            ends[which, number] = np.where(self._same(number, value[which], before), 0, end)
+        changes = np.flatnonzero(ends.any(axis=1))
+        late, begin, value, ends = late[changes], begin[changes], value[changes], ends[changes]
+        for which, places in everything.back.within(begin, ends.max(axis=1, initial=0), late):
+            # Of a version, the last record that had arrived.
+            last = np.append((which[1:] != which[:-1]) | (np.diff(self.begin[places]) > 0), True)
+            which, places = which[last[: len(which)]], places[last[: len(which)]]
+            source = np.empty((len(which), len(parts)), np.int64)
+            for number, part in enumerate(parts):
+                found = part.back.last(places + 1, late[which])
+                kept = self._source(found, places)
+                source[:, number] = np.where(places < ends[which, number], value[which], kept)
+            carried = np.arange(1, len(which) + 1) - np.searchsorted(which, which)
+            yield _Versions(late[which], places, source, carried.astype(np.int32))
 
-    def _rows(
-        self, record: Any, version: Any, source: Any, given: Any, carried: Any, names: Sequence[str]
-    ) -> Any:
-        """Builds rows from the record's row, the version's row and the rows of the parts."""
+    def _same(self, number: int, one: Any, other: Any) -> Any:
+        """Returns whether values of a part are equal; -1 = null."""
+        column = self.rows.column(self.whose.parts[number])
+        left, right = (column.take(pa.array(self.active[rows], mask=rows < 0)) for rows in (one, other))
+        try:
+            equal = pc.equal(left, right).fill_null(False)
+        except pa.ArrowNotImplementedError:
+            # Of lists, maps and structs.
+            equal = pa.array([a.equals(b) for a, b in zip(left, right, strict=True)], pa.bool_())
+        both = pc.and_(left.is_null(), right.is_null())
+        return _numpy(pc.or_(equal, both))
+
+    def left(self) -> list[Any]:
+        """Returns the last key's versions that a later record may read, as rows that precede the next
+        batch."""
+        if self.floor is None:
+            return []
+        first = int(np.searchsorted(self.group, self.group[-1]))
+        places = self.numbers[first:]
+        places = places[np.append(np.diff(self.begin[first:]) > 0, True)]
+        old = int(np.searchsorted(self.times[places], self.floor, "right")) - 1
+        places = places[max(0, old) :]
+        columns = [self._source(self._latest(gives)[places], places) for gives in self.gives.T]
+        source = np.stack(columns, axis=1)
+        versions = _Versions(self.by_time[places], places, source, np.zeros(len(places), np.int32))
+        schema = self.rows.schema
+        rows = self._rows(versions, self.others[:0], schema.names)
+        kind = pa.array(np.full(len(places), _VERSION), schema.field(_KIND).type)
+        rows = rows.set_column(schema.get_field_index(_KIND), _KIND, kind)
+        return pa.table(rows.columns, schema=schema).to_batches()
+
+    def _given(self, versions: _Versions, others: Any) -> Any:
+        """Returns the provided columns of versions and of rows that are passed through."""
+        given = self.rows.column(PROVIDED_COLUMNS)
+        places, rows = versions.place, self.active[self.by_time[versions.place]]
+        # Records of one time are one version and provide what any of them does. A stored version may
+        # have earlier names.
+        anew = np.flatnonzero((places > self.begin[places]) | ~self.is_record[self.by_time[places]])
+        rows = np.concatenate([rows, others])
+        if len(anew):
+            places, names = places[anew], self.whose.parts
+            gives = np.stack(
+                [self._latest(g)[places] >= self.begin[places] for g in self.gives.T], axis=1
+            )
+            sets, which = np.unique(gives, axis=0, return_inverse=True)
+            lists = [None if s.all() else [names[n] for n in np.flatnonzero(s)] for s in sets]
+            rows[anew] = len(given) + which.ravel()
+            given = pa.concat_arrays([given, pa.array(lists, given.type)])
+        return given.take(pa.array(rows))
+
+    def _rows(self, versions: _Versions, others: Any, names: Sequence[str]) -> Any:
+        """Builds rows of versions and of rows that are passed through, by their records."""
+        record = np.concatenate([self.active[versions.record], others])
+        version = np.concatenate([self.active[self.by_time[versions.place]], others])
+        as_they_are = np.zeros(len(others), np.int32)
+        carried = np.concatenate([versions.carried, as_they_are])
+        # In order, so that Spark has little to sort.
+        order = np.argsort(record, kind="stable")
         own = {*self.whose.own, TIMESTAMP, _TIME, IS_TOMBSTONE}
-        made = {PROVIDED_COLUMNS: given, PROPAGATED_FROM: pa.array(carried)}
-        for place, part in enumerate(self.whose.parts):
-            rows = source[:, place]
-            made[part] = self.rows.column(part).take(pa.array(rows, mask=rows < 0))
+        made = {
+            PROVIDED_COLUMNS: self._given(versions, others).take(pa.array(order)),
+            PROPAGATED_FROM: pa.array(carried[order]),
+        }
+        for number, part in enumerate(self.whose.parts):
+            source = versions.source[:, number]
+            source = np.where(source < 0, -1, self.active[source])
+            source = np.concatenate([source, others])[order]
+            made[part] = self.rows.column(part).take(pa.array(source, mask=source < 0))
+        record, version = pa.array(record[order]), pa.array(version[order])
         columns = [
             made[name]
             if name in made
-            else self.rows.column(name).take(pa.array(version if name in own else record))
+            else self.rows.column(name).take(version if name in own else record)
             for name in names
         ]
         return pa.table(columns, names=list(names))
 
-    def left(self, kept: _Key) -> Any:
-        """Returns a key's versions as rows that precede the next batch."""
-        results = _Results.none()
-        for version in kept.found:
-            results.add(version.row, version, 0)
-        rows = self.made(results, self.rows.schema.names)
-        for name, value in ((_KIND, _VERSION), (_FIRST, False)):
-            place = rows.schema.get_field_index(name)
-            same = pa.array([value] * len(kept.found), rows.schema.field(name).type)
-            rows = rows.set_column(place, name, same)
-        return pa.Table.from_arrays(rows.columns, schema=self.rows.schema)
+
+class _Versions(NamedTuple):
+    """Versions to output.
+
+    Args:
+        record: of each the record that makes it or changes it.
+        place: its place: its own columns are those of the row there.
+        source: for each part the row of its value; -1 = null.
+        carried: its number among the rows of that record.
+    """
+
+    record: Any
+    place: Any
+    source: Any
+    carried: Any
 
 
 def _merge_batches(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
     left: list[Any] = []
     for some in batches:
         if some.num_rows:
-            rows = pa.concat_tables([*left, pa.Table.from_batches([some])])
-            left = yield from _merge_batch(_Batch(rows.combine_chunks(), whose), names)
-
-
-def _merge_batch(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, list[Any]]:
-    """Yields the rows of a batch; returns the versions of its last key that the next batch needs."""
-    slow, parts = batch.out_of_order(), batch.whose.parts
-    quick = batch.active[~np.isin(batch.group[batch.active], slow)]
-    sources = batch.in_order(quick)
-    yield from batch.passed(quick, sources, names).to_batches()
-    columns = [batch.rows.column(c).combine_chunks() for c in parts]
-    kept, results = _Key(columns), _Results.none()
-    # Only keys with a record out of order go through Python, record by record; numpy completes the
-    # others.
-    active = batch.group[batch.active]
-    for number in slow:
-        kept = _Key(columns)
-        low, high = np.searchsorted(active, [number, number + 1])
-        rows = batch.active[low:high]
-        versions = batch.versions(rows, np.repeat(rows[:, None], len(parts), 1))
-        for kind, (at, version) in zip(batch.kinds[rows].tolist(), versions, strict=True):
-            if kind == _VERSION:
-                kept.put(at, version)
-            else:
-                kept.take(at, version, results)
-            if len(results.row) >= _MANY:
-                yield from batch.made(results, names).to_batches()
-                results = _Results.none()
-    yield from batch.made(results, names).to_batches()
-    floor = batch.rows.column(_FLOOR)[-1].as_py()
-    if floor is None:
-        return []
-    if batch.group[-1] not in slow:
-        kept = _Key(columns)
-        mine = np.flatnonzero(batch.group[quick] == batch.group[-1])
-        mine = mine[max(0, np.searchsorted(batch.times[quick[mine]], floor, "right") - 1) :]
-        for at, version in batch.versions(quick[mine], sources[mine]):
-            kept.put(at, version)
-    return [batch.left(kept.without_before(floor))]
+            (rows,) = pa.Table.from_batches([*left, some]).combine_chunks().to_batches()
+            batch = _Batch(rows, whose)
+            for merged in batch.merged(names):
+                yield from merged.to_batches(max_chunksize=_MANY)
+            left = batch.left()
