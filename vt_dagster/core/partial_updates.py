@@ -7,9 +7,10 @@ needs no rule for partial updates. ``provided_columns`` lists the columns that t
 provide (null = all), and thus how far the values of a late record propagate. A deletion sets all
 columns to null.
 
-The base of a record depends on the effect of all earlier records on its key's versions. For a key whose
-records arrive in order this is one running maximum per column. Otherwise a Python kernel over row
-numbers computes it, and only Arrow moves the values; the kernel holds the versions of one key
+The base of a record depends on the effect of all earlier records on its key's versions: of each column,
+the last row in the order of time that provides it, of those that arrived before. A kernel over row
+numbers finds it for a batch of rows at once: by running maxima for records in order, and by a tree of
+minima of arrival for late ones. Only Arrow moves the values. The kernel holds the versions of one key
 that a later record of the run may read, however many records or batches a key has.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -429,11 +431,20 @@ class _Versions(NamedTuple):
 
 
 def _merge_batches(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
-    left: list[Any] = []
-    for some in batches:
-        if some.num_rows:
-            (rows,) = pa.Table.from_batches([*left, some]).combine_chunks().to_batches()
+    held: list[Any] = []
+    new: list[Any] = []
+    for some in chain(batches, [None]):
+        if some is not None:
+            new.append(some)
+        # At least as many new rows as are held: otherwise a key of which all is held takes quadratic
+        # time.
+        if _length(new) > (0 if some is None else _length(held)):
+            (rows,) = pa.Table.from_batches([*held, *new]).combine_chunks().to_batches()
             batch = _Batch(rows, whose)
             for merged in batch.merged(names):
                 yield from merged.to_batches(max_chunksize=_MANY)
-            left = batch.left()
+            held, new = batch.left(), []
+
+
+def _length(batches: Sequence[Any]) -> int:
+    return sum(batch.num_rows for batch in batches)
