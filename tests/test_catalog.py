@@ -45,6 +45,8 @@ from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.catalog import drop_without_tables, names_of, register
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 @pytest.fixture
 def bronze(spark: SparkSession) -> Iterator[str]:

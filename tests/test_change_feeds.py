@@ -26,6 +26,9 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 DAY = timedelta(days=1)
 SCHEMA = StructType(
     [

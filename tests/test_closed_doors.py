@@ -56,6 +56,9 @@ from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.asset_store import AssetStore, asset_names, stores_of
 from vt_dagster.storage.maintenance import maintain
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 pa: Any = pyarrow
 pq: Any = pyarrow.parquet
 

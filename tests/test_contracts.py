@@ -31,6 +31,9 @@ from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windows import TumblingWindow
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 START = datetime(2024, 1, 1)
 VERSIONS = "table int, id string, valid_from timestamp, valid_to timestamp"
 KEY = ["table", "id"]

@@ -35,6 +35,9 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 ROW = StructType(
     [
         StructField("id", StringType()),

@@ -53,6 +53,9 @@ from vt_dagster.sources.text_formats import FOLLOWED, REFUSED
 from vt_dagster.spark.settings import small_run
 from vt_dagster.topology.schema import differences, same_types
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 # -- which files are there ---------------------------------------------------------------------------
 
 

@@ -31,6 +31,8 @@ from vt_dagster.runs.erase import KEPT_ICEBERG, erase
 from vt_dagster.runs.export import ExportRun, export_of, last_export
 from vt_dagster.storage.iceberg import ATTEMPT, BATCH, IcebergTable, renew
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 @pytest.fixture
 def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalog]:

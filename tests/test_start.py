@@ -39,6 +39,9 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 DAY = timedelta(days=1)
 BEGIN = datetime(2024, 1, 1, tzinfo=timezone.utc)
 SCHEMA = StructType(

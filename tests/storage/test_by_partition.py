@@ -17,6 +17,9 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.spark_reader import MANY, at_or_after
 from vt_dagster.topology.durations import length_at
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 HOUR = timedelta(hours=1)
 
 

@@ -168,7 +168,7 @@ def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["versioned", "table", "stream"])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(runs, st.integers(0, 6))
 def test_as_known_at_is_what_a_copy_of_then_gives(
     kind: str, drawn: list[tuple[list[Record], bool]], cleaned: int

@@ -180,10 +180,16 @@ def test_a_value_that_cannot_be_the_key(of_all_kinds: Path, name: str, key: Any,
             vt_dagster.read(f"by_{name}", key=key, warehouse=str(of_all_kinds), into=into)
 
 
-def test_into_other_libraries(tmp_path: Path, spark: SparkSession) -> None:
-    topology = Topology(tmp_path)
+@pytest.fixture(scope="module")
+def topology(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
+    """Three rates, of one run; only to be read."""
+    topology = Topology(tmp_path_factory.mktemp("rates"))
     topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 2, 1), ("a", 3, 2)])
     topology.run("rates", spark)
+    return topology
+
+
+def test_into_other_libraries(topology: Topology) -> None:
     about: dict[str, Any] = {"warehouse": topology.warehouse, "key": "a"}
     found = {
         into: vt_dagster.read(topology.rates, into=into, **about)
@@ -205,11 +211,8 @@ def test_into_other_libraries(tmp_path: Path, spark: SparkSession) -> None:
         vt_dagster.read("rates", warehouse=topology.warehouse, into="excel")  # type: ignore[arg-type]
 
 
-def test_as_of_the_clock(tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_of_the_clock(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current row may be future-dated; now is read once, with Spark and without."""
-    topology = Topology(tmp_path)
-    topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 2, 1), ("a", 3, 2)])
-    topology.run("rates", spark)
     about: dict[str, Any] = {"warehouse": topology.warehouse}
     for second, found in ((30, {1}), (90, {1, 2}), (120, {2, 3})):
         times = iter([parse_time("2020-01-01T00:00:00Z") + second * 1_000_000] * 2)
@@ -255,10 +258,7 @@ def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
     assert isinstance(wide, Stream)
 
 
-def test_neither_spark_nor_dagster_is_imported(tmp_path: Path, spark: SparkSession) -> None:
-    topology = Topology(tmp_path)
-    topology.land("rates", "1.jsonl", [("a", 1, 0), ("a", 3, 2)])
-    topology.run("rates", spark)
+def test_neither_spark_nor_dagster_is_imported(topology: Topology) -> None:
     code = f"""
 import sys
 from vt_dagster.cli import app

@@ -25,6 +25,8 @@ from vt_dagster.runs.run import Results, Run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:

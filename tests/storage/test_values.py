@@ -42,6 +42,9 @@ from vt_dagster.sources.message_formats import Format
 from vt_dagster.sources.text_formats import one_record, read_record
 from vt_dagster.sources.value_reader import Reading
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 UNREADABLE = "unreadable"
 NAMES = (
     "byte", "short", "integer", "long", "float", "double", "boolean", "string", "binary", "date",
