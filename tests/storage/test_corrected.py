@@ -29,6 +29,7 @@ class KilledError(Exception):
     pass
 
 
+@pytest.mark.endurance  # test_crash.py kills such runs, the test through Dagster has such rows
 def test_corrections_on_delta(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -493,7 +493,10 @@ def restate_orders(topology: Topology, spark: SparkSession) -> None:
     restate(topology.warehouse, topology.orders, EPOCH, spark, topology.nodes)
 
 
-@pytest.mark.parametrize("exchange", [put_orders_back, swap_orders, restate_orders])
+@pytest.mark.parametrize(
+    "exchange",
+    [put_orders_back, restate_orders, pytest.param(swap_orders, marks=pytest.mark.endurance)],
+)
 def test_a_log_that_is_exchanged_during_a_run(
     topology: Topology,
     spark: SparkSession,
@@ -757,7 +760,10 @@ def test_all_commits_are_gone_but_a_checkpoint(topology: Topology, spark: SparkS
             use()
 
 
-@pytest.mark.parametrize("damage", [empty, cut_in_half, Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [cut_in_half, *(pytest.param(d, marks=pytest.mark.endurance) for d in (empty, Path.unlink))],
+)
 def test_a_checkpoint_that_is_damaged(
     topology: Topology, spark: SparkSession, damage: Callable[[Path], None]
 ) -> None:

@@ -202,8 +202,9 @@ def test_where_nobody_writes_the_last_commit_stays(
     spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")
     assert (old / "_delta_log" / f"{8:020d}.checkpoint.parquet").exists()
     days_pass(old, 40)
-    for _ in range(2):
-        spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")
+    for version in range(9, 13):
+        spark.sql(f"ALTER TABLE delta.`{old}` SET TBLPROPERTIES ('theirs' = '{version}')")
+    assert (old / "_delta_log" / f"{12:020d}.checkpoint.parquet").exists()
     said, sql = list[str](), type(spark).sql
 
     def noted(session: SparkSession, text: str) -> DataFrame:
