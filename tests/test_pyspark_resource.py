@@ -131,36 +131,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-NO_JARS = """
-from dagster_pyspark import LazyPySparkResource
-from vt_dagster import SparkResource
-from vt_dagster.errors import SparkUnavailableError
-from vt_dagster.orchestration.resources import session_of
-
-whole = SparkResource(master="local[1]").pyspark_config()
-jars = whole.pop("spark.jars")
-try:
-    session_of(LazyPySparkResource(spark_config=whole))
-except SparkUnavailableError as error:
-    print(error)
-"""
-
-
-@pytest.mark.jvm
-def test_a_session_without_the_jars_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NO_JARS],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    (said,) = done.stdout.splitlines()
-    for part in ("LazyPySparkResource", "the jars of io.delta:delta-spark", "pyspark_config()"):
-        assert part in said
-
-
 @pytest.mark.parametrize("given", ["local[2]", SparkSession, object()])
 def test_what_is_no_resource_is_refused_when_definitions_load(tmp_path: Path, given: Any) -> None:
     market = Market(tmp_path, None)  # type: ignore[arg-type]

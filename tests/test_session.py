@@ -24,10 +24,13 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from pyspark.sql.connect.client.retries import RetryPolicy
 
+from tests.conftest import CLASSES, JVM
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark import jars, session
 
 ROOT = Path(__file__).parents[1]
+QUICK = JVM + (f" -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else "")
+"""Options of a JVM that starts fast, and says nothing of it, as it does of ``JDK_JAVA_OPTIONS``."""
 _NOT_INHERITED = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
 
 
@@ -45,24 +48,31 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         )
 
 
-def refusal(arguments: str, **env: str) -> str:
-    """The message with which ``build_session(arguments)`` refuses; nothing else is printed."""
+def refusals(*cases: tuple[str, dict[str, str]]) -> list[str]:
+    """The messages with which ``build_session(arguments)`` refuses in an environment, one for each
+    case; nothing else is printed. One process for all: none of them starts anything."""
     done = run(
         f"""
+        import os
         from vt_dagster.errors import SparkUnavailableError
         from vt_dagster.spark.session import build_session
-        try:
-            build_session({arguments})
-        except SparkUnavailableError as error:
-            print(error)
-        """,
-        **env,
+        before = dict(os.environ)
+        for arguments, more in {list(cases)!r}:
+            os.environ.update(more)
+            try:
+                eval("build_session(" + arguments + ")")
+            except SparkUnavailableError as error:
+                print(error)
+            os.environ.clear()
+            os.environ.update(before)
+        """
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("\n") == 1
-    assert done.stdout.startswith("Expected ")
-    return done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(cases), done.stdout
+    assert all(line.startswith("Expected ") for line in lines)
+    return lines
 
 
 def fake_java(home: Path, script: str) -> str:
@@ -76,25 +86,37 @@ def fake_java(home: Path, script: str) -> str:
 # ------------------------------------------------------------------------------- what stops it
 
 
-def test_no_java(tmp_path: Path):
-    assert "found no java in JAVA_HOME" in refusal("", JAVA_HOME=str(tmp_path))
-    assert "found no java on PATH" in refusal("", JAVA_HOME="", PATH=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("printed", "got"),
-    [
-        ('openjdk version "11.0.22" 2024-01-16', "Java 11"),
-        ('java version "1.8.0_402"', "Java 8"),
-        ('openjdk version "25.0.3" 2026-04-21 LTS', "Java 25"),
-        ("no Java runtime present", "an answer without a version"),
-    ],
-)
-def test_wrong_java(tmp_path: Path, printed: str, got: str):
-    home = fake_java(tmp_path, f"echo '{printed}' >&2")
-    message = refusal("", JAVA_HOME=home)
-    assert f"got {got}" in message
-    assert "Java 17 or 21" in message
+def test_what_stops_it(tmp_path: Path):
+    """No Java, a wrong one, a wrong address or time zone, another Spark: each in a moment."""
+    of_java = {
+        'openjdk version "11.0.22" 2024-01-16': "Java 11",
+        'java version "1.8.0_402"': "Java 8",
+        'openjdk version "25.0.3" 2026-04-21 LTS': "Java 25",
+        "no Java runtime present": "an answer without a version",
+    }
+    homes = {
+        fake_java(tmp_path / str(n), f"echo '{printed}' >&2"): got
+        for n, (printed, got) in enumerate(of_java.items())
+    }
+    cases: list[tuple[str, dict[str, str], str]] = [
+        ("", {"JAVA_HOME": str(tmp_path)}, "found no java in JAVA_HOME"),
+        ("", {"JAVA_HOME": "", "PATH": str(tmp_path)}, "found no java on PATH"),
+        *(("", {"JAVA_HOME": home}, f"got {got}") for home, got in homes.items()),
+        ("master='spark://localhost:1'", {}, "no connection (localhost:1: "),
+        ("master='spark://localhost:1,localhost:2'", {}, "; localhost:2: "),
+        ("master='spark://localhost'", {}, "no host:port"),
+        ("remote='sc://localhost:1/;user_id=me'", {}, "no connection (localhost:1: "),
+        ("remote='localhost:15002'", {}, "sc://host:15002"),
+        ("master='sc://localhost'", {}, "pass it as remote='sc://localhost'"),
+        ("conf={'spark.sql.session.timeZone': 'Europe/Berlin'}", {}, "got 'Europe/Berlin'"),
+        ("", {"SPARK_HOME": str(tmp_path)}, "found no such jars"),
+    ]
+    began = time.monotonic()
+    told = refusals(*((arguments, more) for arguments, more, _ in cases))
+    for (*case, says), message in zip(cases, told, strict=True):
+        assert says in message, case
+    assert all("Java 17 or 21" in message for message in told[: 2 + len(homes)])
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("release", ["17.0.15", "21", "21.0.2"])
@@ -105,47 +127,43 @@ def test_right_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: st
     session.check_java()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("master='spark://localhost:1'", "no connection (localhost:1: "),
-        ("master='spark://localhost:1,localhost:2'", "; localhost:2: "),
-        ("master='spark://localhost'", "no host:port"),
-        ("remote='sc://localhost:1/;user_id=me'", "no connection (localhost:1: "),
-        ("remote='localhost:15002'", "sc://host:15002"),
-        ("master='sc://localhost'", "pass it as remote='sc://localhost'"),
-        ("conf={'spark.sql.session.timeZone': 'Europe/Berlin'}", "got 'Europe/Berlin'"),
-    ],
-)
-def test_wrong_address_or_zone(arguments: str, says: str):
-    began = time.monotonic()
-    assert says in refusal(arguments)
-    assert time.monotonic() - began < 30
-
-
-@pytest.mark.parametrize("level", [{}, {"SPARK_CONNECT_LOG_LEVEL": "ERROR"}])
-def test_what_connects_client_logs_is_not_printed(level: dict[str, str]):
-    """Dagster enables that log, which PySpark disables, in each run of an instance with settings."""
+def test_what_connects_client_logs_is_not_printed():
+    """Dagster enables that log, which PySpark disables, in each run of an instance with settings. The
+    client reads its level when it is imported, so there is a process for each."""
     done = run(
         """
+        import os, sys
         import dagster as dg
-        from pyspark.sql.connect.logging import logger
-        from vt_dagster.spark.session import silence_connect
 
-        @dg.asset
-        def mine():
-            logger.error("refused: asked for")
+        def work():
+            from pyspark.sql.connect.logging import logger
+            from vt_dagster.spark.session import silence_connect
 
-        silence_connect()
-        quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-        settings = {"telemetry": {"enabled": False}}
-        with dg.DagsterInstance.local_temp(".", overrides=settings) as instance:
-            dg.materialize([mine], instance=instance, run_config=quiet)
-        """,
-        **level,
+            @dg.asset
+            def mine():
+                logger.error("refused: asked for")
+
+            silence_connect()
+            quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+            settings = {"telemetry": {"enabled": False}}
+            os.mkdir(str(os.getpid()))
+            with dg.DagsterInstance.local_temp(str(os.getpid()), overrides=settings) as instance:
+                assert dg.materialize([mine], instance=instance, run_config=quiet).success
+
+        for level in ({}, {"SPARK_CONNECT_LOG_LEVEL": "ERROR"}):
+            if os.fork() == 0:
+                os.environ.update(level)
+                work()
+                sys.stderr.flush()
+                os._exit(0)
+            assert os.wait()[1] == 0
+            print("then", file=sys.stderr, flush=True)
+        """
     )
     assert done.returncode == 0, done.stderr
-    assert ("refused: asked for" in done.stderr) == bool(level)
+    without, with_level, _ = done.stderr.split("then\n")
+    assert "refused: asked for" not in without
+    assert "refused: asked for" in with_level
 
 
 class Unavailable(grpc.RpcError):
@@ -171,10 +189,6 @@ def test_a_server_that_has_ended_is_not_waited_for(host: str):
     ) as told:
         policy.can_retry(Unavailable())
     assert "secret" not in str(told.value)
-
-
-def test_wrong_spark_home(tmp_path: Path):
-    assert "found no such jars" in refusal("", SPARK_HOME=str(tmp_path))
 
 
 def test_spark_home_of_another_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -216,13 +230,14 @@ def test_the_package_takes_the_supported_series_and_no_other():
 @pytest.mark.jvm
 @pytest.mark.parametrize("options", ["JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"])
 def test_what_the_jvm_says_reaches_the_message(options: str):
-    message = refusal("conf={'spark.driver.memory': '99zz'}", **{options: "-Dx=1"})
+    (message,) = refusals(("conf={'spark.driver.memory': '99zz'}", {options: "-Dx=1"}))
     assert "Invalid maximum heap size: -Xmx99zz" in message
 
 
 @pytest.mark.jvm
 def test_missing_jar():
-    assert "/no/such.jar" in refusal("conf={'spark.jars': '/no/such.jar'}")
+    (message,) = refusals(("conf={'spark.jars': '/no/such.jar'}", {}))
+    assert "/no/such.jar" in message
 
 
 # ---------------------------------------------------------------------------------------- jars
@@ -463,8 +478,9 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
     done = run(
         f"""
         import os, sys
-        from vt_dagster.spark.session import FEW_QUERIES, build_session
-        spark = build_session(master="local[2]", conf=FEW_QUERIES)
+        from vt_dagster.spark.session import build_session
+        conf = {{"spark.driver.extraJavaOptions": {QUICK!r}}}
+        spark = build_session(master="local[2]", conf=conf)
         path = {str(tmp_path / "a table")!r}
         spark.sql("SELECT timestamp'1970-01-01 00:00:01' AS t").write.format("delta").save(path)
         print(spark.read.format("delta").load(path).selectExpr("unix_micros(t)").first()[0])
@@ -482,26 +498,40 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_active_session_without_delta_is_refused():
+def test_a_session_without_delta_is_refused():
+    """An active one, a stopped one, whose JVM stays, and a team's with all settings but the jars."""
     done = run(
-        """
+        f"""
+        from dagster_pyspark import LazyPySparkResource
         from pyspark.sql import SparkSession
+        from vt_dagster import SparkResource
         from vt_dagster.errors import SparkUnavailableError
+        from vt_dagster.orchestration.resources import session_of
         from vt_dagster.spark.session import build_session
-        plain = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
-        plain = plain.config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1").getOrCreate()
-        for stop in (False, True):  # active, then stopped: its JVM stays, without Delta's jars
-            if stop:
-                plain.stop()
+
+        def refused(made):
             try:
-                build_session(master="local[1]")
+                made()
             except SparkUnavailableError as error:
                 print(error)
+
+        plain = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+        plain = plain.config("spark.driver.extraJavaOptions", {QUICK!r}).getOrCreate()
+        refused(lambda: build_session(master="local[1]"))
+        plain.stop()
+        refused(lambda: build_session(master="local[1]"))
+        if left := SparkSession.getActiveSession():
+            left.stop()
+        whole = SparkResource(master="local[1]").pyspark_config()
+        del whole["spark.jars"]
+        refused(lambda: session_of(LazyPySparkResource(spark_config=whole)))
         """
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stderr
+    assert len(lines) == 3, done.stderr
     for lacks in ("spark.sql.extensions", "spark.sql.catalog.spark_catalog"):
         assert f"{lacks}=" in lines[0]
     assert "it has 'none'" in lines[0]
     assert "DeltaCatalog" in lines[1]
+    for part in ("LazyPySparkResource", "the jars of io.delta:delta-spark", "pyspark_config()"):
+        assert part in lines[2]
