@@ -76,7 +76,7 @@ def test_no_secret_anywhere(
         assert len(topics.consume(target)) == 20
         said.append(everything_said(instance, done.run_id))
         # a wrong password, an unknown authority, a variable that is not set: messages without secrets
-        monkeypatch.setattr(kafka_cluster, "_SECONDS", 2.0)  # nobody answers, however long it waits
+        monkeypatch.setattr(kafka_cluster, "_SECONDS", 3.0)  # nobody answers, however long it waits
         for wrong, said_of_it in (
             ({"password": "wrong-secret-0815"}, "SASL authentication error: Authentication failed"),
             ({"ca_location": None}, "certificate verify failed"),
