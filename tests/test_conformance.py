@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -61,7 +64,7 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
 def first_records(scenario: dict[str, Any]) -> dict[str, Any]:
     """A scenario of another one's first records. What is left at their end, and what was dropped, is by
     the reference model, if it has the operator."""
-    first = beginning(scenario, RECORDS)
+    first = beginning(scenario, telling(scenario))
     if first["operator"] not in ALL:
         return first
     left_out = ("expected", "expected_error", "final_store", "metrics", "by_design")
@@ -74,7 +77,12 @@ def first_that_tell_most(path: Path) -> dict[str, Any]:
     """The first records of that random sequence whose first records have most results."""
     every = json.loads(path.read_text(encoding="utf-8"))
     found = [s for s in every if not s.get("expected_error")]
-    return first_records(max(found, key=lambda s: len(beginning(s, RECORDS)["expected"])))
+    return first_records(max(found, key=lambda s: len(beginning(s, telling(s))["expected"])))
+
+
+def telling(scenario: dict[str, Any]) -> int:
+    """How many of its first records are taken: of a join one of the other side comes before."""
+    return RECORDS + (scenario["operator"] == "stream_table_join")
 
 
 RUNS = 3
@@ -82,10 +90,11 @@ RUNS = 3
 every record is a run ``SINGLE``."""
 SINGLE = 5
 """In so many records each of them emits, or fails."""
-RECORDS = 3
-"""Of a random sequence of an operator, as many of its first records are taken for every change."""
+RECORDS = 2
+"""Of a random sequence of an operator, as many of its first records are taken for every change: the
+second one meets what the first has left."""
 LOOKED_UP = ["stream_table_join", "chain"]
-"""Operators whose worked examples run in another way to join, if they have such a join."""
+"""Operators whose scenarios run in another way to join, if they have such a join."""
 WAYS = {"broadcast": "inner", "tiled": "left"}
 """The other ways to join, each with the kind of join that shows it: a way is the same for any kind."""
 LARGE = [
@@ -97,15 +106,52 @@ LARGE = [
     "stream_select_key",
     "stream_stream_join",
 ]
-"""Operators whose worked examples run with the plans of large runs; so do those of ``LOOKED_UP``."""
+"""Operators whose scenarios run with the plans of large runs; so do those of ``LOOKED_UP``."""
+SHOWN_BY = {
+    "kip914-join-result-is-unversioned": "kip914-error-grace-on-join-result",
+    "kip914-versioned-inherits-through-map-values": "kip914-grace-on-inherited-versioned",
+    "kip914-versioned-lost-by-unversioned-store": "kip914-error-grace-on-unversioned-store-between",
+}
+"""Scenarios of a rule that others, which take fewer runs, show too."""
+RECORD_BY_RECORD = [
+    "stream_table_join",
+    "table_aggregate",
+    "table_filter",
+    "table_map_values",
+    "table_suppress",
+    "versioned_store",
+    "windowed_aggregate",
+    "stream_flat_map_values",
+    "stream_select_key",
+]
+"""Operators of which a run for each record is taken for every change: the scenarios of the others take
+several runs in any case, and calls of a store have an answer each."""
+ALL_OF_THEM = [False, pytest.param(True, marks=pytest.mark.endurance)]
+"""Whether all worked scenarios run, not only those that show a rule."""
 
 
 @cache
-def single() -> set[Path]:
-    """The worked examples of which every record is a run, whatever the granularity."""
-    worked = read_scenarios([SCENARIOS / "worked"])
-    found = (s for s in worked if supported(s) and s.operator != "versioned_store")
-    return {s.path for s in found if layout(s).one_by_one}
+def worked() -> list[Scenario]:
+    """All scenarios but those of ``conformance/random``."""
+    return [*read_scenarios(SCENARIOS / name for name in ("optional", "streams", "worked"))]
+
+
+@cache
+def rules() -> set[str]:
+    """The scenarios that a rule of ``FORMAT.md`` names, because they show it; ``SHOWN_BY``."""
+    text = (SCENARIOS / "FORMAT.md").read_text(encoding="utf-8")
+    text = text.partition("\n## 4. ")[2].partition("\n## 5. ")[0]
+    words = set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+", text))
+    found = {s.name for s in worked() if s.name in words}
+    assert {*SHOWN_BY, *SHOWN_BY.values()} <= found
+    return found - {*SHOWN_BY}
+
+
+def one_by_one(scenario: Scenario) -> bool:
+    """Whether every record is a run, whatever the granularity."""
+    return (
+        supported(scenario) and scenario.operator != "versioned_store" and layout(scenario).one_by_one
+    )
 
 
 def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
@@ -124,25 +170,33 @@ def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
     }
 
 
-def beginnings(path: Path, directory: Path, runs: int) -> None:
-    """Copies a file of scenarios; of each only the first runs."""
-    operators = (s for s in read_scenarios([path]) if supported(s) and s.operator != "versioned_store")
-    cuts = {s: split_into_runs(layout(s), "run") for s in operators}
-    most = {s: max(runs, SINGLE) if s.path in single() else runs for s in cuts}
-    ends = {s.name: found[most[s]].start for s, found in cuts.items() if len(found) > most[s]}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    found = found if isinstance(found, list) else [found]
-    copied = [beginning(s, ends[s["name"]]) if s["name"] in ends else s for s in found]
-    write(directory / path.relative_to(SCENARIOS), *copied)
+def end_of_runs(scenario: Scenario, runs: int) -> int | None:
+    """The record that comes after a scenario's first runs; None = it has no more."""
+    if not supported(scenario) or scenario.operator == "versioned_store":
+        return None
+    found = split_into_runs(layout(scenario), "run")
+    most = max(runs, SINGLE) if one_by_one(scenario) else runs
+    return found[most].start if len(found) > most else None
 
 
-def run_alone_here() -> list[Path]:
-    """The worked examples that no other test of this file runs."""
-    return [
-        s.path
-        for s in read_scenarios([SCENARIOS / "worked"])
-        if not kinds(s) and (s.operator not in LARGE or s.path in single())
-    ]
+def copied(
+    directory: Path, wanted: Callable[[Scenario], bool], every: bool = False, runs: int = 1_000
+) -> Path:
+    """Copies worked scenarios, of each only the first runs.
+
+    Args:
+        every: whether all that are wanted, or only those that show a rule.
+    """
+    for path, found in groupby(worked(), lambda s: s.path):
+        ends = {
+            s.name: end_of_runs(s, runs) for s in found if wanted(s) and (every or s.name in rules())
+        }
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        whole = whole if isinstance(whole, list) else [whole]
+        kept = [s for s in whole if s["name"] in ends]
+        cut = [s if (end := ends[s["name"]]) is None else beginning(s, end) for s in kept]
+        write(directory / path.relative_to(SCENARIOS), *cut)
+    return directory
 
 
 def kinds(scenario: Scenario) -> set[str]:
@@ -153,30 +207,34 @@ def kinds(scenario: Scenario) -> set[str]:
     return {step["kind"] for step in steps if step["op"] == "stream_table_join"}
 
 
+def runs_alone_here(scenario: Scenario) -> bool:
+    """Whether no other test of this file runs it."""
+    return not kinds(scenario) and (scenario.operator not in LARGE or one_by_one(scenario))
+
+
+def test_each_operator_has_scenarios_that_show_its_rules() -> None:
+    assert {s.operator for s in worked() if s.name in rules()} == set(OPERATORS)
+    assert len(rules()) > 120
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("runs", [RUNS, pytest.param(1_000, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize("every", ALL_OF_THEM)
 def test_the_worked_examples_are_identical_in_long_runs(
-    spark: SparkSession, tmp_path: Path, runs: int
+    spark: SparkSession, tmp_path: Path, every: bool
 ) -> None:
     """Those that run in other ways below run in this one when asked for. A run also goes by the records
     that tables accept: ``REFUSED_BETWEEN``."""
-    worked = run_alone_here() if runs == RUNS else sorted((SCENARIOS / "worked").glob("*.json"))
-    for path in [
-        *(p for name in ("optional", "streams") for p in sorted((SCENARIOS / name).rglob("*.json"))),
-        *worked,
-    ]:
-        beginnings(path, tmp_path, runs)
+    copied(tmp_path, lambda s: every or runs_alone_here(s), every, 1_000 if every else RUNS)
     write(tmp_path / "refused.json", *refused_between())
     lines: list[str] = []
     report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
+    optional = "optional, not counted: 19 identical, 0 different, 8 not supported"
     assert lines == [
-        "optional, not counted: 19 identical, 0 different, 8 not supported",
+        *([optional] if every else []),
         f"{report.identical} identical, 0 different, 0 not supported",
     ]
-    here = {o.scenario.operator for o in report.outcomes}
-    assert here | ({*LOOKED_UP, *LARGE} if runs == RUNS else set()) == set(OPERATORS)
-    assert report.identical >= (180 if runs == RUNS else 250)
+    assert report.identical >= (250 if every else 40)
     assert report.ok
 
 
@@ -207,12 +265,16 @@ def large_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("every", ALL_OF_THEM)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_other_ways_to_join_are_identical_too(
     spark: SparkSession,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     large_runs: list[bool],
     way: Literal["broadcast", "tiled"],
+    every: bool,
 ) -> None:
     """Each way in which a run of many records may look for versions, with the few of the scenarios:
     by tiles where the table is versioned, by broadcast in any table. The rest is sorted."""
@@ -229,13 +291,9 @@ def test_the_other_ways_to_join_are_identical_too(
         return chosen, "forced"
 
     monkeypatch.setattr(run_module, "join_strategy", way_of)
+    copied(tmp_path, lambda s: WAYS[way] in kinds(s), every)
     lines: list[str] = []
-    report = run(
-        [s.path for s in read_scenarios([SCENARIOS / "worked"]) if WAYS[way] in kinds(s)],
-        granularity="run",
-        spark=spark,
-        echo=lines.append,
-    )
+    report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
     assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
     assert {type(one) for one in asked} == ({Tiles, str} if way == "tiled" else {str})
     assert False in large_runs
@@ -243,20 +301,19 @@ def test_the_other_ways_to_join_are_identical_too(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_plans_of_large_runs_are_identical_too(spark: SparkSession, large_runs: list[bool]) -> None:
+@pytest.mark.parametrize("every", ALL_OF_THEM)
+def test_the_plans_of_large_runs_are_identical_too(
+    spark: SparkSession, tmp_path: Path, large_runs: list[bool], every: bool
+) -> None:
+    copied(tmp_path, lambda s: s.operator in LARGE and not one_by_one(s), every)
     lines: list[str] = []
-    report = run(
-        [
-            *(path for path in sorted((SCENARIOS / "worked").glob("*.json")) if path not in single()),
-            SCENARIOS / "streams" / "worked.json",
-        ],
-        operators=LARGE,
-        granularity="run",
-        spark=spark,
-        echo=lines.append,
-    )
-    assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
-    assert report.identical > 60
+    report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
+    optional = "10 identical, 0 different, 8" if every else "4 identical, 0 different, 1"
+    assert lines == [
+        f"optional, not counted: {optional} not supported",
+        f"{report.identical} identical, 0 different, 0 not supported",
+    ]
+    assert report.identical > (100 if every else 50)
     assert set(large_runs) == {True}  # the bounds decide alone; joins with tables leave some doubt
 
 
@@ -335,12 +392,13 @@ def test_shares_are_identical_record_by_record(
     ones, then new ones, whose expected results the reference model computes; and sliding windows."""
     recorded = sorted(SCENARIOS.glob("**/random/*.json"))
     if enough == 1:
-        shares = {path.stem: [first_that_tell_most(path)] for path in recorded}
+        paths = [path for path in recorded if path.stem in RECORD_BY_RECORD]
+        shares = {path.stem: [first_that_tell_most(path)] for path in paths}
         assert all(len(s["expected"]) >= 2 for found in shares.values() for s in found)
     else:
         shares = {path.stem: shortest_of_each_configuration(path)[:enough] for path in recorded}
-    assert sum(map(len, shares.values())) >= (13 if enough == 1 else 40)
-    few = [o for o in ALL if len(shares[o]) < enough]
+    assert sum(map(len, shares.values())) >= (len(RECORD_BY_RECORD) if enough == 1 else 40)
+    few = [o for o in ALL if len(shares.get(o, ())) < enough and enough > 1]
     assert enough == 1 or {"table_filter", "windowed_aggregate"} <= {*few}
     drawn = {f"new_{o}": scenarios(1, o, configs=2, sequences=2, longest=6) for o in few}
     more = {"configs": enough, "sequences": 3, "longest": RECORDS if enough == 1 else 8}
