@@ -381,7 +381,9 @@ class _Batch:
                 [self._latest(g)[places] >= self.begin[places] for g in self.gives.T], axis=1
             )
             sets, which = np.unique(gives, axis=0, return_inverse=True)
-            lists = [None if s.all() else [names[n] for n in np.flatnonzero(s)] for s in sets]
+            lists: list[list[str] | None] = [
+                None if one.all() else [names[n] for n in np.flatnonzero(one)] for one in sets
+            ]
             rows[anew] = len(given) + which.ravel()
             given = pa.concat_arrays([given, pa.array(lists, given.type)])
         return given.take(pa.array(rows))

@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from typing_extensions import Self
+
 from vt_dagster.errors import SourceError
 from vt_dagster.spark.jars import resolve_broker_jars
 
@@ -54,7 +56,7 @@ class KafkaBroker:
         """The CA certificate (PEM) of the secure listener."""
         return self._directory / "ca.pem"
 
-    def start(self) -> KafkaBroker:
+    def start(self) -> Self:
         """Starts the process and returns when its port accepts connections.
 
         Raises:
@@ -94,7 +96,7 @@ class KafkaBroker:
         """Kills the broker at once (SIGKILL)."""
         self._end(signal.SIGKILL)
 
-    def __enter__(self) -> KafkaBroker:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
