@@ -99,8 +99,7 @@ def by_reference(value: int, of: str) -> Column:
     Args:
         of: any column of the row: without one, Spark makes a plain number of the expression.
     """
-    number = F.lit(value).cast("long")
-    return F.get(F.array(number, number), F.col(of).isNull().cast("int"))
+    return F.expr(f"get(array({value}L, {value}L), CAST(`{of}` IS NULL AS INT))")
 
 
 def micros(value: Duration) -> Column:

@@ -143,7 +143,7 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
         exact = F.col(OFFSET) >= F.coalesce(by_partition(start, "long"), F.lit(0))
         # The constant bound can be pushed down to the Parquet files, the look-up in a map cannot.
         return (F.col(OFFSET) >= min(begin)) & exact
-    return _any_of((some, f"`{OFFSET}` >= {first}L") for first, some in begin.items())
+    return F.expr(_any_of((some, f"`{OFFSET}` >= {first}L") for first, some in begin.items()))
 
 
 def before(ends: Offsets) -> Column:
@@ -152,14 +152,14 @@ def before(ends: Offsets) -> Column:
     if len(set(ends.values())) > MANY:
         return F.col(OFFSET) < F.coalesce(by_partition(ends, "long"), F.lit(0))
     until = {end: [p for p, one in sorted(ends.items()) if one == end] for end in ends.values()}
-    return _any_of((some, f"`{OFFSET}` < {end}L") for end, some in sorted(until.items()))
+    return F.expr(_any_of((some, f"`{OFFSET}` < {end}L") for end, some in sorted(until.items())))
 
 
-def _any_of(conditions: Iterable[tuple[Sequence[int], str]]) -> Column:
-    """Returns whether the condition of the row's partition holds: as one text, because each step of a
-    condition is a call of the JVM."""
+def _any_of(conditions: Iterable[tuple[Sequence[int], str]]) -> str:
+    """Returns whether the condition of the row's partition holds, as a text: each step of a column is a
+    call of the JVM."""
     terms = [f"`{PARTITION}` IN ({', '.join(map(str, some))}) AND {text}" for some, text in conditions]
-    return F.expr(" OR ".join(f"({term})" for term in terms) or "false")
+    return " OR ".join(f"({term})" for term in terms) or "false"
 
 
 # Shape check
