@@ -871,11 +871,9 @@ def aggregate(
     Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of undecided
     chunks), then one shuffle and sort by key and window of the run's records and the open windows; with
     ``once``, if the order of rows does not change the numbers, a shuffle and a hash aggregate.
-    Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then a
-    shuffle and sort by key alone, and a Python kernel (see ``merge_sessions``): in total 2
-    shuffles and 2 sorts of rows, and for one row per chunk 2 shuffles, a sort and a broadcast. Sliding
-    windows: the plan of sessions with ``merge_sliding_windows``; if their retention hides windows, the
-        plan runs once more before, to
+    Sessions: ``with_stream_time``, or with bounds ``with_time_in_bounds``, then a shuffle and sort by
+    key alone, and a Python kernel (see ``merge_sessions``). Sliding windows: the plan of sessions with
+    ``merge_sliding_windows``; if their retention hides windows, the plan runs once more before, to
     compute the hidden ones.
 
     Args:
