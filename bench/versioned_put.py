@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import duckdb
 import generate
 from measure import Outputs, Result, compare, plan_of, take_turns
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -27,7 +28,8 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import versioned_table
-from vt_dagster.core.arrival_order import Outcome
+from vt_dagster.core.arrival_order import FINE, Outcome
+from vt_dagster.core.stream_time import Bounds, Timed, late_from, time_by_chunk
 from vt_dagster.topology.version_rules import VersionRules
 
 KEYS = 10_000
@@ -47,6 +49,18 @@ def in_part(records: DataFrame) -> DataFrame:
     return records.withColumn(PROVIDED_COLUMNS, F.coalesce(*said))
 
 
+def chunk() -> Column:
+    """The chunk of a record, for bounds of stream time."""
+    return F.floor(F.col(ARRIVAL) / F.lit(FINE * generate.PARTITIONS))
+
+
+def bounds_of(records: DataFrame) -> Bounds:
+    """Bounds of stream time: one aggregate, as a run with many records computes it first."""
+    timed = Timed(records, F.col(OUTCOME).isNull(), late_from(RETENTION))
+    bounds = Bounds.of(time_by_chunk(timed, chunk()).collect(), {})
+    return replace(bounds, frame=records.sparkSession.createDataFrame(*bounds.rows))
+
+
 def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
     """The log rows of a first run: what the table accepts, and which are their key's latest.
 
@@ -60,6 +74,8 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
         values=["price", "grade"],
         order=[PARTITION, ARRIVAL],
         stream_time=F.lit(None).cast("timestamp"),
+        chunk=chunk(),
+        bounds=bounds_of(records),
         parts=dict.fromkeys(parts, ()),
     )
     accepted = put.where(F.col(OUTCOME) == Outcome.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))

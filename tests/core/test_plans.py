@@ -129,7 +129,7 @@ def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
     names += ",provided_columns:array<string>"
     records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
     put = plan(processor_of(table, single_task=True).results([Input(records)], RunContext.nothing()))
-    assert count(put) == {"shuffles": 3, "sorts": 4, "windows": 5}
+    assert count(put) == {"shuffles": 3, "sorts": 4, "windows": 4}
     frames = set(re.findall(r"specifiedwindowframe\(\w+, ([^,]+), ([^)]+)", put))
     assert not [begin for begin, end in frames if "following" in end and "preceding" not in begin]
 
