@@ -39,7 +39,10 @@ SCHEMA = StructType([*VALUES, StructField("timestamp", TimestampType())])
 LONG, MINUTE = timedelta(days=9000), timedelta(minutes=1)
 SOURCES = ("left", "right", "clicks", "views")
 RECORDS, ROUNDS = 24, 2
-ONCE = ("hopping", "session", "sliding", "refers", "of_left", "of_clicks", "strict", "limited", "final")
+ONCE = (
+    *("hopping", "session", "sliding", "refers", "of_left", "of_clicks"),
+    *("strict", "limited", "final", "either"),
+)
 """What runs in the last round alone, and takes the records of all rounds at once."""
 JOINED = ["left.k", "left.g as lg", "left.n as ln", "right.g as rg", "right.n as rn"]
 COUNTED = {"count": "count(*)", "sum": "sum(n)"}

@@ -404,9 +404,9 @@ def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) 
         mode: Shop(tmp_path / mode, spark, DeltaSource(path, mode, max_shrink=1.0))  # type: ignore[arg-type]
         for mode in ("changes", "snapshots")
     }
-    source = DeltaSource(path, "changes")
+    source = DeltaSource(path, "changes", start="earliest")
     earlier = "record_time - interval 10000 days"
-    shops["stated"] = Shop(tmp_path / "stated", spark, source, deleted_at=earlier)
+    stated = Shop(tmp_path / "stated", spark, source, deleted_at=earlier)
     random, state = Random(5), State()
     keys = [f"k{n}" for n in range(30)]
     for number in range(2):
@@ -422,6 +422,10 @@ def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) 
             assert shop.current() == state
     last = {name: shop.take() for name, shop in shops.items()}
     assert not any(last.values())
+    # All changes at once.
+    shops["stated"] = stated
+    stated.take()
+    assert stated.current() == state
     years = {
         name: {r["timestamp"].year for r in shop.store.read("log").where("is_tombstone").collect()}
         for name, shop in shops.items()

@@ -85,12 +85,6 @@ class Shop:
             select=["left.*", "right.name as buyer"],
             grace_period=timedelta(minutes=5),
         )
-        self.followed = self.orders.left_join(
-            self.customers,
-            name="followed",
-            select=["left.*", "right.name as buyer"],
-            corrected_for=timedelta(minutes=30),
-        )
         self.owned = self.items.left_join(
             self.customers, foreign_key="owner", name="owned", select=["left.*", "right.name"]
         )
@@ -99,7 +93,7 @@ class Shop:
         self.hourly = self.orders.group_by().windowed_by(window).count(name="hourly")
         self.nodes: list[Stream] = [
             *(self.customers, self.orders, self.items),
-            *(self.placed, self.followed, self.owned, self.cities, self.hourly),
+            *(self.placed, self.owned, self.cities, self.hourly),
         ]
 
     def land(self, name: str, file: str, records: list[dict[str, Any]]) -> None:
@@ -304,7 +298,7 @@ def test_no_byte_is_left_and_nobody_else_notices(erased: Erased, spark: SparkSes
     assert shop.answers() == erased.before
     assert shop.findings(spark, shop.customers, shop.orders, shop.items, shop.cities) == []
     # what had not been taken when she went is taken without her, and the accounts still hold
-    behind = (shop.placed, shop.followed, shop.owned, shop.hourly)
+    behind = (shop.placed, shop.owned, shop.hourly)
     shop.run(spark, *behind)
     assert shop.findings(spark, *behind) == []
     replay(shop.warehouse, shop.hourly, "hourly_anew", spark)
@@ -425,7 +419,7 @@ def test_not_beside_the_first_run_of_a_consumer(
     shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log is not there to be searched, and its rows are already written as the key is erased."""
-    for name in ("placed", "followed", "owned", "cities", "hourly"):
+    for name in ("placed", "owned", "cities", "hourly"):
         shutil.rmtree(f"{shop.warehouse}/{name}")
     to, commit, find = str(shop.root / "versions"), parquet._commit, rewrite.find  # pyright: ignore
     export = ExportRun(export_of(shop.customers, "versions", to), shop.warehouse, spark)

@@ -215,7 +215,7 @@ def test_any_tail_gives_what_the_whole_log_makes(
             for rows in (of_keys, all_rows.where("k in ('a', 'c')"))
         )
         assert ours == theirs
-        for many in (10**9, -1):
+        for many in (10**9, -1) if run > 2 else (-1,):
             monkeypatch.setattr(view, "MANY_ROWS", many)
             assert rows_of(store, "versions") == rows_of(copy, "versions")
             assert rows_of(store, "current") == rows_of(copy, "current")
