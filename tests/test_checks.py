@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from vt_dagster.orchestration import checks as checks_module
 from vt_dagster.runs import audit
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.spark_reader import Snapshot
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 def at(text: str) -> Any:
@@ -222,25 +225,51 @@ def test_nothing_committed_yet_is_green(market: Market, tmp_path: Path) -> None:
     assert all(e.passed for e in checks(result).values())
 
 
-def corrupted(market: Market, root: Path, case: Case) -> Market:
+def corrupted(
+    market: Market, root: Path, case: Case, corrupt: Callable[[DataFrame], DataFrame] | None = None
+) -> Market:
     """A copy whose table has the rows of the case; written without Spark, which takes longer."""
     copy = market.copy(root)
     path = str(copy.warehouse / case.asset / case.table)
-    rows = case.corrupt(copy.spark.read.format("delta").load(path)).toArrow()
+    rows = (corrupt or case.corrupt)(copy.spark.read.format("delta").load(path)).toArrow()
     write_deltalake(path, rows, mode="overwrite")
     return copy
 
 
-@pytest.mark.parametrize("name", CASES)
+def require_red(found: list[audit.Finding], check: str, names: dict[str, str]) -> None:
+    (one,) = (finding for finding in found if finding.name == check)
+    assert not one.passed
+    texts = [{name: str(value) for name, value in row.items()} for row in one.sample]
+    assert any(names.items() <= row.items() for row in texts), texts
+
+
+OF_VIEW = [name for name, case in CASES.items() if (case.asset, case.table) == ("prices", "view")]
+
+
+def test_a_corrupted_view_is_red(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of each case have keys of their own; all are found by one audit."""
+    monkeypatch.setattr(audit, "SAMPLE", 100)
+    suffixed = F.concat("k", F.lit(" of "), "case")
+
+    def corrupt(rows: DataFrame) -> DataFrame:
+        each = [CASES[name].corrupt(rows).withColumn("case", F.lit(name)) for name in OF_VIEW]
+        return reduce(DataFrame.unionByName, each).withColumn("k", suffixed).drop("case")
+
+    copy = corrupted(market, tmp_path / "copy", CASES[OF_VIEW[0]], corrupt)
+    found = audit.audit(copy.store(copy.prices))
+    for name in OF_VIEW:
+        case = CASES[name]
+        require_red(found, case.check, {**case.names, "k": f"{case.names['k']} of {name}"})
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_VIEW])
 def test_corrupted_table_is_red(market: Market, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     copy = corrupted(market, tmp_path / "copy", case)
     node = next(n for n in copy.nodes if n.name == case.asset)
-    (found,) = (one for one in audit.audit(copy.store(node)) if one.name == case.check)
-    assert not found.passed
-    assert found.offending >= 1
-    texts = [{name: str(value) for name, value in row.items()} for row in found.sample]
-    assert any(case.names.items() <= row.items() for row in texts), texts
+    require_red(audit.audit(copy.store(node)), case.check, case.names)
 
 
 @pytest.mark.parametrize("name", ["overlap", "lost last log record", "lost late record"])
