@@ -165,7 +165,7 @@ class Case:
 
 
 CASES = {
-    "nothing": Case(shop, {}, {}),
+    "nothing": Case(shop, {}, {}, ("priced",)),
     "grace period": Case(
         lambda root: shop(root, grace=2 * HOUR),
         {
