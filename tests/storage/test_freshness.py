@@ -176,6 +176,7 @@ def test_many_batches_are_folded(
     assert of_batch(grown(one_run, spark)) == 2
 
 
+@pytest.mark.endurance  # test_segments and test_lookup have random runs, the tests above such views
 def test_any_tail_gives_what_the_whole_log_makes(
     tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
