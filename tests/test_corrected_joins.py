@@ -140,8 +140,7 @@ def test_inner_rows_with_a_key_appear_and_vanish(spark: SparkSession) -> None:
         ("o1", 6.0, 2, 2, None, False),
     ]
     # Another record of that key has no row as long as it has no price.
-    driver.pipe("orders", order(1, 21, "b"))
-    driver.pipe("prices", price(None, 15, "b"))
+    driver.run({"orders": [order(1, 21, "b")], "prices": [price(None, 15, "b")]})
     assert driver.read("priced") == []
     with pytest.raises(RefusedRecordsError, match=r"got 1 .*partition 0 offset 2"):
         driver.pipe("prices", price(7.0, 21, "b"))
@@ -173,8 +172,7 @@ def test_aggregates_take_old_rows_out(spark: SparkSession) -> None:
     driver = TopologyTestDriver(total, spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20), order(3, 20, "b"))
     driver.pipe("prices", price(5.0, 15), price(1.0, 20, "b"))
-    driver.pipe("prices", price(3.0, 1), price(4.0, 18))
-    driver.pipe("prices", price(None, 20, "b"))
+    driver.pipe("prices", price(3.0, 1), price(4.0, 18), price(None, 20, "b"))
     assert [(r["product"], r["total"]) for r in driver.table("totals")] == [("a", 14.0), ("b", 0.0)]
 
 
