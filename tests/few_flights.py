@@ -1,8 +1,10 @@
-"""The demo of the worked example with the flights of eight days of each month: as ``vt-dagster demo``
-runs it, or with ``all`` through all assets."""
+"""Both demos of the worked example with the flights of eight days of each month, one after the other in
+a process: ``vt-dagster demo``, and all assets. ``python -m tests.few_flights DIRECTORY``."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -10,18 +12,48 @@ from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
+import pytest
+from filelock import FileLock
 
-from assets import definitions, demo, demo_all, landing
 from vt_dagster.cli import main
 
 DAYS = (*range(1, 8), 28)
 """Some of the week whose weather comes late, and days after it, whose flights are the last of a run."""
 MOVED = ("N181PQ", "N197PQ")
 """They change hands in the first week of March; what they flew before is kept whole."""
+SHORT, ALL = "short", "all"
+COLUMNS = "120"
+NEXT = "\n--- all assets ---\n"
+
+
+def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory that a demo filled, and what it printed. Both run once, for all of pytest's
+    processes."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "few_flights"
+    printed = root / "printed"
+    with FileLock(f"{root}.lock"):
+        if not printed.exists():
+            root.mkdir()
+            run = subprocess.run(
+                [sys.executable, "-m", "tests.few_flights", str(root)],
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "COLUMNS": COLUMNS},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=1500,
+            )
+            assert run.returncode == 0, run.stdout
+            printed.write_text(run.stdout)
+    short, _, every = printed.read_text().partition(NEXT)
+    return root / which, short if which == SHORT else every
 
 
 def thin(days: Collection[int] = DAYS) -> None:
     """Lets the source have no other flights."""
+    from assets import landing
+
     whole: Any = landing._flown  # pyright: ignore[reportPrivateUsage]
 
     def some(data: Path) -> Any:
@@ -34,6 +66,8 @@ def thin(days: Collection[int] = DAYS) -> None:
 
 def unchecked_at_first() -> None:
     """Lets the first run go without checks: those of the second look at all that is there."""
+    from assets import definitions
+
     job = dg.define_asset_job("unchecked", dg.AssetSelection.all().without_checks())
     whole = dg.Definitions.merge(definitions.defs, dg.Definitions(jobs=[job]))
     first = iter(["unchecked"])
@@ -41,11 +75,30 @@ def unchecked_at_first() -> None:
     definitions.defs = some
 
 
-if __name__ == "__main__":
+def anew(data: Path) -> None:
+    """Loads the example for another directory; the Spark session stays."""
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("assets", "resources")]:
+        del sys.modules[name]
+    os.environ["VT_DAGSTER_DATA"] = str(data)
     thin()
     unchecked_at_first()
-    if sys.argv[1:] == ["all"]:
-        demo_all.run(demo.LANDINGS, demo.LATE)
-    else:
-        sys.argv[1:] = ["demo"]
+
+
+def both(root: Path) -> None:
+    """Runs both demos, each in a directory of its own."""
+    anew(root / SHORT)
+    sys.argv[1:] = ["demo"]
+    try:
         main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    print(NEXT, end="", flush=True)
+    anew(root / ALL)
+    from assets import demo, demo_all
+
+    demo_all.run(demo.LANDINGS, demo.LATE)
+
+
+if __name__ == "__main__":
+    both(Path(sys.argv[1]))
