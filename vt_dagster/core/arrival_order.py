@@ -31,6 +31,8 @@ STRIDE = 1 << 30
 """More rows than a file or a bucket of :func:`in_order_of_keys` has."""
 MOST_BUCKETS = 64
 
+_PARTITIONS = 1 << 20
+"""More partitions than a log has."""
 _CHUNK = "_chunk"
 _BEFORE = "_before"
 _EXACT = "_exact"
@@ -124,7 +126,12 @@ def arrival_chunk() -> Column:
 
 def hour_of_arrival() -> Column:
     """Returns the chunk of a record whose ``_arrival`` is a time in microseconds."""
-    return F.floor(F.col(ARRIVAL) / F.lit(HOUR))
+    return hour_of(F.col(ARRIVAL))
+
+
+def hour_of(time: Column) -> Column:
+    """Returns the hour of a time in microseconds: BIGINT."""
+    return F.floor(time / F.lit(HOUR))
 
 
 def over_all_partitions(rows: DataFrame) -> list[str]:
@@ -159,7 +166,7 @@ def number(
         rows: ``partition, …``.
         first: the first free offset of the row's partition; null = 0.
         order: the order of the rows within a partition; must be total.
-        chunk: must ascend with the order; one task numbers the rows of a chunk. None = one task
+        chunk: BIGINT, must ascend with the order; one task numbers the rows of a chunk. None = one task
             numbers the whole partition.
     """
     if chunk is None:
@@ -167,18 +174,21 @@ def number(
         return rows.withColumn(OFFSET, (place - 1 + F.coalesce(first, F.lit(0))).cast("long"))
     # With the number of rows before each chunk, which is one row per chunk, chunks are numbered in
     # parallel.
-    chunked = rows.withColumn(_CHUNK, chunk)
-    earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
+    #
+    # Chunk and partition are one number: it takes less to group, look up and compare. A sort compares
+    # its first column alone, in place, unless two rows are equal in it.
+    chunked = rows.withColumn(_CHUNK, chunk * _PARTITIONS + F.col(PARTITION))
+    of_partition = F.pmod(F.col(_CHUNK), F.lit(_PARTITIONS))
+    earlier = W.partitionBy(of_partition).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
-        chunked.groupBy(PARTITION, _CHUNK)
+        chunked.groupBy(_CHUNK)
         .agg(F.count(F.lit(1)).alias(_BEFORE))
         .withColumn(_BEFORE, F.coalesce(F.sum(_BEFORE).over(earlier), F.lit(0)))
     )
-    # Chunk first: a sort compares its first column alone, in place, unless two rows are equal in it.
-    within = W.partitionBy(_CHUNK, PARTITION).orderBy(*order)
+    within = W.partitionBy(_CHUNK).orderBy(*order)
     position = F.row_number().over(within) - 1 + F.col(_BEFORE) + F.coalesce(first, F.lit(0))
     return (
-        chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
+        chunked.join(F.broadcast(heads), [_CHUNK])
         .withColumn(OFFSET, position.cast("long"))
         .drop(_CHUNK, _BEFORE)
     )

@@ -64,6 +64,7 @@ from vt_dagster.core.arrival_order import (
     arrival_chunk,
     by_partition,
     has_key,
+    hour_of,
     micros,
     union,
     with_columns,
@@ -282,7 +283,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         if not self.operator.waits:
             return ResultOrder((ARRIVAL,))
         by = (TIMESTAMP, *self.node.key, ARRIVAL)
-        return ResultOrder(by, chunk=lambda: F.date_trunc("hour", TIMESTAMP))
+        return ResultOrder(by, chunk=lambda: hour_of(F.unix_micros(TIMESTAMP)))
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
