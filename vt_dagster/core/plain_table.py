@@ -8,7 +8,15 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, OUTCOME, TIMESTAMP
+from vt_dagster.columns import (
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    OUTCOME,
+    PARTITION,
+    TIMESTAMP,
+)
 from vt_dagster.core.arrival_order import Outcome, over_all_partitions, union, with_columns
 
 BEFORE, NEWEST = "_before", "_newest"
@@ -98,18 +106,27 @@ def with_old(
     return seen.withColumn(OLD, old).drop(_SEEN, BEFORE, *drop)
 
 
-def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataFrame:
+def fold(
+    rows: DataFrame | None, log: DataFrame, *, key: Sequence[str], few_keys: bool = False
+) -> DataFrame:
     """Returns the current rows after more of the log: the view of a plain table.
 
-    Plan: one shuffle and sort by key.
+    Plan: one shuffle and sort by key. With ``few_keys`` of each key's last rows only, which a hash
+    aggregate finds; the log is read twice.
 
     Args:
         rows: the current rows before; None = none.
         log: log rows after those that made ``rows``; a tombstone removes its key.
+        few_keys: whether the log has many rows of few keys, so few that they can be broadcast.
 
     Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
     fresh = log.drop(IS_LATEST, OLD)
+    if few_keys:
+        # Of each partition: a key may have moved. An aggregate of two numbers needs no sort.
+        last = fresh.groupBy(*key, PARTITION).agg(F.max(OFFSET).alias(OFFSET))
+        places = F.broadcast(last.select(PARTITION, OFFSET))
+        fresh = fresh.join(places, [PARTITION, OFFSET], "left_semi")
     everything = union(fresh, rows)
     in_order = W.partitionBy(*key).orderBy(*over_all_partitions(everything))
     # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.

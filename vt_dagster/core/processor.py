@@ -85,6 +85,7 @@ class Input:
         earlier: log rows of earlier runs, as far back as ``InputPlan.rescan_from`` requires; None =
             none.
         broadcastable: whether ``rows`` is small enough to send to every task.
+        few_keys: whether ``rows`` are many, of so few keys that these can be sent to every task.
         times: stream time of ``table``, by partition.
     """
 
@@ -93,6 +94,7 @@ class Input:
     earlier: DataFrame | None = None
     broadcastable: bool = False
     times: Mapping[int, int] = field(default_factory=dict[int, int])
+    few_keys: bool = False
 
 
 @dataclass(frozen=True)

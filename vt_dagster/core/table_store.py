@@ -86,20 +86,27 @@ def put(
     )
 
 
-def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
+def fold(
+    node: Table,
+    view: DataFrame | None,
+    log: DataFrame,
+    stream_time: Column,
+    few_keys: bool = False,
+) -> DataFrame:
     """Returns a table's rows after more of its log: see ``versioned_table.fold`` and
     ``plain_table.fold``.
 
     Args:
         view: the rows before; None = none.
         stream_time: of a row's partition, after the log's rows.
+        few_keys: of a plain table, see ``plain_table.fold``.
 
     Source: FORMAT 4.1, 4.2.3; kip889-motivation-versioned, kip889-motivation-unversioned.
     """
     if isinstance(node, VersionedTable):
         horizon, on = horizon_of(node, stream_time), node.new_version_on
         return versioned_table.fold(view, log, key=node.key, horizon=horizon, new_version_on=on)
-    return plain_table.fold(view, log, key=node.key)
+    return plain_table.fold(view, log, key=node.key, few_keys=few_keys)
 
 
 def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) -> DataFrame:

@@ -67,7 +67,11 @@ class Store(Protocol):
     def spark(self) -> SparkSession: ...
 
     def catch_up(
-        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+        self,
+        head: Head | None = None,
+        now: bool = False,
+        written: DataFrame | None = None,
+        most_keys: int | None = None,
     ) -> Snapshot: ...
     def snapshot(self) -> Snapshot: ...
     def head(self) -> Head | None: ...
@@ -235,9 +239,13 @@ class Arrival:
         waiting = self.before.counts.get(Outcome.WAITING, 0)
         return max(of_each.values(), default=0) + waiting <= CHUNK
 
+    def records_of(self, name: str) -> int:
+        """How many new records of an input the run takes."""
+        return sum(end - start for start, end in self.taken.get(name, {}).values())
+
     def few_records_of(self, name: str) -> bool:
         """Whether the run takes few records of an input."""
-        return sum(end - start for start, end in self.taken.get(name, {}).values()) <= CHUNK
+        return self.records_of(name) <= CHUNK
 
     @property
     def meets_many_rows(self) -> bool:

@@ -97,7 +97,7 @@ from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import at_or_after
 from vt_dagster.storage.spark_reader import before as consumed_before
-from vt_dagster.storage.view import in_words
+from vt_dagster.storage.view import MANY_ROWS, are_few_keys, in_words
 from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -500,7 +500,9 @@ class Run:
                 # Parquet files without new rows are not read again for these.
                 new = at_or_after(start, head.commit.next_offset)
                 earlier, rows = rows.where(consumed_before(start)), rows.where(new)
-            found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
+            few, read = arrival.few_records_of(node.name), arrival.tables.get(node.name)
+            few_keys = read is not None and are_few_keys(read.reach(), arrival.records_of(node.name))
+            found.append(Input(rows, table, earlier, few, times, few_keys))
         return found
 
     def _context(self, with_tables: bool = False) -> RunContext:
@@ -755,7 +757,10 @@ class Run:
             # A projection of many persisted rows need not be read back from the log. Few rows are
             # persisted under other planner settings than the view uses, and such plans do not mix.
             again = in_place is not None and in_place.complete and not arrival.few_records
-            at = store.catch_up(head, written=new if again else None)
+            # A key of the run is in the table before it, or has a row that replaces none.
+            first_rows, known = passed.first_rows, arrival.view_rows
+            most_keys = None if first_rows is None else first_rows + known
+            at = store.catch_up(head, written=new if again else None, most_keys=most_keys)
         self._unpersist()
         store.forget(arrival.previous)
         outcomes = results.judged.by_partition or passed.by_partition
@@ -792,7 +797,8 @@ class Run:
         """Checks the results, stages files beside the log, and returns the commit document."""
         arrival, plan = self.arrival, self.plan
         before, judged, counting = arrival.before, results.judged, plan.counts
-        passed = gate(self.node, plan, rows, by_partition(before.stream_time))
+        so_far = by_partition(before.stream_time)
+        passed = gate(self.node, plan, rows, so_far, few=arrival.few_records)
         counting.check(passed.by_partition)
         counts = counting.of_run(arrival.new_records - arrival.erased, passed.counts, judged.counts)
         counts |= {"erased": arrival.erased} if arrival.erased else {}

@@ -234,7 +234,11 @@ class AssetStore(AssetReader):
     # -- tables derived from the log -------------------------------------------------------------
 
     def catch_up(
-        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+        self,
+        head: Head | None = None,
+        now: bool = False,
+        written: DataFrame | None = None,
+        most_keys: int | None = None,
     ) -> Snapshot:
         """Updates the quarantine, and the view if its ``freshness`` requires that, to the log. Safe to
         call at any time from any process.
@@ -243,6 +247,7 @@ class AssetStore(AssetReader):
             head: the log's last commit, if the caller has just made it; None = it is looked up.
             now: updates the view regardless of ``freshness``.
             written: cached log rows of that commit, so that they are not read again.
+            most_keys: upper bound of the keys with rows in that commit; None = unknown.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
         just_made, head = head is not None, head or self.head()
@@ -254,7 +259,7 @@ class AssetStore(AssetReader):
         if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
             return found
         try:
-            return Snapshot(head, self._update_view(head, written=written))
+            return Snapshot(head, self._update_view(head, written=written, most_keys=most_keys))
         except ConcurrentRunError:
             if not just_made:
                 raise
@@ -302,14 +307,20 @@ class AssetStore(AssetReader):
                 **about,
             )
 
-    def _update_view(self, head: Head, rebuild: bool = False, written: DataFrame | None = None) -> Base:
+    def _update_view(
+        self,
+        head: Head,
+        rebuild: bool = False,
+        written: DataFrame | None = None,
+        most_keys: int | None = None,
+    ) -> Base:
         def log(start: Offsets) -> DataFrame:
             count = head.commit.total - sum(start.values())
             if written is not None and count == head.commit.counts.get("out"):
                 return written
             return self.log(start, head)
 
-        return self._view.update(head.commit, log, rebuild)
+        return self._view.update(head.commit, log, rebuild, most_keys=most_keys)
 
     def rebuild_view(self) -> None:
         """Rebuilds the view from the whole log, even if the existing view is damaged.

@@ -187,8 +187,15 @@ SHARE, MANY, BATCHES = 0.2, 1_000_000, 64
 batches."""
 MANY_ROWS = 200_000
 """With more stored rows than this and a small tail, only rows of the tail's keys are folded."""
+_FEW_KEYS, _ROWS_OF_EACH = 200_000, 4
 _TRIES = 3
 """Number of attempts to write a view if a concurrent compaction conflicts."""
+
+
+def are_few_keys(keys: int, rows: int) -> bool:
+    """Returns whether rows have so few keys that all of them can be sent to every task, and so many
+    rows of each that it pays to find the last ones before anything else."""
+    return keys <= min(_FEW_KEYS, rows // _ROWS_OF_EACH)
 
 
 @dataclass(frozen=True)
@@ -337,6 +344,7 @@ class View:
         log: Callable[[Offsets], DataFrame],
         rebuild: bool = False,
         tries: int = _TRIES,
+        most_keys: int | None = None,
     ) -> Base:
         """Updates the view to a commit; does nothing if the view includes the commit already.
 
@@ -344,6 +352,7 @@ class View:
             log: returns the log's rows from some offsets (inclusive) to the commit (inclusive).
             rebuild: ignores the existing view, and folds the whole log (or the base of a truncated log
                 and the rest).
+            most_keys: upper bound of the keys with rows in the commit; None = unknown.
 
         Returns:
             the view, or the newer view of a concurrent run.
@@ -366,7 +375,7 @@ class View:
                     why = "the log was restored from a backup after the view was written"
                 why = why or "the log was truncated beyond the view"
                 self._progress.done(f"{why}: the view is rebuilt")
-                return self.update(commit, log, rebuild=True, tries=tries)
+                return self.update(commit, log, rebuild=True, tries=tries, most_keys=most_keys)
             then = there.checkpoint
             if then.next_offset == commit.next_offset or then.batch > commit.batch:
                 return there
@@ -383,16 +392,17 @@ class View:
         )
         try:
             anew = rebuild or there is None
-            written = self._write(
-                commit, log, document, there, self.at_truncation(commit) if anew else there
-            )
+            done = self.at_truncation(commit) if anew else there
+            written = self._write(commit, log, document, there, done, most_keys)
         except ConcurrentRunError:
             others = self.base()
             if others is not None and others.checkpoint.batch >= commit.batch:
                 return others
             if tries == 1:
                 raise
-            return self.update(commit, log, rebuild, tries - 1)  # a compaction caused the conflict
+            return self.update(
+                commit, log, rebuild, tries - 1, most_keys
+            )  # a compaction caused the conflict
         self._progress.done(f"view at version {written.version}, of batch {commit.batch}")
         made = self.base()
         assert made is not None
@@ -405,6 +415,7 @@ class View:
         document: Checkpoint,
         there: Base | None,
         done: Base | None,
+        most_keys: int | None,
     ) -> delta.Committed:
         """Folds the log after ``done`` into it, and overwrites the view ``there``; None = no view."""
         node = self.node
@@ -434,7 +445,12 @@ class View:
             rows_met = sum(f.rows for f in delta.files(done.path, done.version, read))
             stored = self.stored(spark, done, read)
             before = self.drop_expired(stored, done.checkpoint.stream_time)
-        rows = table_store.fold(node, before, new, by_partition(commit.stream_time))
+        few_keys = (
+            most_keys is not None
+            and records == commit.counts.get("out")
+            and are_few_keys(most_keys, records)
+        )
+        rows = table_store.fold(node, before, new, by_partition(commit.stream_time), few_keys)
         # A rebuilt view may have a lower batch than before (the log was restored from a backup). Delta
         # refuses a lower transaction version, so such a commit uses an application id of its own.
         asset = f"{commit.asset}:view"

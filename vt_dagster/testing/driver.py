@@ -334,7 +334,11 @@ class MemoryStore(Store):
         return Head(len(self._commits), self._commits[-1][0]) if self._commits else None
 
     def catch_up(
-        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+        self,
+        head: Head | None = None,
+        now: bool = False,
+        written: DataFrame | None = None,
+        most_keys: int | None = None,
     ) -> Snapshot:
         return Snapshot(head or self.head())
 
