@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,8 @@ from tests.core.test_split_invariance import (
     placed,
     tails,
 )
+from vt_dagster.core import table_joins
+from vt_dagster.runs.pin import Arrival
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
@@ -175,6 +178,7 @@ def test_joins_of_tables_do_not_mind_how_records_are_cut_into_runs(
     first: list[int],
     kept: list[int],
 ) -> None:
+    """A run that has all records takes the plans of large runs, which broadcast a few right changes."""
     select = ("left.value as l", "right.value as r")
     more: dict[str, Any] = {"history_retention": ms(retention)} if kind == "versioned" else {}
     make = VersionedTable if kind == "versioned" else Table
@@ -197,7 +201,10 @@ def test_joins_of_tables_do_not_mind_how_records_are_cut_into_runs(
         }
         driver.run(of)
 
-    feed(whole, cases)
+    broadcast = patch.object(table_joins, "_while_both_last", wraps=table_joins._while_both_last)
+    with patch.object(Arrival, "single_task", False), broadcast as called:
+        feed(whole, cases)
+    assert called.call_count == 2 * any(map(any, (lefts, rights)))
     feed(split, [case[:n] for case, n in zip(cases, first, strict=True)])
     feed(split, [case[n:] for case, n in zip(cases, first, strict=True)])
     for join in joins:

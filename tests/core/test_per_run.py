@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import DoubleType, LongType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster import HoppingWindow, Stream, Table, TumblingWindow
+from vt_dagster import HoppingWindow, Stream, Table, TumblingWindow, VersionedTable
+from vt_dagster.core import table_joins
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import Input, RunContext
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.runs import run as run_module
+from vt_dagster.runs.pin import Arrival
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.testing import TopologyTestDriver
 
@@ -90,6 +94,47 @@ def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
     for every, once in pairs:
         assert by_key(once, driver.table(once.name)) == by_key(every, driver.table(every.name))
     assert driver.metrics("hopping_per_run")["dropped"] > 0
+
+
+@pytest.mark.slow
+def test_a_join_is_the_last_of_every_update(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plans of large runs, which leave out earlier changes of keys without tombstones."""
+    monkeypatch.setattr(Arrival, "single_task", False)
+    monkeypatch.setattr(run_module, "are_few_keys", lambda keys, rows: True)
+    left_out = Mock(wraps=table_joins.last_changes)
+    monkeypatch.setattr(table_joins, "last_changes", left_out)
+    select, pairs = ["left.*", "right.n as other"], list[list[Table]]()
+    for kind, about in (("plain", {}), ("versioned", {"history_retention": 2 * HOUR})):
+        make: Any = VersionedTable if about else Table
+        left, right = (make(f"{side}_{kind}", **ABOUT, **about) for side in ("left", "right"))
+        pairs += [
+            [
+                join(right, name=f"{name}_{kind}_{emit}", select=select, emit=emit)
+                for emit in ("every_update", "per_run")
+            ]
+            for name, join in (
+                ("inner", left.join),
+                ("left", left.left_join),
+                ("outer", left.outer_join),
+            )
+        ]
+    driver = TopologyTestDriver(*[node for pair in pairs for node in pair], spark=spark)
+    for seed in range(2):
+        sides = {
+            side: [r for r in records(seed + n) if r["k"]] for side, n in (("left", 0), ("right", 7))
+        }
+        driver.run(
+            {f"{side}_{kind}": rows for side, rows in sides.items() for kind in ("plain", "versioned")}
+        )
+        for every, once in pairs:
+            new = {node: driver.read(node.name) for node in (every, once)}
+            assert by_key(once, new[once]) == by_key(every, new[every]), once.name
+            assert len(new[once]) < len(new[every])
+            dropped = [driver.metrics(node.name).get("dropped") for node in (every, once)]
+            assert dropped[0] == dropped[1]
+    assert left_out.call_count == 2 * len(pairs)
 
 
 @pytest.mark.parametrize(

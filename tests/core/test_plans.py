@@ -51,10 +51,11 @@ def count(text: str) -> dict[str, int]:
     return {name: text.count(sign) for name, sign in signs.items()}
 
 
-def results_of(spark: SparkSession, node: Stream) -> DataFrame:
+def results_of(spark: SparkSession, node: Stream, **large: bool) -> DataFrame:
     assert node.operator is not None
-    inputs = [Input(spark.createDataFrame([], log_schema(one))) for one in node.operator.inputs]
-    return processor_of(node, single_task=True).results(inputs, RunContext.nothing())
+    empty = [spark.createDataFrame([], log_schema(one)) for one in node.operator.inputs]
+    inputs = [Input(rows, **large) for rows in empty]
+    return processor_of(node, single_task=not large).results(inputs, RunContext.nothing())
 
 
 def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
@@ -99,7 +100,24 @@ def test_a_join_of_tables_is_by_key_and_in_order_for_its_store(spark: SparkSessi
     joined = rates("left").join(
         rates("right"), name="both", select=["left.*", "right.price as other"], emit="per_run"
     )
-    assert count(plan(results_of(spark, joined))) == {"shuffles": 3, "sorts": 3, "windows": 10}
+    assert count(plan(results_of(spark, joined))) == {"shuffles": 3, "sorts": 3, "windows": 8}
+
+
+def test_a_large_join_per_run_shuffles_the_last_changes_by_key(spark: SparkSession) -> None:
+    joined = rates("left").join(
+        rates("right"), name="both", select=["left.*", "right.price as other"], emit="per_run"
+    )
+    chosen = plan(results_of(spark, joined, few_keys=True))
+    assert chosen.count("BroadcastHashJoin [_on0") == 2
+
+
+def test_a_large_join_by_foreign_key_shuffles_the_left_by_its_key_alone(spark: SparkSession) -> None:
+    """Besides the chunks of each side, for stream time, and the few changes of the right."""
+    rated = rates("left").left_join(
+        rates("right"), foreign_key="grade", name="rated", select=["left.*", "right.price as other"]
+    )
+    chosen = plan(results_of(spark, rated, broadcastable=True))
+    assert count(chosen) == {}
 
 
 def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
@@ -165,3 +183,12 @@ def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
         table_store.fold(plain, None, spark.createDataFrame([], log_schema(plain)), by_partition({}))
     )
     assert count(folded) == {"shuffles": 1, "sorts": 1, "windows": 1}
+
+
+def test_a_view_of_few_keys_sorts_their_last_rows_only(spark: SparkSession) -> None:
+    plain = Table("plain", **ABOUT)
+    log = spark.createDataFrame([], log_schema(plain))
+    folded = plan(table_store.fold(plain, None, log, by_partition({}), few_keys=True))
+    assert count(folded) == {"shuffles": 2, "sorts": 1, "windows": 1}
+    assert "BroadcastHashJoin" in folded
+    assert "SortAggregate" not in folded

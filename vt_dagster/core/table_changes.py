@@ -52,7 +52,8 @@ class TableInput:
             is_tombstone, is_latest, old`` and ``ORDER``.
         current: its rows at the end of the run; table-table and foreign-key joins use those of keys
             without a change:
-            ``key columns, value columns, timestamp, partition``; None = every row is among the changes.
+            ``key columns, value columns, timestamp, partition``; None = the run has all changes of the
+            table, from the first one on, so no key had a row before.
         values: the names of the value columns, without timestamp.
         versioned: whether out-of-order changes (``is_latest`` false) are dropped.
         horizon: for a row of ``current``, the time from which on its table retains history; None = all.
@@ -88,6 +89,10 @@ class TableInput:
     def new_state(self) -> Column:
         """Returns the state after a change row."""
         return F.when(~F.col(IS_TOMBSTONE), self.row_state())
+
+    def existed(self) -> Column:
+        """Returns whether a change row replaced a row. Reads no value of that row."""
+        return F.col(OLD).getField(TIMESTAMP).isNotNull()
 
     def old_state(self) -> Column:
         """Returns the state before a change row."""
@@ -158,10 +163,12 @@ def timeline(side: TableInput, name: str, requests: DataFrame) -> DataFrame:
 
     Returns:
         ``match_names, timestamp, partition, ORDER, _taken, _repeats`` and two containers: the state
-        after a change (null: the change does not count) and the state before it. A current row has only
-        the latter, after all changes, and no ``_taken``: it does not trigger.
+        after a change (null: the change does not count) and the state before it, without values if
+        ``current`` is None. A current row has only the latter, after all changes, and no ``_taken``: it
+        does not trigger.
     """
     now, found = _containers(name)
+    nothing = F.when(side.existed(), F.struct(F.lit(True)))
     rows = side.changes.select(
         *match_columns(side.key),
         TIMESTAMP,
@@ -170,7 +177,7 @@ def timeline(side: TableInput, name: str, requests: DataFrame) -> DataFrame:
         side.taken().alias(TAKEN),
         side.repeats().alias(REPEATS),
         F.when(side.taken(), _contain(side.new_state())).alias(now),
-        _contain(side.old_state()).alias(found),
+        _contain(nothing if side.current is None else side.old_state()).alias(found),
     )
     if side.current is None:
         return rows
@@ -182,7 +189,7 @@ def timeline(side: TableInput, name: str, requests: DataFrame) -> DataFrame:
     return union(rows, touched)
 
 
-def state_of(name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Column:
+def state_of(side: TableInput, name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Column:
     """Returns the state of a side as of a row of the run, including the row itself; null = no row.
 
     The states of both sides come from one pass over the rows in order. Current rows sort after all
@@ -198,9 +205,10 @@ def state_of(name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Colu
     rows = W.partitionBy(*by).orderBy(*order)
     so_far = rows.rowsBetween(W.unboundedPreceding, W.currentRow)
     whole = rows.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
-    return F.coalesce(
-        F.last(now, ignorenulls=True).over(so_far), F.first(found, ignorenulls=True).over(whole)
-    ).getField(_STATE)
+    state = F.last(now, ignorenulls=True).over(so_far)
+    if side.current is not None:
+        state = F.coalesce(state, F.first(found, ignorenulls=True).over(whole))
+    return state.getField(_STATE)
 
 
 def comes_from(name: str) -> Column:

@@ -21,6 +21,7 @@ from vt_dagster.columns import (
     HOME,
     INPUT,
     IS_TOMBSTONE,
+    OFFSET,
     ORDER,
     OUTCOME,
     PARTITION,
@@ -68,6 +69,7 @@ from vt_dagster.topology.version_rules import new_version_on_of
 
 _LEFT_STATE, _RIGHT_STATE, _OLD_STATE = "_left_state", "_right_state", "_old_state"
 _FROM_LEFT, _LAST_TIME = "_from_left", "_last_time"
+_LAST_OFFSET, _ALL, _MOVED = "_last_offset", "_all", "_moved"
 
 
 class TableTableJoinProcessor(Processor[TableTableJoin]):
@@ -88,7 +90,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             about = changes, there, node.key, value_columns(node), node.versioned
             sides.append(TableInput(*about, new_version_on=on))
         left, right = sides
-        joined = self.at_home(self.joined(left, right))
+        joined = self.at_home(self.joined(left, right, inputs))
         return monotone(joined, context.state, self.node.key) if self.operator.monotone else joined
 
     def at_home(self, joined: DataFrame) -> DataFrame:
@@ -98,13 +100,60 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             return joined
         return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
 
-    def joined(self, left: TableInput, right: TableInput) -> DataFrame:
+    def joined(self, left: TableInput, right: TableInput, inputs: Sequence[Input]) -> DataFrame:
         """Joins both sides."""
-        operator = self.operator
+        operator, sides = self.operator, (left, right)
+        # Timestamps of versioned sides do not decrease, so the last result has the largest one.
+        last_decides = not operator.monotone or (left.versioned and right.versioned)
+        last_decides &= all(side.new_version_on is None for side in sides)
+        few_keys = not self.single_task and all(one.few_keys for one in inputs)
+        if operator.emit == "per_run" and last_decides and few_keys:
+            left, right = last_changes(sides, [one.rows for one in inputs])
         return join_tables(left, right, kind=operator.kind, columns=operator.projection().columns)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         return last_times(rows, context.state, self.node.key) if self.operator.monotone else None
+
+
+def last_changes(sides: Sequence[TableInput], logs: Sequence[DataFrame]) -> list[TableInput]:
+    """Leaves out changes that do not change the last result of a key in the run.
+
+    After a key's last change, the states of both sides are those of their last changes; if that gives
+    no result, no earlier change has given one. This is so only for keys without a tombstone in the run:
+    all changes of the others are kept, as are those of keys that have moved to another partition, whose
+    offsets have no order.
+
+    Plan: one hash aggregate over the keys of both logs, broadcast, before both sides are shuffled by
+    key.
+
+    Args:
+        sides: without ``new_version_on``.
+        logs: the log rows of the sides' changes, which are many rows of few keys.
+    """
+    on = match_names(sides[0].key)
+    ends = [f"{_LAST_OFFSET}{i}" for i in range(len(sides))]
+    found = [
+        rows.where(side.taken())
+        .groupBy(*match_columns(side.key))
+        .agg(
+            F.max(OFFSET).alias(end),
+            F.max(IS_TOMBSTONE).alias(_ALL),
+            (F.min(PARTITION) != F.max(PARTITION)).alias(_MOVED),
+        )
+        for side, rows, end in zip(sides, logs, ends, strict=True)
+    ]
+    both = union(*found).groupBy(*on)
+    of_key = both.agg(
+        *[F.max(end).alias(end) for end in ends], F.max(F.col(_ALL) | F.col(_MOVED)).alias(_ALL)
+    )
+    kept: list[TableInput] = []
+    for side, end in zip(sides, ends, strict=True):
+        keyed = side.changes.select("*", *match_columns(side.key))
+        known = keyed.join(F.broadcast(of_key), on, "left")
+        last = F.coalesce(F.col(_ALL), F.lit(True)) | (F.col(OFFSET) == F.col(end))
+        rows = known.where(~side.taken() | last).select(*named(side.changes.columns))
+        kept.append(replace(side, changes=rows))
+    return kept
 
 
 def join_tables(
@@ -152,8 +201,8 @@ def join_tables(
         TAKEN,
         REPEATS,
         from_left.alias(_FROM_LEFT),
-        state_of(LEFT, on, order).alias(_LEFT_STATE),
-        state_of(RIGHT, on, order).alias(_RIGHT_STATE),
+        state_of(left, LEFT, on, order).alias(_LEFT_STATE),
+        state_of(right, RIGHT, on, order).alias(_RIGHT_STATE),
         F.when(from_left, found_state(LEFT).isNotNull())
         .otherwise(found_state(RIGHT).isNotNull())
         .alias(_OLD_STATE),
@@ -236,20 +285,26 @@ _NEW, _OLD, _STATE, _FOREIGN_KEY_RIGHT_STATE = "_new_state", "_old_state", "_sta
 _NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
 _KEY, _SALT = "_left_key", "_salt"
 _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
-_PLACE, _CHANGES = "_place", "_changes"
+_PLACE, _CHANGES, _TIME = "_place", "_changes", "_time"
+_UNTIL, _SPAN = "_until", "_span"
+_FEW_CHANGES = 64
+"""Every left row is compared with so many changes of its right row at most."""
 
 
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
     """A table-table join by foreign key, see :func:`join` in this module."""
 
-    def joined(self, left: TableInput, right: TableInput) -> DataFrame:
+    def joined(self, left: TableInput, right: TableInput, inputs: Sequence[Input]) -> DataFrame:
         operator: Any = self.operator
+        few_right = inputs[1].broadcastable and not self.single_task
+        first_run = left.current is None and right.current is None
         return join_by_foreign_key(
             left,
             right,
             kind=operator.kind,
             foreign_key=operator.foreign_key,
             columns=operator.projection().columns,
+            broadcast=first_run and few_right and _few_of_each_key(right),
         )
 
 
@@ -260,6 +315,7 @@ def join_by_foreign_key(
     kind: Literal["inner", "left"],
     foreign_key: Sequence[str],
     columns: Sequence[tuple[str, str]],
+    broadcast: bool = False,
 ) -> DataFrame:
     """Joins left rows with the right rows whose key they contain.
 
@@ -275,8 +331,12 @@ def join_by_foreign_key(
     one of these and the right changes by foreign key, sorted twice, and an equi-join by foreign key and
     place (a shuffle and sort per side, unless Spark broadcasts), after a semi-join and an anti-join of
     the left's ``current``. The cost is proportional to the results, even for a key with many changes.
+    With ``broadcast``: one shuffle and sort of the left's changes by left key, a broadcast of the
+    right's changes, and a sort of the results, which are by key already.
 
     Args:
+        broadcast: whether every task may receive all changes of the right, and compare each left row
+            with all changes of its right row; only if both ``current`` are None.
         foreign_key: SQL expressions over the left's key and value columns, one for each key column
             of the right; a null component makes the whole foreign key null.
         columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
@@ -289,11 +349,115 @@ def join_by_foreign_key(
 
     Source: KIP-914 "Foreign-Key Joins".
     """
-    rows = union(
-        _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
-    )
-    key = {k: F.col(LEFT).getField(k) for k in left.key}
+    if broadcast:
+        rows = _while_both_last(left, right, kind, foreign_key)
+        key = {k: F.col(n) for k, n in zip(left.key, _left_names(left), strict=True)}
+    else:
+        rows = union(
+            _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
+        )
+        key = {k: F.col(LEFT).getField(k) for k in left.key}
     return result_rows(rows, key=key, select=columns)
+
+
+def _few_of_each_key(side: TableInput) -> bool:
+    """Returns whether no key of a side has many changes. Runs one job."""
+    of_each = side.changes.where(side.taken()).groupBy(*named(side.key)).count()
+    return (of_each.agg(F.max("count")).collect()[0][0] or 0) <= _FEW_CHANGES
+
+
+def _left_names(left: TableInput) -> list[str]:
+    return [f"_left{i}" for i in range(len(left.key))]
+
+
+def _while_both_last(
+    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
+) -> DataFrame:
+    """Returns the results of both sides' changes in a run that has all of them.
+
+    A row of a side is there from its change to the next change of its key. Each pair of rows that are
+    there at the same time is a result: of the later one's change. So is a left row before its right key
+    has any row, or without one.
+
+    Plan: see :func:`join_by_foreign_key`; by key and in order, as the result's store needs them.
+    """
+    key, on, moment = _left_names(left), match_names(right.key), F.struct(*named(ORDER))
+    changes = left.changes.select(
+        *named(left.key),
+        TIMESTAMP,
+        PARTITION,
+        *ORDER,
+        left.taken().alias(TAKEN),
+        left.new_state().alias(_NEW),
+        (left.old_state() if kind == "inner" else F.when(left.existed(), F.lit(True))).alias(_OLD),
+    )
+    keyed = _with_foreign_key(changes, left, _NEW, foreign_key, _NEW_KEY)
+    wanted = F.col(_NEW_KEY)
+    if kind == "inner":
+        keyed = _with_foreign_key(keyed, left, _OLD, foreign_key, _OLD_KEY)
+        wanted = F.coalesce(_NEW_KEY, _OLD_KEY)  # see `_after_left`
+    rows = keyed.select(
+        *[c.alias(n) for c, n in zip(named(left.key), key, strict=True)],
+        *[wanted.getField(n).alias(n) for n in on],
+        *[c for c in keyed.columns if c not in left.key],
+    )
+    if right.versioned:
+        dropped = right.changes.where(~right.taken())
+        rows = union(rows, dropped.select(TIMESTAMP, PARTITION, *ORDER, F.lit(False).alias(TAKEN)))
+    # Not a frame of all following rows, which Spark would compute anew for each row.
+    place = f"PARTITION BY {', '.join(key)} ORDER BY {', '.join(ORDER)}"
+    rows = rows.withColumn(_END, F.when(F.col(TAKEN), moment)).withColumns(
+        {_MOMENT: moment, _END: F.expr(f"lead({_END}) IGNORE NULLS OVER ({place})")}
+    )
+    # Right changes give results only while the left row refers to them.
+    refers = F.col(TAKEN) & F.col(_NEW_KEY).isNotNull()
+    rows = rows.withColumn(_END, F.when(refers, F.col(_END)).otherwise(F.col(_MOMENT)))
+    begun = F.col(_START).isNull() | F.col(_END).isNull() | (F.col(_START) < F.col(_END))
+    ended = F.col(_UNTIL) <= F.col(_MOMENT)
+    spans = F.broadcast(_spans(right).withColumnsRenamed({n: _SPAN + n for n in on}))
+    same = [F.col(n) == F.col(_SPAN + n) for n in on]
+    pairs = rows.join(spans, [*same, begun & ~F.coalesce(ended, F.lit(False))], "left")
+    first = F.col(_START).isNull() | (F.col(_START) < F.col(_MOMENT))
+    outcome, tombstone = _foreign_key_outcome(kind)
+    found = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    applied = outcome == Outcome.APPLIED
+    larger = F.greatest(F.col(TIMESTAMP), F.col(_FOREIGN_KEY_RIGHT_STATE).getField(TIMESTAMP))
+    time = F.when(~first, F.col(_TIME)).when(applied, larger).otherwise(F.col(TIMESTAMP))
+    gone = F.when(first, applied & tombstone).otherwise(F.lit(kind == "inner") & ~found)
+    row = [F.col(n).alias(k) for n, k in zip(key, left.key, strict=True)]
+    values = [F.col(_NEW).getField(c).alias(c) for c in left.state_columns]
+    return pairs.select(
+        *key,
+        F.struct(*row, *values).alias(LEFT),
+        F.when(found, _right_row(right, _FOREIGN_KEY_RIGHT_STATE)).alias(RIGHT),
+        time.alias(TIMESTAMP),
+        PARTITION,
+        gone.alias(IS_TOMBSTONE),
+        F.when(first, outcome).otherwise(Outcome.APPLIED).alias(OUTCOME),
+        *[F.when(first, F.col(c)).otherwise(F.col(_START).getField(c)).alias(c) for c in ORDER],
+        F.struct(*row).alias(TURN),
+    )
+
+
+def _spans(right: TableInput) -> DataFrame:
+    """Returns the states of right keys with the moments between which a key has them (null = from the
+    beginning, to the end); before a key's first change, the state is null.
+
+    Returns:
+        the ``match_names``, ``_start, _until, _right_state``, and ``_time``: of the change.
+    """
+    on, moment = match_names(right.key), F.struct(*named(ORDER))
+    in_order = W.partitionBy(*named(right.key)).orderBy(*ORDER)
+    changes = right.changes.where(right.taken()).select(
+        *match_columns(right.key),
+        moment.alias(_START),
+        F.lead(moment).over(in_order).alias(_UNTIL),
+        F.lag(ARRIVAL).over(in_order).isNull().alias(_FIRST),
+        right.new_state().alias(_FOREIGN_KEY_RIGHT_STATE),
+        F.col(TIMESTAMP).alias(_TIME),
+    )
+    before = changes.where(_FIRST).select(*on, F.col(_START).alias(_UNTIL))
+    return union(changes.drop(_FIRST), before)
 
 
 def _after_left(
@@ -322,7 +486,7 @@ def _after_left(
         *[c for c in keyed.columns if c not in left.key],
     )
     rows = union(asking, timeline(right, RIGHT, asking))
-    moments = rows.withColumn(_FOREIGN_KEY_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
+    moments = rows.withColumn(_FOREIGN_KEY_RIGHT_STATE, state_of(right, RIGHT, [*on, _SALT])).where(
         F.col(TAKEN).isNotNull() & (~comes_from(RIGHT) | ~F.col(TAKEN))
     )
     outcome, tombstone = _foreign_key_outcome(kind)
