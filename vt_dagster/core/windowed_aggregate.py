@@ -1010,9 +1010,9 @@ def _fixed(
     )
     # By the windows of the record, so that a result's place follows from it (``number_in_place``).
     # The one row of a window does not know its last record.
-    many = None if once or isinstance(window, TumblingWindow) else windows_of_record(window)
     turn = F.unix_micros(WINDOW_START)
-    if many is not None:
+    many = windows_of_record(window) if isinstance(window, HoppingWindow) and not once else None
+    if many is not None and isinstance(window, HoppingWindow):
         after = F.unix_micros(TIMESTAMP) - turn
         turn = F.lit(many - 1) - F.call_function("div", after, micros(window.advance))
     return rows.where(F.col(FRESH) | F.col(_WINDOW_LAST)).select(

@@ -97,7 +97,7 @@ from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import at_or_after
 from vt_dagster.storage.spark_reader import before as consumed_before
-from vt_dagster.storage.view import MANY_ROWS, are_few_keys, in_words
+from vt_dagster.storage.view import are_few_keys, in_words
 from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
