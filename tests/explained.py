@@ -124,9 +124,6 @@ def _operators(left: Any, right: Any, clicks: Any, views: Any) -> list[Any]:
         windowed["tumbling"].suppress(UntilWindowCloses(), name="final"),
         grouped.suppress(UntilTimeLimit(2 * MINUTE), name="limited"),
         clicks.outer_join(views, name="either", select=JOINED, **WITHIN),
-        clicks.outer_join(
-            views, name="amended", select=JOINED, within=MINUTE, corrected_for=timedelta(days=1)
-        ),
         clicks.left_join(left, name="corrected", select=JOINED, corrected_for=timedelta(days=1)),
         clicks.left_join(
             left,

@@ -1,9 +1,10 @@
 """Explanations of each operator's rows: what they name gives the row, and nothing else changes it.
 
 Beside the random chains of ``test_explain_random`` what these lack above all: joins and groups of
-streams, corrected joins and those that go by what was known. By the model of ``tests.core.reference``,
-which shares nothing with the operators: once fed with what an explanation names, once with all records
-up to the one that triggered the result.
+streams, corrected joins and those that go by what was known; of corrected joins of streams see
+``storage/test_corrected_streams.py``. By the model of ``tests.core.reference``, which shares nothing
+with the operators: once fed with what an explanation names, once with all records up to the one that
+triggered the result.
 """
 
 from __future__ import annotations
@@ -360,27 +361,6 @@ def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
             == f"revision {again[-1]['revision']}, by left {cause['partition']}:{cause['offset']}"
         )
         assert any(note.startswith("revision 0 at ") for note in told.notes)
-
-
-def test_rows_of_two_streams_that_are_taken_back(warehouse: Warehouse) -> None:
-    """The key says of which records a row is; what took one back is named, and matches it."""
-    logs, explainer = logs_of(warehouse.path, ["amended", "clicks", "views"]), Explainer(warehouse.path)
-    seen: set[str] = set()
-    for row in logs["amended"]:
-        told = explainer.explain("amended", offset=(0, row["offset"]))
-        parts = {asset: offset for asset, _, offset in named(told)}
-        own = {"clicks": row["left_offset"], "views": row["right_offset"]}
-        own = {name: offset for name, offset in own.items() if offset >= 0}
-        if row["cause"] is not None:
-            own[row["cause"]["table"]] = row["cause"]["offset"]
-            assert row["is_tombstone"]
-        assert parts == own
-        if len(parts) == 2:
-            click, view = logs["clicks"][parts["clicks"]], logs["views"][parts["views"]]
-            assert click["k"] == view["k"]
-            assert abs(click["timestamp"] - view["timestamp"]) <= MINUTE
-        seen |= set(told.rules)
-    assert seen - {"latest"} == {"matched", "no_match", "corrected"}
 
 
 def test_versions_that_are_too_old(warehouse: Warehouse) -> None:

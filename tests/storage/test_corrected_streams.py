@@ -1,4 +1,4 @@
-"""A corrected join of two streams on Delta: without a key that is erased, and declared anew."""
+"""A corrected join of two streams on Delta: explained, without a key that is erased, declared anew."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType, 
 from tests.storage.test_erase import ERIN, left
 from vt_dagster import FilesSource, Stream
 from vt_dagster.errors import StorageError
+from vt_dagster.provenance.explain import Explainer
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.restate import restate
@@ -114,9 +115,34 @@ def shop(made: Path, tmp_path: Path) -> Shop:
     return Shop(tmp_path)
 
 
+def require_explained(shop: Shop) -> None:
+    """The key says of which records a row is; what took one back is named, and matches it."""
+    logs = {
+        name: look_up(shop.warehouse, name, "log").sort_by("offset").to_pylist()
+        for name in ("amended", "orders", "payments")
+    }
+    explainer, seen = Explainer(shop.warehouse), set[str]()
+    for row in logs["amended"]:
+        told = explainer.explain("amended", offset=(0, row["offset"]))
+        parts = {one.asset: one.record.offset for one in told.made_of if one.record is not None}
+        own = {"orders": row["left_offset"], "payments": row["right_offset"]}
+        own = {name: offset for name, offset in own.items() if offset >= 0}
+        if row["cause"] is not None:
+            own[row["cause"]["table"]] = row["cause"]["offset"]
+            assert row["is_tombstone"]
+        assert parts == own
+        if len(parts) == 2:
+            order, payment = logs["orders"][parts["orders"]], logs["payments"][parts["payments"]]
+            assert order["k"] == payment["k"]
+            assert abs(order["timestamp"] - payment["timestamp"]) <= 2 * MINUTE
+        seen |= set(told.rules)
+    assert seen - {"latest"} == {"matched", "no_match", "corrected"}
+
+
 def test_an_erased_key(shop: Shop, spark: SparkSession) -> None:
     shop.run(spark)
     assert shop.rows(ERIN) == {(ERIN, 1, 24), (ERIN, 3, 24), (ERIN, None, 21)}
+    require_explained(shop)
     before = shop.known()
     about: dict[str, Any] = {"key": [ERIN], "reason": "asked to", "among": shop.nodes}
     erase(shop.warehouse, shop.orders, spark, **about)
