@@ -102,16 +102,16 @@ def land_delta(place: Path, day: int) -> None:
 
 
 SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any], int]] = {
-    "files": (land_lines, lambda place: FilesSource(place), 1_500),
+    "files": (land_lines, lambda place: FilesSource(place), 1_420),
     "dumps": (
         land_lines,
         lambda place: SnapshotSource(place, "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0),
-        2_100,
+        2_000,
     ),
     "whole versions": (
         land_delta,
         lambda place: DeltaSource(place, "snapshots", max_shrink=1.0),
-        1_500,
+        1_420,
     ),
 }
 """How a source's rows land, the source, and how many calls of the JVM a run takes at most."""
@@ -146,7 +146,7 @@ def test_each_job_of_a_small_run(
         assert receipt.commit.counts["applied"] >= 2
     assert general == []
     # Some reads are of the log and view as they were, others as they are after the run's commits.
-    assert spent["tables opened"] <= 6, spent
+    assert spent["tables opened"] <= 5, spent
     assert spent["calls of the JVM"] <= calls, spent
     if source == "files":
         with monkeypatch.context() as patched:
