@@ -50,11 +50,15 @@ class TimedStore(AssetStore):
             self.spent["log commit"] += time.perf_counter() - start
 
     def catch_up(
-        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+        self,
+        head: Head | None = None,
+        now: bool = False,
+        written: DataFrame | None = None,
+        most_keys: int | None = None,
     ) -> Snapshot:
         start = time.perf_counter()
         try:
-            return super().catch_up(head, now, written)
+            return super().catch_up(head, now, written, most_keys)
         finally:
             self.spent["view update"] += time.perf_counter() - start
 
