@@ -86,6 +86,8 @@ class Input:
             none.
         broadcastable: whether ``rows`` is small enough to send to every task.
         few_keys: whether ``rows`` are many, of so few keys that these can be sent to every task.
+        most_of_key: the most records of one key in ``rows``, if the plan asks for it and ``rows`` is
+            broadcastable; None = not counted.
         times: stream time of ``table``, by partition.
     """
 
@@ -95,6 +97,7 @@ class Input:
     broadcastable: bool = False
     times: Mapping[int, int] = field(default_factory=dict[int, int])
     few_keys: bool = False
+    most_of_key: int | None = None
 
 
 @dataclass(frozen=True)
@@ -444,6 +447,8 @@ class RunPlan:
         drops_late: whether late records are dropped; otherwise they are joined at once.
         quarantined_outcomes: the outcomes whose results go to the quarantine.
         counts: what is counted.
+        counts_keys_of: the input of which a first run counts the most records of one key, if it has few
+            records.
     """
 
     inputs: tuple[InputPlan, ...]
@@ -468,6 +473,7 @@ class RunPlan:
     drops_late: bool = True
     quarantined_outcomes: tuple[str, ...] = ()
     counts: RunCounts = RunCounts()
+    counts_keys_of: str | None = None
 
     @property
     def consumed(self) -> tuple[Stream, ...]:

@@ -294,9 +294,12 @@ _FEW_CHANGES = 64
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
     """A table-table join by foreign key, see :func:`join` in this module."""
 
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        return replace(super().plan(times), counts_keys_of=self.operator.right.name)
+
     def joined(self, left: TableInput, right: TableInput, inputs: Sequence[Input]) -> DataFrame:
         operator: Any = self.operator
-        few_right = inputs[1].broadcastable and not self.single_task
+        most = inputs[1].most_of_key
         first_run = left.current is None and right.current is None
         return join_by_foreign_key(
             left,
@@ -304,7 +307,7 @@ class ForeignKeyJoinProcessor(TableTableJoinProcessor):
             kind=operator.kind,
             foreign_key=operator.foreign_key,
             columns=operator.projection().columns,
-            broadcast=first_run and few_right and _few_of_each_key(right),
+            broadcast=first_run and most is not None and most <= _FEW_CHANGES,
         )
 
 
@@ -358,12 +361,6 @@ def join_by_foreign_key(
         )
         key = {k: F.col(LEFT).getField(k) for k in left.key}
     return result_rows(rows, key=key, select=columns)
-
-
-def _few_of_each_key(side: TableInput) -> bool:
-    """Returns whether no key of a side has many changes. Runs one job."""
-    of_each = side.changes.where(side.taken()).groupBy(*named(side.key)).count()
-    return (of_each.agg(F.max("count")).collect()[0][0] or 0) <= _FEW_CHANGES
 
 
 def _left_names(left: TableInput) -> list[str]:

@@ -502,7 +502,11 @@ class Run:
                 earlier, rows = rows.where(consumed_before(start)), rows.where(new)
             few, read = arrival.few_records_of(node.name), arrival.tables.get(node.name)
             few_keys = read is not None and are_few_keys(read.reach(), arrival.records_of(node.name))
-            found.append(Input(rows, table, earlier, few, times, few_keys))
+            most = None
+            if plan.counts_keys_of == node.name and few and not start and not arrival.single_task:
+                of_key = rows.groupBy(*node.key).count()
+                most = of_key.agg(F.coalesce(F.max("count"), F.lit(0))).collect()[0][0]
+            found.append(Input(rows, table, earlier, few, times, few_keys, most))
         return found
 
     def _context(self, with_tables: bool = False) -> RunContext:
