@@ -67,7 +67,7 @@ class Alert:
         return f"{self.asset}:{self.check}"
 
 
-@check_arguments("to")
+@check_arguments("to", "freshness", "waiting", "severity")
 def build_alerts(
     nodes: Stream | Sequence[Stream],
     *,

@@ -153,7 +153,7 @@ def _table(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:
 FRESHNESS_CHECK = "is_fresh"
 
 
-@check_arguments()
+@check_arguments("at_most", "severity")
 def build_freshness_check(
     node: Stream,
     *,
@@ -257,7 +257,7 @@ def counts(node: Stream, outcome: str) -> bool:
     return outcome in processor_of(node).plan().counts.shown
 
 
-@check_arguments()
+@check_arguments("severity")
 def build_quarantine_check(
     node: Stream,
     *,
@@ -302,7 +302,7 @@ def build_quarantine_check(
     return _not_blocking(node, QUARANTINE_CHECK, text, found, severity, pool, resource_prefix)
 
 
-@check_arguments()
+@check_arguments("at_most", "severity")
 def build_waiting_check(
     node: Stream,
     *,
@@ -362,7 +362,7 @@ def _of_last_run(
 LATENESS_CHECK = "few_results_are_wrong"
 
 
-@check_arguments()
+@check_arguments("severity")
 def build_lateness_check(
     node: Stream,
     *,
