@@ -400,9 +400,8 @@ class View:
                 return others
             if tries == 1:
                 raise
-            return self.update(
-                commit, log, rebuild, tries - 1, most_keys
-            )  # a compaction caused the conflict
+            # A compaction caused the conflict.
+            return self.update(commit, log, rebuild, tries - 1, most_keys)
         self._progress.done(f"view at version {written.version}, of batch {commit.batch}")
         made = self.base()
         assert made is not None

@@ -100,8 +100,8 @@ def listed(names: str | Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         return (names,)
-    listed = isinstance(names, Iterable) and not isinstance(names, Mapping | bytes)
-    return tuple(names) if listed else cast(Any, names)
+    several = isinstance(names, Iterable) and not isinstance(names, Mapping | bytes)
+    return tuple(names) if several else cast(Any, names)
 
 
 class Source(Protocol):

@@ -89,11 +89,6 @@ class Suppress(OneInput):
                 f"{self.source.name!r}; materialize it as a plain table first, for example "
                 "filter('true', name=..., materialized=Materialized())"
             )
-        if not isinstance(until, UntilTimeLimit | UntilWindowCloses):
-            raise TopologyError(
-                f"{self.name}: suppress takes UntilTimeLimit(...) or UntilWindowCloses(...), got "
-                f"{until!r}"
-            )
         if until.when_full not in ("emit_early", "shut_down", "unbounded"):
             raise TopologyError(
                 f"{self.name}: when_full must be 'emit_early', 'shut_down' or 'unbounded', got "
