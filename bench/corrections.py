@@ -20,12 +20,13 @@ from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
 PLAIN = "the same join by all that is known, not corrected"
+FLOOR = "the floor: that join's run, and the run of a table into which the same orders go"
 KEYS = 10_000
 DAY = timedelta(days=1)
 
 
 def topology(home: Path) -> dict[str, Stream]:
-    """A stream, a versioned table and their joins, by name."""
+    """A stream, a versioned table, their joins, and the stream's records as a table, by name."""
     orders = Stream(
         "orders",
         key="key",
@@ -49,6 +50,15 @@ def topology(home: Path) -> dict[str, Stream]:
         orders.left_join(prices, name="plain", select=select),
         orders.left_join(prices, name="known", select=select, as_known="when_recorded"),
         orders.left_join(prices, name="corrected", select=select, corrected_for=30 * DAY),
+        VersionedTable(
+            "kept",
+            key="key",
+            schema=generate.RECORD,
+            timestamp="at",
+            history_retention=3650 * DAY,
+            partitions=generate.PARTITIONS,
+            source=FilesSource(str(home / "orders")),
+        ),
     ]
     return {node.name: node for node in nodes}
 
@@ -74,7 +84,7 @@ def run(
     after = {"prices": rows // 5 // 50, "orders": rows // 100}
     for name, total in sizes.items():
         land(name, total, 0, total - after[name], 1_600_000_000)
-    for name in ("plain", "corrected"):
+    for name in ("plain", "corrected", "kept"):
         run_once(nodes[name], stores)
         shutil.copytree(warehouse / name, home / "before" / name)
     # The orders are recorded first: what the table learns then was not known to them.
@@ -100,10 +110,15 @@ def run(
         ("corrected join, a run with 1 % of the records", "corrected", True, 2.0),
     ):
         turns = {name: run_of(name, before), "plain": run_of("plain", before)}
+        if before:
+            turns["kept"] = run_of("kept", before)
         times = take_turns(turns, repeat)
         ours, theirs = times[f"{name}: run"], times["plain: run"]
         label = f"{about}, {rows:,} stream records"
         results.append(compare(label, rows, ours, PLAIN, theirs, target))
+        if before:
+            both = [sum(pair) for pair in zip(theirs, times["kept: run"], strict=True)]
+            results.append(compare(label, rows, ours, FLOOR, both, None))
     run_of("plain", False)()
     found, expected = (_digest(stores(nodes[name]).read()) for name in ("corrected", "plain"))
     if found != expected:

@@ -34,6 +34,7 @@ from vt_dagster.topology.version_rules import VersionRules
 
 KEYS = 10_000
 SORTED = "Delta append of the same rows, sorted"
+FLOOR = "the floor: log and view written, nothing computed"
 TARGET = 2.5
 RETENTION = timedelta(days=3650)
 COLUMNS = ("key", "price", "grade", TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
@@ -202,17 +203,26 @@ def run(
     def peer() -> None:
         write(in_order(records()), outputs.fresh("sorted"))
 
+    def floor() -> None:
+        """The same rows sorted by key once and written as log and view: no outcome, order or end."""
+        rows = in_order(records()).withColumns({IS_LATEST: F.lit(True), VALID_TO: F.col(TIMESTAMP)})
+        rows = rows.persist()
+        write(rows.drop(VALID_TO), outputs.fresh("floor_log"))
+        write(rows.withColumnRenamed(TIMESTAMP, VALID_FROM), outputs.fresh("floor_view"))
+        rows.unpersist()
+
     def parts_into_log() -> None:
         write(log_of(in_part(records()), VALUES), outputs.fresh("parts"))
 
     ways = {"log": into_log, "view": into_view, "both": into_both}
-    times = take_turns({**ways, "parts": parts_into_log, SORTED: peer}, repeat)
+    times = take_turns({**ways, "parts": parts_into_log, SORTED: peer, FLOOR: floor}, repeat)
     name = f"versioned put of {rows:,} records"
     results = [
         compare(f"{name}: view", rows, times["view"], SORTED, times[SORTED], TARGET),
         compare(f"{name}: log", rows, times["log"], SORTED, times[SORTED], None),
         compare(f"{name}: log of parts of rows", rows, times["parts"], "log", times["log"], None),
         compare(f"{name}: log and view", rows, times["both"], SORTED, times[SORTED], TARGET),
+        compare(f"{name}: log and view", rows, times["both"], FLOOR, times[FLOOR], None),
     ]
     notes = [
         check(path, outputs.path("log"), outputs.path("view")),
