@@ -22,14 +22,10 @@ from vt_dagster.runs.erase import FOLDER, erase
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_rows")]
 
 REPOSITORY = Path(__file__).parents[2]
-SOURCE_POINTS = [
-    "before:log",
-    "before:view",
-    "during:view",
-    "before:forget",
-]
+SOURCE_POINTS = ["before:log", "during:view", "before:forget"]
 # Points of an asset whose run shows most, and takes little; in endurance those of others.
 MADE_POINTS = [("corrected", "before:view"), ("counts", "during:stage_state")]
+MORE_SOURCE_POINTS = ["before:view"]
 MORE_POINTS = [("priced", "before:log"), ("corrected", "after:log"), ("counts", "before:forget")]
 READ_AFTER, ERASED = ("rates", "after:log"), ("orders", "before:purge")
 MADE = ("priced", "corrected", "counts")
@@ -138,11 +134,14 @@ def killed(
     states = prepared, rated, finished
     found = Killed(tmp_path_factory.mktemp("killed"), states, connect_server.address)
     sources = [("rates", point) for point in SOURCE_POINTS]
-    found.kill([*sources, *MADE_POINTS, READ_AFTER, ERASED])
+    found.kill([*sources, *MADE_POINTS, READ_AFTER])
     return found
 
 
-@pytest.mark.parametrize("point", SOURCE_POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [*SOURCE_POINTS, *(pytest.param(one, marks=pytest.mark.endurance) for one in MORE_SOURCE_POINTS)],
+)
 def test_a_killed_source_run_leaves_no_trace(
     point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
@@ -176,6 +175,7 @@ def test_a_reader_repairs_what_a_dead_run_left(
     assert topology.tables("rates", spark) == undisturbed["rates"]
 
 
+@pytest.mark.endurance  # test_erase.py stops one at four steps, by an exception that nothing handles
 def test_a_killed_erase_goes_on(
     killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
