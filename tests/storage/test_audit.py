@@ -24,6 +24,7 @@ from vt_dagster.topology.windows import TumblingWindow
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 SEGMENT_ROWS = 6
+THIRD = [("a", 1, 2.7), ("c", 2, 2.8)]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +40,29 @@ def two(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     return topology.root
 
 
+@pytest.fixture(scope="module")
+def ran(two: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+    """After the third one, in order."""
+    topology = Topology(Path(shutil.copytree(two, tmp_path_factory.mktemp("ran") / "copy")))
+    topology.land("rates", "3.jsonl", THIRD)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
+        run(topology, topology.rates, spark)
+    return topology.root
+
+
+@pytest.fixture
+def after_three(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
+    monkeypatch.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
+    return Topology(Path(shutil.copytree(ran, tmp_path / "copy")))
+
+
 @pytest.fixture
 def three(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
     """The same, where a third one has landed."""
     monkeypatch.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
     topology = Topology(Path(shutil.copytree(two, tmp_path / "copy")))
-    topology.land("rates", "3.jsonl", [("a", 1, 2.7), ("c", 2, 2.8)])
+    topology.land("rates", "3.jsonl", THIRD)
     return topology
 
 
@@ -139,11 +157,10 @@ def test_compaction_is_nobody_else(three: Topology, spark: SparkSession) -> None
     assert bad(found) == set()
 
 
-def test_a_run_of_late_records_only(three: Topology, spark: SparkSession) -> None:
+def test_a_run_of_late_records_only(after_three: Topology, spark: SparkSession) -> None:
     """It commits a batch, but no row, and the view stays as it is."""
-    run(three, three.rates, spark)
-    three.land("rates", "4.jsonl", [("a", 1, -60)])
-    store = run(three, three.rates, spark)
+    after_three.land("rates", "4.jsonl", [("a", 1, -60)])
+    store = run(after_three, after_three.rates, spark)
     head = store.head()
     assert head is not None
     assert (head.commit.batch, head.commit.counts["late"]) == (4, 1)
@@ -157,8 +174,8 @@ def test_a_run_of_late_records_only(three: Topology, spark: SparkSession) -> Non
     assert found["every_record_is_accounted_for"].numbers["rows_in_quarantine_late"] == 1
 
 
-def test_a_record_that_the_run_lost_or_doubled(three: Topology, spark: SparkSession) -> None:
-    store = run(three, three.rates, spark)
+def test_a_record_that_the_run_lost_or_doubled(after_three: Topology, spark: SparkSession) -> None:
+    store = after_three.store("rates", spark)
     log = store.read("log").localCheckpoint()
     overwrite(store.log_path, log.where("k != 'c'"))
     found = findings(store)["every_record_is_accounted_for"]
@@ -176,26 +193,8 @@ def test_a_record_that_the_run_lost_or_doubled(three: Topology, spark: SparkSess
     ]
 
 
-def test_a_result_older_than_one_of_a_run_before(tmp_path: Path, spark: SparkSession) -> None:
-    topology = Topology(tmp_path)
-    topology.land("rates", "1.jsonl", [("a", 1, 0)])
-    run(topology, topology.rates, spark)
-    for name, minutes in (("1.jsonl", (1, 5, 9)), ("2.jsonl", (12, 15))):
-        topology.land("orders", name, [("a", int(m), m) for m in minutes])
-        run(topology, topology.orders, spark)
-        store = run(topology, topology.priced, spark)
-    assert bad(findings(store)) == set()
-    log = store.read("log").localCheckpoint()
-    assert log.count() == 4
-    early = F.lit((EPOCH + timedelta(minutes=2)).isoformat()).cast("timestamp")
-    moment = F.when(F.col("n") == 12, early).otherwise(F.col("timestamp"))
-    overwrite(store.log_path, log.withColumn("timestamp", moment))
-    found = findings(store)
-    assert bad(found) == {"timestamps_do_not_decrease"}
-    assert found["timestamps_do_not_decrease"].looked_at == "changes of batch 2"
-
-
-def test_a_window_that_is_released_again_by_a_later_run(tmp_path: Path, spark: SparkSession) -> None:
+def test_results_that_contradict_those_of_a_run_before(tmp_path: Path, spark: SparkSession) -> None:
+    """One that is older than them, and a window that is released again."""
     topology = Topology(tmp_path)
     counts = (
         topology.orders.group_by("k")
@@ -203,16 +202,27 @@ def test_a_window_that_is_released_again_by_a_later_run(tmp_path: Path, spark: S
         .count(name="counts")
     )
     final = counts.suppress(UntilWindowCloses(), name="final")
-    for name, minutes in (("1.jsonl", (1, 6)), ("2.jsonl", (12,))):
-        topology.land("orders", name, [("a", 1, m) for m in minutes])
-        for node in (topology.orders, counts, final):
-            store = run(topology, node, spark)
-    assert bad(findings(store)) == set()
-    log = store.read("log").localCheckpoint()
-    assert log.count() == 2
-    last = log.where("`offset` = 1")
-    first = log.where("`offset` = 0").drop("offset").crossJoin(last.select("offset"))
-    overwrite(store.log_path, log.where("`offset` = 0").unionByName(first))
-    found = findings(store)
+    topology.land("rates", "1.jsonl", [("a", 1, 0)])
+    run(topology, topology.rates, spark)
+    for name, minutes in (("1.jsonl", (1, 5, 9)), ("2.jsonl", (12, 15))):
+        topology.land("orders", name, [("a", int(m), m) for m in minutes])
+        for node in (topology.orders, topology.priced, counts, final):
+            run(topology, node, spark)
+    priced, released = topology.store("priced", spark), AssetStore(topology.warehouse, final, spark)
+    assert bad(findings(priced)) == bad(findings(released)) == set()
+    log = priced.read("log").localCheckpoint()
+    assert log.count() == 4
+    early = F.lit((EPOCH + timedelta(minutes=2)).isoformat()).cast("timestamp")
+    moment = F.when(F.col("n") == 12, early).otherwise(F.col("timestamp"))
+    overwrite(priced.log_path, log.withColumn("timestamp", moment))
+    found = findings(priced)
+    assert bad(found) == {"timestamps_do_not_decrease"}
+    assert found["timestamps_do_not_decrease"].looked_at == "changes of batch 2"
+    log = released.read("log").localCheckpoint()
+    assert log.count() == 3
+    last = log.where("`offset` = 2")
+    again = log.where("`offset` = 0").drop("offset").crossJoin(last.select("offset"))
+    overwrite(released.log_path, log.where("`offset` < 2").unionByName(again))
+    found = findings(released)
     assert bad(found) == {"one_result_per_window"}
     assert found["one_result_per_window"].looked_at == "changes of batch 2"
