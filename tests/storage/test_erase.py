@@ -138,8 +138,7 @@ class Shop:
 
     def run(self, spark: SparkSession, *nodes: Stream) -> None:
         for node in nodes or self.nodes:
-            while run_once(node, stores_of(self.warehouse, spark)).commit is not None:
-                pass
+            run_once(node, stores_of(self.warehouse, spark))
 
     def erase(self, spark: SparkSession, node: Stream, **more: Any) -> Certificate:
         about: dict[str, Any] = {"key": [ERIN], "reason": "asked to", "among": self.nodes, **more}
@@ -203,8 +202,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
     shop.run(spark)
     shop.land_some(chance, 1)
     shop.run(spark, shop.customers, shop.orders, shop.items)
-    # Spark's statistics name the key
-    spark.sql(f"OPTIMIZE delta.`{shop.warehouse}/customers/quarantine`")
+    # statistics of a compacted file name the key
+    DeltaTable(f"{shop.warehouse}/customers/quarantine").optimize.compact()
     return shop
 
 
@@ -323,8 +322,9 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     records = [{"customer": c, "name": NAME, "city": "bern", "timestamp": 50} for c in (ERIN, "bob")]
     shop.land("customers", "2.jsonl", records)
     late.run(spark, late.customers)
+    _published(shop)
     there = {path: path.stat().st_mtime_ns for path in shop.root.rglob("*")}
-    about: dict[str, Any] = {"exports": [export.to for export in exports]}
+    about: dict[str, Any] = {"exports": [export.to for export in exports], "runs": ["run-1", "run-2"]}
     said: list[str] = []
     told = late.erase(spark, late.customers, reason="", dry_run=True, tell=said.append, **about)
     assert {path: path.stat().st_mtime_ns for path in shop.root.rglob("*")} == there
@@ -349,6 +349,29 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     for name in ("kept", "elsewhere", "unreachable"):
         assert getattr(told, name) == getattr(done, name)
     assert told.elsewhere
+    # What is published is no table of its own; the certificate names the topic, and no key.
+    (topic,) = [line for line in told.unreachable if line.startswith("the topic ")]
+    assert topic.startswith(
+        "the topic people, to which customers_to_kafka has published customers up to its offsets "
+        '{0: 7}: if it is compacted, publish a tombstone of its key, {"customer": …} without a value'
+    )
+    (events,) = [line for line in told.unreachable if "event storage" in line]
+    assert "Delete the 2 run(s) whose events have the key: run-1, run-2 (dagster run delete)" in events
+
+
+def _published(shop: Shop) -> None:
+    """The log of a sink that has published customers to a topic."""
+    commit = Commit(
+        asset="customers_to_kafka",
+        batch=1,
+        attempt="x",
+        shape=Shape(kind="stream", key=["customer"]),
+        inputs={"customers": {0: 7}, "topic people": {0: 7}},
+        topics={"people": "id"},
+    )
+    about = {"userMetadata": json.dumps({delta.MARK: delta.with_format(commit.model_dump())})}
+    to, properties = f"{shop.warehouse}/customers_to_kafka/log", CommitProperties(custom_metadata=about)
+    write_deltalake(to, pa.table({"x": [1]}), commit_properties=properties)
 
 
 class Killed(BaseException):
@@ -429,17 +452,27 @@ def test_not_beside_the_first_run_of_a_consumer(
     def consume() -> None:
         run_once(shop.placed, stores_of(shop.warehouse, spark))
 
+    runs = [consume, export.run, training.run]
+
     def erased(path: str, *rest: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(parquet, "_commit", commit)
-            shop.erase(spark, shop.customers, among=[shop.placed])
+        """As one run is about to commit the next one begins, and as all are the key is erased."""
+        if runs:
+            refused()
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(parquet, "_commit", commit)
+                shop.erase(spark, shop.customers, among=[shop.placed])
         commit(path, *rest)
 
-    for run in (consume, export.run, training.run):
-        with monkeypatch.context() as patch:
-            patch.setattr(parquet, "_commit", erased)
-            with pytest.raises(ConcurrentRunError, match=r"log of customers .* got an erase of a key"):
-                run()
+    def refused() -> None:
+        run = runs.pop()
+        with pytest.raises(ConcurrentRunError, match=r"log of customers .* got an erase of a key"):
+            run()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "_commit", erased)
+        refused()
+    assert runs == []
     export.run()
     assert NAME not in repr(pl.read_delta(to).rows())
 
@@ -521,26 +554,3 @@ def test_what_statistics_name(shop: Shop, spark: SparkSession) -> None:
     write_deltalake(to, pa.table({"id": [ERIN, ERIN], "n": [1, 3]}))
     assert in_statistics(spark, to, both, {"customer": "id", "n": "n"}) == 1
     assert in_statistics(spark, to, Key(both.types, (ERIN, 2)), {"customer": "id", "n": "n"}) == 0
-
-
-def test_a_topic_that_has_it(shop: Shop, spark: SparkSession) -> None:
-    """What is published is no table of its own; the certificate names the topic, and no key."""
-    commit = Commit(
-        asset="customers_to_kafka",
-        batch=1,
-        attempt="x",
-        shape=Shape(kind="stream", key=["customer"]),
-        inputs={"customers": {0: 7}, "topic people": {0: 7}},
-        topics={"people": "id"},
-    )
-    about = {"userMetadata": json.dumps({delta.MARK: delta.with_format(commit.model_dump())})}
-    to, properties = f"{shop.warehouse}/customers_to_kafka/log", CommitProperties(custom_metadata=about)
-    write_deltalake(to, pa.table({"x": [1]}), commit_properties=properties)
-    done = shop.erase(spark, shop.customers, runs=["run-1", "run-2"], dry_run=True)
-    (told,) = [line for line in done.unreachable if line.startswith("the topic ")]
-    assert told.startswith(
-        "the topic people, to which customers_to_kafka has published customers up to its offsets "
-        '{0: 7}: if it is compacted, publish a tombstone of its key, {"customer": …} without a value'
-    )
-    (events,) = [line for line in done.unreachable if "event storage" in line]
-    assert "Delete the 2 run(s) whose events have the key: run-1, run-2 (dagster run delete)" in events
