@@ -33,7 +33,7 @@ def main() -> None:
             assert producer.flush(120) == 0
             sys.stdin.readline()
         if n > count // 2 and n % (count // 100) == 0:
-            time.sleep(0.1)
+            time.sleep(0.04)
     assert producer.flush(120) == 0
 
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import dagster as dg
-
 from tests.kafka.pipeline import Pipeline
-from tests.kafka.test_end_to_end import topology
+from tests.kafka.test_end_to_end import ticks, topology
 from tests.kafka.topics import Topics
 from vt_dagster.spark.session import build_session
 
@@ -19,15 +17,12 @@ def main() -> None:
     conf = {"spark.sql.shuffle.partitions": "2"}
     spark = build_session("worker", master="local[2]", conf=conf)
     pipeline, going_on = Pipeline(Path(root), spark, checked=False), True
+    nodes = topology(Topics(servers), prices, sales, int(most))
     while going_on:
         asked = False
-        for node in topology(Topics(servers), prices, sales, int(most)).values():
-            said = pipeline.tick(node)
-            if isinstance(said, dg.RunRequest):
-                print("asked", flush=True)
-                asked = True
-                done = pipeline.execute(node, run_config=said.run_config)
-                assert done.success
+        for _ in ticks(pipeline, nodes):
+            print("asked", flush=True)
+            asked = True
         if not asked:
             print("idle", flush=True)
             going_on = bool(sys.stdin.readline())
