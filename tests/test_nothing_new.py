@@ -16,6 +16,8 @@ from tests.market import Market, checks, materialized, record, run, unchanged
 from vt_dagster import build_asset, build_checks, build_resources
 from vt_dagster.storage import parquet
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 ROOT = Path(__file__).parent.parent
 
 IDLE = """
@@ -38,9 +40,8 @@ print("idle")
 
 
 @pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    (tmp_path / "home").mkdir()
-    with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as made:
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as made:
         yield made
 
 
@@ -49,9 +50,11 @@ def copy(market: Market, tmp_path: Path) -> Market:
     return market.copy(tmp_path / "copy")
 
 
-def test_no_jvm_is_needed(copy: Market, tmp_path: Path, instance: dg.DagsterInstance) -> None:
+def test_no_jvm_is_needed(copy: Market, tmp_path: Path) -> None:
     copy.land("rates", "2.jsonl", record("a", "r9", "3 00:00"))
-    assert copy.run(instance=instance).success  # the checks have passed on what is there now
+    (tmp_path / "home").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
+        assert copy.run(instance=instance).success  # the checks have passed on what is there now
     code = IDLE.format(root=str(copy.root), home=str(tmp_path / "home"))
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -30,6 +30,8 @@ from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.feature_views import TrainingSet
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 DAY = timedelta(days=1)
 AGAIN = [
     ("a", *pair) for pair in (("a1", "a1"), ("a2", "a1"), ("a2", "a2"), ("a3", "a2"), ("a3", "a3"))

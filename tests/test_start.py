@@ -174,7 +174,7 @@ CHANGES = st.lists(
 KEY = st.tuples(st.booleans(), st.booleans(), CHANGES)
 
 
-@given(keys=st.lists(KEY, min_size=120, max_size=120))
+@given(keys=st.lists(KEY, min_size=60, max_size=60))
 @settings(
     max_examples=1,
     phases=[Phase.generate],  # to make one smaller would take long, and each has many cases
