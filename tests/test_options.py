@@ -6,9 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from datetime import datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import dagster as dg
+import numpy
 import pandera.pyspark as pa
 import pytest
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
@@ -27,16 +30,19 @@ from vt_dagster import (
     TumblingWindow,
     UntilWindowCloses,
     VersionedTable,
+    WarehouseResource,
     build_checks,
     build_maintenance,
+    build_resources,
     build_sensor,
+    build_training_set,
     explain,
     lateness,
     read,
 )
 from vt_dagster.components.topology_component import CONCEPTS, AssetPart, described
 from vt_dagster.errors import StorageError, VtDagsterError
-from vt_dagster.kafka import Json, KafkaCluster, KafkaSource
+from vt_dagster.kafka import Json, KafkaCluster, KafkaSource, Protobuf
 from vt_dagster.orchestration.decorators import (
     StreamAttributes,
     TableAttributes,
@@ -473,3 +479,29 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
         assert "expected table to be the name of an asset" in refused(function, table=5)
     secret = refused(KafkaCluster, bootstrap_servers="localhost:9092", password=b"secret")
     assert "expected password to be a text or None, got a value of type bytes" in secret
+
+
+def test_a_value_that_means_the_same_is_taken() -> None:
+    """Numbers of NumPy, paths, sets, dictionaries' values, resources that are configured at launch."""
+    made = declared(partitions=numpy.int64(4), key_prefix=("shop",), key={"k": 1}.keys())
+    assert (type(made.partitions), made.partitions, made.key) == (int, 4, ("k",))
+    files = FilesSource(Path("in"), max_files_per_run=numpy.int32(3), max_bad_share=Decimal("0.5"))
+    assert (type(files.max_files_per_run), files.max_bad_share) == (int, 0.5)
+    cluster = KafkaCluster(
+        "localhost:9092",
+        ca_location=Path("ca.pem"),
+        options={"session.timeout.ms": 45_000, "allow.auto.create.topics": False},
+    )
+    assert cluster.ca_location == "ca.pem"
+    assert {*cluster.options.values()} == {"45000", "false"}
+    assert Protobuf(Path("of.desc"), "Price").descriptor == "of.desc"
+    assert KafkaSource(cluster, {"topic"}, value=Json()).topic == ("topic",)
+    views = {"v": FeatureView(OTHER, columns={"v"})}
+    spine = Stream("spine", key="k", schema=StructType([SCHEMA["k"], SCHEMA["at"]]), timestamp="at")
+    build_training_set(spine, views.values(), name="features", to=Path("features"))
+    build_maintenance(exports=[Path("exports")])
+    at_launch = WarehouseResource.configure_at_launch()
+    assert at_launch in build_resources(at_launch).values()
+    place = (numpy.int32(0), numpy.int64(17))
+    with pytest.raises(StorageError, match="nowhere"):
+        explain("prices", offset=place, warehouse=Path("nowhere"), most=numpy.int64(5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
+from os import PathLike
 from typing import Any, cast
 
 import dagster as dg
@@ -21,6 +22,7 @@ from vt_dagster.orchestration.resources import (
     SparkResource,
     WarehouseResource,
     require_spark,
+    require_warehouse,
     spark_key,
     tables_key,
     warehouse_key,
@@ -119,7 +121,7 @@ def build_maintenance(
     return dg.Definitions(jobs=[job], schedules=[schedule])
 
 
-@check_arguments("spark")
+@check_arguments("spark", "warehouse")
 def build_resources(
     warehouse: WarehouseResource | str = "data/warehouse",
     spark: PySpark | None = None,
@@ -132,8 +134,9 @@ def build_resources(
     """
     if spark is not None:
         require_spark(spark)
-    if isinstance(warehouse, str):
+    if isinstance(warehouse, str | PathLike):
         warehouse = warehouse_at(address(warehouse))
+    require_warehouse(warehouse)
     return {
         warehouse_key(resource_prefix): warehouse,
         spark_key(resource_prefix): spark or _default_spark(),
@@ -153,7 +156,7 @@ def _default_spark() -> SparkResource:
     return SparkResource()
 
 
-@check_arguments("spark")
+@check_arguments("spark", "warehouse")
 def build_definitions(
     *nodes: Stream,
     warehouse: WarehouseResource | str = "data/warehouse",

@@ -216,6 +216,21 @@ class WarehouseResource(dg.ConfigurableResource[None]):
         return catalog
 
 
+def require_warehouse(warehouse: Any) -> None:
+    """Requires a resource of a warehouse, when definitions load.
+
+    Raises:
+        TopologyError: the object is no such resource.
+    """
+    # Of ``configure_at_launch()``, or made by a function: its value is only known in a run.
+    made_in_run = getattr(warehouse, "resource_cls", None) is WarehouseResource
+    if not made_in_run and not isinstance(warehouse, WarehouseResource | dg.ResourceDefinition):
+        raise TopologyError(
+            "warehouse: expected a directory, a URL or a WarehouseResource, got "
+            f"{warehouse!r}; correct it"
+        )
+
+
 def keys_of(prefix: str) -> set[str]:
     """Returns the resource keys that a step needs."""
     return {spark_key(prefix), warehouse_key(prefix)}

@@ -8,12 +8,15 @@ import PySpark: ``lateness`` needs the refusals, and no Spark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timedelta
+from decimal import Decimal
 from enum import Enum
 from functools import cache, wraps
 from inspect import Parameter, getattr_static, signature
+from numbers import Integral, Real
 from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import (
@@ -72,7 +75,8 @@ class Refusal(NamedTuple):
 def check_types(
     declared: Any, name: str, error: type[VtDagsterError] = TopologyError, skip: Collection[str] = ()
 ) -> None:
-    """Checks that the fields of a declaration have values of their types.
+    """Checks that the fields of a declaration have values of their types. Stores an equivalent value as
+    one of the type, see :func:`_as_type`.
 
     Fixed words and durations are left to checks of their own, which name the words and an example.
 
@@ -87,10 +91,14 @@ def check_types(
     """
     hints = _hints(type(declared))
     for one in fields(declared):
-        value, hint = getattr(declared, one.name), hints[one.name]
-        if one.name not in skip and not _has_own_check(hint) and not _fits(value, hint):
-            got = repr(value) if one.repr else f"a value of type {type(value).__name__}"
+        given, hint = getattr(declared, one.name), hints[one.name]
+        if one.name in skip or _has_own_check(hint) or _fits(given, hint):
+            continue
+        value = _as_type(given, hint)
+        if not _fits(value, hint):
+            got = repr(given) if one.repr else f"a value of type {type(given).__name__}"
             raise error(_wrong(name, one.name, hint, got))
+        object.__setattr__(declared, one.name, value)
 
 
 P = ParamSpec("P")
@@ -100,7 +108,8 @@ R = TypeVar("R")
 def check_arguments(
     *skip: str, error: type[VtDagsterError] = TopologyError
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function check that its arguments have their types; a path will do for a text.
+    """Makes a function check that its arguments have their types; a path will do for a text, and other
+    equivalent values too, see :func:`_as_type`.
 
     Args:
         skip: arguments with a check of their own.
@@ -122,6 +131,8 @@ def check_arguments(
                     continue
                 if isinstance(value, PurePath):
                     bound.arguments[name] = value = str(value)
+                if kinds[name] is not Parameter.VAR_POSITIONAL and not _fits(value, hints[name]):
+                    bound.arguments[name] = value = _as_type(value, hints[name])
                 for one in value if kinds[name] is Parameter.VAR_POSITIONAL else (value,):
                     if not _fits(one, hints[name]):
                         raise error(_wrong(function.__name__, name, hints[name], repr(one)))
@@ -177,6 +188,38 @@ def _fits(value: Any, hint: Any) -> bool:
         members = (member for member in vars(hint) if not member.startswith("_"))
         return all(getattr_static(value, member, None) is not None for member in members)
     return callable(value) if kind is Callable else isinstance(value, kind or hint)
+
+
+def _as_type(value: Any, hint: Any) -> Any:
+    """Returns a value of another type as one of the type if it means the same: a path as a text, a
+    number of NumPy or a decimal as Python's, a set or a dictionary's values as a tuple, a number in a
+    mapping of texts as a text. Returns any other value as it is."""
+    for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        kind, parts = get_origin(one), get_args(one)
+        if one is str and isinstance(value, os.PathLike):
+            return str(cast("Any", value))
+        if one in (int, float) and isinstance(value, Integral) and not isinstance(value, bool):
+            return int(value)
+        if one is float and isinstance(value, Real | Decimal) and not isinstance(value, bool):
+            return float(value)
+        if kind is Mapping and parts[1] is str and isinstance(value, Mapping):
+            given = cast("Mapping[Any, Any]", value)
+            return {name: _as_text_value(each) for name, each in given.items()}
+        if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+            continue
+        elements = cast("Iterable[Any]", value)
+        if kind is Sequence or (kind is tuple and ... in parts):
+            return tuple(_as_type(element, parts[0]) for element in elements)
+        if kind is tuple and isinstance(value, tuple | list) and len(value) == len(parts):
+            return tuple(map(_as_type, elements, parts))
+    return value
+
+
+def _as_text_value(value: Any) -> Any:
+    """Returns a number or a path as a text; True as ``true``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(cast("Any", value)) if isinstance(value, Real | os.PathLike) else value
 
 
 def _holds(value: Any, kind: Any, element: Any) -> bool:
@@ -382,8 +425,9 @@ def require_readable(name: str, consumer: Consumer, node: Any) -> None:
 
 
 def _check_partitions(node: Any) -> None:
-    if not isinstance(node.partitions, int) or node.partitions < 1:
+    if not isinstance(node.partitions, Integral) or node.partitions < 1:
         raise TopologyError(f"{node.name}: partitions must be 1 or more, got {node.partitions!r}")
+    object.__setattr__(node, "partitions", int(node.partitions))
 
 
 def _check_null_key(node: Any) -> None:
