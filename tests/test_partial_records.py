@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
@@ -33,6 +35,8 @@ from vt_dagster import (
     explain,
     lateness,
 )
+from vt_dagster.columns import IS_TOMBSTONE, PROPAGATED_FROM, PROVIDED_COLUMNS, TIMESTAMP
+from vt_dagster.core import partial_updates
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay
@@ -236,6 +240,38 @@ def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) ->
         "Lima",
         {"tier": "silver", "city": "Bonn", "tags": None, "given": None, "timestamp": at(30)},
     )
+
+
+def test_a_late_zero_of_another_sign_holds_in_later_versions() -> None:
+    """The log has what a later record of the run inherits: of a double, of one in a list and of NaN."""
+    kernel: Any = partial_updates
+    names = ["x", "xs", "y", *(TIMESTAMP, IS_TOMBSTONE, PROVIDED_COLUMNS, "n", PROPAGATED_FROM)]
+    doubles, gives_x = (0.0, math.nan, -0.0, 1.0), (True, False, True, False)
+    times, floors = (1, 3, 2, 4), (2, 2, 4, None)
+    rows = pa.table(
+        {
+            "x": pa.array(doubles),
+            "xs": pa.array([[one] for one in doubles]),
+            "y": pa.array([math.nan] * 4),
+            TIMESTAMP: pa.array(times, pa.timestamp("us", "UTC")),
+            IS_TOMBSTONE: pa.array([False] * 4),
+            PROVIDED_COLUMNS: pa.array([["x", "xs"] if gives else ["y"] for gives in gives_x]),
+            "n": pa.array(range(4)),
+            "_kind": pa.array([1] * 4),
+            "_time": pa.array(times),
+            "_floor": pa.array(floors, pa.int64()),
+        }
+    )
+    columns = kernel._Columns(("x", "xs", "y"), {"x": 0, "xs": 1, "y": 2}, ())
+    made = kernel._merge_batches(iter(rows.to_batches()), columns, names)
+    found = [row for batch in made for row in batch.to_pylist()]
+    assert [(row["n"], row[PROPAGATED_FROM], str(row["x"]), str(row["xs"])) for row in found] == [
+        (0, 0, "0.0", "[0.0]"),
+        (1, 0, "0.0", "[0.0]"),
+        (2, 0, "-0.0", "[-0.0]"),
+        (2, 1, "-0.0", "[-0.0]"),
+        (3, 0, "-0.0", "[-0.0]"),
+    ]
 
 
 def test_two_records_of_one_time_are_one_version(spark: SparkSession) -> None:

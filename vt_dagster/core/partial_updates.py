@@ -337,14 +337,30 @@ class _Batch:
             yield _Versions(late[which], places, source, carried.astype(np.int32))
 
     def _same(self, number: int, one: Any, other: Any) -> Any:
-        """Returns whether values of a part are equal; -1 = null."""
+        """Returns whether values of a part are equal; -1 = null.
+
+        0.0 and -0.0 are not: a later record of the run inherits the one, and a record of the next run
+        what the log has.
+        """
         column = self.rows.column(self.whose.parts[number])
         left, right = (column.take(pa.array(self.active[rows], mask=rows < 0)) for rows in (one, other))
+        kind = column.type
         try:
-            equal = pc.equal(left, right).fill_null(False)
+            equal = pc.equal(left, right)
+            if pa.types.is_floating(kind):
+                bits = f"int{kind.bit_width}"
+                equal = pc.and_(equal, pc.equal(left.view(bits), right.view(bits)))
+            equal = equal.fill_null(False)
         except pa.ArrowNotImplementedError:
             # Of lists, maps and structs.
-            equal = pa.array([a.equals(b) for a, b in zip(left, right, strict=True)], pa.bool_())
+            signed = "double" in str(kind) or "float" in str(kind)
+            equal = pa.array(
+                [
+                    a.equals(b) and (not signed or str(a) == str(b))
+                    for a, b in zip(left, right, strict=True)
+                ],
+                pa.bool_(),
+            )
         both = pc.and_(left.is_null(), right.is_null())
         return _numpy(pc.or_(equal, both))
 
