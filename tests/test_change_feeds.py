@@ -115,7 +115,7 @@ def test_a_condition_that_is_none(spark: SparkSession) -> None:
         "k": "which is string",
         "count(*) > 1": "which Spark refuses",
         "no_such(k)": "which Spark refuses",
-        "lsns = 1": "much like 'lsn'",
+        "lsns = 1": "similar to 'lsn'",
         "name is null": "which was renamed to 'v'",
     }.items():
         node = table(tombstone=condition, renamed={"name": "v"})

@@ -431,7 +431,7 @@ def test_what_cannot_be_declared(about: dict[str, Any], said: str) -> None:
     ("only_columns", "said"),
     [
         ("size(given)", "which is int"),
-        ("giben", "much like 'given'"),
+        ("giben", "similar to 'given'"),
         ("given[", "which Spark refuses"),
     ],
 )

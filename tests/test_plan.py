@@ -415,13 +415,13 @@ def test_what_a_replay_does_not_remove(spark: SparkSession, copy: Path) -> None:
     for call, said in (
         (
             lambda: replay_planned(warehouse, other, spark),
-            "that a replay is all it needs, but its runs",
+            "that it needs only a replay, but its runs",
         ),
         (
             lambda: what_if_planned(warehouse, other, spark),
-            "that a replay is all it needs, but its runs",
+            "that it needs only a replay, but its runs",
         ),
-        (lambda: restate(warehouse, nodes[3], among=other, **about), "that its runs are not refused"),
+        (lambda: restate(warehouse, nodes[3], among=other, **about), "that its next run is accepted"),
     ):
         with pytest.raises(StorageError, match=f"doubled: expected {said}.* declared as stream keyed"):
             call()

@@ -133,7 +133,7 @@ def replay(
         )
     if not planned and (asset is None or into is None or no_swap or yes):
         raise DefinitionsError(
-            "expected an asset and --into, or --planned, with which --no-swap and --yes go; give one "
+            "expected an asset and --into, or --planned; --no-swap and --yes need --planned; give one "
             "of both"
         )
     topology = load_topology(file, module, warehouse)

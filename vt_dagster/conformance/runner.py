@@ -374,7 +374,9 @@ def run(
         raise SourceError(f"expected the granularity 'record' or 'run', got {granularity!r}")
     unknown = sorted(set(operators or ()) - set(OPERATORS))
     if unknown:
-        raise SourceError(f"expected operators out of {', '.join(OPERATORS)}, got {unknown}")
+        raise SourceError(
+            f"expected operators among {', '.join(OPERATORS)}, got {unknown}; correct them"
+        )
     found = list(read_scenarios(paths))
     chosen = [s for s in found if not operators or s.operator in operators]
     if not chosen:

@@ -1219,8 +1219,8 @@ def _inputs(log: Log, operator: spec.StreamTableJoinSpec | spec.WindowedAggregat
         one = log.input(name)
         if one is None:
             raise StorageError(
-                f"{log.name}: expected the log of its input {name} in {log.warehouse}, found none, or "
-                "not the log that it was made of"
+                f"{log.name}: expected the log of its input {name} in {log.warehouse}, as its runs "
+                "consumed it, found none or another log; restore the log, or replay the asset"
             )
         found.append(one)
     return found

@@ -638,7 +638,7 @@ def require_reach(node: Stream, up: Stream, before: Commit, commit: Commit) -> N
             raise StorageError(
                 f"{node.name}: expected to read only records of {up.name} after {in_utc(newest)}, but "
                 f"as declared now it reads {spoken(reach)} back from {in_utc(now)}, and "
-                f"{cut.description()}; shorten its window or grace period, or make it anew "
+                f"{cut.description()}; shorten its window or grace period, or rebuild it "
                 "(vt-dagster replay)"
             )
 

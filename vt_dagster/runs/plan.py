@@ -201,8 +201,8 @@ def to_replay(found: Sequence[Planned]) -> list[Planned]:
     for one in found:
         if one.asset in names and one.verdict == "refused" and one.cause not in names:
             raise StorageError(
-                f"{one.asset}: expected that a replay is all it needs, but its runs are refused for "
-                f"another reason; remove that first: {one.reason}"
+                f"{one.asset}: expected that it needs only a replay, but its runs are refused for "
+                f"another reason; correct that first: {one.reason}"
             )
     return [one for one in found if one.asset in names and one.verdict != "new"]
 
@@ -305,6 +305,6 @@ def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) ->
         one = _planned(node, nodes, stores, ask_sources=False)
         if one.verdict == "refused" and one.cause not in names:
             raise StorageError(
-                f"{one.asset}: expected that its runs are not refused, because a restatement makes "
-                f"them again, but a run says: {one.reason}"
+                f"{one.asset}: expected that its next run is accepted, because a restatement repeats "
+                f"its runs, but it is refused: {one.reason}"
             )

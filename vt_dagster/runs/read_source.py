@@ -401,17 +401,18 @@ def _require_other(node: Stream, setting: _Setting, name: str, alone: bool) -> N
     text = f"{node.name}: {setting.name}, {setting.expression!r}, names {name!r}"
     if name in node.renamed:
         raise TopologyError(
-            f"{text}, which was renamed to {node.renamed[name]!r}: expected the new name, which stands "
-            "for both; correct it"
+            f"{text}, which was renamed to {node.renamed[name]!r}: expected the new name, which also "
+            "reads the old one; correct it"
         )
     alike = get_close_matches(name.lower(), [c.lower() for c in node.schema.names], 1, _ALIKE)
     if alike:
         raise TopologyError(
-            f"{text}, which is no column, but much like {alike[0]!r}: expected a column of the table "
-            "or one of another name that the source has; correct it, or add it to the schema"
+            f"{text}, which is no column of the table, but similar to {alike[0]!r}: expected a column "
+            "of the table, or a column of the source with a clearly different name; correct it, or add "
+            "it to the schema"
         )
     if alone:
         raise TopologyError(
-            f"{text}, which is no column of the table: expected one of {node.schema.names}, as no "
-            "others are taken of a whole state or a DataFrame; add it to the schema"
+            f"{text}, which is no column of the table: expected one of {node.schema.names}, because "
+            "only these are read from a snapshot or a DataFrame; add it to the schema"
         )

@@ -333,9 +333,9 @@ class _Restatement:
         count, first = late.agg(F.count("*"), F.min(F.unix_micros(TIMESTAMP))).collect()[0]
         if count:
             raise StorageError(
-                f"{node.name}: expected that nothing for times before {in_utc(self.moment)} came to "
-                f"{table.name} after it was joined, got {count} record(s) from {in_utc(first)} on: "
-                "the kept results would differ from a replay. Restate from that time: run it with "
+                f"{node.name}: expected that {table.name} got no records with times before "
+                f"{in_utc(self.moment)} after it was joined, got {count} of them, from {in_utc(first)} "
+                "on: the kept results would differ from a replay. Restate from that time: run it with "
                 f"--from {in_utc(first)}"
             )
 

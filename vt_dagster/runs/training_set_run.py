@@ -118,8 +118,8 @@ class TrainingRun:
         declared, before = self.declared, self.head()
         if pinned is not None and pinned.declared != declared.declared():
             raise StorageError(
-                f"{declared.name}: expected a manifest of a set that is declared as this one, "
-                f"{declared.declared()}, got {pinned.declared}; declare it as it was"
+                f"{declared.name}: expected the manifest of a set with this declaration, "
+                f"{declared.declared()}, got {pinned.declared}; restore that declaration"
             )
         stores = {n.name: AssetStore(self.warehouse, n, self.spark, self.tell) for n in declared.inputs}
         heads = [(store, head) for store in stores.values() if (head := store.head()) is not None]
@@ -154,8 +154,9 @@ class TrainingRun:
                 if pinned is not None and (made.rows, made.hash) != (pinned.rows, pinned.hash):
                     raise StorageError(
                         f"{declared.name}: expected the {pinned.rows} rows with hash {pinned.hash} "
-                        f"that the manifest says, got {made.rows} with {made.hash} of the same "
-                        "positions; a log was changed, or this is another version of the library"
+                        f"that the manifest has, got {made.rows} with {made.hash} from the same "
+                        "positions: a log was changed, or another version of the library made the set; "
+                        "make the set without a manifest"
                     )
                 commit = self._document(found, made, before, run_id)
                 self._write(rows, commit, lambda: require_inputs_unchanged(declared.name, heads))
@@ -190,7 +191,7 @@ class TrainingRun:
             got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log or run"
             raise StorageError(
                 f"{self.declared.name}: expected the log of {name} as of batch {wanted.batch}, got "
-                f"{got}: it was made anew since, or put back from a backup; make the set without a "
+                f"{got}: it was rebuilt, or restored from a backup, since then; make the set without a "
                 "manifest"
             )
         return at

@@ -184,8 +184,8 @@ def _replayed(
     unknown = sorted({*also} - {one.name for one in every})
     if unknown:
         raise StorageError(
-            f"{node.name}: expected inputs to be made anew as well, of "
-            f"{[one.name for one in every[:-1]]}, got {unknown}"
+            f"{node.name}: expected inputs to recompute as well to be among "
+            f"{[one.name for one in every[:-1]]}, got {unknown}; correct them"
         )
     remade: list[str] = []
 
@@ -197,8 +197,8 @@ def _replayed(
         head = there.head()
         if head is None and one.operator is None:
             raise StorageError(
-                f"{one.name}: expected what {node.name} is made of in {warehouse}, but nothing was "
-                "ever committed; materialize it first"
+                f"{one.name}: expected this input of {node.name} to have records in {warehouse}, but "
+                "nothing was ever committed; materialize it first"
             )
         same = head is not None and head.commit.shape.definition() == shape_of(one).definition()
         fed = any(up.name in remade for up in one.inputs)
@@ -261,8 +261,9 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
     """Compares two assets. Plan: two shuffles of both; for differing rows a window and a join."""
     if before.node.key != after.node.key:
         raise StorageError(
-            f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and "
-            f"after are both, got {list(after.node.key)}; replay it under another name, and compare"
+            f"{after.node.name}: expected the key {list(before.node.key)} of the live table, which "
+            f"identifies the rows to compare, got {list(after.node.key)}; replay it under another "
+            "name, and compare"
         )
     sides = [comparable(one, "versions" if one.node.versioned else None) for one in (before, after)]
     names = [one.columns for one in sides]

@@ -597,7 +597,7 @@ class PinnedFiles(Limited, Uncounted):
             return None
         return SourceError(
             f"{broken.name} in {self.source.path} could not be read: {one_line(error)}; nothing was "
-            "committed. Mend the file, or move it away, and run again"
+            "committed. Repair the file, or move it away, and run again"
         )
 
 
@@ -760,8 +760,8 @@ class FilesSource:
             name, fault = next(iter(bad.items()))
             others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
             raise SourceError(
-                f"{name}: {fault}{others}. Mend or move the bad files, or set on_bad_file='quarantine' "
-                "of the source to quarantine them"
+                f"{name}: {fault}{others}. Repair or move the bad files, or set "
+                "on_bad_file='quarantine' of the source to quarantine them"
             )
         good = [f for f in files if f.name not in bad]
         if not good:

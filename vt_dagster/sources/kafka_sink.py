@@ -406,7 +406,7 @@ class Publication:
         if first:
             partition, offset = first[0]
             raise StorageError(
-                f"{self.name}: expected records of other times than 1970-01-01T00:00:00.000, got one "
+                f"{self.name}: expected no record with the time 1970-01-01T00:00:00.000, got one "
                 f"in the log of {self.node.name}, partition {partition}, offset {offset}: Kafka's "
                 "client would send it with the current time, so nothing was sent. Correct the time at "
                 "the source, or set KafkaSink(at_epoch='one_millisecond_later')"

@@ -219,7 +219,7 @@ def _refuse_duplicates(rows: DataFrame, key: Sequence[str], what: str, count: in
     shown = ", ".join(repr(one[0] if len(one) == 1 else one) for one in some)
     raise SourceError(
         f"{what} has {count:,} rows that share their key with another one, for example {shown}; "
-        "expected one row per key; nothing was committed. Mend the dump, or set "
+        "expected one row per key; nothing was committed. Repair the dump, or set "
         "on_duplicate='quarantine' of the source: then the table keeps its rows of these keys"
     )
 
@@ -229,7 +229,7 @@ def _check_share(what: str, bad: int, rows: int, most: float) -> None:
         raise ContractError(
             f"{what}: {bad:,} of {rows:,} rows are bad ({bad / rows:.1%}): unreadable, without a key, "
             f"or with a duplicate key; expected at most {most:.1%}; nothing was committed. "
-            "Mend the dump, or raise max_bad_share of the source to send them to quarantine"
+            "Repair the dump, or raise max_bad_share of the source to send them to quarantine"
         )
 
 
@@ -348,7 +348,7 @@ class PinnedDump(Limited, Uncounted):
         if time is None:
             raise SourceError(
                 f"{name}: expected dump_time {self.source.dump_time!r} to give a time, got null in "
-                "every row, or there is no row; nothing was committed. Mend the dump, or correct the "
+                "every row, or there is no row; nothing was committed. Repair the dump, or correct the "
                 "expression"
             )
         self.source.require_order(dump, time, self.before)
@@ -388,7 +388,7 @@ class PinnedDump(Limited, Uncounted):
             return None
         return SourceError(
             f"the dump {self.dump.name} in {self.source.path} could not be read: {one_line(error)}; "
-            "nothing was committed. Mend it, or move it away, and run again"
+            "nothing was committed. Repair it, or move it away, and run again"
         )
 
 
@@ -551,8 +551,8 @@ class SnapshotSource:
             if entry is not None and entry["bytes"] not in (one.size, one.size_above):
                 raise SourceError(
                     f"the dump {one.name} in {self.path} changed after it was consumed: "
-                    f"{entry['bytes']} bytes then, {one.size} now; deliver what is new as a dump of "
-                    "its own and put the old one back"
+                    f"{entry['bytes']} bytes then, {one.size} now; deliver the new rows as another "
+                    "dump, and put the old one back"
                 )
         new = [d for d in there if d.name not in consumed]
         for one in new:

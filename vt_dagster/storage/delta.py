@@ -466,8 +466,8 @@ def last_commit(path: str) -> Committed | None:
         if checkpoints:
             raise StorageError(
                 f"{asset_of(path)}: expected the commits of the table in {path}, got only checkpoints, "
-                f"{checkpoints}: its commits were removed, and the next run would begin again. "
-                f"{way_out(path)}"
+                f"{checkpoints}: its commits were removed, and the next run would start from the "
+                f"beginning. {way_out(path)}"
             )
         return None
     raise StorageError(

@@ -409,8 +409,9 @@ class AssetReader:
                 raise ConcurrentRunError(
                     f"{commit.asset}: expected batch {commit.batch} of run {commit.attempt} to be the "
                     f"last one of its log, because this run continues it, got batch {now.commit.batch} "
-                    f"of run {now.commit.attempt}, and what the earlier one has staged was removed: "
-                    "another run, an erase or a swap was faster; nothing was committed. Run again"
+                    f"of run {now.commit.attempt}: another run, an erase or a swap has committed "
+                    "since, and the data that the earlier one staged is gone. Nothing was committed: "
+                    "run again"
                 )
             got = "but it was removed"
             if found is not None and expected is not None:

@@ -435,7 +435,9 @@ class MemoryStore(Store):
         self, rows: DataFrame, commit: Commit, count: int, before: Callable[[], None] | None = None
     ) -> Head:
         if commit.batch != len(self._commits) + 1:
-            raise ConcurrentRunError(f"{self.node.name}: batch {commit.batch} is there; run again")
+            raise ConcurrentRunError(
+                f"{self.node.name}: batch {commit.batch} was committed by another run; run again"
+            )
         if before is not None:
             before()
         new = rows.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
