@@ -492,7 +492,7 @@ def test_the_command(
     ]
     command = "vt-dagster replay dear --into dear_new --module plan_other --warehouse "
     assert f"    {command}{warehouse}" in lines
-    assert "    it reads dear, of which a run says:" in lines
+    assert "    it reads dear, whose tables are refused:" in lines
     assert lines[-1] == "1 needs a replay, 1 refused"
     assert [line for line in lines if len(line) > 80 and str(warehouse) not in line] == []
 

@@ -39,7 +39,9 @@ def explain(
     key: OptionalKey = None,
     at: Annotated[
         str | None,
-        typer.Option(help="The key's newest record up to a time like 2013-07-01T12:00:00Z; UTC."),
+        typer.Option(
+            help="The key's newest record up to a time (inclusive), like 2013-07-01T12:00:00Z."
+        ),
     ] = None,
     offset: Annotated[
         str | None, typer.Option(help="The record at PARTITION:OFFSET of the asset's log.")
@@ -50,7 +52,7 @@ def explain(
     ] = None,
     as_known_at: Known = None,
     most: Annotated[
-        int, typer.Option(help="Number of input records of a row to show, the newest.")
+        int, typer.Option(help="Maximum number of input records of a row; the newest ones are shown.")
     ] = MOST,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     warehouse: Warehouse = "data/warehouse",

@@ -50,7 +50,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one line for e
 
 
 def get(
-    table: str,
+    table: Annotated[str, typer.Argument(help="The table that has the key.")],
     key: Key,
     as_of: Annotated[
         str | None,
@@ -60,13 +60,14 @@ def get(
         ),
     ] = None,
     partial: Annotated[
-        bool, typer.Option(help="For a time before the history: the row, if it still exists.")
+        bool,
+        typer.Option(help="If the history begins after --as-of: print the row if it still exists."),
     ] = False,
     as_known_at: Known = None,
     as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
+    """Print the row of a key: the current one, or the one that was valid at a time (--as-of)."""
     as_of = at_clock(as_of)
     _require_asset(warehouse, table)
     found = look_up(warehouse, table, None, key, as_of, partial, as_known_at)
@@ -83,9 +84,11 @@ def get(
 
 
 def history(
-    table: str,
+    table: Annotated[str, typer.Argument(help="The versioned table that has the key.")],
     key: Key,
-    limit: Annotated[int, typer.Option(help="Number of versions, the newest.")] = 50,
+    limit: Annotated[
+        int, typer.Option(help="Maximum number of versions; the newest ones are shown.")
+    ] = 50,
     as_known_at: Known = None,
     as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",

@@ -101,7 +101,7 @@ def check(
 ) -> None:
     """Run asset checks and exit with 1 if one fails with severity ERROR.
 
-    Without --file and --module, uses ./workspace.yaml, or the dg project here.
+    Without --file and --module, uses ./workspace.yaml, or the dg project in the working directory.
     """
     started = time.monotonic()
     results = [
@@ -567,7 +567,7 @@ def run(
     """Materialize assets in this process; exit with 1 if an asset or one of its checks fails.
 
     Shows the new rows of the assets that no other selected asset reads. Without --file and --module,
-    uses ./workspace.yaml, or the dg project here.
+    uses ./workspace.yaml, or the dg project in the working directory.
     """
     started, failed, found = time.monotonic(), False, False
     for defs in load_definitions(file, module):

@@ -76,13 +76,13 @@ def serve(
 
 @spark.command()
 def jars(
-    to: Annotated[Path, typer.Option(help="The directory; it is made.")],
+    to: Annotated[Path, typer.Option(help="The directory; created if missing.")],
     more: Annotated[
         list[str] | None,
         typer.Argument(help="More Maven coordinates, like org.apache.hadoop:hadoop-aws:3.5.0."),
     ] = None,
 ) -> None:
-    """Copy the jars that Spark needs into a directory, for an image: set VT_DAGSTER_JARS to it."""
+    """Copy the jars that Spark needs into a directory, for an image; set VT_DAGSTER_JARS there."""
     to.mkdir(parents=True, exist_ok=True)
     found = [*resolve_jars(), *(resolve_maven_jars(*more) if more else ())]
     for jar in found:

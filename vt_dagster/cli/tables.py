@@ -70,7 +70,8 @@ def demo(
         bool, typer.Option("--all", help="A whole year, and all 18 assets of the example.")
     ] = False,
 ) -> None:
-    """Run the worked example of a checkout: a winter's flights with the weather as of departure."""
+    """Run the demo of a clone of the repository: a winter's flights, each with the weather as of its
+    departure."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         if kafka:
@@ -81,8 +82,8 @@ def demo(
             from assets.demo import run
     except ModuleNotFoundError as error:
         raise VtDagsterError(
-            "the demo is part of a checkout of vt_dagster, not of the installed package: run it "
-            f"in the checkout's directory with the extra 'demo' installed ({error})"
+            "the demo is part of a clone of the repository, not of the installed package: run it in "
+            f"the clone's directory with the extra 'demo' installed ({error})"
         ) from None
     run()
 
@@ -123,7 +124,8 @@ def replay(
     """Recompute an asset beside the live one, up to its position; then compare and swap.
 
     With --planned, recompute and swap all assets that need it; asks first in a terminal, and resumes an
-    interrupted call. Without --file and --module, uses ./workspace.yaml, or the dg project here.
+    interrupted call. Without --file and --module, uses ./workspace.yaml, or the dg project in the
+    working directory.
     """
     alone = [asset, into, start_time, start_offsets, recorded_now or None]
     if planned and any(one is not None for one in alone):
@@ -181,7 +183,11 @@ def _replay_planned(topology: Topology, swapping: bool, yes: bool) -> None:
         typer.echo(f"replayed: {', '.join(done.values())}; without --no-swap, this command swaps them")
 
 
-def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
+def compare(
+    one: Annotated[str, typer.Argument(help="An asset.")],
+    other: Annotated[str, typer.Argument(help="The asset to compare it with.")],
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
     """Show the rows that differ between two assets; exits with 1 if they differ."""
     spark = build_session("vt-dagster")
     stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
@@ -193,7 +199,11 @@ def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> No
     raise typer.Exit(1 if found.missing or found.extra else 0)
 
 
-def swap(live: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
+def swap(
+    live: Annotated[str, typer.Argument(help="The live asset.")],
+    other: Annotated[str, typer.Argument(help="The asset that becomes the live one, a replay.")],
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
     """Swap the names of two assets while nothing runs, so that a replay becomes the live asset."""
     replays.swap(warehouse, live, other)
     typer.echo(f"swapped: {live} now has the tables that {other} had, and {other} those of {live}")
@@ -215,7 +225,8 @@ def restate(
     """Recompute an asset and all its consumers in place, from a time on, while nothing runs; resumes
     an interrupted restatement. Asks first in a terminal.
 
-    Without --file and --module, uses ./workspace.yaml, or the dg project here, with all consumers.
+    Without --file and --module, uses ./workspace.yaml, or the dg project in the working directory,
+    with all consumers that are declared there.
     """
     topology = load_topology(file, module, warehouse)
     node, known = topology.node(asset), [*topology.nodes.values()]
@@ -229,7 +240,9 @@ def restate(
     typer.echo(f"{what}: {', '.join(done) or 'nothing'}")
 
 
-def rebuild(asset: str, warehouse: Warehouse = "data/warehouse") -> None:
+def rebuild(
+    asset: Annotated[str, typer.Argument(help="The table.")], warehouse: Warehouse = "data/warehouse"
+) -> None:
     """Rebuild a table's view from its log, after its files were lost, damaged or overwritten."""
     AssetStore.open(warehouse, asset, build_session("vt-dagster"), typer.echo).rebuild_view()
 
@@ -327,7 +340,7 @@ def what_if(
     planned: Annotated[
         bool,
         typer.Option(
-            "--planned", help="Show it of all assets that vt-dagster replay --planned replays."
+            "--planned", help="Show the changes of all assets that vt-dagster replay --planned replays."
         ),
     ] = False,
     settings: Annotated[
@@ -335,7 +348,8 @@ def what_if(
         typer.Option("--set", help="Another setting, like grace_period=2h; repeat it for more."),
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="An input to recompute as well; repeat it for more.")
+        list[str] | None,
+        typer.Option(help="An input of the asset to recompute as well; repeat it for more."),
     ] = None,
     against_replay: Annotated[
         bool,
@@ -344,7 +358,7 @@ def what_if(
         ),
     ] = False,
     budget: Annotated[
-        str | None, typer.Option(help="Exit with 1 if more rows differ, like 0.1%.")
+        str | None, typer.Option(help="Exit with 1 if a larger share of the rows differs, like 0.1%.")
     ] = None,
     scratch: Annotated[
         str | None,
@@ -354,7 +368,8 @@ def what_if(
     warehouse: DefinedWarehouse = None,
 ) -> None:
     """Recompute an asset in a scratch place as it is declared, or with other settings, and show what
-    would change. Without --file and --module, uses ./workspace.yaml, or the dg project here."""
+    would change. Without --file and --module, uses ./workspace.yaml, or the dg project in the working
+    directory."""
     allowed = parse_share(budget)
     if planned == (asset is not None) or (planned and (settings or also or against_replay)):
         raise DefinitionsError(
@@ -444,8 +459,9 @@ def plan(
 ) -> None:
     """Show what the next runs do to the tables, with the definitions as they are now; changes nothing.
 
-    Exits with 3 if an asset needs a replay or is refused; with 0 if all others are unchanged, new,
-    removed, or go on. Without --file and --module, uses ./workspace.yaml, or the dg project here.
+    Exits with 3 if an asset needs a replay or is refused, else with 0: each asset is unchanged, new or
+    removed, or goes on. Without --file and --module, uses ./workspace.yaml, or the dg project in the
+    working directory.
     """
     topology = load_topology(file, module, warehouse)
     found = plans.plan(topology.warehouse, [*topology.nodes.values()], asset or topology.chosen)
@@ -475,7 +491,7 @@ def _plan_lines(found: Sequence[Planned], named: Sequence[str]) -> Iterator[str]
         for change in one.changes:
             yield from _indented(change)
         if one.cause is not None:
-            yield from _indented(f"it reads {one.cause}, of which a run says:")
+            yield from _indented(f"it reads {one.cause}, whose tables are refused:")
         if one.reason:
             yield from _indented(one.reason)
         if one.verdict == "needs_replay":
@@ -512,8 +528,8 @@ def catalog(
 ) -> None:
     """Show the names in Spark's catalog whose asset is no longer in the definitions; --drop drops them.
 
-    Without --file and --module, uses ./workspace.yaml, or the dg project here. An asset that only
-    another code location declares counts as removed.
+    Without --file and --module, uses ./workspace.yaml, or the dg project in the working directory. An
+    asset that only another code location declares counts as removed.
     """
     found = [one.every for one in load_locations(file, module)]
     declared = {
