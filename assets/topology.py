@@ -261,7 +261,7 @@ weather_metric = weather.map_values(
     materialized=Materialized(),
     description=(
         "The weather now, in metric units: a row is an airport (`origin`) with its newest observation. "
-        "Its time is the hour of that, UTC."
+        "Its time is the hour of that observation, UTC."
     ),
     group="tables",
     owners=("team:weather",),

@@ -114,7 +114,7 @@ def test_a_breach_is_sent_once_and_again_after_recovery(deployment: Deployment) 
     ran = deployment.check(sales + LATER)
     assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
     (alert,) = pager.sent
-    assert alert.text == "The newest record is of 2024-01-01T09:00:00Z; it may be 2 hours old."
+    assert alert.text == "The newest record is from 2024-01-01T09:00:00Z; the maximum age is 2 hours."
     assert (alert.asset, alert.check, alert.severity) == ("sales", "is_fresh", "ERROR")
     assert alert.run_id == ran
     assert abs(alert.at - datetime.now(timezone.utc)) < timedelta(minutes=5)
@@ -330,4 +330,4 @@ def test_what_has_never_run_is_not_fresh(tmp_path: Path) -> None:
     )
     (one,) = result.get_asset_check_evaluations()
     assert not one.passed
-    assert one.description == "There is no record yet; the newest one may be 1 day old."
+    assert one.description == "There is no record yet; the maximum age is 1 day."

@@ -318,10 +318,11 @@ def test_fresh_is_what_stream_time_is_by_the_clock(
         assert (found.check_name, found.passed) == ("is_fresh", passed)
         assert found.metadata["age_seconds"].value == age
         assert found.metadata["stream_time"].value == newest
-    assert found.description == "The newest record is of 2024-01-02T05:00:00Z; it may be 2 hours old."
+    text = "The newest record is from 2024-01-02T05:00:00Z; the maximum age is 2 hours."
+    assert found.description == text
     (never,) = checked(tmp_path).get_asset_check_evaluations()
     assert not never.passed, "an asset that has never run is not fresh, of which an alert tells"
-    assert never.description == "There is no record yet; the newest one may be 2 hours old."
+    assert never.description == "There is no record yet; the maximum age is 2 hours."
     with pytest.raises(TopologyError, match="expected at_most to be a positive timedelta"):
         build_freshness_check(market.prices, at_most=timedelta(0))
 

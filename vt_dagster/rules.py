@@ -55,9 +55,9 @@ DUPLICATE = _rule(
 )
 CARRIED = _rule(
     "carried",
-    "not a new record: a record changed this later version, so the version is in the log again: a "
-    "late partial update applies to it too; or the source sent the record after the version, with "
-    "an earlier time, so the record's value is valid again from the version's time on",
+    "not a new record: an existing version that enters the log again, because an earlier-dated record "
+    "changed it: a late partial update also applies to this version; or the source sent that record "
+    "after this version, so its value is valid again from the version's time on",
 )
 COVERED = _rule(
     "covered",
@@ -80,8 +80,8 @@ AGAIN = _rule(
 )
 TOO_LATE = _rule(
     "too_late",
-    "a previously joined record for which a record of the table came too late: the row can no longer "
-    "change; in a join of two streams: a record that came too late",
+    "a previously joined record whose correction came too late: the row can no longer change; in a "
+    "join of two streams: a record that came too late",
 )
 CHANGE = _rule("change", "a record of a table, which may correct previously joined rows")
 KEPT = _rule("kept", "not a new record: state of the operator from earlier runs, kept for the next run")
@@ -144,9 +144,9 @@ NEXT = _rule(
 )
 NEAREST = _rule(
     "nearest",
-    "of the version that is valid at the record's timestamp and the first one that starts after it, "
-    "the one that starts nearer to the record (a join with at='nearest'); of two equally near the "
-    "earlier",
+    "the version that starts nearest to the record's timestamp: either the one that is valid at that "
+    "time or the first one that starts after it; the earlier one if both are equally near (a join with "
+    "at='nearest')",
 )
 FIRST_VERSION = _rule(
     "first_version",

@@ -189,20 +189,20 @@ def build_freshness_check(
         name, stream_time = "/".join(node.path), dict[int, int]()
         if delta.exists(posixpath.join(warehouse, name, "log")):
             stream_time = head_of(warehouse, name)[1].stream_time
-        else:  # it has never run, which an alert should tell
+        else:  # it has never run: the check fails, so that an alert is sent
             require_in_place(warehouse, name)
         newest, metadata = max(stream_time.values(), default=None), dict[str, Any]()
         passed, limit = False, at_most.total_seconds()
-        text, which = "there is no record yet", "the newest one"
+        text = "there is no record yet"
         if newest is not None:
             age = time.time() - newest / 1e6
             passed = age <= limit
-            text, which = f"the newest record is of {in_utc(newest)}", "it"
+            text = f"the newest record is from {in_utc(newest)}"
             metadata = {"stream_time": as_time(newest), "age_seconds": round(age, 3)}
         context.log.info(f"{node.name}: {text}")
         return {
             "passed": passed,
-            "description": f"{text[0].upper()}{text[1:]}; {which} may be {spoken(at_most)} old.",
+            "description": f"{text[0].upper()}{text[1:]}; the maximum age is {spoken(at_most)}.",
             "metadata": {**metadata, "at_most_seconds": limit},
         }
 
@@ -325,8 +325,8 @@ def build_waiting_check(
     """
     if not counts(node, Outcome.WAITING):
         raise TopologyError(
-            f"{node.name}: expected a join of a stream with a table, or of two streams, got one for "
-            "which no record waits; remove the check"
+            f"{node.name}: expected a join of a stream with a table, or of two streams, in which "
+            "records can wait, got another asset; remove the check"
         )
     if not isinstance(at_most, int) or isinstance(at_most, bool) or at_most < 0:
         raise TopologyError(
