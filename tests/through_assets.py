@@ -21,7 +21,7 @@ from tests.core.reference_model import complete
 from tests.market import messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
 from vt_dagster.conformance.runner import (
-    CameOut,
+    ScenarioOutput,
     StoreRun,
     answer_rest,
     differences,
@@ -266,7 +266,7 @@ class ThroughAssets:
             views = {name: by_scenario(self.warehouse.rows(name, self._view(name))) for name in stored}
         found: dict[str, list[str]] = {}
         for number, each in enumerate(self.layouts):
-            out = CameOut(
+            out = ScenarioOutput(
                 self._entries(number, logs[self.node(each, each.output).name][number]),
                 [] if each.stored is None else views[self.node(each, each.stored).name].get(number, []),
                 self._dropped(number) if counted else None,
@@ -359,7 +359,7 @@ class StoreThroughAssets:
         self._take([record for r in self.runs for record in r.writes()])
         rows = by_scenario(self.warehouse.rows(STORE, "log"))
         for r in self.runs:
-            r.tell({row["index"]: row["is_latest"] for row in rows[r.number]})
+            r.answer_writes({row["index"]: row["is_latest"] for row in rows[r.number]})
         answer_rest(self, self.runs)
 
     def _take(self, records: Sequence[Entry]) -> None:

@@ -1,6 +1,6 @@
-"""Reads scenarios, runs those of one shape side by side, compares them, and prints the result.
+"""Reads scenarios, runs similar ones together, and compares the results with those of Kafka Streams.
 
-Those of the versioned store are puts, deletes and gets, and the answer to each.
+A scenario of the versioned store is a list of calls (put, delete, get) with the expected answers.
 """
 
 from __future__ import annotations
@@ -59,18 +59,17 @@ from vt_dagster.topology.model import Stream, VersionedTable
 def side_by_side(
     scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, ScenarioOutcome]
 ) -> list[Job]:
-    """Scenarios as partitions of as few topologies as pays.
+    """Returns jobs that run scenarios together, each as a partition of a shared topology.
 
-    ``record``: a run is one record; but where only the records of a stream trigger results, those of
-    tables before it come along. That is as good as one record a run: the tables take theirs first.
+    ``record``: a run is one record. If only the records of a stream trigger results, a run also takes
+    the records of tables before that record. The results are the same, since tables are read first.
 
-    ``run``: a run is as many records of one input as follow each other, and then as many of the stream
-    that is joined with it; of a join of two source tables as many as a task would take in the recorded
-    order, were there only those that the tables accept. That keeps the order of arrival. Where nothing
-    is held back the log must be the same, order included. A run that releases what was held back does
-    so after its last record, with the same tables as after each of its records: what it emits must be
-    the same set as what its records trigger one by one. Scenarios that count after each record
-    (``Layout.one_by_one``) go record by record.
+    ``run``: a run is the consecutive records of one input, followed by those of the stream that is
+    joined with it. For a join of two source tables a run is the records that a Kafka Streams task takes
+    in the recorded order; records that the tables reject do not count. Both keep the order of arrival.
+    Without held-back records the log must be equal, order included. A run emits held-back records after
+    its last record, so for each run the set of emitted records must be equal to that of its records one
+    by one. Scenarios whose result depends on each record (``Layout.one_by_one``) run record by record.
     """
 
     def job(group: Sequence[Layout]) -> Job:
@@ -98,9 +97,9 @@ def _longest(group: Sequence[Layout], granularity: Granularity) -> int:
 
 
 def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[Layout]]:
-    """Layouts that run together: those of the same shape, and those that share enough of it.
+    """Groups the layouts that run together: equal shapes, and shapes that share enough nodes.
 
-    A group costs as many node runs as its longest scenario has runs, times its nodes.
+    The cost of a group is the number of runs of its longest scenario times the number of its nodes.
     """
     alike: dict[tuple[Any, ...], list[Layout]] = defaultdict(list)
     for each in layouts:
@@ -125,8 +124,8 @@ def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[L
 
 
 _PAYS = 0.7
-"""Together, if that costs at most so much of what it costs apart: of the nodes of a large group, more
-run in vain."""
+"""Two groups are merged if their common cost is at most this share of their separate costs. Below 1,
+because in a larger group more node runs have no records."""
 
 
 def split_into_runs(each: Layout, granularity: Granularity) -> list[range]:
@@ -158,9 +157,10 @@ def _joined_sources(each: Layout) -> list[Config]:
 
 
 def _in_task_order(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> list[range]:
-    """Runs in which a task, which takes the smaller head of its inputs, keeps the recorded order.
+    """Returns runs in which a task, which takes the head with the smaller timestamp, keeps the recorded
+    order.
 
-    Only what gets into a source's log has a place in that order: a run never sees the others.
+    Only records that enter a source's log count: a run never reads the others.
     """
     cuts: list[int] = []
     newest: dict[int, int] = {}
@@ -176,8 +176,9 @@ def _in_task_order(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]
 
 
 def _logged(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> Iterator[tuple[int, int]]:
-    """The records of streams, and those that tables accept, each with its side: those that have a key
-    and, where the table is versioned, are not older than its history retention (KIP-889)."""
+    """Yields the number and the side of each record that enters a log: all records of streams, and
+    those that tables accept. A table accepts records with a key; a versioned one only those that are
+    not older than its history retention (KIP-889)."""
     accepted = [-1] * len(sides)
     for i, record in enumerate(records):
         for side, step in enumerate(sides):
@@ -195,14 +196,14 @@ def _logged(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> It
 
 
 @dataclass(frozen=True)
-class CameOut:
-    """What came out of a scenario.
+class ScenarioOutput:
+    """The output of a scenario.
 
     Args:
-        entries: in order; ``trigger`` is the last record of the run in which they came.
-        store: the rows of the store that is compared.
-        dropped: how many records; None = nobody counted them.
-        failed_at: the record at which it stopped.
+        entries: in order; ``trigger`` is the last record of the run that emitted the entry.
+        store: the rows of the compared store.
+        dropped: the number of dropped records; None = not counted.
+        failed_at: the record at which the scenario stopped; None = it did not.
     """
 
     entries: Sequence[Entry]
@@ -212,9 +213,9 @@ class CameOut:
 
 
 def differences(
-    each: Layout, cuts: Sequence[range], granularity: Granularity, out: CameOut
+    each: Layout, cuts: Sequence[range], granularity: Granularity, out: ScenarioOutput
 ) -> list[str]:
-    """What came out otherwise than expected of a scenario that was cut into some runs."""
+    """Returns the differences between the expected and the actual output of a scenario in some runs."""
     ends = {i: run[-1] for run in cuts for i in run}
     expected: list[Entry] = list(each.scenario.expected)
     got = out.entries
@@ -234,7 +235,7 @@ def dropped(node: Stream, outcomes: Mapping[str, int]) -> int:
 
 
 class _Group:
-    """Scenarios as partitions of one topology, and what came out of each."""
+    """Scenarios as partitions of one topology, and the output of each."""
 
     def __init__(self, group: Sequence[Layout], granularity: Granularity, spark: SparkSession) -> None:
         self.layouts = group
@@ -285,7 +286,7 @@ class _Group:
                 return
 
     def _stores(self) -> dict[str, dict[int, list[Entry]]]:
-        """What the stores hold that scenarios look into, by node and scenario."""
+        """Returns the rows of the compared stores, by node and scenario."""
         stores: dict[str, dict[int, list[Entry]]] = {}
         for each in self.layouts:
             node = None if each.stored is None else self.nodes[each.shapes[each.stored]]
@@ -297,7 +298,7 @@ class _Group:
     def _differences(self, number: int, stores: Mapping[str, dict[int, list[Entry]]]) -> list[str]:
         each = self.layouts[number]
         nodes = [self.nodes[shape] for shape in set(each.shapes.values())]
-        out = CameOut(
+        out = ScenarioOutput(
             self.entries[number],
             [] if each.stored is None else stores[self._node(each, each.stored)].get(number, []),
             sum(dropped(node, self.driver.metrics(node.name, number)) for node in nodes),
@@ -307,7 +308,7 @@ class _Group:
 
 
 def sources(each: Layout) -> dict[str, set[Shape]]:
-    """The sources that take the records of an input."""
+    """Returns, by input of a scenario, the shapes of the sources that read it."""
     found: dict[str, set[Shape]] = defaultdict(set)
     for name, step in each.steps.items():
         if "input" in step:
@@ -316,7 +317,7 @@ def sources(each: Layout) -> dict[str, set[Shape]]:
 
 
 def entry(row: Entry, value: str, trigger: int) -> Entry:
-    """A row of a log as scenarios have it."""
+    """Returns a log row in the form of a scenario's entries."""
     found = {
         "trigger": trigger,
         "key": row["key"],
@@ -328,7 +329,7 @@ def entry(row: Entry, value: str, trigger: int) -> Entry:
 
 
 def _as_set(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries of each run in an order of their own, so that lists compare as sets."""
+    """Returns the entries of each run sorted, so that equal sets are equal lists."""
 
     def order(one: Entry) -> tuple[Any, ...]:
         ends = (one.get("window_start", 0), one.get("window_end", 0))
@@ -341,7 +342,7 @@ def _as_set(entries: Iterable[Entry]) -> list[Entry]:
 
 
 _THREADS = 2
-"""Two, since a run mostly waits for Spark's planner."""
+"""Two threads, since a run mostly waits for Spark's planner."""
 
 
 def run(
@@ -414,7 +415,7 @@ def conformance(
         list[str] | None, typer.Option(help="Run only this operator's scenarios (repeatable).")
     ] = None,
     granularity: Annotated[
-        str, typer.Option(help="One run a 'record', or a 'run' as long as is promised.")
+        str, typer.Option(help="record: each record is a run of its own; run: a run has many records.")
     ] = "record",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file as well.")
@@ -468,11 +469,11 @@ def _session() -> SparkSession:
 
 
 NOT_PUT = -9223372036854775808
-"""What a scenario expects of a refused put."""
+"""The answer to a refused put in scenarios."""
 
 
 def store_of(scenario: Scenario) -> VersionedTable:
-    """The scenario's own table, which raises a TopologyError where it has no meaning."""
+    """Returns the scenario's table; raises TopologyError if its settings are invalid."""
     segment = scenario.config.get("segment_interval")
     return source(
         VersionedTable,
@@ -485,11 +486,11 @@ def store_of(scenario: Scenario) -> VersionedTable:
 def versioned_stores(
     scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, ScenarioOutcome]
 ) -> list[Job]:
-    """All store scenarios as partitions of one table.
+    """Returns a job that runs all store scenarios as partitions of one table.
 
-    ``record``: every put and delete is a run; every answer is compared. ``run``: the puts and
-    deletes of a whole scenario are one run; compared are which puts were refused, which became the
-    latest, the answers of the gets after the last put or delete, the final store and the metric.
+    ``record``: every put and delete is a run, and every answer is compared. ``run``: the puts and
+    deletes of a whole scenario are one run; compared are the refused puts, the puts that became the
+    latest, the answers to the gets after the last put or delete, the final store and the metric.
     """
     if not scenarios:
         return []
@@ -515,7 +516,7 @@ def versioned_stores(
 def store_differences(
     run: StoreRun, granularity: Granularity, rows: Sequence[Entry], dropped: int | None
 ) -> list[str]:
-    """What is otherwise than expected: answers, the store's rows, how many puts were refused."""
+    """Returns the differences in answers, in the store's rows and in the number of refused puts."""
     expected = run.scenario.expected
     if granularity == "run":
         answers = [_comparable(e, a) for e, a in zip(expected, run.answers, strict=False)]
@@ -525,7 +526,7 @@ def store_differences(
 
 
 class Store(Protocol):
-    """What scenarios call: ``VersionedStore`` of the driver, or tables that stand for it."""
+    """The store that scenarios call: ``VersionedStore`` of the driver, or an equivalent on tables."""
 
     def put(self, key: Any, value: Any, timestamp: int, /) -> Any:
         """Stores a version."""
@@ -536,16 +537,16 @@ class Store(Protocol):
         ...
 
     def get(self, key: Any, as_of: int | None = None, /) -> Any:
-        """The row that was valid then; None = now."""
+        """Returns the row that is valid at a time; None = now."""
         ...
 
     def get_each(self, *keys: Any) -> Sequence[Entry | None]:
-        """The answers to many gets, given as a key and a time each."""
+        """Returns the answers to many gets, given as pairs of key and time."""
         ...
 
 
 class StoreRun:
-    """A store scenario on its way through the calls."""
+    """The progress of a store scenario through its calls."""
 
     def __init__(self, number: int, scenario: Scenario) -> None:
         self.number, self.scenario = number, scenario
@@ -555,11 +556,11 @@ class StoreRun:
 
     @property
     def left(self) -> Sequence[Mapping[str, Any]]:
-        """The calls that have not been made."""
+        """The remaining calls."""
         return () if self.stopped else self.scenario.records[len(self.answers) :]
 
     def gets(self) -> list[Mapping[str, Any]]:
-        """The gets that come next; they change nothing, so they can be answered together."""
+        """Returns the next consecutive gets; they change nothing, so they can be answered together."""
         found: list[Mapping[str, Any]] = []
         for record in self.left:
             if record["call"] != "get" or record["key"] is None:
@@ -568,7 +569,7 @@ class StoreRun:
         return found
 
     def writes(self) -> list[Entry]:
-        """Its puts and deletes as records, up to a call without a key, which comes to nothing."""
+        """Returns the puts and deletes as records, up to a call without a key, which fails."""
         calls = self.scenario.records
         stop = next((i for i, call in enumerate(calls) if call["key"] is None), len(calls))
         return [
@@ -577,11 +578,11 @@ class StoreRun:
             if call["call"] != "get"
         ]
 
-    def tell(self, latest: Mapping[int, bool]) -> None:
-        """Answers all calls up to its last write, after a run that took all writes.
+    def answer_writes(self, latest: Mapping[int, bool]) -> None:
+        """Notes the answers to all calls up to the last write, after a run with all writes.
 
         Args:
-            latest: of each write that was stored, whether it was its key's latest.
+            latest: for each stored write, by number of the call: whether it was its key's latest.
         """
         end = max((record["index"] + 1 for record in self.writes()), default=0)
         for i, call in enumerate(self.scenario.records[:end]):
@@ -604,7 +605,7 @@ class StoreRun:
         except ContractError:
             self.failed_at = len(self.answers)
         else:
-            # What comes after a call without a key has no meaning.
+            # Calls after one without a key are not recorded.
             self.answers.append("no error")
 
 
@@ -631,7 +632,7 @@ def _answer_gets(store: Store, runs: Sequence[StoreRun]) -> None:
 
 
 def _store_step(store: VersionedStore, runs: Sequence[StoreRun]) -> None:
-    """The next gets of every scenario, then its next put or delete."""
+    """Makes the next gets of every scenario, then its next put or delete."""
     _answer_gets(store, runs)
     for r in runs:
         r.fail(store)
@@ -655,18 +656,18 @@ _NOT_RETURNED = "not returned"
 
 
 def _store_run(driver: TopologyTestDriver, runs: Sequence[StoreRun]) -> None:
-    """Every scenario's puts and deletes in one run, then the gets after them."""
+    """Makes every scenario's puts and deletes in one run, then the gets after them."""
     records = [record for r in runs for record in r.writes()]
     if records:
         driver.pipe("table", *records)
     rows = by_scenario(driver.read("table"))
     for r in runs:
-        r.tell({row["index"]: row["is_latest"] for row in rows[r.number]})
+        r.answer_writes({row["index"]: row["is_latest"] for row in rows[r.number]})
     answer_rest(driver.store("table"), runs)
 
 
 def _comparable(expected: Any, answer: Any) -> Any:
-    """As much of an expected answer as a run of many calls can tell."""
+    """Returns the part of an expected answer that is known after a run of many calls."""
     if answer == _NOT_RETURNED:
         return _NOT_RETURNED
     if expected is not None and expected["valid_to"] not in (None, -1, NOT_PUT):

@@ -250,7 +250,7 @@ def source(kind: type[Stream], name: str, **more: Any) -> Any:
 
 
 def with_index() -> StructType:
-    """The columns of a source, and one for the number of the record."""
+    """Returns the columns of a source, and ``index``, the number of the record."""
     return StructType([*_SCHEMA.fields, StructField("index", IntegerType())])
 
 
@@ -276,7 +276,7 @@ def text(value: Any) -> str | None:
 
 
 def final_store(rows: Iterable[Entry]) -> list[Entry]:
-    """A view's rows as a scenario's final store has them: no tombstones, times as numbers."""
+    """Returns a view's rows in the form of a scenario's final store: no tombstones, times in ms."""
     return [
         {
             "key": row["key"],

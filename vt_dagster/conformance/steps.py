@@ -47,16 +47,17 @@ _INPUTS = ("left", "right", "from", "stream", "table")
 
 
 def supported(scenario: Scenario) -> bool:
-    """Returns whether it can run: it has no limit in bytes, which are sizes of Kafka's own objects."""
+    """Returns whether a scenario can run: it has no limit in bytes, which count Kafka's own objects."""
     return "max_bytes" not in (scenario.config.get("suppress") or {})
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A scenario's steps by id, inputs first.
+    """A scenario as steps.
 
     Args:
-        shapes: of each step.
+        steps: by id, inputs first.
+        shapes: the shape of each step.
         output: the step whose results are compared.
         stored: the step whose store is compared; None = there is none.
     """
@@ -69,13 +70,13 @@ class Layout:
 
     @property
     def value(self) -> str:
-        """The compared column of the output: windows have a count and a sum."""
+        """The compared column of the output: that of a windowed aggregate has the aggregate's name."""
         windows = [s["aggregate"] for s in self.steps.values() if s["op"] == "window"]
         return windows[0] if windows else "value"
 
     @property
     def holds_back(self) -> bool:
-        """Whether results wait: a run of many records then emits the same results in another order."""
+        """Whether results are held back. A run of many records then emits them in another order."""
         return any(
             s["op"] == "suppress"
             or (s["op"] == "stream_table_join" and s["grace"])
@@ -85,8 +86,8 @@ class Layout:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each record needs its own run: a buffer's limit applies after each record; a failing
-        record must not fail others; and where two paths of a record join again, they must not see
+        """Whether each record needs its own run: if a buffer's limit applies after each record, if a
+        failing record must not fail others, or if two paths of a record join again, which must not see
         later records."""
         limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
         fails = any(s.get("null_value") == "no_list" for s in self.steps.values())
@@ -135,7 +136,7 @@ def _steps_of_streams(operator: str, config: Config) -> Iterator[Config]:
 
 
 def _steps_of(operator: str, config: Config) -> Iterator[Config]:
-    """The steps of a chain that does what an operator does."""
+    """Yields the steps of a chain that is equivalent to an operator."""
     if operator.startswith("stream_") and operator != "stream_table_join":
         yield from _steps_of_streams(operator, config)
         return
@@ -163,7 +164,7 @@ def _steps_of(operator: str, config: Config) -> Iterator[Config]:
 
 
 def _kind(step: Config) -> Shape:
-    """What makes a step another node than a step of the same ``op``."""
+    """Returns the settings that distinguish nodes with the same ``op``."""
     op = step["op"]
     if op == "select_key":
         return (step["key_from"].split(":")[0],)
@@ -197,13 +198,14 @@ def _kind(step: Config) -> Shape:
 
 
 def nodes_of(layouts: Sequence[Layout], make: SourceMaker = source) -> dict[Shape, Stream]:
-    """The nodes of many scenarios, whose numbers are their places in ``layouts``.
+    """Returns the shared nodes of many scenarios, by shape. A scenario's number, and partition, is its
+    index in ``layouts``.
 
     Args:
-        make: makes a source of a class, with a name and what else it says.
+        make: makes a source from a class, a name and further arguments.
 
     Raises:
-        TopologyError: a topology that has no meaning.
+        TopologyError: an invalid topology.
     """
     members: dict[Shape, dict[int, Config]] = defaultdict(dict)
     for number, each in enumerate(layouts):
@@ -221,8 +223,8 @@ class _Node:
     """Makes one node.
 
     Args:
-        every: how many scenarios there are.
-        steps: those of them that have it, and what each says of it.
+        every: the number of all scenarios.
+        steps: the settings of the node in each scenario that has it, by number of the scenario.
     """
 
     name: str
@@ -395,14 +397,14 @@ class _Node:
         return f"cast(coalesce(concat({_OWN}, {added_text}), upper({_OWN})) as string)"
 
     def _lengths(self, of: Callable[[Config], int], otherwise: timedelta = timedelta(0)) -> Duration:
-        """A length of each partition; ``otherwise`` for the scenarios that do not have the node."""
+        """Returns the duration of each partition; ``otherwise`` for scenarios without the node."""
         if self.every == 1:
             return ms(of(self._any))
         steps = self.steps
         return {n: ms(of(steps[n])) if n in steps else otherwise for n in range(self.every)}
 
     def _by_scenario(self, of: Callable[[Config], str | None]) -> str:
-        """SQL for the text that a scenario has; null for those that have none."""
+        """Returns a SQL expression for a text by scenario; null for scenarios without one."""
         texts = {n: of(step) for n, step in self.steps.items()}
         if len(set(texts.values())) == 1:
             return _quoted(next(iter(texts.values())))
@@ -411,13 +413,13 @@ class _Node:
 
 
 def _retention(window: Config) -> int:
-    """How long the store of sliding windows keeps them."""
+    """Returns the retention of the store of sliding windows, in milliseconds."""
     given = window.get("retention")
     return 2 * window["size"] + window["grace"] if given is None else given
 
 
 def _number(expression: str) -> str:
-    """SQL for the number of a value, null where it has none."""
+    """Returns a SQL expression for the number at the start of a value; null = none."""
     return f"try_cast(regexp_extract(cast({expression} as string), '^-?[0-9]+', 0) as bigint)"
 
 

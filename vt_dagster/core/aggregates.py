@@ -61,7 +61,8 @@ _MERGED = {
 
 
 class TableAggregateProcessor(Processor[TableAggregate]):
-    """See :func:`entries`, :func:`refuse` and :func:`aggregate` or :func:`aggregate_by`."""
+    """Aggregates a table: :func:`table_entries`, then :func:`aggregate`, or :func:`aggregate_by` for an
+    ``Aggregator``; a versioned result may :func:`refuse` updates."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, merges=True, monotonic=True)
@@ -392,7 +393,7 @@ def aggregate_by(
 
 
 class StreamAggregateProcessor(Processor[StreamAggregate]):
-    """See :func:`stream_entries`, and ``aggregate``."""
+    """Aggregates a stream without windows: :func:`stream_entries`, then :func:`aggregate`."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, merges=bool(self.operator.group_key), monotonic=True)

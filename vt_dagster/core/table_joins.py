@@ -73,7 +73,7 @@ _LAST_OFFSET, _ALL, _MOVED = "_last_offset", "_all", "_moved"
 
 
 class TableTableJoinProcessor(Processor[TableTableJoin]):
-    """See :func:`join`; with monotone timestamps also :func:`monotone`."""
+    """Joins two tables: :func:`join_tables`, with monotone timestamps also :func:`monotone`."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(
@@ -292,7 +292,7 @@ _FEW_CHANGES = 64
 
 
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
-    """A table-table join by foreign key, see :func:`join` in this module."""
+    """Joins two tables by a foreign key: :func:`join_by_foreign_key`."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return replace(super().plan(times), counts_keys_of=self.operator.right.name)
@@ -665,7 +665,7 @@ _HISTORY_PLACE = (INPUT, HOME, SEQUENCE, PARTITION)
 
 
 class HistoryJoinProcessor(TableTableJoinProcessor):
-    """See :func:`join`."""
+    """Joins the histories of two versioned tables: :func:`join_histories`."""
 
     @property
     def operator(self) -> HistoryJoin:
