@@ -288,7 +288,7 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
 )
 def test_an_axis_has_round_numbers(values: list[float], whole: bool, told: list[str]) -> None:
     axis = lateness_curves.Axis(values, whole)
-    assert [tick.said for tick in axis.ticks] == told
+    assert [tick.text for tick in axis.ticks] == told
     assert [axis.y(0), axis.ticks[-1].y] == [lateness_curves.HEIGHT, 0]
 
 

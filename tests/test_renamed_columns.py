@@ -37,7 +37,7 @@ from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import commits
-from vt_dagster.storage.schema_evolution import evolve, kept_by_newest_names, require_said
+from vt_dagster.storage.schema_evolution import evolve, kept_by_newest_names, require_declared_renames
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import named, noted
@@ -427,8 +427,8 @@ def test_left_out_before_all_have_run() -> None:
     upstream = noted(schema(amount=LongType()), StructType([named("amount", LongType(), ["n"])]))
     found = evolve(schema(n=LongType()), schema(amount=LongType()), derived=True)
     with pytest.raises(StorageError, match=r"priced: .* declare renamed={'n': 'amount'} there again"):
-        require_said("priced", found, [upstream])
-    require_said("priced", found, [schema(n=LongType(), amount=LongType())])
+        require_declared_renames("priced", found, [upstream])
+    require_declared_renames("priced", found, [schema(n=LongType(), amount=LongType())])
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class CheckResult:
     asset: str
     name: str
     verdict: Verdict
-    said: str = ""
+    text: str = ""
     offending: int | None = None
     sample: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
@@ -124,7 +124,7 @@ def check(
 
 @dataclass(frozen=True)
 class Location:
-    """What a file, a module or a code location declares.
+    """The declarations in a file, a module or a code location.
 
     Args:
         defs: its Definitions.
@@ -510,8 +510,8 @@ def _print(results: list[CheckResult], console: Console) -> None:
         table.add_row(Text(one.asset), Text(one.name), Text(one.verdict, colour), Text(offending))
     console.print(table)
     for one in results:
-        if one.said:
-            console.print(f"{one.asset}: {one.name}: {one.said}", markup=False, highlight=False)
+        if one.text:
+            console.print(f"{one.asset}: {one.name}: {one.text}", markup=False, highlight=False)
         if one.sample:
             rows = TextTable(*map(escape, one.sample[0]))
             for row in one.sample:
@@ -527,12 +527,12 @@ def write_junit(results: list[CheckResult], path: Path, seconds: float) -> None:
         suite = ElementTree.SubElement(root, "testsuite", {"name": asset, **_totals(of_asset)})
         for one in of_asset:
             case = ElementTree.SubElement(suite, "testcase", classname=asset, name=one.name)
-            text = "\n".join([one.said, *(str(row) for row in one.sample)])
+            text = "\n".join([one.text, *(str(row) for row in one.sample)])
             if one.verdict == "failed":
-                found = f"{one.offending} offending rows" if one.offending is not None else one.said
+                found = f"{one.offending} offending rows" if one.offending is not None else one.text
                 ElementTree.SubElement(case, "failure", message=found).text = text
             elif one.verdict == "broken":
-                ElementTree.SubElement(case, "error", message=one.said).text = text
+                ElementTree.SubElement(case, "error", message=one.text).text = text
             elif one.verdict == "warned":
                 ElementTree.SubElement(case, "system-out").text = f"WARN: {text}"
     ElementTree.indent(root)

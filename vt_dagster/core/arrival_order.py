@@ -1,5 +1,7 @@
 """The order in which records arrive, and how rows are numbered in that order.
 
+The order of the records of several inputs is ``Processor.in_order``.
+
 A long partition is split into chunks of arrivals, so that one task need not process all of it: each
 chunk is aggregated first, and a chunk then starts with the aggregate of all chunks before it.
 """
@@ -237,8 +239,8 @@ class InPlace:
 def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame:
     """Assigns the offsets of :func:`number` to rows that keep the order of one log.
 
-    An offset is the record's own offset times the results of a record, and the result's turn, less the
-    number of omitted results before it.
+    An offset is the number of possible results before this one (the record's offset multiplied by the
+    results of a record, plus the result's turn), minus the omitted ones.
 
     Plan: a projection if rows are complete. Otherwise one aggregate (one row per chunk, broadcast), and
     a shuffle and sort of the chunks with omitted results.

@@ -279,7 +279,7 @@ def _keys(key: Sequence[str]) -> list[str]:
 
 
 def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: str) -> DataFrame:
-    """Takes the key's last version at or before each row, if it is a value and still valid.
+    """Returns each row with its key's last version at or before it, if that is a value and still valid.
 
     The version is carried as one struct, so that columns of different versions never mix.
     """
@@ -307,12 +307,12 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
 
 
 def _compared(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:
-    """Takes the version of the key whose interval contains each row's time."""
+    """Returns each row with the version of its key whose interval contains the row's time."""
     return left.join(F.broadcast(table), _matches(key), "left")
 
 
 def _tiled(left: DataFrame, table: DataFrame, key: Sequence[str], tiles: Tiles) -> DataFrame:
-    """Takes the key's version whose interval contains each row's time, from the row's tile."""
+    """Returns each row with the version of its key whose interval contains the row's time, by tiles."""
     mine, theirs, keys = "_of", "_tile", _keys(key)
     rows = _with_level(left, key, tiles.level).withColumn(mine, _tile(F.unix_micros(TIMESTAMP)))
     begin, end = _clipped(F.col(_BEGIN), F.col(_END), tiles.first, tiles.last)

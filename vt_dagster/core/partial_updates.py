@@ -193,7 +193,7 @@ class _Minima:
 
 
 class _Part:
-    """Which rows provide a part, by place in the order of time."""
+    """The rows that provide a part, by place in the order of time."""
 
     def __init__(self, gives: Any, by_time: Any) -> None:
         none = len(by_time)
@@ -257,11 +257,11 @@ class _Batch:
         return found
 
     def _latest(self, which: Any) -> Any:
-        """Returns for each place the last place up to it of such a row; -1 = none."""
+        """Returns for each place the last place up to it that has a row of ``which``; -1 = none."""
         return np.maximum.accumulate(np.where(which[self.by_time], self.numbers, -1))
 
     def _within(self, found: Any, places: Any) -> Any:
-        """Returns the rows at these places if their key is that of the others; -1 = none."""
+        """Returns the rows at the places ``found``, if they have the key of ``places``; else -1."""
         there = (found >= 0) & (self.group[found] == self.group[places])
         return np.where(there, self.by_time[found], -1)
 

@@ -285,7 +285,8 @@ class TimePolicy(ABC):
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Times]
     ) -> dict[str, dict[int, int]]:
-        """Returns other times that are kept from run to run, by name and partition: epoch microseconds.
+        """Returns the operator's further times that a commit stores, by name and partition: epoch
+        microseconds.
 
         Args:
             found: the rows of ``advance``.
@@ -316,7 +317,7 @@ class TimePolicy(ABC):
 
 @dataclass(frozen=True)
 class RunCounts:
-    """What is counted of a run, what its counts must satisfy, and the size of its buffer."""
+    """The counts of a run, their invariants, and the size of its buffer."""
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -324,17 +325,17 @@ class RunCounts:
         return ("in", "out", "late", "dropped")
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        """Returns aggregates over the results that are counted besides their outcomes, by name. They
-        are computed by outcome, and added up."""
+        """Returns further aggregates over the results, by name, besides the number of each outcome.
+        They are computed per outcome and summed."""
         return {}
 
     @property
     def smallest(self) -> tuple[str, ...]:
-        """Names of those tallies that are not sums, but smallest values; null = none."""
+        """The names of the ``tallies`` that are minima instead of sums; null = no value."""
         return ()
 
     def check(self, found: Mapping[int, Counts]) -> None:
-        """Refuses results that must stop the run.
+        """Raises an error if a result must stop the run.
 
         Args:
             found: by partition, the number of results by outcome, and ``tallies``.
@@ -610,7 +611,8 @@ class Processor(ABC, Generic[O]):
         """Returns what a run does apart from the rows that this processor makes.
 
         Args:
-            times: they decide how far inputs are read again. Without them, the plan says the rest.
+            times: they decide how far back inputs are read again; without them, only that part is
+            missing.
         """
         return RunPlan(self.whole_inputs)
 

@@ -50,7 +50,7 @@ a null message and a snapshot's row, for a snapshot table each row; an optional 
 TRUNCATES = "_truncates"
 """Whether a row deletes all rows of the source's table; an optional column of its rows. Such a row is
 also ``_deleted``."""
-SOURCE_RECORDED_AT = "_told_at"
+SOURCE_RECORDED_AT = "_source_recorded_at"
 """The system time that the source provides for a row, if it is requested; an optional column of its
 rows."""
 UNCHANGED = "_unchanged"
@@ -89,9 +89,9 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         rows: the columns of ``node.schema``, ``_arrival``; if the source detects broken rows,
             ``_reason`` (null = good); if it has tombstones, ``_deleted`` and ``_record_time``; if they
             may belong to an initial snapshot, ``_start`` (such a row without a time of its own has
-            ``_record_time``); if the source provides the system time of a row, ``_told_at`` (for a
-            tombstone without one, ``_record_time``). An input's ``partition`` is kept; otherwise it is
-            the key's hash modulo ``node.partitions``.
+            ``_record_time``); if the source provides the system time of a row, ``_source_recorded_at``
+            (for a tombstone without one, ``_record_time``). An input's ``partition`` is kept; otherwise
+            it is the key's hash modulo ``node.partitions``.
         latest: the largest accepted timestamp and system time (inclusive); None = any. A timestamp in
             the far future would make all later records late, or recorded late.
 

@@ -1084,7 +1084,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return found.drop(_REFUSED_OF, _REFUSED_AT)
 
     def _with_rows(self, records: DataFrame, context: RunContext) -> DataFrame:
-        """Adds the current row of each record, or for a deleted row its last revision."""
+        """Adds to each record its current row, or the last revision if the row was deleted."""
         operator, node = self.operator, self.node
         own = operator.key or (PARTITION, OFFSET)
         rows = context.view
@@ -1176,7 +1176,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return [c.alias(name) for name, c in added.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
-        """Adds whether another record has a row of the same key.
+        """Adds ``_TWICE``: whether another record has a row with the same key.
 
         Plan: one shuffle and sort by key, and a join with the existing rows by key.
         """

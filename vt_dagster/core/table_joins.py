@@ -437,8 +437,8 @@ def _while_both_last(
 
 
 def _spans(right: TableInput) -> DataFrame:
-    """Returns the states of right keys with the moments between which a key has them (null = from the
-    beginning, to the end); before a key's first change, the state is null.
+    """Returns the states of right keys, each from one change (null = the start of the run) to the next
+    (null = the end of the run); before a key's first change, the state is null.
 
     Returns:
         the ``match_names``, ``_start, _until, _right_state``, and ``_time``: of the change.

@@ -191,8 +191,8 @@ Values = Sequence[Any]
 
 
 def place_in(rows: DataFrame) -> list[str]:
-    """Returns the columns of ``ORDER`` that rows have: with one partition's records in each partition
-    of the result, their arrival alone."""
+    """Returns the columns of ``ORDER`` that rows have: only the arrival, if each partition of the
+    result has the records of one partition."""
     return [c for c in ORDER if c in rows.columns]
 
 

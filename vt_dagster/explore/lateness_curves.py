@@ -33,7 +33,7 @@ class Tick:
     """
 
     y: float
-    said: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Line:
 
     Args:
         look: the CSS class.
-        said: the legend: what the line counts, its maximum and its axis.
+        text: the legend: what the line counts, its maximum and its axis.
         ys: the position for each choice, pixels from the top.
     """
 
     look: str
-    said: str
+    text: str
     ys: Sequence[float]
 
 

@@ -112,7 +112,7 @@ def _rows(warehouse: str, side: Side, log: Log, what: str | None) -> pa.Table:
 
 
 def _more(ours: pa.Table, theirs: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Returns the rows that the first table has more often, with the surplus."""
+    """Returns the rows that the first table has more often than the second, each with the surplus."""
     parts: list[pa.Table] = []
     for rows, sign in ((ours, 1), (theirs, -1)):
         flat = {c: _flat(rows.column(c)) for c in columns}

@@ -121,7 +121,7 @@ class Facts:
 
     @property
     def size(self) -> int:
-        """Bytes of all its tables."""
+        """The size of the asset's log, view and quarantine, in bytes."""
         return self.log.size + self.view.size + self.quarantine.size
 
 
@@ -184,7 +184,8 @@ class Runs:
     """The system times of an asset's newest runs, oldest first, epoch microseconds.
 
     Args:
-        of: the number of all runs.
+        times: of the newest runs.
+        of: the number of all runs, of which these are the newest.
     """
 
     times: tuple[int, ...]

@@ -238,17 +238,17 @@ def operator_of(node: Stream) -> Operator:
 
 
 def input_nodes(node: Stream) -> tuple[Stream, ...]:
-    """What an operator's asset is made of, each once."""
+    """Returns the inputs of an operator's asset, each once."""
     return tuple({up.name: up for up in operator_of(node).inputs}.values())
 
 
 def log_nodes(node: Stream) -> tuple[Stream, ...]:
-    """Whose logs it consumes, each once."""
+    """Returns the inputs whose logs an operator consumes, each once."""
     return tuple({up.name: up for up in processor_of(node).plan().consumed}.values())
 
 
 def _require(node: Stream, op: str) -> None:
-    """Refuses an op that is none of the steps of a node."""
+    """Raises TopologyError if an op is no step of a node."""
     word, steps = operator_of(node).word, steps_of(node)
     if op not in steps:
         raise TopologyError(

@@ -273,15 +273,15 @@ def node_of_op(op: Any, node: Stream, prefix: str) -> None:
 
 def declared_nodes(defs: dg.Definitions) -> list[tuple[Stream, str]]:
     """Returns the stream or table of each asset, and of each asset's checks, with the prefix of its
-    resource keys, ordered by key. Of a graph asset they are known by its checks only."""
+    resource keys, ordered by key. The node of a graph asset is only known if it has checks."""
     ops = [one.node_def for one in defs.resolve_asset_graph().assets_defs if one.is_executable]
     return sorted((_NODES[op] for op in ops if op in _NODES), key=lambda found: found[0].path)
 
 
 def expect_few_rows(context: Any, prefix: str, node: Stream, rows: int) -> None:
-    """Lets Spark start for few rows if all that the process executes has few: the JVM cannot change its
-    compiler later, when another asset has many rows. Of ops that are no asset's or its checks', and of
-    tables of another prefix, nothing is known, so they have many.
+    """Lets Spark start for few rows if every step of the process has few rows: the JVM cannot change
+    its compiler later. Other ops than those of assets and their checks, and assets of another prefix,
+    count as steps with many rows, since nothing is known of them.
 
     Args:
         rows: of the asset's log.

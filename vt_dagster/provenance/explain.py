@@ -41,7 +41,7 @@ from vt_dagster.topology.options import check_arguments
 
 @dataclass(frozen=True)
 class Passing:
-    """What the results of an operator have in common with their input records.
+    """The properties that the results of an operator share with their input records.
 
     Args:
         key: whether a result has the key of its input.

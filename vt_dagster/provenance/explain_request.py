@@ -93,12 +93,12 @@ class Record:
 
     @property
     def place(self) -> Place:
-        """Its partition and offset."""
+        """The record's partition and offset."""
         return Place(self.partition, self.offset)
 
     @property
     def micros(self) -> int:
-        """Its event time, epoch microseconds."""
+        """The record's timestamp, epoch microseconds."""
         return as_micros(self.timestamp)
 
     def __str__(self) -> str:
@@ -385,7 +385,7 @@ class Log:
 
     @property
     def specification(self) -> OperatorSpec | None:
-        """What its operator computes, from the last commit; None for a source."""
+        """The specification of the log's operator, from the last commit; None for a source."""
         return self.head.shape.specification
 
     @property
@@ -575,7 +575,7 @@ def written(commit: Commit | None) -> Written | None:
 
 
 def both(*conditions: Condition | None) -> Condition:
-    """Returns the conjunction of conditions."""
+    """Returns a condition that is true if all given conditions are."""
 
     def condition(columns: pa.Schema) -> Any:
         found = [one(columns) for one in conditions if one is not None]
@@ -666,12 +666,12 @@ class ExplainRequest(Generic[S]):
 
     @property
     def specification(self) -> S:
-        """What the operator computes, with the current names of columns."""
+        """The specification of the operator, with the current names of columns."""
         return cast(S, self.log.specification)
 
     @property
     def of_run(self) -> S:
-        """What the operator computed in the record's run: with the options of then that may change."""
+        """The specification as of the record's run, with the options at that time."""
         return cast(S, self.commit.shape.specification)
 
     @property

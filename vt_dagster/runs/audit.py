@@ -262,7 +262,7 @@ class _OnRows:
 
     @property
     def counts(self) -> _Counts:
-        """How many rows break each rule."""
+        """Returns the number of rows that break each rule."""
         broken = {r.name: F.count_if(r.violated) for r in self.rules}
         return _Counts(with_columns_of(self.rows, self.rules), broken)
 

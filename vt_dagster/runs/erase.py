@@ -843,8 +843,8 @@ class _Erase:
         return self.done
 
     def _targets(self, store: AssetStore, one: Places) -> Iterator[Target]:
-        """Yields the tables of an asset to search: its log, then those made of it that exist. The view
-        of a table always: readers see its rows from the log."""
+        """Yields the tables of an asset to search: its log, then the tables derived from the log that
+        exist. The view of a table always comes, since readers fold the log into it."""
         node, marked = one.node, partial(one.marked, key=self.key)
         log, way, values = log_schema(node), one.way_of_log, one.values
         yield Target(f"{one.name}/log", store.log_path, node.name, marked, log, way, values)
@@ -1021,7 +1021,7 @@ class _Erase:
                 self.done.save()
 
     def _table(self, store: AssetStore, target: Target, after: Commit) -> None:
-        """Erases from a table that is made of the log."""
+        """Erases the rows from a table that is derived from the log: view, base or quarantine."""
         document, found = self._find(target)
         if found.places:
             then = Checkpoint.model_validate(document)

@@ -254,8 +254,8 @@ class Arrival:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the run looks up the many rows of its own table only once, by the keys of its few
-        records. Then it reads few rows besides."""
+        """Whether the run reads the many rows of its own table only in one lookup, by the keys of its
+        few records. Then it reads few rows in all."""
         node = self.node
         if not self.meets_many_rows or not isinstance(node, Table):
             return False

@@ -1,4 +1,4 @@
-"""What changed definitions do to a live warehouse, before a run does it; the replays that they need.
+"""The effect of changed definitions on a live warehouse, before a run; and the replays that they need.
 
 A plan writes nothing, and needs no Spark. Its verdicts are those of a run: the same functions read the
 last commits, compare them with the declaration, and raise the same errors. What only the data can tell
@@ -37,7 +37,7 @@ definitions."""
 
 @dataclass(frozen=True)
 class Planned:
-    """What the definitions do to one asset.
+    """The effect of the definitions on one asset.
 
     Args:
         asset: its name in the warehouse, with its key prefix.
@@ -283,9 +283,10 @@ def _require_free(warehouse: str, node: Stream, path: str) -> None:
 
 
 def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> None:
-    """Checks by a plan that an asset and its consumers can be restated: only a refusal prevents that,
-    since a restatement replays what needs a replay, and makes new tables of the causes among them. A
-    refusal by a source does not: the source is read again, as after files were changed in place.
+    """Checks by a plan that an asset and its consumers can be restated. Only a refused asset prevents
+    it: a restatement replays assets that need a replay. A refusal caused by an input that is restated
+    too does not count, since the input gets new tables. Sources are not asked: they are read again in
+    any case.
 
     Args:
         nodes: all known streams and tables, inputs first.

@@ -158,8 +158,10 @@ def first_changes_of(arrival: Arrival, store: Store) -> DataFrame | None:
 
 
 def state_of(arrival: Arrival, store: Store) -> DataFrame | None:
-    """Returns the state that the processor stored in the last run; of a stream with ``unique_by`` that
-    of its log, if the last run did not remember its values, or not as long. None = there is none."""
+    """Returns the state that the processor stored in the last run; None = there is none.
+
+    For a stream with ``unique_by`` the state is computed from the log, if the last run did not remember
+    the values of these columns, or remembered them for a shorter time than ``within``."""
     node, at = arrival.node, arrival.previous
     if at is None or node.unique_by is None or node.within is None:
         return store.state(at)
@@ -269,11 +271,13 @@ def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None
 
 
 def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | None:
-    """Of a table that follows its source's order, of the keys of records older than the table remembers
-    the largest time in its log: a deletion of then is no longer in the view, but it is in the log, and
-    such a record comes after it. None = there is no such record.
+    """Returns the largest time in the log for the keys of records that are older than the history
+    retention, in a table that follows the order of its source; None = there is no such record.
 
-    Plan: a job that tells whether there is one; then one scan of the log's keys.
+    The view has forgotten old deletions. Such a record comes after them in source order, so the log
+    must be read for their times.
+
+    Plan: a job that checks whether there is such a record; then one scan of the log's keys.
     """
     at, rules = arrival.previous, store.node.version_rules
     if at is None or rules is None:

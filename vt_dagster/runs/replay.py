@@ -168,7 +168,7 @@ def replay(
         made = (inputs or {}).get(one.name)
         return AssetStore(warehouse, one if made is None else renamed(one, made), spark, tell)
 
-    make_anew(copy, stores, live, whose, keep_recorded)
+    repeat_runs(copy, stores, live, whose, keep_recorded)
     return AssetStore(warehouse, copy, spark)
 
 
@@ -190,7 +190,7 @@ def is_replay(commit: Commit) -> bool:
     return (commit.run_id or "").startswith(f"{_RUN}:")
 
 
-def make_anew(
+def repeat_runs(
     copy: Stream, stores: Stores, live: AssetStore, run_id: str, keep_recorded: bool = True
 ) -> None:
     """Runs an asset until no new records are left, in the same runs as the live asset.

@@ -33,7 +33,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
-from vt_dagster.runs.replay import make_anew, require_history, require_logs, require_same_topics
+from vt_dagster.runs.replay import repeat_runs, require_history, require_logs, require_same_topics
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -367,7 +367,7 @@ class _Restatement:
         new = stores(node)
         if step.keep is not None and new.head() is None:
             self._write_kept(step.keep, node, new, made, whose)
-        make_anew(node, stores, self._live(node), whose, keep_recorded=False)
+        repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
         done = new.head()
         found = 0 if done is None else done.commit.totals.get("in", 0)
         if found < step.taken:

@@ -388,7 +388,7 @@ class Run:
 
     @property
     def plan(self) -> RunPlan:
-        """What this run does; before the run's watermarks are known, its inputs may reach less far
+        """The plan of this run. Before the run's watermarks are known, inputs may be read less far
         back."""
         return self.processor.plan(self.arrival.times)
 

@@ -308,8 +308,8 @@ def read_manifest(path: str) -> Manifest:
 
 
 def content_of(rows: DataFrame, matched: Sequence[str] = ()) -> tuple[int, str, list[int]]:
-    """Returns the number of rows, a hash that does not depend on their order, and of each column in
-    ``matched``, which the hash leaves out, the number of rows where it is true."""
+    """Returns the number of rows, a hash that is independent of their order, and for each column in
+    ``matched`` the number of rows where it is true. The hash does not include these columns."""
     values = list[Column]()
     for name, kind in rows.drop(*matched).dtypes:
         value = F.col(f"`{name}`")

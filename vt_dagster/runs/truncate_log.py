@@ -67,7 +67,8 @@ class Consumer:
     why: str = ""
 
     def allows(self, document: Mapping[str, Any]) -> bool:
-        """Whether the consumer needs no batch up to a commit of the log."""
+        """Returns whether the log may be truncated up to a commit: the consumer needs no earlier
+        batch."""
         taken = all(end <= self.done.get(int(p), 0) for p, end in document["next_offset"].items())
         times = document["stream_time"].values()
         return taken and (self.back is None or max(times, default=self.back) <= self.back)
@@ -278,7 +279,8 @@ class _Log:
         )
 
     def forget_bases(self, keep: timedelta) -> None:
-        """Removes bases of killed and earlier truncations that no log is folded onto any more."""
+        """Removes the bases of earlier and killed truncations that are no longer the base of the
+        log."""
         head = self.store.head()
         cut = None if head is None else head.commit.truncation
         needed = () if cut is None else (cut.base,)

@@ -25,7 +25,7 @@ from vt_dagster.runs.replay import (
     comparable,
     differing_rows,
     from_beginning,
-    make_anew,
+    repeat_runs,
     require_history,
     require_logs,
 )
@@ -208,7 +208,7 @@ def _replayed(
         if one.operator is not None:
             require_logs(one, processor_of(one).plan().consumed, stores, None)
             require_history(one, stores, None, _LONGER)
-        make_anew(from_beginning(one, there), stores, there, f"{_RUN}:{node.name}")
+        repeat_runs(from_beginning(one, there), stores, there, f"{_RUN}:{node.name}")
     return stores(node), tuple(remade)
 
 

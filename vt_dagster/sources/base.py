@@ -110,7 +110,7 @@ class Pinned(Protocol):
         ...
 
     def reaches(self, end: End) -> bool:
-        """Returns whether everything up to an end is consumed after the run.
+        """Returns whether, after the run, all input up to an end is consumed.
 
         Args:
             end: the ``source_end`` of this run or an earlier one.
@@ -169,7 +169,7 @@ def read_by_all_names(
 
 
 def with_source_recorded_at(rows: DataFrame, recorded_at: str, words: Collection[str]) -> DataFrame:
-    """Adds the source's system time ``_told_at`` if ``recorded_at`` is a column, not one of
+    """Adds the source's system time ``_source_recorded_at`` if ``recorded_at`` is a column, not one of
     ``words``."""
     return (
         rows if recorded_at in words else rows.withColumn(SOURCE_RECORDED_AT, F.col(f"`{recorded_at}`"))

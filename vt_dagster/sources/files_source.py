@@ -496,8 +496,8 @@ def text_rows(
 
 
 def _of_paths(how: Reading) -> Reading:
-    """Returns the reading of values in paths: as Hive and Spark write them, without the files'
-    formats."""
+    """Returns the settings to read values in paths: values as Hive and Spark write them in directory
+    names, so the date formats of the files do not apply."""
     options = {k: v for k, v in how.options.items() if k.lower() == "timezone"}
     return replace(how, options=options, base64=False)
 

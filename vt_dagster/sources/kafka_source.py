@@ -474,7 +474,7 @@ class KafkaSource:
             the schema's columns (null if the message is unreadable), ``partition``, ``_arrival``,
             ``timestamp`` (the message's, if the schema has none), ``_deleted``, ``_record_time``,
             ``_source`` (topic), ``_position`` (offset), ``_raw`` and ``_raw_key`` (BINARY),
-            ``_reason``; ``_told_at`` with ``recorded_at="append_time"``.
+            ``_reason``; ``_source_recorded_at`` with ``recorded_at="append_time"``.
 
         Raises:
             SourceError: a schema is not available.

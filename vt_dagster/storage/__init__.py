@@ -1,4 +1,4 @@
-"""Logs and views on Delta Lake, and the sources that feed them. No Dagster.
+"""Logs and views on Delta Lake, reads of them, exports' tables, maintenance. No Dagster.
 
 An asset's directory under the warehouse:
 

@@ -339,7 +339,7 @@ def ends_of(rows: pa.Table) -> Any:
 def answered_times(rows: pa.Table, limits: Mapping[int, int]) -> tuple[Any, Any]:
     """Returns the as-of times that each version answers: from (inclusive), to (exclusive). A version
     that has ended does not answer for times before its partition's horizon, even if it is still stored;
-    the current one does. Without its value: a tombstone answers that there is none.
+    the current one does. A tombstone has such times too: as of them there is no row.
 
     Args:
         rows: clipped at ``valid_until``.
@@ -704,7 +704,7 @@ class AssetRows:
 
     @property
     def _rules(self) -> VersionRules | None:
-        """What the versions are, with the earlier names of the columns that define them."""
+        """Returns the rules of the versions, with the earlier names of the columns that define them."""
         rules = self.shape.version_rules
         if rules is None or rules.new_version_on is None:
             return rules

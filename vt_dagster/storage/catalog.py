@@ -50,7 +50,7 @@ _ASSET, _DEFINITION = "vt_dagster.asset", "vt_dagster.definition"
 _COMMENT = 255
 """The maximal length of a column's comment in Hive's metastore and in Glue."""
 _SUFFIXES = {"current": "", "versions": "_versions", "log": "_log"}
-_SAID = {"current": "The current rows", "versions": "The versions", "log": "The log"}
+_TITLES = {"current": "The current rows", "versions": "The versions", "log": "The log"}
 
 
 def require_catalog(catalog: str) -> None:
@@ -67,7 +67,8 @@ def require_catalog(catalog: str) -> None:
 
 
 def names_of(node: Stream) -> dict[str, str]:
-    """Returns the names of an asset's tables within their schema: of what it has to read."""
+    """Returns the name in the schema of each table that can be read: ``log``, ``current``,
+    ``versions``."""
     name = "_".join(node.path)
     if not isinstance(node, Table):
         return {"log": name}
@@ -125,8 +126,8 @@ def registered(spark: SparkSession, catalog: str, warehouse: str) -> dict[str, s
         return found
     views = _call(catalog, "list views", lambda: spark.sql(f"SHOW VIEWS IN {catalog}").collect())
     for name in sorted(row["viewName"] for row in views if not row["isTemporary"]):
-        asked = f"SHOW TBLPROPERTIES {_qualified(catalog, name)} ('{_ASSET}')"
-        (row,) = _call(catalog, f"find {name}", lambda asked=asked: spark.sql(asked).collect())
+        query = f"SHOW TBLPROPERTIES {_qualified(catalog, name)} ('{_ASSET}')"
+        (row,) = _call(catalog, f"find {name}", lambda query=query: spark.sql(query).collect())
         if row["value"].startswith(place):
             found[name] = row["value"].removeprefix(place)
     return found
@@ -164,14 +165,15 @@ def _qualified(catalog: str, name: str) -> str:
 
 
 def _call(catalog: str, what: str, done: Callable[[], _T], asset: str = "", standing: str = "") -> _T:
-    """Asks the catalog for something.
+    """Makes a request to the catalog.
 
     Args:
-        what: it is asked for.
-        asset, standing: for the message, the asset that it is asked for, and what is committed of it.
+        what: the request in words, for the message.
+        done: makes the request.
+        asset, standing: for the message: the asset, and what is already committed.
 
     Raises:
-        StorageError: it refuses.
+        StorageError: the catalog refuses the request.
     """
     try:
         return done()
@@ -207,7 +209,7 @@ class _Catalog:
             for c in columns
         )
         node = self._store.node
-        about = f"{_SAID[what]} of {'/'.join(node.path)}. {node.description or ''}".strip()
+        about = f"{_TITLES[what]} of {'/'.join(node.path)}. {node.description or ''}".strip()
         made = f"({column_list}) COMMENT {_literal(about)}"
         digest = hashlib.sha256(f"{made} {query}".encode()).hexdigest()[:16]
         there = self._properties(name)

@@ -62,7 +62,7 @@ class Shape(BaseModel):
     """The user's columns as declared; the log may have more, from earlier declarations. None = unknown:
     the last commit is older than this field."""
     specification: OperatorSpec | None = None
-    """What the operator computes; None for a source, or if only the tables are known."""
+    """The specification of the operator; None for a source, or if only the tables are known."""
     valid_until: str | None = None
     """Of a versioned table: the column with the end of a version."""
     new_version_on: list[str] | None = None
@@ -111,7 +111,7 @@ class Shape(BaseModel):
 
     @property
     def version_rules(self) -> VersionRules | None:
-        """What the versions are; None if the asset is not versioned."""
+        """The rules of its versions; None if the asset is not versioned."""
         if self.kind != "versioned":
             return None
         about = {"valid_until": self.valid_until, "new_version_on": self.new_version_on}
@@ -196,7 +196,7 @@ class Consumed(BaseModel):
 
 
 class Exported(BaseModel):
-    """What an export writes."""
+    """The declaration of an export, as its commits store it."""
 
     what: str
     columns: list[tuple[str, str | None]]

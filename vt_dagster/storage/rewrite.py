@@ -1,14 +1,14 @@
-"""Writes history anew: what an erase, a truncation, a restatement and a swap have in common.
+"""Rewrites committed history: the steps that an erase, a truncation, a restatement and a swap share.
 
 **One commit.** A table is rewritten in one commit that is a batch of its own. It is refused if another
 run has committed since the rewrite was planned, and after it a run that started earlier is refused. A
-process killed before the commit has changed nothing. What it leaves behind (staged data, files of no
-commit) is removed by maintenance. Planned again, a rewrite that was committed finds nothing left to do.
+process killed before the commit has changed nothing. Maintenance removes its leftovers (staged data,
+files without a commit). If a committed rewrite is planned again, it finds nothing left to do.
 
 **Several steps.** A rewrite of several tables first writes its :class:`Intent`. The next call with the
 same arguments finds it and repeats all steps: each is one such commit, or one :func:`exchange`, and
 does nothing if it is done. The last step finishes the intent. Until then, an erase or truncation of
-what a restatement makes anew is refused (``runs.restate.require_free``), and so are readers and runs
+an asset in a restatement is refused (``runs.restate.require_free``), and so are readers and runs
 that find the tables of an asset moved away (``arrow_reader.require_in_place``).
 
 **Rows of an erase.** Only files with such rows are rewritten, so that no byte of the key is left. After

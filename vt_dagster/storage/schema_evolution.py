@@ -313,7 +313,7 @@ def kept_by_newest_names(state: DataFrame, names: Names) -> DataFrame:
     return state.select(*[one(f) for f in state.schema.fields])
 
 
-def require_said(name: str, found: Evolution, inputs: Sequence[StructType]) -> None:
+def require_declared_renames(name: str, found: Evolution, inputs: Sequence[StructType]) -> None:
     """Checks that inputs still declare ``renamed`` when a result takes over their renamed columns.
 
     Args:

@@ -54,7 +54,7 @@ from vt_dagster.storage.schema_evolution import (
     evolved,
     kept_by_newest_names,
     never_null,
-    require_said,
+    require_declared_renames,
 )
 from vt_dagster.storage.view import Base, Progress, View
 from vt_dagster.topology.durations import in_micros, parse_time
@@ -236,7 +236,7 @@ def columns_of(
     if found.added and found.dropped:
         logs = [posixpath.join(warehouse, *up.path, "log") for up in node.inputs]
         stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
-        require_said(node.name, found, stored)
+        require_declared_renames(node.name, found, stored)
     return found
 
 

@@ -278,7 +278,7 @@ __all__ = ["REFUSED", "TopologyTestDriver", "VersionedStore"]
 # Memory store
 
 
-_SAID = "_said_partition"
+_GIVEN_PARTITION = "_given_partition"
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -507,11 +507,11 @@ class Records(Uncounted):
         values = [
             {name: to_value(r.get(name), kind) for name, kind in kinds.items()}
             | {ARRIVAL: i, POSITION: i, DELETED: bool(r.get(IS_TOMBSTONE))}
-            | {_SAID: r.get(PARTITION), SOURCE: node.name}
+            | {_GIVEN_PARTITION: r.get(PARTITION), SOURCE: node.name}
             for i, r in enumerate(self.records)
         ]
         kinds |= {ARRIVAL: LongType(), POSITION: LongType(), DELETED: BooleanType()}
-        kinds |= {_SAID: IntegerType(), SOURCE: StringType(), RAW: StringType()}
+        kinds |= {_GIVEN_PARTITION: IntegerType(), SOURCE: StringType(), RAW: StringType()}
         kinds |= {REASON: StringType()}
         schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
         try:
@@ -521,10 +521,10 @@ class Records(Uncounted):
                 f"{node.name}: expected values of the schema's types "
                 f"({node.schema.simpleString()}), got: {error}; correct the record"
             ) from None
-        home = F.coalesce(_SAID, home_of(node.key, node))
+        home = F.coalesce(_GIVEN_PARTITION, home_of(node.key, node))
         nothing = F.lit(None).cast("timestamp")
         rows = self.store.frame(table).withColumns({PARTITION: home, RECORD_TIME: nothing})
-        return rows.drop(_SAID)
+        return rows.drop(_GIVEN_PARTITION)
 
 
 def to_value(value: Any, kind: Any) -> Any:

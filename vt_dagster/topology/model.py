@@ -887,7 +887,7 @@ class VersionedTable(Table, kind="versioned_table"):
 
     @property
     def version_rules(self) -> VersionRules:
-        """What its versions are."""
+        """The rules of its versions."""
         names = [f.name for f in fields(VersionRules)]
         return VersionRules(**{name: getattr(self, name) for name in names})
 

@@ -202,8 +202,7 @@ class Operator(ABC):
     @property
     @abstractmethod
     def specification(self) -> OperatorSpec:
-        """What it computes, as commits store it. Results under another definition must not share a
-        log."""
+        """The definition that commits store. Results of another definition must not share a log."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -393,12 +392,12 @@ class Node:
 
     @property
     def version_rules(self) -> VersionRules | None:
-        """What its versions are; None: it is not versioned."""
+        """The rules of its versions; None = it is not versioned."""
         return None
 
     @property
     def retention(self) -> Duration | None:
-        """Its history retention; None: it is not versioned."""
+        """Its history retention; None = it is not versioned."""
         return None
 
     @property
@@ -437,7 +436,7 @@ def topological(nodes: Sequence[N]) -> list[N]:
 
 
 def derived_from(node: N, nodes: Sequence[N]) -> list[N]:
-    """Returns a node and all nodes that are made of it, directly or not, inputs first.
+    """Returns a node and all nodes derived from it, directly or indirectly, inputs first.
 
     Args:
         nodes: in topological order.

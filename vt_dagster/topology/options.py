@@ -40,7 +40,7 @@ from vt_dagster.topology.durations import check_duration, spoken
 
 
 class Consumer(Enum):
-    """What reads a stream or table, in the words of messages and of the reference page."""
+    """The readers of a stream or table, in the words of messages and of the reference page."""
 
     STREAM_TABLE_JOIN = "a stream-table join"
     AS_KNOWN = "a join by what was known"

@@ -1,4 +1,4 @@
-"""What a version of a versioned table is, once: the declaration and each commit carry it.
+"""The rules of versions of a versioned table, defined once: the declaration and each commit have them.
 
 Times are epoch microseconds, or arrays of them. ``core.versioned_table`` has the rules as Spark plans,
 ``storage.arrow_reader`` as operations on arrays.

@@ -54,7 +54,7 @@ def _without_zone(kind: _K) -> _K:
 
 
 class _Windows(ABC):
-    """What all kinds of windows have."""
+    """The base of all kinds of windows."""
 
     grace: Duration
     end_inclusive: ClassVar[bool] = False

@@ -35,9 +35,9 @@ function place(drawing) {
   }
   const low = +drawing.dataset.low, high = +drawing.dataset.high;
   drawing.querySelectorAll(".tick").forEach((tick, i) => {
-    const told = moment(low + (high - low) * (from + ((to - from) * i) / 2)).split(" ");
-    tick.children[0].textContent = told[0];
-    tick.children[1].textContent = told[1] || "";
+    const parts = moment(low + (high - low) * (from + ((to - from) * i) / 2)).split(" ");
+    tick.children[0].textContent = parts[0];
+    tick.children[1].textContent = parts[1] || "";
   });
 }
 
@@ -90,8 +90,8 @@ const collator = new Intl.Collator("en", { numeric: true });
 // What a cell is sorted by: its exact value, where it shows a shorter one; null = it shows none.
 function sortedBy(row, column) {
   const cell = row.cells[column];
-  const told = column === 0 ? row.dataset.x : cell && (cell.dataset.sort || cell.title);
-  const text = told || (cell ? cell.textContent.trim() : "");
+  const exact = column === 0 ? row.dataset.x : cell && (cell.dataset.sort || cell.title);
+  const text = exact || (cell ? cell.textContent.trim() : "");
   return text === "" || text === "–" || text === "null" ? null : text;
 }
 
@@ -137,8 +137,8 @@ function tools(table) {
   text.addEventListener("input", () => {
     const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows) {
-      const said = row.textContent.toLowerCase();
-      row.hidden = !words.every((word) => said.includes(word));
+      const content = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => content.includes(word));
     }
     count.textContent = words.length ? `${rows.filter((row) => !row.hidden).length} shown` : "";
   });
@@ -146,16 +146,16 @@ function tools(table) {
 
 // ---------------------------------------------------------------------- as of, and as known at
 
-let waiting = null, asked = 0;
+let waiting = null, requests = 0;
 const filters = []; // of the tables that a move of a slider replaces
 
 async function show(form) {
-  const number = ++asked;
+  const number = ++requests;
   const query = [...new FormData(form)].filter(([, value]) => value !== "");
   const address = `${form.getAttribute("action")}?${new URLSearchParams(query)}`;
   const answer = await fetch(address);
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  if (number !== asked) return; // a later request has been sent: drop this response
+  if (number !== requests) return; // a later request has been sent: drop this response
   const found = page.getElementById("shown") || page.querySelector("main");
   by("shown").querySelectorAll("[type=search]").forEach((text, i) => { filters[i] = text.value; });
   by("shown").replaceChildren(...found.childNodes);
@@ -234,10 +234,10 @@ function costs(svg) {
     slider.value = place;
     line.setAttribute("x", `${rows[place].dataset.x}%`);
     rows.forEach((row, i) => row.classList.toggle("chosen", i === place));
-    const told = [...rows[place].cells].map((cell) => cell.textContent);
+    const cells = [...rows[place].cells].map((cell) => cell.textContent);
     by("cost").textContent =
-      `${told[0]}: ${told[2]} of ${told[1]} ${heads[2]} (${told[3]}), ${told[4]} late` +
-      (told[5] === "–" ? "" : `, at most ${told[5]} wait`);
+      `${cells[0]}: ${cells[2]} of ${cells[1]} ${heads[2]} (${cells[3]}), ${cells[4]} late` +
+      (cells[5] === "–" ? "" : `, at most ${cells[5]} wait`);
   };
   const nearest = (event) => {
     const box = svg.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * 100;

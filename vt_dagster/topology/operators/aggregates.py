@@ -74,7 +74,7 @@ class Aggregate(OneInput, ABC):
         return self.selected(self.group_key or self.source.key)
 
     def parsed(self) -> Aggregates:
-        """The aggregates, parsed."""
+        """The parsed aggregates."""
         assert not isinstance(self.aggregates, Aggregator)
         return Aggregates(self.name, self.aggregates)
 
