@@ -9,15 +9,13 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.columns import CAUSE, OUTCOME, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import REFUSED, InPlace, Outcome
 from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
-from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
-from vt_dagster.errors import ContractError
-from vt_dagster.runs.gate import Passed
+from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START
+from vt_dagster.runs.gate import Passed, check_bad_share
 from vt_dagster.runs.pin import Arrival, Store, after_run
-from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started, consumed_commits
 from vt_dagster.storage.view import Progress
@@ -47,32 +45,6 @@ def stage_rejected(store: Store, attempt: str, rows: DataFrame, outcomes: Sequen
     )
 
 
-def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
-    """Refuses a run with too large a share of bad records. Unreadable files that the source is
-    configured to quarantine do not count.
-
-    Raises:
-        ContractError: the share exceeds the source's ``max_bad_share``; shows up to three records.
-    """
-    bad, total = counts[Outcome.QUARANTINED], counts["in"]
-    if not total or bad / total <= source.max_bad_share:
-        return
-    records = rows.where(
-        (F.col(OUTCOME) == Outcome.QUARANTINED) & (F.col(REASON) != Reason.UNREADABLE_FILE)
-    )
-    files = bad - records.count()
-    bad, total = bad - files, total - files
-    if not total or bad / total <= source.max_bad_share:
-        return
-    worst = records.select(SOURCE, POSITION, REASON, RAW).orderBy(ARRIVAL).limit(3).collect()
-    examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
-    raise ContractError(
-        f"{name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
-        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Fix the input, or "
-        "raise max_bad_share of the source to send them to quarantine"
-    )
-
-
 def of_source(
     arrival: Arrival, rows: DataFrame, passed: Passed, counts: dict[str, int]
 ) -> dict[str, Any]:
@@ -90,7 +62,7 @@ def of_source(
         own[Outcome.QUARANTINED] -= before_start[START_BAD]
         rows = rows.where(~F.col(START))
     counts |= source.counts
-    check_share(arrival.node.name, source, rows, own)
+    check_bad_share(arrival.node.name, source, rows, own)
     position = source.position(arrival.before, own)
     if start is None:
         return position
@@ -249,7 +221,3 @@ def _totals_by_partition(
             if some.get(outcome):
                 mine[outcome] = mine.get(outcome, 0) + some[outcome]
     return {p: some for p, some in found.items() if some}
-
-
-def _text(raw: Any) -> str:
-    return bytes(raw).decode("utf-8", "backslashreplace") if isinstance(raw, bytearray) else str(raw)

@@ -29,6 +29,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, NullType, StructType
 
 from vt_dagster.columns import (
+    ARRIVAL,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -46,9 +47,10 @@ from vt_dagster.core.arrival_order import CHUNK, REFUSED, Outcome, by_partition,
 from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
-from vt_dagster.core.source_records import REASON, START, Reason
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START, Reason
 from vt_dagster.core.versioned_table import is_refused
 from vt_dagster.errors import ContractError
+from vt_dagster.sources.base import Pinned
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import same
 
@@ -663,6 +665,36 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
         f"{node.name}: expected records that satisfy their schema, got some that break it; nothing "
         f"was committed. {'; '.join(lines)}. Fix the input, or the rule in the schema, and run again"
     )
+
+
+def check_bad_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
+    """Refuses a run with too large a share of bad records. Unreadable files that the source is
+    configured to quarantine do not count.
+
+    Raises:
+        ContractError: the share exceeds the source's ``max_bad_share``; shows up to three records.
+    """
+    bad, total = counts[Outcome.QUARANTINED], counts["in"]
+    if not total or bad / total <= source.max_bad_share:
+        return
+    records = rows.where(
+        (F.col(OUTCOME) == Outcome.QUARANTINED) & (F.col(REASON) != Reason.UNREADABLE_FILE)
+    )
+    files = bad - records.count()
+    bad, total = bad - files, total - files
+    if not total or bad / total <= source.max_bad_share:
+        return
+    worst = records.select(SOURCE, POSITION, REASON, RAW).orderBy(ARRIVAL).limit(3).collect()
+    examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
+    raise ContractError(
+        f"{name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
+        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Fix the input, or "
+        "raise max_bad_share of the source to send them to quarantine"
+    )
+
+
+def _text(raw: Any) -> str:
+    return bytes(raw).decode("utf-8", "backslashreplace") if isinstance(raw, bytearray) else str(raw)
 
 
 def _warn(node: Stream, broken: dict[str, int]) -> None:
