@@ -740,7 +740,8 @@ def _spread(marks: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
 
 
 def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
-    """Returns the time range of some records of the first key: the latest with the most late records.
+    """Returns the time range to draw: of several ranges of the first key's records, the one with the
+    most late records, and of equal ones the latest.
 
     If that key has few records, the range covers the records of all keys.
     """

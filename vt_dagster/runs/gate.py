@@ -749,7 +749,7 @@ def gate(
 
     Args:
         stream_time: stream time of the row's partition before the run, TIMESTAMP; null = none yet.
-        few: whether the rows are few: what only speeds up a large run is not counted.
+        few: whether the rows are few; then counts that only speed up large runs are left out.
 
     Raises:
         ContractError: rows break their schema's checks, or an invariant.

@@ -182,7 +182,7 @@ _UNDERSTOOD = {"timestampNtz", "vacuumProtocolCheck"}
 
 
 class Committed(NamedTuple):
-    """A commit of ours.
+    """A commit that vt_dagster made.
 
     Args:
         version: Delta version of the commit.

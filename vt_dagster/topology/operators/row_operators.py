@@ -81,7 +81,7 @@ class RowByRow(OneInput, ABC):
         return make_table(self, source, schema, materialized, shown, **more)
 
     def _check_repeats(self, columns: Sequence[str]) -> None:
-        """Raises TopologyError if a record without a version could differ from its version."""
+        """Raises TopologyError if two records of one version could have different results."""
         source, materialized, lineage = self.source, self.materialized, self.lineage()
         lost = [c for c in columns if lineage.get(c) != [(source.name, c)]]
         if lost or (materialized is not None and materialized.history_retention is None):
