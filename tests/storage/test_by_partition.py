@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.market import RECORD, lines, messages, record, run
-from vt_dagster import FilesSource, VersionedTable, build_asset
+from tests.market import RECORD, lines, record
+from vt_dagster import FilesSource, VersionedTable
 from vt_dagster.errors import ContractError, StorageError
 from vt_dagster.runs.audit import audit
-from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.spark_reader import MANY, at_or_after
 from vt_dagster.topology.durations import length_at
 
@@ -46,8 +47,7 @@ def test_each_partition_has_its_own_retention(spark: SparkSession, tmp_path: Pat
     records += [record("short", "late", "1 04:30"), record("long", "in time", "1 02:30")]
     for part, number in ((records[:6], 1), (records[6:], 2)):
         (landing / f"{number}.jsonl").write_text(lines(*part), encoding="utf-8")
-        result = run([build_asset(table)], warehouse)
-        assert result.success, messages(result)
+        run_once(table, stores_of(str(warehouse), spark))
 
     # of the short one what ended by 05:00 is forgotten
     kept = [("long", v) for v in ("long1", "in time", "long3", "long5", "long7")]

@@ -36,14 +36,21 @@ def looked(topology: Topology, minutes: float) -> Read:
     return Read.of("rates", commit, None, in_utc(at(minutes)), None)
 
 
-def valid(topology: Topology, upto: Offsets, moment: int) -> dict[str, tuple[int, int]]:
-    """Of each key the record that says what was true, by the log alone: its partition and offset."""
+Row = tuple[str, int, int, int]
+"""Of a log: key, time, partition, offset."""
+
+
+def log_of(topology: Topology) -> list[Row]:
     rows = vt_dagster.read("rates", warehouse=topology.warehouse, what="log").to_pylist()
+    return [(r["k"], parse_time(r["timestamp"].isoformat()), r["partition"], r["offset"]) for r in rows]
+
+
+def valid(log: list[Row], upto: Offsets, moment: int) -> dict[str, tuple[int, int]]:
+    """Of each key the record that says what was true, by the log alone: its partition and offset."""
     found = dict[str, tuple[Any, ...]]()
-    for row in rows:
-        time, home, offset = parse_time(row["timestamp"].isoformat()), row["partition"], row["offset"]
+    for key, time, home, offset in log:
         if offset < upto.get(home, 0) and time <= moment:
-            found[row["k"]] = max(found.get(row["k"], ()), (time, home, offset))
+            found[key] = max(found.get(key, ()), (time, home, offset))
     return {key: (home, offset) for key, (_, home, offset) in found.items()}
 
 
@@ -76,7 +83,7 @@ def test_random_arrivals(
             records.append((dice.choice("abcdef"), dice.choice([None, 1, 2, 3]), moment))
         topology.land("rates", f"{run}.jsonl", records)
         topology.run("rates", spark)
-        head = head_of(topology.warehouse, "rates")
+        head, log = head_of(topology.warehouse, "rates"), log_of(topology)
         commit = head[1]
         horizon = commit.shape.version_rules.horizon(commit.stream_time)
         for some in (reads, looked_at):
@@ -86,8 +93,8 @@ def test_random_arrivals(
                 assert why is None or why.forgotten == (moment < horizon)
                 if moment < horizon:
                     continue
-                before = valid(topology, read.next_offset, moment)
-                changed = before != valid(topology, commit.next_offset, moment)
+                before = valid(log, read.next_offset, moment)
+                changed = before != valid(log, commit.next_offset, moment)
                 assert (why is not None) == changed, (run, read, before)
                 wrong_ones, right_ones = wrong_ones + changed, right_ones + (not changed)
         reads += [looked(topology, m) for m in MINUTES if now - 9 <= m <= now + 1]

@@ -140,7 +140,7 @@ def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
         since = topology.commit(name).truncation
         for number in range(rounds):
             for known in (FIRST + number * ROUND, FIRST + (number + 1) * ROUND - 1):
-                for asked in questions(kind) if name != "fixed" else [{}]:
+                for asked in questions(kind)[number % 2 :: 2] if name != "fixed" else [{}]:
                     if "key" in asked and name == "orders":
                         continue
                     found = answer(topology.warehouse, name, moment(known), **asked)

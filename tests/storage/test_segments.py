@@ -77,7 +77,7 @@ def test_any_runs_make_the_view_that_the_whole_log_makes(
     topology = Topology(tmp_path)
     now = 0.0
     forgotten = 0
-    for run in range(6):
+    for run in range(4):
         records = []
         for _ in range(dice.choice([1, 3, 5, 30])):
             now += dice.choice([0, 0.5, 1, 2])
@@ -89,7 +89,7 @@ def test_any_runs_make_the_view_that_the_whole_log_makes(
         found = audit(store, f"run {run}")
         assert {f.name: f.sample for f in found if not f.passed} == {}
         assert {f.looked_at for f in found} == {f"changes of batch {run + 1}" if run else "everything"}
-        if run % 3 == 2:
+        if run == 3:
             assert rows_of(store) == as_made_anew(topology, spark, f"anew{run}")
         now_there = layout(store)
         forgotten = now_there.first
