@@ -76,8 +76,9 @@ def as_sets(logs: dict[int, list[Record]]) -> dict[int, Counter[str]]:
     }
 
 
-FEW = {"tumbling", "sessions", "sliding", "final", "early_sliding"}
-"""One of windows that share their code; ``test_random_chains`` cuts what tables are made of."""
+FEW = {"sessions", "sliding", "early_sliding"}
+"""Of windows and of what holds them back. Fixed ones are cut by the test of closed windows below and by
+``test_calendar_windows``, what tables are made of by ``test_random_chains``."""
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.endurance)])

@@ -18,7 +18,7 @@ from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, VersionedTable
 
 Record = dict[str, Any]
-PARTITIONS = 32
+PARTITIONS = 12
 
 # A partition is an experiment of its own: its number is part of every key, and it has its own
 # history retention and grace period. So one run of the driver tries many small cases.
