@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -12,6 +13,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
+from tests.core.test_as_of_join import INTERPRETED
 from vt_dagster.columns import (
     ARRIVAL,
     IS_TOMBSTONE,
@@ -41,6 +43,7 @@ from vt_dagster.core.stream_time import (
 )
 from vt_dagster.runs.record_times import bounds_of
 from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.spark.settings import settings
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.windows import SessionWindow, SlidingWindow
 
@@ -49,8 +52,10 @@ FINE = 7
 
 
 @pytest.fixture(autouse=True)
-def fine(monkeypatch: pytest.MonkeyPatch) -> None:
+def fine(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arrival_order, "FINE", FINE)
+    with settings(spark, INTERPRETED):
+        yield
 
 
 def micros(seconds: float) -> int:

@@ -36,7 +36,8 @@ NAMES = ("left", "inner", "waiting", "keyed", "keyed_waiting")
 COLUMNS_OF_STREAM = StructType([*COLUMNS.fields, StructField("number", IntegerType())])
 
 
-FEW = ("left", "inner", "keyed_waiting")
+FEW = ("left", "keyed_waiting")
+"""An outer one and an inner one, with a grace period and without."""
 
 
 def joins(names: Sequence[str]) -> list[Stream]:

@@ -48,10 +48,6 @@ def nodes(emit: Any) -> list[Stream]:
     return [
         Table("prices", **ABOUT).group_by("g").aggregate(SUMS, name=f"table_{emit}", emit=emit),
         orders.group_by().aggregate(ENDS, name=f"stream_{emit}", emit=emit),
-        orders.group_by("g").aggregate(ENDS, name=f"regrouped_{emit}", emit=emit),
-        orders.group_by()
-        .windowed_by(TumblingWindow(HOUR))
-        .aggregate(ENDS, name=f"tumbling_{emit}", emit=emit),
         orders.group_by("g").windowed_by(hopping).aggregate(ENDS, name=f"hopping_{emit}", emit=emit),
     ]
 
@@ -66,7 +62,7 @@ def records(seed: int) -> list[dict[str, Any]]:
             "x": rng.random(),
             "timestamp": (600 * seed + 20 * i + rng.choice([0, 0, 0, -30, -200]) + 300) * 60_000,
         }
-        for i in range(40)
+        for i in range(24)
     ]
 
 
@@ -106,6 +102,7 @@ def test_a_join_is_the_last_of_every_update(
     left_out = Mock(wraps=table_joins.last_changes)
     monkeypatch.setattr(table_joins, "last_changes", left_out)
     select, pairs = ["left.*", "right.n as other"], list[list[Table]]()
+    kinds = {"plain": ("left", "outer"), "versioned": ("inner",)}
     for kind, about in (("plain", {}), ("versioned", {"history_retention": 2 * HOUR})):
         make: Any = VersionedTable if about else Table
         left, right = (make(f"{side}_{kind}", **ABOUT, **about) for side in ("left", "right"))
@@ -119,6 +116,7 @@ def test_a_join_is_the_last_of_every_update(
                 ("left", left.left_join),
                 ("outer", left.outer_join),
             )
+            if name in kinds[kind]
         ]
     driver = TopologyTestDriver(*[node for pair in pairs for node in pair], spark=spark)
     for seed in range(2):
