@@ -21,6 +21,8 @@ from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing.driver import MemoryStore, Records
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 SCHEMA = StructType(
     [
         StructField("k", StringType()),
@@ -107,12 +109,12 @@ def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
 
     now = 0
     for step in range(4):
-        run(RATES, at(now + 3), drawn(chance, 40, now, 20))
+        run(RATES, at(now + 3), drawn(chance, 20, now, 20))
         if step in (1, 2):
             run(
                 ORDERS,
                 at(now + 6),
-                [*drawn(chance, 60, now, 30), {"k": None, "n": 1, "timestamp": EPOCH}],
+                [*drawn(chance, 30, now, 30), {"k": None, "n": 1, "timestamp": EPOCH}],
             )
             run(made["recorded"])
         now += chance.choice([5, 30])

@@ -33,6 +33,8 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 class KilledError(Exception):
     pass
@@ -86,8 +88,8 @@ def versions(driver: TopologyTestDriver, name: str) -> list[tuple[Any, ...]]:
 
 def test_a_late_version_is_cut_at_the_others(spark: SparkSession) -> None:
     driver = TopologyTestDriver(joined("left"), spark=spark)
-    driver.pipe("left", record("left", "a", 1, 10))
-    driver.pipe("right", record("right", "a", 7, 20), record("right", "a", 8, 30))
+    right = [record("right", "a", 7, 20), record("right", "a", 8, 30)]
+    driver.run({"left": [record("left", "a", 1, 10)], "right": right})
     driver.read("left_of_both")
     # It was true from 5 to 10 and takes the place of nobody; the one at 15 cuts what was said.
     driver.pipe("left", record("left", "a", 2, 5), record("left", "a", 3, 15))
@@ -121,8 +123,8 @@ def test_a_deletion_ends_what_it_covers(spark: SparkSession) -> None:
 def test_results_older_than_their_history_are_late(spark: SparkSession) -> None:
     history = Materialized(history_retention=10 * MS)
     driver = TopologyTestDriver(joined("inner", materialized=history), spark=spark)
-    driver.pipe("right", record("right", "a", 7, 1), record("right", "b", 7, 50))
-    driver.pipe("left", record("left", "b", 1, 50))
+    right = [record("right", "a", 7, 1), record("right", "b", 7, 50)]
+    driver.run({"right": right, "left": [record("left", "b", 1, 50)]})
     driver.pipe("left", record("left", "a", 1, 39), record("left", "a", 2, 40))
     told = driver.read("inner_of_both")
     assert [(r["l"], at(r["timestamp"])) for r in told] == [(1, 50), (2, 40)]
@@ -135,8 +137,8 @@ def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: Sp
     about: dict[str, Any] = {"history": "complete", "select": ["left.l", "right.r"]}
     first = short[0].left_join(short[1], name="left_of_both", **about)
     driver = TopologyTestDriver(first, spark=spark)
-    driver.pipe("right", record("right", "a", 7, 10), record("right", "a", 8, 20))
-    driver.pipe("right", record("right", "b", 9, 500))
+    right = [("a", 7, 10), ("a", 8, 20), ("b", 9, 500)]
+    driver.pipe("right", *(record("right", *one) for one in right))
     driver.pipe("left", record("left", "a", 1, 12), record("left", "c", 2, 12))
     # What the right was at 12 nobody knows any more; of c it never had anything.
     assert versions(driver, "left") == [("a", 1, 8, 20, None), ("c", 2, None, 12, None)]
@@ -148,8 +150,8 @@ def test_sides_in_different_partitions(spark: SparkSession) -> None:
     wide = replace(table("right"), partitions=4)
     node = LEFT.left_join(wide, history="complete", name="left_of_both", select=["left.l", "right.r"])
     driver = TopologyTestDriver(node, spark=spark)
-    driver.pipe("left", *[record("left", k, 1, 12) for k in "abcdef"])
-    driver.pipe("right", *[record("right", k, v, t) for k in "abcdef" for v, t in ((7, 10), (8, 20))])
+    right = [record("right", k, v, t) for k in "abcdef" for v, t in ((7, 10), (8, 20))]
+    driver.run({"left": [record("left", k, 1, 12) for k in "abcdef"], "right": right})
     assert len({r["partition"] for r in driver.read("right")}) > 1
     expected = [row for k in "abcdef" for row in ((k, 1, 7, 12, 20), (k, 1, 8, 20, None))]
     assert versions(driver, "left") == expected
@@ -198,7 +200,7 @@ def in_runs(rows: list[tuple[str, dict[str, Any]]], cuts: Iterable[int]) -> list
 def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: int) -> None:
     chance = random.Random(seed)
     rows: list[tuple[str, dict[str, Any]]] = []
-    for i in range(160):
+    for i in range(100):
         name = chance.choice(("left", "right"))
         value = None if chance.random() < 0.25 else i
         rows.append((name, record(name, chance.choice("abcdef"), value, chance.randrange(40))))
