@@ -26,6 +26,8 @@ from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.feature_views import FeatureView
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 SCHEMA = StructType(
     [
         StructField("k", StringType()),

@@ -160,6 +160,7 @@ def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> Non
         assert told == {i: expected(k, moment) for k, moment, i in moments}, way
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
     """And all who read say the same, with Spark and without."""
     for name in ("offers", "sales"):
@@ -211,6 +212,7 @@ def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_p
     assert pc.sum(rows.column("v").is_null()).as_py() == 1
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_a_training_set_finds_nothing_after_the_end(spark: SparkSession, tmp_path: Path) -> None:
     """A version ends at the next one, or by itself before that."""
     warehouse, random = str(tmp_path / "warehouse"), Random(11)
@@ -264,6 +266,7 @@ def test_what_follows_records_alone_is_refused() -> None:
     assert not hasattr(Table("t", key="k", schema=SCHEMA), "valid_until")
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_lateness_knows_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
     """It counts as wrong what is another answer by all that is known, and what is forgotten."""
     warehouse, retention = str(tmp_path / "warehouse"), timedelta(seconds=60)
