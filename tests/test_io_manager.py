@@ -18,6 +18,8 @@ from vt_dagster import SparkResource, build_asset, build_resources, ops
 from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc, parse_time
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
     """Materializes an asset that reads a table; the run's result and the rows it got."""

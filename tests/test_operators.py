@@ -47,6 +47,8 @@ from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 HOUR = timedelta(hours=1)
 SCHEMA = StructType(
     [
@@ -413,8 +415,8 @@ def test_reduce(spark: SparkSession) -> None:
         {"k": "a", "g": "x", "n": None, "timestamp": at(8)},  # x empties, and stays
         {"k": "c", "g": "x", "n": None, "timestamp": at(9)},  # was never there: nothing
         {"k": "d", "g": None, "n": 3, "timestamp": at(9)},  # belongs to no group
+        {"k": "e", "g": "x", "n": 16, "timestamp": at(10)},
     )
-    driver.pipe("rates", {"k": "e", "g": "x", "n": 16, "timestamp": at(10)})
 
     def told(name: str) -> list[tuple[Any, ...]]:
         return [(r["g"], r["n"], r["timestamp"].minute) for r in driver.read(name)]
@@ -491,38 +493,47 @@ def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
         assert count == max(n for h, n in updates if h == hour)
 
 
-@pytest.mark.parametrize("kind", ["table", "versioned", "merged"])
-def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession, kind: str) -> None:
-    """All results of a key are in one, so that the last one counts, wherever its change was."""
+def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession) -> None:
+    """All results of a key are in one, so that the last one counts, wherever its change was: of joins
+    of tables, plain and versioned, and of merged streams."""
     keyed, at = StructField("k", StringType()), StructField("timestamp", TimestampType())
     left, right = (StructType([keyed, StructField(c, LongType()), at]) for c in ("a", "b"))
 
-    def source(name: str, schema: StructType, partitions: int) -> Any:
-        about: dict[str, Any] = {"key": "k", "schema": schema, "partitions": partitions}
-        if kind == "merged":
-            return Stream(name, **about)
-        history = {"history_retention": timedelta(days=1)}
-        return VersionedTable(name, **about, **history) if kind == "versioned" else Table(name, **about)
+    def sides(kind: Any, other: StructType, **more: Any) -> list[Any]:
+        return [
+            kind(f"{side}_{kind.__name__}", key="k", schema=schema, partitions=partitions, **more)
+            for side, schema, partitions in (("one", left, 1), ("other", other, 4))
+        ]
 
+    streams, tables = sides(Stream, left), sides(Table, right)
+    versions = sides(VersionedTable, right, history_retention=timedelta(days=1))
+    made = {
+        "a": [streams[0].merge(streams[1], name="both").to_table(name="merged")],
+        "b": [one.outer_join(other, name=f"of_{one.name}") for one, other in (tables, versions)],
+    }
+    driver = TopologyTestDriver(*made["a"], *made["b"], spark=spark)
     keys = [f"k{n}" for n in range(8)]
-    if kind == "merged":
-        one, other = source("one", left, 1), source("other", left, 4)
-        made = one.merge(other, name="both").to_table(name="made")
-        names = ("one", "other", "a")
-    else:
-        made = source("one", left, 1).outer_join(source("other", right, 4), name="made")
-        names = ("one", "other", "b")
-    driver = TopologyTestDriver(made, spark=spark)
-    first = [{"k": k, names[2]: 0, "timestamp": 1} for k in keys]
     then = [{"k": k, "a": n, "timestamp": 2} for n, k in enumerate(keys)]
-    driver.run({"other": first, "one": then})
-    driver.pipe("other", *[{"k": k, names[2]: 10 + n, "timestamp": 3} for n, k in enumerate(keys)])
-    assert [(r["k"], r[names[2]]) for r in driver.table("made")] == [
-        (k, 10 + n) for n, k in enumerate(keys)
-    ]
-    homes = {(r["k"], r["partition"]) for r in driver.read("made")}
-    assert len(homes) == len(keys)
-    assert len({partition for _, partition in homes}) > 1 or made.partitions == 1
+    values = [(streams, "a"), (tables, "b"), (versions, "b")]
+    driver.run(
+        {
+            **{other.name: [{"k": k, c: 0, "timestamp": 1} for k in keys] for (_, other), c in values},
+            **{one.name: then for (one, _), _ in values},
+        }
+    )
+    driver.run(
+        {
+            other.name: [{"k": k, c: 10 + n, "timestamp": 3} for n, k in enumerate(keys)]
+            for (_, other), c in values
+        }
+    )
+    for column, nodes in made.items():
+        for node in nodes:
+            found = [(r["k"], r[column]) for r in driver.table(node.name)]
+            assert found == [(k, 10 + n) for n, k in enumerate(keys)], node.name
+            homes = {(r["k"], r["partition"]) for r in driver.read(node.name)}
+            assert len(homes) == len(keys), node.name
+            assert len({partition for _, partition in homes}) > 1 or node.partitions == 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "versioned"])

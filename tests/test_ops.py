@@ -39,6 +39,8 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.testing.driver import MemoryStore
 from vt_dagster.topology.model import Stream
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 HOUR = timedelta(hours=1)
 ROOT = Path(__file__).parent.parent
 
