@@ -15,7 +15,6 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType, 
 
 from vt_dagster import (
     FilesSource,
-    HoppingWindow,
     SessionWindow,
     SlidingWindow,
     Stream,
@@ -40,7 +39,7 @@ LONG, MINUTE = timedelta(days=9000), timedelta(minutes=1)
 SOURCES = ("left", "right", "clicks", "views")
 RECORDS, ROUNDS = 24, 2
 ONCE = (
-    *("hopping", "session", "sliding", "refers", "of_left", "of_clicks"),
+    *("views", "session", "sliding", "refers", "of_left", "of_clicks"),
     *("strict", "limited", "final", "either"),
 )
 """What runs in the last round alone, and takes the records of all rounds at once."""
@@ -48,7 +47,6 @@ JOINED = ["left.k", "left.g as lg", "left.n as ln", "right.g as rg", "right.n as
 COUNTED = {"count": "count(*)", "sum": "sum(n)"}
 WINDOWS = {
     "tumbling": TumblingWindow(4 * MINUTE, grace=MINUTE),
-    "hopping": HoppingWindow(4 * MINUTE, advance=2 * MINUTE, grace=MINUTE),
     "session": SessionWindow(MINUTE, grace=MINUTE),
     "sliding": SlidingWindow(3 * MINUTE, grace=MINUTE),
 }
@@ -109,10 +107,7 @@ def _record(chance: random.Random, number: int, place: int) -> Mapping[str, Any]
 def _operators(left: Any, right: Any, clicks: Any, views: Any) -> list[Any]:
     own = clicks.group_by()
     windowed = {
-        name: own.windowed_by(window).aggregate(
-            {"sum": "sum(n)"} if name == "hopping" else COUNTED, name=name
-        )
-        for name, window in WINDOWS.items()
+        name: own.windowed_by(window).aggregate(COUNTED, name=name) for name, window in WINDOWS.items()
     }
     grouped = clicks.group_by("g").aggregate(COUNTED, name="of_clicks")
     return [
