@@ -68,7 +68,7 @@ def millis(moment: datetime) -> int:
     return (moment.replace(tzinfo=timezone.utc) - EPOCH) // timedelta(milliseconds=1)
 
 
-@pytest.mark.endurance  # test_assets_conformance.py has others of each operator
+@pytest.mark.endurance  # test_assets_conformance.py and random chains have each operator
 @pytest.mark.parametrize("name", PICKED)
 def test_assets_give_what_kafka_streams_gave(name: str, spark: SparkSession, tmp_path: Path) -> None:
     operator = "_".join(name.split("-")[:-3])

@@ -267,7 +267,7 @@ def test_a_stream_with_itself(spark: SparkSession) -> None:
     assert sorted(found, key=str) == [(1, 2), (1, 3), (2, 3), (3, None)]
 
 
-@pytest.mark.endurance  # test_assets_conformance.py runs such a join, test_bounds compares definitions
+@pytest.mark.endurance  # test_explain_operators.py runs such a join, test_bounds compares definitions
 def test_through_assets(spark: SparkSession, tmp_path: Path) -> None:
     """Left and outer joins over a few runs, each with a commit of its own."""
     scenarios = read_scenarios([SCENARIOS / "worked.json"])
