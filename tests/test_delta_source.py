@@ -132,11 +132,9 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     head = store(alone).head().commit
     assert head.inputs == {"delta": {0: 5}}
     assert head.taken == {"delta": {0: (4, 5)}}
-    # what is there at first, then what comes; or from a version on
+    # what is there at first, then what comes
     current = ours("current_rows", theirs, "append")
     assert take(current)["in"] == 6
-    since = ours("since", theirs, "append", start=4)
-    assert take(since)["in"] == 2
     theirs.append(("e", 7, "y"))
     assert take(current)["in"] == 1
     assert {r["id"] for r in store(current).read("current").collect()} == set("abcde")
@@ -145,7 +143,6 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     theirs.append(("f", 8, "y"))
     with pytest.raises(SourceError, match=r"version 6 \(DELETE\) removes or rewrites rows"):
         take(current)
-    assert take(since, version=5)["in"] == 1
     assert take(current, accept_gap=True)["in"] == 0
     assert store(current).head().commit.gaps == {"delta": {0: (6, 7)}}
     assert take(current)["in"] == 1
@@ -155,7 +152,7 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
 def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(*[(k, 1, "x") for k in "abcd"])
-    alone = ours("alone", theirs, "changes", VersionedTable, start="earliest", max_versions_per_run=1)
+    alone = ours("alone", theirs, "changes", VersionedTable, start="earliest", max_versions_per_run=2)
     take(alone)
     theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
     theirs.table.update(predicate="id = 'b'", updates={"id": "'B'"})
@@ -257,15 +254,7 @@ def test_whole_versions(take: Any, store: Any, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="lacks 2 of the 2 rows"):
         take(newest)
     assert take(newest, accept_shrink=True)["in"] == 3
-    theirs.table.restore(0)
-    assert take(newest, accept_shrink=True)["in"] == 4
-    # each version in turn
-    every = ours(
-        *("every", theirs, "snapshots", VersionedTable), start=0, max_versions_per_run=1, max_shrink=1.0
-    )
-    counts = [take(every).get("in") for _ in range(2)]
-    assert counts == [3, 2]
-    assert store(every).head().commit.inputs == {"delta": {0: 2}}
+    assert store(newest).head().commit.inputs == {"delta": {0: 4}}
     assert all(f.offending == 0 for f in audit(store(newest)))
 
 
@@ -377,18 +366,19 @@ def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mo
         write_deltalake(path, pa.Table.from_pylist(records, kinds), **{"mode": "append", **about})
 
     write(old, ("a", 1), ("b", 2), ("c", 3), configuration=FEED)
-    write(new, ("d", 4, "x"), ("e", 5, None), schema_mode="merge")
     if mode == "snapshots":
         rows = ("a", 1, None), ("b", 2, "y"), ("c", 3, None), ("d", 4, "x"), ("e", 5, None)
-        write(new, *rows, mode="overwrite")
+        write(new, *rows, mode="overwrite", schema_mode="overwrite")
+    else:
+        write(new, ("d", 4, "x"), ("e", 5, None), schema_mode="merge")
     source = DeltaSource(path, mode, start="earliest", max_versions_per_run=1)  # type: ignore[arg-type]
     about: dict[str, Any] = {"key": "id", "schema": ROW, "history_retention": timedelta(days=30)}
     one = VersionedTable("one", **about, source=source)
-    counts = [take(one)["applied"] for _ in range(3 if mode == "snapshots" else 2)]
-    assert counts == [3, 2, *([1] if mode == "snapshots" else [])]
+    assert [take(one)["applied"] for _ in range(2)] == [3, 3 if mode == "snapshots" else 2]
     read = store(one).read("versions").orderBy("valid_from", "id").collect()
     expected = [("a", None), ("b", None), ("c", None), ("d", "x"), ("e", None)]
-    expected += [("b", "y")] if mode == "snapshots" else []
+    if mode == "snapshots":
+        expected.insert(3, ("b", "y"))
     assert [(r["id"], r["day"]) for r in read] == expected
     assert take(one) == {}
 

@@ -341,7 +341,7 @@ def test_a_table_is_what_the_last_dump_was(
     source = SnapshotSource(str(tmp_path / "dumps"), "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0)
     shop = Shop(tmp_path, spark, source, history_retention=timedelta(days=days))
     random, state = Random(seed), State()
-    keys = [f"k{n}" for n in range(80)]
+    keys = [f"k{n}" for n in range(200)]
     carried = 0
     for day in range(1, 4 if days > 1 else 3):
         state = next_state(random, state, day * 86_400, keys)
