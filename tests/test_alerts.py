@@ -34,6 +34,8 @@ from vt_dagster import (
 )
 from vt_dagster.orchestration import checks as checks_module
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 NEWEST = {
     "prices": datetime(2024, 1, 2, 5, tzinfo=timezone.utc).timestamp(),
     "sales": datetime(2024, 1, 1, 9, tzinfo=timezone.utc).timestamp(),
@@ -97,9 +99,8 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment(market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
-    (tmp_path / "dagster").mkdir()
-    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+def deployment(market: Market, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    with dg.DagsterInstance.ephemeral() as instance:
         yield Deployment(market, instance, monkeypatch)
 
 
