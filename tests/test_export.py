@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -25,6 +23,8 @@ from vt_dagster.orchestration.asset import data_version
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.storage import delta
 from vt_dagster.topology.durations import parse_time
+
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 @pytest.fixture
@@ -230,19 +230,6 @@ def test_deletions_in_a_log_where_they_are_asked_for(market: Market, tmp_path: P
     assert told.height == 8
 
 
-IDLE = """
-import sys
-from tests.test_export import exporting
-from tests.market import Market
-from pathlib import Path
-from pyspark import SparkContext
-market = Market(Path(sys.argv[1]), None)
-assert exporting(market, market.prices, "versions", Path(sys.argv[2])).run() is None
-assert SparkContext._active_spark_context is None
-print("idle")
-"""
-
-
 def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> None:
     """Killed after the commit, nothing new, news, and what downstream is told."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
@@ -266,11 +253,9 @@ def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> N
     by_spark = spark.table("bi.prices").collect()
     assert sorted(row["v"] for row in by_spark) == ["p3", "p4", "q1", "q2"]
     unchanged(run([export], copy.warehouse, **at), "prices_export")
-    done = subprocess.run(
-        [sys.executable, "-c", IDLE, str(copy.root), to],
-        **{"capture_output": True, "text": True, "timeout": 120, "cwd": Path(__file__).parent.parent},
-    )
-    assert done.stdout == "idle\n", done.stdout + done.stderr
+    idle = export_of(copy.prices, "versions", to)
+    started = ExportRun(idle, str(copy.warehouse), lambda: pytest.fail("Spark was started"))
+    assert started.run() is None
 
     @dg.asset_check(asset="prices_export")
     def open_versions() -> dg.AssetCheckResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -247,21 +246,31 @@ def test_two_runs_at_once(spark: SparkSession, lake: Catalog, tmp_path: Path) ->
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import pyspark.sql.connect.session
 from tests.market import Market
 from tests.test_export_iceberg import exporting
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.iceberg import IcebergTable
 
-root, to, name, when, address = sys.argv[1:]
+root, to, address = sys.argv[1:]
 commit = IcebergTable._commit
-def killed(*args):
-    if when == "after":
-        commit(*args)
-    os.kill(os.getpid(), signal.SIGKILL)
-IcebergTable._commit = killed
-market = Market(Path(root), build_session(remote=address))
-exporting(market, getattr(market, name), None, Path(to)).run()
+
+def export(name, when):
+    def killed(*args):
+        if when == "after":
+            commit(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+    IcebergTable._commit = killed
+    market = Market(Path(root), build_session(remote=address))
+    exporting(market, getattr(market, name), None, Path(to, name)).run()
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        export(*line.split())
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+"""Asked for exports, it forks a process for each, which is killed."""
 
 
 def test_killed_before_and_after_the_commit(
@@ -270,13 +279,16 @@ def test_killed_before_and_after_the_commit(
     """Of a first export before, of later ones before and after; of a log and of a table, on a Spark
     Connect server."""
 
+    arguments = [str(copy.root), str(tmp_path), connect_server.address]
+    about: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    forking = subprocess.Popen([sys.executable, "-c", KILLED, *arguments], **about)
+
     def killed(name: str, when: str) -> None:
-        arguments = [str(copy.root), str(tmp_path / name), name, when, connect_server.address]
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, *arguments],
-            **{"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT, "env": os.environ},
-        )
-        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+        assert forking.stdin is not None
+        assert forking.stdout is not None
+        forking.stdin.write(f"{name} {when}\n")
+        forking.stdin.flush()
+        assert forking.stdout.readline() == f"-{signal.SIGKILL:d}\n"
 
     def folders(name: str, batch: int) -> int:
         return len([*(tmp_path / name / "data").glob(f"{batch}-*/*.parquet")])
@@ -284,20 +296,21 @@ def test_killed_before_and_after_the_commit(
     sales, rates = (
         exporting(copy, node, None, tmp_path / node.name) for node in (copy.sales, copy.rates)
     )
-    killed("sales", "before")
-    assert not lake.table_exists("bi.sales")
-    assert folders("sales", 1) == 1
-    assert sales.run()
-    assert rates.run()
-    copy.land("sales", "3.jsonl", record("a", "s6", "1 03:00"))
-    copy.land("rates", "3.jsonl", record("a", "r4", "2 06:00"))
-    copy.run([copy.sales, copy.rates])
-    killed("sales", "after")
-    assert sales.run() is None
-    killed("rates", "before")
-    assert folders("rates", 2) == 1
-    assert rates.run()
-    assert folders("rates", 2) == 2  # that of the dead run belongs to no snapshot
+    with forking:
+        killed("sales", "before")
+        assert not lake.table_exists("bi.sales")
+        assert folders("sales", 1) == 1
+        assert sales.run()
+        assert rates.run()
+        copy.land("sales", "3.jsonl", record("a", "s6", "1 03:00"))
+        copy.land("rates", "3.jsonl", record("a", "r4", "2 06:00"))
+        copy.run([copy.sales, copy.rates])
+        killed("sales", "after")
+        assert sales.run() is None
+        killed("rates", "before")
+        assert folders("rates", 2) == 1
+        assert rates.run()
+        assert folders("rates", 2) == 2  # that of the dead run belongs to no snapshot
     for node in (copy.sales, copy.rates):
         table = lake.load_table(f"bi.{node.name}")
         undisturbed = as_delta(copy, node, None, tmp_path / "undisturbed" / node.name)
