@@ -228,16 +228,15 @@ def test_the_package_takes_the_supported_series_and_no_other():
 
 
 @pytest.mark.jvm
-@pytest.mark.parametrize("options", ["JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"])
-def test_what_the_jvm_says_reaches_the_message(options: str):
-    (message,) = refusals(("conf={'spark.driver.memory': '99zz'}", {options: "-Dx=1"}))
-    assert "Invalid maximum heap size: -Xmx99zz" in message
-
-
-@pytest.mark.jvm
-def test_missing_jar():
-    (message,) = refusals(("conf={'spark.jars': '/no/such.jar'}", {}))
-    assert "/no/such.jar" in message
+def test_what_the_jvm_says_reaches_the_message():
+    """Of options that it does not start with, however they are said to be there; and of a jar."""
+    heap, options = "conf={'spark.driver.memory': '99zz'}", ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")
+    *told, jar = refusals(
+        *((heap, {name: "-Dx=1"}) for name in options), ("conf={'spark.jars': '/no/such.jar'}", {})
+    )
+    for message in told:
+        assert "Invalid maximum heap size: -Xmx99zz" in message
+    assert "/no/such.jar" in jar
 
 
 # ---------------------------------------------------------------------------------------- jars
