@@ -143,29 +143,29 @@ def test_killed_publications_repeat_nothing(
         places = [place(m) for m in topics.consume(target, 2)]
         assert sorted(places) == sorted(f"s/{p}/{o}" for p in (0, 1) for o in range(50))
     topics.produce(origin, records([7], partition=1))
-    for one, target in killed:
-        one.run(node)
-        assert publish(one, node, KafkaSink(topics.cluster, target))["records_published"] == 1
-        # in each topic partition, records of one log partition are in their order
-        for partition in (0, 1):
-            found = topics.consume(target, 2)
-            mine = [place(m).split("/") for m in found if m.partition() == partition]
-            for home in ("0", "1"):
-                offsets = [int(offset) for _, p, offset in mine if p == home]
-                assert offsets == sorted(offsets)
+    one, target = killed[-1]
+    one.run(node)
+    assert publish(one, node, KafkaSink(topics.cluster, target))["records_published"] == 1
+    # in each topic partition, records of one log partition are in their order
+    found = topics.consume(target, 2)
+    for partition in (0, 1):
+        mine = [place(m).split("/") for m in found if m.partition() == partition]
+        for home in ("0", "1"):
+            offsets = [int(offset) for _, p, offset in mine if p == home]
+            assert offsets == sorted(offsets)
 
 
 def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
     """Also where the topic has the name of the asset."""
     origin, target = topics.create(), topics.create()
-    topics.produce(origin, records(range(25)))
+    topics.produce(origin, records(range(15)))
     node = Stream(
         target, key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin)
     )
     pipeline.run(node)
     sink = KafkaSink(topics.cluster, target, max_records_per_run=10)
-    assert [publish(pipeline, node, sink)["records_published"] for _ in range(3)] == [10, 10, 5]
-    assert [json.loads(m.value() or b"")["n"] for m in topics.consume(target)] == list(range(25))
+    assert [publish(pipeline, node, sink)["records_published"] for _ in range(2)] == [10, 5]
+    assert [json.loads(m.value() or b"")["n"] for m in topics.consume(target)] == list(range(15))
 
 
 def test_another_log_is_not_taken_for_the_one_that_was_published(
