@@ -19,8 +19,6 @@ from tests.everything import ALWAYS, WAREHOUSE
 SOME = ("corrected", "guarded", "training", "iceberg_export")
 """Those that also read or write files where the run's process is, or have names in Spark's catalog, and
 a join that reads what it has written; with the stream and the table that they are made of."""
-IN_CONTRACTS = ("versions0", "versions4", "test_the_order_of_results")
-"""A model that holds, one of which two checks fail, and the functions of contracts."""
 
 
 def outcomes(
@@ -64,22 +62,16 @@ def test_some_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) ->
     assert {row["batch"] for row in rejected} == {1, 2}
 
 
-def passes(server: ConnectServer, *modules: str, some: str = "") -> None:
-    """These modules of tests, or some of their tests, pass with the server as their session."""
+def passes(server: ConnectServer, *modules: str) -> None:
+    """These modules of tests pass with the server as their session."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", some, *modules],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *modules],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**server.environment, "SPARK_REMOTE": server.address},
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
-
-
-@pytest.mark.jvm
-@pytest.mark.timeout(900)
-def test_contracts_hold_on_connect(connect_server: ConnectServer) -> None:
-    passes(connect_server, "tests/test_contracts.py", some=" or ".join(IN_CONTRACTS))
 
 
 @pytest.mark.endurance
