@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from pyspark.sql import SparkSession
 
 from tests.market import Market, healthy_market
@@ -37,7 +38,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LONGEST_FIRST = (
     *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_end_to_end.py"),
-    *("test_crash.py", "test_faults.py", "test_pages.py", "test_maintenance.py", "test_self_joins.py"),
+    *("test_crash.py", "test_faults.py", "test_maintenance.py", "test_self_joins.py"),
+    "test_pages.py",  # of what test_demo.py has run
     *("test_operator_properties.py", "test_random_chains.py", "test_erase.py"),
     *("test_freshness.py", "test_explain_operators.py", "test_sink.py", "test_corrected.py"),
 )
@@ -139,23 +141,32 @@ class ConnectServer:
 
 @pytest.fixture(scope="session")
 def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """One for all tests, started in another directory than the processes that use it; they start no
-    JVM of their own."""
-    tmp_path = tmp_path_factory.mktemp("server")
-    environment = server_environment(tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    options = ["--few-rows", "--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
-    status, said = spark_command(environment, "start", *options, cwd=elsewhere)
-    assert status == 0, said
-    assert "the Spark server started" in said
+    """One for all tests and all of pytest's processes, the last of which stops it. It is started in
+    another directory than the processes that use it; they start no JVM of their own."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "connect_server"
+    environment, elsewhere, users = server_environment(root), root / "elsewhere", root / "users"
     found = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark" / "server.json"
+    mine = users / str(os.getpid())
+    with FileLock(f"{root}.lock"):
+        elsewhere.mkdir(parents=True, exist_ok=True)
+        users.mkdir(exist_ok=True)
+        if not any(users.iterdir()):
+            options = ["--few-rows", "--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
+            status, said = spark_command(environment, "start", *options, cwd=elsewhere)
+            assert status == 0, said
+            assert "the Spark server started" in said
+        mine.touch()
     server = Server(**json.loads(found.read_text(encoding="utf-8")))
     yield ConnectServer(environment, server.address)
-    status, said = spark_command(environment, "stop", cwd=elsewhere)
-    assert status == 0, said
-    assert "stopped the Spark server" in said
-    assert not server.alive
+    with FileLock(f"{root}.lock"):
+        mine.unlink()
+        if any(users.iterdir()):
+            return
+        status, said = spark_command(environment, "stop", cwd=elsewhere)
+        assert status == 0, said
+        assert "stopped the Spark server" in said
+        assert not server.alive
     assert not (elsewhere / "data").exists(), "nothing is written where the server stands"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,8 @@ MOVED = ("N181PQ", "N197PQ")
 """They change hands in the first week of March; what they flew before is kept whole."""
 SHORT, ALL = "short", "all"
 COLUMNS = "120"
+EXPLORE = "http://127.0.0.1:3001"
+"""Where the assets' links go: nothing answers there."""
 NEXT = "\n--- all assets ---\n"
 
 
@@ -38,7 +39,7 @@ def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
             run = subprocess.run(
                 [sys.executable, "-m", "tests.few_flights", str(root)],
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, "COLUMNS": COLUMNS},
+                env={**os.environ, "COLUMNS": COLUMNS, "VT_DAGSTER_EXPLORE": EXPLORE},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -50,7 +51,7 @@ def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return root / which, short if which == SHORT else every
 
 
-def thin(days: Collection[int] = DAYS) -> None:
+def thin() -> None:
     """Lets the source have no other flights."""
     from assets import landing
 
@@ -59,34 +60,35 @@ def thin(days: Collection[int] = DAYS) -> None:
     def some(data: Path) -> Any:
         flights = whole(data)
         moved = flights["tailnum"].isin(MOVED) & (flights["month"] < 3)
-        return flights[flights["day"].isin(list(days)) | moved]
+        return flights[flights["day"].isin(DAYS) | moved]
 
     landing._flown = some  # pyright: ignore[reportPrivateUsage]
 
 
-def unchecked_at_first() -> None:
-    """Lets the first run go without checks: those of the second look at all that is there."""
+def unchecked(runs: int) -> None:
+    """Lets so many runs go without checks, from the first one on."""
     from assets import definitions
 
     job = dg.define_asset_job("unchecked", dg.AssetSelection.all().without_checks())
     whole = dg.Definitions.merge(definitions.defs, dg.Definitions(jobs=[job]))
-    first = iter(["unchecked"])
+    first = iter(["unchecked"] * runs)
     some: Any = SimpleNamespace(resolve_job_def=lambda name: whole.resolve_job_def(next(first, name)))
     definitions.defs = some
 
 
-def anew(data: Path) -> None:
+def anew(data: Path, without_checks: int) -> None:
     """Loads the example for another directory; the Spark session stays."""
     for name in [n for n in sys.modules if n.partition(".")[0] in ("assets", "resources")]:
         del sys.modules[name]
     os.environ["VT_DAGSTER_DATA"] = str(data)
     thin()
-    unchecked_at_first()
+    unchecked(without_checks)
 
 
 def both(root: Path) -> None:
-    """Runs both demos, each in a directory of its own."""
-    anew(root / SHORT)
+    """Runs both demos, each in a directory of its own; the second run of the short one has checks,
+    which look at all that is there."""
+    anew(root / SHORT, without_checks=1)
     sys.argv[1:] = ["demo"]
     try:
         main()
@@ -94,7 +96,7 @@ def both(root: Path) -> None:
         if ended.code:
             raise
     print(NEXT, end="", flush=True)
-    anew(root / ALL)
+    anew(root / ALL, without_checks=2)
     from assets import demo, demo_all
 
     demo_all.run(demo.LANDINGS, demo.LATE)

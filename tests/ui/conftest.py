@@ -1,4 +1,4 @@
-"""Dagster on a small instance of the worked example, and a browser to look at it."""
+"""Dagster on what the demo of some days' flights left, and a browser to look at it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from tests import few_flights
 from tests.conftest import ConnectServer
 
 ROOT = Path(__file__).parents[2]
@@ -27,28 +28,23 @@ FLAGS = [
 ]
 """A browser in a container, that asks nobody outside for anything."""
 
-EXPLORE = "http://127.0.0.1:3001"
-"""Where the assets' links go: no page is opened there."""
-
 
 @pytest.fixture(scope="session")
 def environment(
     tmp_path_factory: pytest.TempPathFactory, connect_server: ConnectServer
 ) -> dict[str, str]:
-    """The environment of a process that works on the instance, which is filled."""
-    data = tmp_path_factory.mktemp("ui")
-    home = data / "dagster_home"
-    home.mkdir()
-    shutil.copy(ROOT / "assets" / "dagster.yaml", home)
+    """The environment of a process that works on the instance: a copy with a damaged table."""
+    made, _ = few_flights.what_they_left(few_flights.ALL, tmp_path_factory)
+    data = shutil.copytree(made, tmp_path_factory.mktemp("ui") / "data")
     about = {
         **connect_server.environment,
         "VT_DAGSTER_SPARK": "server",
         "VT_DAGSTER_DATA": str(data),
-        "DAGSTER_HOME": str(home),
-        "VT_DAGSTER_EXPLORE": EXPLORE,
+        "DAGSTER_HOME": str(data / "dagster_home"),
+        "VT_DAGSTER_EXPLORE": few_flights.EXPLORE,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ui.small_demo"],
+        [sys.executable, "-m", "tests.ui.damaged"],
         cwd=ROOT,
         env=about,
         capture_output=True,

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from tests.ui.conftest import EXPLORE
-from tests.ui.small_demo import DAMAGED
+from assets.landing import write_landing
+from tests.few_flights import EXPLORE
+from tests.ui.damaged import DAMAGED
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 expect.set_options(timeout=30_000)
-FLIGHT = "carrier=B6 flight=219 month=1 day=10"
+FLIGHT = "carrier=B6 flight=219 month=2 day=5"
 """It left JFK in the week whose weather came a month late."""
 DOCS = Path(__file__).parents[2] / "docs" / "images"
 
@@ -108,11 +109,11 @@ def test_what_a_run_did_is_seen_without_a_click(
 ) -> None:
     """On the pages of an asset the numbers, the lateness and the timeline; in the log of a run but the
     first two. Dagster keeps our order."""
-    in_numbers = page.get_by_text(re.compile("^records: 6,792 in [+=] .* stream time: 2013-02-28 "))
+    in_numbers = page.get_by_text(re.compile("^records: 7,823 in [+=] .* stream time: 2013-03-29 "))
     lateness = page.get_by_text(
         re.compile("^lateness of .* records behind stream time: .* grace period 6 hours$")
     )
-    legend = page.get_by_text(re.compile(r"\d+ of 6,\d\d\d records of this run\. o: a record at its"))
+    legend = page.get_by_text(re.compile(r"\d+ of 7,\d\d\d records of this run\. o: a record at its"))
     page.goto("/assets/flights_with_weather?view=events")
     for seen in (in_numbers, lateness, legend, page.locator("pre").filter(has_text="EWR")):
         expect(seen.first).to_be_visible()
@@ -134,7 +135,7 @@ def test_what_a_run_did_is_seen_without_a_click(
 
     page.goto("/assets/flights_with_weather?view=events")
     page.get_by_text("Materialized in run").locator("..").get_by_role("link").first.click()
-    page.get_by_placeholder("Filter").first.fill("at_a_glance")
+    page.get_by_placeholder("Filter").first.fill("flights_with_weather at_a_glance")
     expect(in_numbers.first).to_be_visible()
     page.screenshot(path=screenshots / "log.png")
 
@@ -205,7 +206,7 @@ def test_explore_from_a_flight_to_the_weather_as_it_was_known(
     explorer.get_by_role("link", name="History of its key").click()
 
     answer = explorer.locator("#answer")
-    expect(answer).to_contain_text("True from 2013-01-10")
+    expect(answer).to_contain_text("True from 2013-02-05")
     assert explorer.locator(".mark.late").count() > 10
     shot("key")
     known = explorer.get_by_label("as known at, by runs")
@@ -213,14 +214,14 @@ def test_explore_from_a_flight_to_the_weather_as_it_was_known(
     known.press("ArrowLeft")  # the last run: the same is known
     known.press("ArrowLeft")
     expect(answer).to_contain_text("as known at")
-    expect(answer).to_contain_text("True from 2013-01-07 23:00:00 to 2013-01-15 00:00:00")
+    expect(answer).to_contain_text("True from 2013-02-03 23:00:00 to 2013-02-11 00:00:00")
     assert explorer.locator(".mark.late:not(.unknown)").count() == 1  # the legend's
     assert "known=" in explorer.url
     shot("key-as-known")
     as_of = explorer.get_by_label("as of, within the drawing")
     as_of.focus()
     as_of.press("Home")
-    expect(answer).not_to_contain_text("True from 2013-01-07 23:00:00")
+    expect(answer).not_to_contain_text("True from 2013-02-03 23:00:00")
 
 
 def test_explore_a_record_is_followed_upstream_by_clicks(explorer: Page) -> None:
@@ -283,8 +284,11 @@ def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) ->
 
 @pytest.mark.endurance
 @pytest.mark.timeout(900)
-def test_materialize(dev: str, browser: Browser, screenshots: Path) -> None:
+def test_materialize(
+    dev: str, environment: dict[str, str], browser: Browser, screenshots: Path
+) -> None:
     """A click launches a run of what has landed; it succeeds, and its log and numbers are there."""
+    write_landing(Path(environment["VT_DAGSTER_DATA"]) / "landing", (4,))
     page = browser.new_page(viewport={"width": 1500, "height": 950}, base_url=dev)
     page.goto("/assets/weather?view=overview")
     expect(page.get_by_text("keeps the history of each key for")).to_be_visible()
