@@ -482,7 +482,7 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
 
 
 def test_a_value_that_means_the_same_is_taken() -> None:
-    """Numbers of NumPy, paths, sets, dictionaries' values, resources that are configured at launch."""
+    """Numbers of NumPy, paths, dictionaries' values, resources that are configured at launch."""
     made = declared(partitions=numpy.int64(4), key_prefix=("shop",), key={"k": 1}.keys())
     assert (type(made.partitions), made.partitions, made.key) == (int, 4, ("k",))
     files = FilesSource(Path("in"), max_files_per_run=numpy.int32(3), max_bad_share=Decimal("0.5"))
@@ -495,8 +495,8 @@ def test_a_value_that_means_the_same_is_taken() -> None:
     assert cluster.ca_location == "ca.pem"
     assert {*cluster.options.values()} == {"45000", "false"}
     assert Protobuf(Path("of.desc"), "Price").descriptor == "of.desc"
-    assert KafkaSource(cluster, {"topic"}, value=Json()).topic == ("topic",)
-    views = {"v": FeatureView(OTHER, columns={"v"})}
+    assert KafkaSource(cluster, {"topic": 1}.keys(), value=Json()).topic == ("topic",)
+    views = {"v": FeatureView(OTHER, columns=(c for c in ("v", "n")))}
     spine = Stream("spine", key="k", schema=StructType([SCHEMA["k"], SCHEMA["at"]]), timestamp="at")
     build_training_set(spine, views.values(), name="features", to=Path("features"))
     build_maintenance(exports=[Path("exports")])

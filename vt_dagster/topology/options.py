@@ -192,7 +192,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _as_type(value: Any, hint: Any) -> Any:
     """Returns a value of another type as one of the type if it means the same: a path as a text, a
-    number of NumPy or a decimal as Python's, a set or a dictionary's values as a tuple, a number in a
+    number of NumPy or a decimal as Python's, a dictionary's keys or values as a tuple, a number in a
     mapping of texts as a text. Returns any other value as it is."""
     for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         kind, parts = get_origin(one), get_args(one)
@@ -205,7 +205,10 @@ def _as_type(value: Any, hint: Any) -> Any:
         if kind is Mapping and parts[1] is str and isinstance(value, Mapping):
             given = cast("Mapping[Any, Any]", value)
             return {name: _as_text_value(each) for name, each in given.items()}
-        if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        # Not a set, whose order differs between processes.
+        if not isinstance(value, Iterable) or isinstance(
+            value, str | bytes | Mapping | set | frozenset
+        ):
             continue
         elements = cast("Iterable[Any]", value)
         if kind is Sequence or (kind is tuple and ... in parts):
