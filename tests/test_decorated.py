@@ -37,6 +37,8 @@ from vt_dagster.sources.frame_sources import Delivery, Given
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 MONTH = timedelta(days=30)
 ABOUT: dict[str, Any] = {"key": "k", "schema": RECORD, "timestamp": "at"}
 DAYS = dg.DailyPartitionsDefinition("2024-01-01", end_date="2024-01-05")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 README = Path(__file__).parents[1] / "examples" / "features" / "README.md"
 
 

@@ -16,6 +16,8 @@ from pyspark.sql import SparkSession
 from tests.conftest import BIN, ROOT, ConnectServer
 from vt_dagster import read
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 README = ROOT / "examples" / "payments" / "README.md"
 
 

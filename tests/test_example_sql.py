@@ -21,6 +21,8 @@ from tests.test_example_payments import lines_of
 from tests.written import Written, moment
 from vt_dagster import VersionedTable, read
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 README = ROOT / "examples" / "sql" / "README.md"
 NOON = "2026-03-02T12:00:00Z"
 

@@ -19,7 +19,9 @@ from examples.warehouse import world
 from tests.market import QUIET, messages
 from vt_dagster import read
 
-DAYS = [world.FIRST + timedelta(days=n) for n in (0, 3, 6)]
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+DAYS = [world.FIRST + timedelta(days=n) for n in (0, 6)]
 WAITING = 3
 """So many orders are less than the grace period of three hours older than the last one."""
 
@@ -53,9 +55,7 @@ def priced(days: Sequence[date]) -> dict[str, float | None]:
     return made
 
 
-def test_three_days_by_hand(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_days_by_hand(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the team writes is in the tables as of its time, in its report, and in the export."""
     monkeypatch.setenv("EXAMPLE_DATA", str(tmp_path))
     defs = importlib.import_module("examples.warehouse.definitions").defs

@@ -35,6 +35,8 @@ from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.topology.model import with_settings
 from vt_dagster.topology.specification import FilterSpec
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 EVIL = "<script>alert('k')</script>\"&"
 
 

@@ -309,7 +309,7 @@ BAD = (4, 5, 5, 4, 5, 6, 6, 5, "z", "x", "acb", "cab", "cab", "abc", "abcd", "y"
 @pytest.mark.parametrize(
     "rows",
     [
-        pytest.param([GOOD, GOOD], id="good"),
+        pytest.param([GOOD, GOOD], id="good", marks=pytest.mark.endurance),
         pytest.param([GOOD, BAD], id="one bad"),
         pytest.param([BAD, BAD], id="bad", marks=pytest.mark.endurance),
     ],

@@ -24,6 +24,8 @@ from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.stale_reads import UNDECIDABLE
 from vt_dagster.topology.durations import parse_time
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 EVERY = [day(n) for n in range(2, 8)]
 FAR = parse_time("2100-01-01T00:00:00Z")
 Copy = Callable[[], Reports]

@@ -19,6 +19,8 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage import parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
 

@@ -33,6 +33,8 @@ from vt_dagster.storage import maintenance
 from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 class Catalog(TopologyTranslator):
     """Tags that a catalog wants."""

@@ -16,6 +16,8 @@ from tests.market import materialized
 from vt_dagster import read
 from vt_dagster.testing_kafka import KafkaBroker
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -27,6 +27,8 @@ from vt_dagster.sources.kafka_cluster import token_of
 from vt_dagster.sources.kafka_sink import advice_for, producing
 from vt_dagster.spark.jars import resolve_broker_jars
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 PROVIDER = f"{__name__}:token"
 SECRET = "oauth-sesame-4711"
 TOKENS: list[str] = []
