@@ -152,8 +152,11 @@ def test_an_unversioned_table_has_what_came_last(spark: SparkSession) -> None:
     joined = flights.left_join(planes, name="joined", select=("left.flight", "right.flight as plane"))
     driver = TopologyTestDriver(joined, spark=spark)
     driver.pipe("flights", {"origin": "JFK", "flight": 0, "timestamp": 1})
-    driver.pipe("planes", {"origin": "JFK", "flight": 7, "timestamp": 9})
-    driver.pipe("planes", {"origin": "JFK", "flight": 8, "timestamp": 3})
+    driver.pipe(
+        "planes",
+        {"origin": "JFK", "flight": 7, "timestamp": 9},
+        {"origin": "JFK", "flight": 8, "timestamp": 3},
+    )
     driver.pipe("flights", {"origin": "JFK", "flight": 1, "timestamp": 1})
     driver.pipe("planes", {"origin": "JFK", "timestamp": 2})
     driver.pipe("flights", {"origin": "JFK", "flight": 2, "timestamp": 9})
@@ -170,9 +173,8 @@ def test_the_store_answers_as_kip_889_says(spark: SparkSession) -> None:
     assert store.put("LGA", {"temp": 3.0}, 160) is None
     assert store.put("JFK", {"temp": 4.0}, 59) is REFUSED
     assert store.delete("JFK", 59) is None
-    assert (store.get("JFK") or {})["temp"] == 1.0
-    assert (store.get("JFK", as_of=99) or {})["temp"] == 2.0
-    assert store.get("JFK", as_of=59) is None
+    found = store.get_each(("JFK", None), ("JFK", 99), ("JFK", 59))
+    assert [row and row["temp"] for row in found] == [1.0, 2.0, None]
     assert (store.delete("JFK", 100) or {})["temp"] == 1.0
     assert store.get("JFK") is None
     assert store.put("JFK", None, 110) is None

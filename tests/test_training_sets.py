@@ -55,6 +55,7 @@ def land(root: Path, node: Any, step: int, records: Sequence[Row], spark: SparkS
     run_once(node, stores, recorded_at=at(20 * step + len(node.name)))
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_path: Path) -> None:
     chance, warehouse, to = random.Random(3), str(tmp_path / "warehouse"), str(tmp_path / "set")
     rates, shops = table(tmp_path, "rates"), table(tmp_path, "shops")
@@ -69,14 +70,13 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     ]
     ripe = timedelta(minutes=4)
     declared = TrainingSet("examples", visits, tuple(features), ripe)
-    for step in range(3):
+    for step in range(2):
         now = 40 + 15 * step
         for node in (rates, shops):
             land(tmp_path, node, step, drawn(chance, 25, now, 20), spark)
-        if step < 2:
-            some = [{**r, "shop": chance.choice(KEYS)} for r in drawn(chance, 25, now, 25)]
-            some = [{n: r[n] for n in ("k", "shop", "timestamp")} for r in some]
-            land(tmp_path, visits, step, [*some, *some[:5]], spark)
+        some = [{**r, "shop": chance.choice(KEYS)} for r in drawn(chance, 25, now, 25)]
+        some = [{n: r[n] for n in ("k", "shop", "timestamp")} for r in some]
+        land(tmp_path, visits, step, [*some, *some[:5]], spark)
     way = TrainingRun(declared, to, warehouse, spark)
     commit = way.run()
     assert commit is not None
@@ -113,8 +113,7 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     assert way.run() is None
     pinned = read_manifest(f"{to}/_manifests/1.json")
     assert pinned == made
-    for node in (rates, shops):
-        land(tmp_path, node, 9, drawn(chance, 25, 68, 20), spark)
+    land(tmp_path, rates, 9, drawn(chance, 25, 68, 20), spark)
     again = way.run()
     assert again is not None
     assert manifest_of(again).hash != made.hash
@@ -175,6 +174,7 @@ def test_columns_that_differ_in_capitals_alone(tmp_path: Path) -> None:
         build_training_set(visits, views, name="examples", to="set")
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> None:
     """A version with null values is a match; a view without any is a warning; a bound is a check."""
     warehouse = str(tmp_path / "warehouse")
