@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,29 +13,26 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.storage.topology import Topology
 from vt_dagster import SparkResource, build_maintenance, build_resources
+from vt_dagster.runs.run import run_once
 from vt_dagster.spark.settings import settings
 from vt_dagster.storage import delta, parquet, view
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, Shape
 from vt_dagster.storage.maintenance import KEEP, forget_commits, is_older, maintain
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
-    topology = Topology(tmp_path_factory.mktemp("made"))
+@pytest.fixture
+def grown(tmp_path: Path, spark: SparkSession) -> Topology:
+    """A table after several small runs, and a stream after one."""
+    topology = Topology(tmp_path)
     for i in range(4):
         topology.land("rates", f"{i}.jsonl", [("a", i, i), (None, 1, i)])
-        topology.land("orders", f"{i}.jsonl", [("a", i, i)])
-        for name in ("rates", "orders"):
-            topology.run(name, spark)
+        topology.run("rates", spark)
+    topology.land("orders", "0.jsonl", [("a", 0, 0), ("a", 1, 1)])
+    topology.run("orders", spark)
     return topology
-
-
-@pytest.fixture
-def grown(made: Topology, tmp_path: Path) -> Topology:
-    """A table and a stream after several small runs."""
-    return Topology(Path(shutil.copytree(made.root, tmp_path / "grown")))
 
 
 def files(topology: Topology, table: str) -> int:
@@ -53,17 +49,27 @@ def of_batch(topology: Topology, spark: SparkSession) -> int:
 def test_compaction_and_cleaning_change_nothing(
     grown: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the job, which truncates logs besides, and by maintenance of one asset."""
     before = grown.tables("rates", spark)
     pinned = grown.store("rates", spark).head()
     assert pinned is not None
-    done = maintain(grown.warehouse, "rates", spark)
-    assert done == {
+    resources = build_resources(grown.warehouse, SparkResource(master="local[2]"))
+    orders = replace(grown.orders, log_retention=timedelta(0))
+    defs = dg.Definitions.merge(build_maintenance(orders), dg.Definitions(resources=resources))
+    job = defs.resolve_job_def("maintenance").execute_in_process()
+    assert job.success
+    done = job.output_for_node("maintain")
+    assert done["rates"] == {
         "files_compacted": 11,
         "attempts_removed": 0,
         "commits_removed": 0,
         "conflicts": 0,
         "replaced_removed": 0,
     }
+    assert done["orders"]["records_truncated"] == 2
+    (schedule,) = defs.schedules or []
+    assert isinstance(schedule, dg.ScheduleDefinition)
+    assert schedule.cron_schedule == "0 3 * * *"
     head = grown.store("rates", spark).head()
     assert head is not None
     assert (head.commit, head.version > pinned.version) == (pinned.commit, True)
@@ -78,7 +84,12 @@ def test_compaction_and_cleaning_change_nothing(
     assert receipt.commit is not None
     assert receipt.commit.batch == 5
     assert of_batch(grown, spark) == 4
-    grown.run("priced", spark)
+    paid = grown.payments.left_join(grown.rates, name="paid", select=["left.n", "right.n as rate"])
+    grown.land("payments", "0.jsonl", [("a", 1, 2.5), ("a", 2, 8)])
+    grown.run("payments", spark)
+    run_once(paid, stores_of(grown.warehouse, spark))
+    rows = AssetStore(grown.warehouse, paid, spark).read().collect()
+    assert {row.n: row.rate for row in rows} == {1: 2, 2: 8}
     # old files go: those that are replaced, and what runs that are too old have left
     left = [
         grown.root / "warehouse" / "rates" / "attempts" / "of-a-killed-run",
@@ -105,20 +116,6 @@ def test_compaction_and_cleaning_change_nothing(
     assert grown.run("rates", spark).commit is None
     grown.land("rates", "9.jsonl", [("a", 9, 9)])
     assert grown.run("rates", spark).commit is not None
-
-
-def test_the_job(grown: Topology, spark: SparkSession) -> None:
-    resources = build_resources(grown.warehouse, SparkResource(master="local[2]"))
-    rates = replace(grown.rates, log_retention=timedelta(0))
-    defs = dg.Definitions.merge(build_maintenance(rates), dg.Definitions(resources=resources))
-    done = defs.resolve_job_def("maintenance").execute_in_process()
-    assert done.success
-    assert done.output_for_node("maintain")["orders"]["files_compacted"] == 4
-    assert "records_truncated" not in done.output_for_node("maintain")["orders"]
-    assert done.output_for_node("maintain")["rates"]["records_truncated"] == 4
-    (schedule,) = defs.schedules or []
-    assert isinstance(schedule, dg.ScheduleDefinition)
-    assert schedule.cron_schedule == "0 3 * * *"
 
 
 def test_the_age_of_what_an_object_store_holds() -> None:
@@ -154,10 +151,10 @@ def append(spark: SparkSession, path: Path, batch: int) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def old_table(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+@pytest.fixture
+def old(tmp_path: Path, spark: SparkSession) -> Path:
     """Five commits of ours, versions 0 and 2 to 5, a checkpoint at 3; forty days old."""
-    path = tmp_path_factory.mktemp("warehouse") / "rates" / "log"
+    path = tmp_path / "rates" / "log"
     append(spark, path, 1)
     spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ('delta.checkpointInterval' = '4')")
     for batch in range(2, 6):
@@ -166,43 +163,32 @@ def old_table(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> 
     return path
 
 
-@pytest.fixture
-def old(old_table: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(old_table, tmp_path / "rates" / "log"))
-
-
-def test_commits_are_kept_as_long_as_files(old: Path, spark: SparkSession) -> None:
+def test_commits_are_kept_as_long_as_files(
+    old: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where nobody writes, the last one stays. Cleaning by others makes commits too, and Delta
+    itself would forget ours after a checkpoint."""
     append(spark, old, 6)
     append(spark, old, 7)
-    before = delta.last_commit(str(old))
+    last = delta.last_commit(str(old))
     assert (forget_commits(str(old), timedelta(days=41)), commits(old)[0]) == (0, 0)
     done = maintain(str(old.parent.parent), "rates", spark)
     assert (done["commits_removed"], commits(old)[0]) == (3, 3)
     log = sorted(f.name for f in (old / "_delta_log").iterdir())
     assert [name for name in log if name.lstrip(".") < f"{3:020d}"] == []
-    assert before is not None
+    assert last is not None
+    assert commits(old)[-1] == last.version + 1  # files were compacted; cleaning leaves no commit
     after = delta.last_commit(str(old))
     assert after is not None
-    assert after.document == before.document
+    assert after.document == last.document
     assert parquet.read(spark, str(old)).count() == 7
     assert parquet.read(spark, str(old), 6).count() == 6
     assert spark.sql(f"DESCRIBE HISTORY delta.`{old}`").count() == len(commits(old))
-    append(spark, old, 8)
-    assert forget_commits(str(old), KEEP) == 0
-
-
-def test_where_nobody_writes_the_last_commit_stays(
-    old: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cleaning by others makes commits too, and Delta itself would forget ours after a checkpoint."""
-    last = delta.last_commit(str(old))
-    assert last is not None
-    assert maintain(str(old.parent.parent), "rates", spark)["commits_removed"] == 3
-    assert commits(old)[-1] == last.version + 1  # files were compacted; cleaning leaves no commit
+    assert forget_commits(str(old), KEEP) == 0, "the checkpoint of version 7 is new"
     spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")
-    assert (old / "_delta_log" / f"{8:020d}.checkpoint.parquet").exists()
+    assert commits(old)[-1] == 10
     days_pass(old, 40)
-    for version in range(9, 13):
+    for version in range(11, 15):
         spark.sql(f"ALTER TABLE delta.`{old}` SET TBLPROPERTIES ('theirs' = '{version}')")
     assert (old / "_delta_log" / f"{12:020d}.checkpoint.parquet").exists()
     said, sql = list[str](), type(spark).sql
@@ -211,8 +197,9 @@ def test_where_nobody_writes_the_last_commit_stays(
         said.append(text.split()[0])
         return sql(session, text)
 
-    monkeypatch.setattr(type(spark), "sql", noted)
-    maintain(str(old.parent.parent), "rates", spark)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(spark), "sql", noted)
+        maintain(str(old.parent.parent), "rates", spark)
     assert said == ["VACUUM"], "there is one file: nothing to compact"
     found = delta.last_commit(str(old))
     assert found is not None
