@@ -20,6 +20,7 @@ from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import ArrayType, IntegerType, LongType, MapType, StringType, StructType
 
 from tests.registry import Registry, framed
+from tests.storage.test_values import with_columns
 from vt_dagster.core.source_records import REASON, prepare
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import (
@@ -58,26 +59,43 @@ V3 = {**V2, "fields": [*V2["fields"], *_NEWER]}
 AT = datetime(2024, 5, 1, 12, 0, 0, 250_000)
 
 
+Asked = tuple[Format, Sequence[bytes], StructType]
+"""A format, messages, and the columns to make of them."""
+_SENT = "n int, i int, m binary"
+
+
 def decoded(
     spark: SparkSession, format_: Format, messages: Sequence[bytes], wanted: StructType = WANTED
 ) -> list[dict[str, Any]]:
     """What a format makes of each message; ``reason`` alone where it cannot be read."""
-    rows = spark.createDataFrame([(i, bytearray(m)) for i, m in enumerate(messages)], "i int, m binary")
-    found = format_.decode(F.col("m"), wanted, "orders-value", "read")
-    for name, parsed in found.parsed.items():
-        rows = rows.withColumn(name, parsed)
-    columns = [found.row[n].alias(n) for n in format_.columns(wanted)]
-    if found.deleted is not None:
-        columns.append(found.deleted.alias("deleted"))
-    if found.time is not None:
-        columns.append(found.time.alias("time"))
-    got = rows.select("i", *columns, found.reason.alias("reason")).orderBy("i").collect()
-    return [
-        {k: v for k, v in row.asDict().items() if k != "i" and (k != "reason" or v)}
-        if row.reason is None
-        else {"reason": row.reason}
-        for row in got
+    return each_decoded(spark, (format_, messages, wanted))[0]
+
+
+def each_decoded(spark: SparkSession, *asked: Asked) -> list[list[dict[str, Any]]]:
+    """The same of several formats in one query: each reads the messages of all."""
+    messages = [
+        (n, i, bytearray(m)) for n, (_, some, _) in enumerate(asked) for i, m in enumerate(some)
     ]
+    rows = spark.createDataFrame(messages, "n int, i int, m binary")
+    each = [
+        format_.decode(F.col("m"), wanted, "orders-value", f"read{n}")
+        for n, (format_, _, wanted) in enumerate(asked)
+    ]
+    rows = with_columns(rows, [found.parsed for found in each])
+    made = list[Any]()
+    for n, (found, (format_, _, wanted)) in enumerate(zip(each, asked, strict=True)):
+        columns = [found.row[name].alias(name) for name in format_.columns(wanted)]
+        if found.deleted is not None:
+            columns.append(found.deleted.alias("deleted"))
+        if found.time is not None:
+            columns.append(found.time.alias("time"))
+        made.append(F.struct(*columns, found.reason.alias("reason")).alias(f"made{n}"))
+    got = [list[dict[str, Any]]() for _ in asked]
+    for row in rows.select("n", "i", *made).orderBy("n", "i").collect():
+        values = {name: row[f"made{row.n}"][name] for name in row[f"made{row.n}"].__fields__}
+        reason = values.pop("reason")
+        got[row.n].append(values if reason is None else {"reason": reason})
+    return got
 
 
 def avro(spark: SparkSession, schema: dict[str, Any], *columns: str) -> bytes:
@@ -112,31 +130,42 @@ def test_json(spark: SparkSession) -> None:
     bad = {"reason": "unreadable"}
     texts = [good, b'{"id": 1', b'"text"', b'{"id": "seven"}', b"{}", b'{"name": null}']
     none = {"id": None, "name": None, "at": None}
-    assert decoded(spark, Json(), texts) == [ORDER, *(bad, bad, bad, bad), none]
     doubled, latin = good + good, '{"id": 7, "name": "é"}'.encode("latin-1")
-    assert decoded(spark, Json(), [doubled, good + b" x", latin]) == [bad, bad, bad]
-    twice = b'{"id": 7, "id": 8}'
-    assert decoded(spark, Json(), [twice]) == [bad]
-    assert decoded(spark, Json(framed=True), [framed(3, good), good, b""]) == [ORDER, bad, bad]
+    texts += [doubled, good + b" x", latin, b'{"id": 7, "id": 8}']
+    plain, packed = each_decoded(
+        spark, (Json(), texts, WANTED), (Json(framed=True), [framed(3, good), good, b""], WANTED)
+    )
+    assert plain == [ORDER, *(bad, bad, bad, bad), none, *[bad] * 4]
+    assert packed == [ORDER, bad, bad]
 
 
 def test_raw(spark: SparkSession) -> None:
     bad = {"reason": "unreadable"}
-    assert decoded(spark, Raw("name"), [b"x", b"", b"\xff"]) == [{"name": "x"}, {"name": ""}, bad]
-    assert decoded(spark, Raw("id"), [b"12", b"12x"]) == [{"id": 12}, bad]
     binary = StructType().add("b", "binary")
-    assert decoded(spark, Raw("b"), [b"\xff"], binary) == [{"b": bytearray(b"\xff")}]
+    assert each_decoded(
+        spark,
+        (Raw("name"), [b"x", b"", b"\xff"], WANTED),
+        (Raw("id"), [b"12", b"12x"], WANTED),
+        (Raw("b"), [b"\xff"], binary),
+    ) == [
+        [{"name": "x"}, {"name": ""}, bad],
+        [{"id": 12}, bad],
+        [{"b": bytearray(b"\xff")}],
+    ]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_decimals_are_not_rounded(spark: SparkSession) -> None:
     kind, bad = StructType().add("d", "decimal(4,2)"), {"reason": "unreadable"}
     held = {"d": Decimal("1.50")}
     texts = [b"1.500", b"1.501", b"99.995"]
-    assert decoded(spark, Raw("d"), texts, kind) == [held, bad, bad]
-    assert decoded(spark, Json(), [b'{"d": %b}' % text for text in texts], kind) == [held, bad, bad]
     events = [b'{"op": "c", "after": {"d": %b}}' % text for text in texts]
-    more = {"deleted": False, "time": None}
-    assert decoded(spark, Debezium(), events, kind) == [held | more, bad, bad]
+    assert each_decoded(
+        spark,
+        (Raw("d"), texts, kind),
+        (Json(), [b'{"d": %b}' % text for text in texts], kind),
+        (Debezium(), events, kind),
+    ) == [[held, bad, bad], [held, bad, bad], [held | {"deleted": False, "time": None}, bad, bad]]
 
 
 def test_avro(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
@@ -247,25 +276,22 @@ def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
         decoded(spark, Protobuf(str(path), "shop.Nothing"), [sent], wanted)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_debezium_json(spark: SparkSession, wrapped: bool) -> None:
+def test_debezium_json(spark: SparkSession) -> None:
     one, two = {"id": 7, "name": "x"}, {"id": 7, "name": "y"}
 
-    def event(op: str, before: Any, after: Any) -> bytes:
-        payload = {"before": before, "after": after, "op": op, "source": {"ts_ms": 1714564800250}}
-        return json.dumps(
-            {"schema": {"type": "struct"}, "payload": payload} if wrapped else payload
-        ).encode()
+    def event(op: str, before: Any, after: Any) -> dict[str, Any]:
+        return {"before": before, "after": after, "op": op, "source": {"ts_ms": 1714564800250}}
 
-    events = [
+    payloads = [
         *(event("c", None, one), event("u", one, two), event("r", None, two), event("d", two, None)),
-        *(event("t", None, None), event("u", one, None), b'{"id": 7}', b"{"),
+        *(event("t", None, None), event("u", one, None)),
     ]
-    told = {"deleted": False, "time": AT}
-    assert decoded(spark, Debezium(), events, ROW) == [
-        *({**one, **told}, {**two, **told}, {**two, **told}, {**two, "deleted": True, "time": AT}),
-        *[{"reason": "unreadable"}] * 4,
-    ]
+    wrapped = [{"schema": {"type": "struct"}, "payload": payload} for payload in payloads]
+    plain, within = ([json.dumps(message).encode() for message in some] for some in (payloads, wrapped))
+    told, bad = {"deleted": False, "time": AT}, {"reason": "unreadable"}
+    right = [{**one, **told}, {**two, **told}, {**two, **told}, {**two, "deleted": True, "time": AT}]
+    events = [*plain, b'{"id": 7}', b"{", *within]
+    assert decoded(spark, Debezium(), events, ROW) == [*right, *[bad] * 4, *right, *[bad] * 2]
 
 
 def test_debezium_avro(spark: SparkSession) -> None:
@@ -300,6 +326,7 @@ def test_debezium_avro(spark: SparkSession) -> None:
     ]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
     """Its envelope in values and keys, with the names that its schema has for times and decimals."""
     wanted = StructType().add("id", "long").add("at", "timestamp").add("day", "date")
@@ -321,12 +348,15 @@ def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
     bad = {"reason": "unreadable"}
     others = [payload, {"schema": None, "payload": {"other": 1}}, {"other": 1}, {"ID": 7, "d": "1"}]
     messages = [json.dumps(one).encode() for one in (whole, *others)]
-    assert decoded(spark, Json(), messages, wanted) == [row, *[bad] * 4]
     more = {"deleted": False, "time": AT}
-    assert decoded(spark, Debezium(), [json.dumps(event).encode()], wanted) == [row | more]
     said = Json(timestamps={"at": "micros", "day": "days"}, decimals="base64")
     plain = payload | {"d": "OQ=="}
-    assert decoded(spark, said, [json.dumps(plain).encode()], wanted) == [row]
+    assert each_decoded(
+        spark,
+        (Json(), messages, wanted),
+        (Debezium(), [json.dumps(event).encode()], wanted),
+        (said, [json.dumps(plain).encode()], wanted),
+    ) == [[row, *[bad] * 4], [row | more], [row]]
 
 
 def test_json_keys(spark: SparkSession) -> None:
@@ -336,14 +366,20 @@ def test_json_keys(spark: SparkSession) -> None:
     keys += [b'{"schema": {}, "payload": {"id": "apple"}}', b'"a", "x": 1', b'{"x": 1}', b"apple"]
     apple = {"id": "apple"}
     right = [apple, {"id": "1.10"}, apple, apple, apple, bad, bad, bad]
-    assert decoded(spark, Json(), keys, text) == right
     quoted = [b'"apple"', b"apple", rb'"a\"b"', b'"a" "b"', b'"']
-    assert [one["id"] for one in decoded(spark, Raw("id"), quoted, text)] == [
-        *("apple", "apple", 'a"b', '"a" "b"', '"'),
+    assert each_decoded(
+        spark,
+        (Json(), keys, text),
+        (Raw("id"), quoted, text),
+        (Raw("id", serializer="string"), [b'"apple"'], text),
+    ) == [
+        right,
+        [{"id": one} for one in ("apple", "apple", 'a"b', '"a" "b"', '"')],
+        [{"id": '"apple"'}],
     ]
-    assert decoded(spark, Raw("id", serializer="string"), [b'"apple"'], text) == [{"id": '"apple"'}]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_keys_of_kafkas_serializers(spark: SparkSession) -> None:
     bad, long = {"reason": "unreadable"}, (-5).to_bytes(8, "big", signed=True)
     uuid = b"123e4567-e89b-12d3-a456-426614174000"
@@ -364,13 +400,17 @@ def test_keys_of_kafkas_serializers(spark: SparkSession) -> None:
         ("uuid", "string", uuid[1:], None),
         ("bytes", "binary", b"\xff", bytearray(b"\xff")),
     ]
-    for serializer, kind, message, right in cases:
-        found = decoded(spark, Raw("k", serializer), [message], StructType().add("k", kind))
-        assert found == [bad if right is None else {"k": right}], (serializer, kind, message)
     moment = StructType().add("k", "timestamp")
     sent = (1714564800250).to_bytes(8, "big")
-    assert decoded(spark, Raw("k", "long", timestamps="millis"), [sent], moment) == [{"k": AT}]
-    assert decoded(spark, Raw("k", "long"), [sent], moment) == [bad]
+    *found, times, no_times = each_decoded(
+        spark,
+        *((Raw("k", s), [message], StructType().add("k", kind)) for s, kind, message, _ in cases),
+        (Raw("k", "long", timestamps="millis"), [sent], moment),
+        (Raw("k", "long"), [sent], moment),
+    )
+    for one, (serializer, kind, message, right) in zip(found, cases, strict=True):
+        assert one == [bad if right is None else {"k": right}], (serializer, kind, message)
+    assert (times, no_times) == ([{"k": AT}], [bad])
 
 
 def test_values_that_debezium_does_not_send(spark: SparkSession) -> None:
