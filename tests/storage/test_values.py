@@ -11,16 +11,17 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from pyspark.sql import SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     BinaryType,
@@ -249,13 +250,23 @@ def judged(
         [(i, bytearray(m)) for i, (_, m) in enumerate(messages)], "i int, m binary"
     )
     columns = list[Any]()
-    for n, (format_, wanted) in enumerate(reading.values()):
-        found = format_.decode(F.col("m"), wanted, "s", f"_{n}")
-        for name, column in found.parsed.items():
-            rows = rows.withColumn(name, column)
+    each = [
+        format_.decode(F.col("m"), wanted, "s", f"_{n}")
+        for n, (format_, wanted) in enumerate(reading.values())
+    ]
+    rows = with_columns(rows, [found.parsed for found in each])
+    for n, (found, (_, wanted)) in enumerate(zip(each, reading.values(), strict=True)):
         kept = F.struct(*[found.row[name].alias(name) for name in wanted.names])
         columns.append(F.struct(kept.alias("row"), found.reason.alias("reason")).alias(f"v{n}"))
     return compared(rows.select("i", *columns).orderBy("i").collect(), messages, reading, right)
+
+
+def with_columns(rows: DataFrame, groups: Sequence[Mapping[str, Column]]) -> DataFrame:
+    """Adds columns of which each may refer to those before it in its group; of all groups at once, as
+    Spark looks through the whole plan each time."""
+    for some in zip_longest(*(group.items() for group in groups)):
+        rows = rows.withColumns(dict(one for one in some if one is not None))
+    return rows
 
 
 def compared(
@@ -364,16 +375,16 @@ def test_raw_and_csv(spark: SparkSession) -> None:
     rows = spark.createDataFrame(
         [(i, f'"{t}"', "f") for i, t in enumerate(texts)], "i int, line string, f string"
     )
-    columns = list[Any]()
+    columns, groups = list[Any](), list[dict[str, Column]]()
     for n, kind in enumerate(KINDS.values()):
         wanted, how = of(kind), Reading(base64=False)
-        rows = rows.withColumn(f"t{n}", one_record("line", "f", {("v",): ["f"]}, wanted, {}))
+        record = one_record("line", "f", {("v",): ["f"]}, wanted, {})
         parts = read_record(F.col(f"t{n}"), F.col("line"), wanted, how, f"c{n}")
+        groups.append({f"t{n}": record, **parts})
         row = F.col(f"c{n}_row")
-        for name, column in parts.items():
-            rows = rows.withColumn(name, column)
         reason = F.when(row.isNull(), UNREADABLE)
         columns.append(F.struct(row.alias("row"), reason.alias("reason")).alias(f"v{n}"))
+    rows = with_columns(rows, groups)
 
     def right_csv(i: int, kind: DataType) -> set[Any]:
         return {None} if texts[i] == "" else right(i, kind)
