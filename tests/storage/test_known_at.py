@@ -31,7 +31,7 @@ from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import arrow_reader, commit_log, delta, view
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Shape
-from vt_dagster.storage.maintenance import forget_commits, maintain
+from vt_dagster.storage.maintenance import forget_commits
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Table
 
@@ -352,8 +352,13 @@ def test_spark_gives_the_same(
     topology, then = told
     if maintained:
         topology = Topology(Path(shutil.copytree(topology.root, tmp_path / "copy")))
-        DeltaTable(f"{topology.warehouse}/rates/log").create_checkpoint()
-        maintain(topology.warehouse, "rates", spark, keep=timedelta(0))
+        for part in ("log", "view"):
+            path = f"{topology.warehouse}/rates/{part}"
+            table = DeltaTable(path)
+            table.create_checkpoint()
+            table.optimize.compact()
+            table.vacuum(0, dry_run=False, enforce_retention_duration=False)
+            forget_commits(path, timedelta(0))
         assert len(list(commit_log.commits(f"{topology.warehouse}/rates"))) == 5
         assert len(delta.versions(f"{topology.warehouse}/rates/log")) < 5
     store = topology.store("rates", spark)
@@ -397,14 +402,14 @@ def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> 
 def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
     """Of another machine: a commit is recorded after the one before it all the same."""
     topology = Topology(tmp_path)
-    topology.land("rates", "1.jsonl", [("a", 1, 1)])
+    topology.land("orders", "1.jsonl", [("a", 1, 1)])
     ahead = 4_102_444_800 * 10**9  # 2100
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("vt_dagster.runs.commit_document.time.time_ns", lambda: ahead)
-        topology.run("rates", spark)
-    topology.land("rates", "2.jsonl", [("a", 2, 2)])
-    topology.run("rates", spark)
-    first, second = commit_log.commits(f"{topology.warehouse}/rates")
+        topology.run("orders", spark)
+    topology.land("orders", "2.jsonl", [("a", 2, 2)])
+    topology.run("orders", spark)
+    first, second = commit_log.commits(f"{topology.warehouse}/orders")
     assert (first.recorded_at, second.recorded_at) == (ahead // 1000, ahead // 1000 + 1)
 
 
