@@ -85,9 +85,9 @@ def test_random_tables(
             records.append((dice.choice("abcdef"), dice.choice([None, 1, 2, 3]), moment))
         topology.land("rates", f"{run}.jsonl", records)
         topology.run("rates", spark)
-        run_once(plain, stores_of(topology.warehouse, spark))
-        if run % 2 == 0:
+        if run not in (3, 5):
             continue
+        run_once(plain, stores_of(topology.warehouse, spark))
         store = topology.store("rates", spark)
         base, head = store.snapshot().base, store.head()
         assert base is not None
@@ -285,18 +285,18 @@ def test_neither_spark_nor_dagster_is_imported(topology: Topology) -> None:
     code = f"""
 import sys
 from vt_dagster.cli import app
-sys.argv = ["vt-dagster", *sys.argv[1:], "--key", "a", "--warehouse", {topology.warehouse!r}]
-try:
-    app()
-finally:
-    print(sorted({{"pyspark", "dagster", "pandera"}} & set(sys.modules)))
+for command in ("get", "history"):
+    sys.argv = ["vt-dagster", command, "rates", "--key", "a", "--warehouse", {topology.warehouse!r}]
+    try:
+        app()
+    except SystemExit as done:
+        assert done.code == 0
+print(sorted({{"pyspark", "dagster", "pandera"}} & set(sys.modules)))
 """
-    for command, said in (("get", "n             3\n"), ("history", "n=3")):
-        done = subprocess.run(
-            [sys.executable, "-c", code, command, "rates"], capture_output=True, text=True, timeout=60
-        )
-        assert said in done.stdout, done.stderr
-        assert done.stdout.endswith("[]\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "n             3\n" in done.stdout, done.stderr
+    assert "n=3" in done.stdout
+    assert done.stdout.endswith("[]\n")
 
 
 def test_a_read_waits_until_arrows_threads_have_released_the_file_system() -> None:
