@@ -117,7 +117,8 @@ def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) ->
     assert live.versions(accounts) == versions
 
 
-@pytest.mark.parametrize("name", ["joined", pytest.param("names", marks=pytest.mark.endurance)])
+@pytest.mark.endurance  # test_restate.py restates a join, test_new_version_on.py joins such tables
+@pytest.mark.parametrize("name", ["joined", "names"])
 def test_what_is_made_of_them_is_restated(spark: SparkSession, tmp_path: Path, name: str) -> None:
     """A join, and a table of its own, take in what came late, as a replay does."""
     live = Live(tmp_path, spark)
