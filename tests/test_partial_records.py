@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import (
     ArrayType,
     IntegerType,
+    LongType,
     MapType,
     StringType,
     StructField,
@@ -87,8 +88,12 @@ class Change:
 
     @property
     def row(self) -> dict[str, Any]:
-        told = dict(zip(PARTS, self.values, strict=True))
+        told = dict(zip((*PARTS, *ALWAYS), self.values, strict=False))
         return {"k": self.k, **told, "given": self.given, "timestamp": at(self.second)}
+
+    @property
+    def row_or_deletion(self) -> dict[str, Any]:
+        return {**self.row, "given": ["gone"]} if self.deleted else self.row
 
 
 def expected(arrived: Sequence[Change], retention: int) -> list[tuple[Any, ...]]:
@@ -154,7 +159,7 @@ def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
         arrived += some_changes(random, f"k{n:03}", random.randint(1, 14), 60)
     random.shuffle(arrived)
     arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30, 50]))
-    rows = [{**c.row, **({"given": ["gone"]} if c.deleted else {})} for c in arrived]
+    rows = [c.row_or_deletion for c in arrived]
     node = table(only_columns="given", deleted_when=GONE)
     logs: list[Any] = []
     for cuts, at_once in ([], 10_000), (random.sample(range(1, len(arrived)), 1), 3):
@@ -385,7 +390,7 @@ def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
     random.shuffle(arrived)
     node = table(only_columns="given", deleted_when=GONE, new_version_on=["city"])
     driver = TopologyTestDriver(node, spark=spark)
-    rows = [{**c.row, **({"given": ["gone"]} if c.deleted else {})} for c in arrived]
+    rows = [c.row_or_deletion for c in arrived]
     driver.pipe("members", *rows[:90])
     driver.pipe("members", *rows[90:])
     whole = [(k, begin, end, row) for k, begin, end, row in expected(arrived, 40)]
@@ -399,6 +404,90 @@ def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
     assert told(driver) == collapsed
 
 
+# -- with a tie-break ---------------------------------------------------------------------------------
+
+TIED = StructType(
+    [*SCHEMA.fields, StructField("n", IntegerType()), StructField("until", TimestampType())]
+)
+ALWAYS = ("n", "until")
+
+
+def tied_versions(arrived: Sequence[Change]) -> tuple[list[tuple[Any, ...]], int]:
+    """The versions by the definition, and how many records lost. Of a key and time, each column is that
+    of the record with the largest ``n`` that provides it, of equal ones of the last."""
+
+    def tie(one: Change) -> int:
+        return -1 if one.values[3] is None else one.values[3]
+
+    def provides(one: Change, column: str) -> bool:
+        return one.deleted or one.given is None or column in (*one.given, *ALWAYS)
+
+    columns, lost = (*PARTS, "given", *ALWAYS), 0
+    found: list[tuple[Any, ...]] = []
+    for key in sorted({one.k for one in arrived}):
+        row: dict[str, Any] = {}
+        for second in sorted({one.second for one in arrived if one.k == key}):
+            givers: dict[str, Change] = {}
+            for one in (c for c in arrived if (c.k, c.second) == (key, second)):
+                its = [c for c in columns if provides(one, c)]
+                won = [c for c in its if c not in givers or tie(givers[c]) <= tie(one)]
+                lost += not won
+                givers |= dict.fromkeys(won, one)
+            new: dict[str, Any] = {c: row.get(c) for c in (*PARTS, "given")}
+            for c, giver in givers.items():
+                own = {**giver.row, "given": giver.given and [*giver.given]}
+                new[c] = None if giver.deleted and not givers["n"].deleted else own[c]
+            largest = tie(givers["n"])
+            smaller = {c: g.values[3] for c, g in givers.items() if tie(g) < largest}
+            given = None if len(givers) == len(columns) else {*givers}
+            deleted = givers["n"].deleted
+            row = {} if deleted else new
+            found.append((key, second, None if deleted else new, given, smaller or None))
+    return found, lost
+
+
+def tied_changes(random: Random, key: str, many: int) -> list[Change]:
+    found: list[Change] = []
+    for one in some_changes(random, key, many, 4):
+        n, until = random.choice([None, 0, 1, 2, 3]), random.choice([None, at(9)])
+        given = None if one.given is None else tuple({*one.given, *random.sample(["given", "n"], 1)})
+        found.append(replace(one, given=given, values=(*one.values, n, until)))
+    return found
+
+
+def test_of_one_time_each_column_goes_by_the_tie_break(spark: SparkSession) -> None:
+    """However records are cut into runs, and in two orders of arrival."""
+    random, arrived = Random(7), list[Change]()
+    for n in range(30):
+        arrived += tied_changes(random, f"k{n:02}", random.randint(2, 9))
+    other = arrived.copy()
+    random.shuffle(arrived)
+    about: dict[str, Any] = {"schema": TIED, "tie_break": "n", "valid_until": "until"}
+    node = table(only_columns="given", deleted_when=GONE, **about)
+    logs: list[Any] = []
+    for changes, cuts in (arrived, []), (arrived, [60]), (other, []):
+        driver = TopologyTestDriver(node, spark=spark)
+        lost = 0
+        for start, end in zip([0, *cuts], [*cuts, len(changes)], strict=True):
+            driver.pipe("members", *[c.row_or_deletion for c in changes[start:end]])
+            expected_now, lost = tied_versions(changes[:end])
+            assert tied(driver) == expected_now
+        assert driver.metrics("members")["lost_tie"] == lost > 0
+        logs.append([{c: r[c] for c in r if c != "recorded_at"} for r in driver.read("members")])
+    assert logs[0] == logs[1]
+    assert any(r["propagated_from"] and r["n_by_column"] for r in logs[0])
+
+
+def tied(driver: TopologyTestDriver) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for r in driver.versions("members"):
+        row = {c: as_map(r[c]) if c == "tags" else r[c] for c in (*PARTS, "given", *ALWAYS)}
+        given, smaller = r["provided_columns"], r["n_by_column"]
+        about = None if given is None else {*given}, None if smaller is None else dict(smaller)
+        found.append((r["k"], seconds(r["valid_from"]), None if r["is_tombstone"] else row, *about))
+    return sorted(found, key=lambda v: v[:2])
+
+
 @pytest.mark.parametrize(
     ("about", "said"),
     [
@@ -408,7 +497,15 @@ def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
         ({"only_columns": ["timestamp"]}, "only_columns to name value columns"),
         ({"ignore_null_updates": ["town"]}, "ignore_null_updates to name value columns"),
         ({"ignore_null_updates": "city"}, "ignore_null_updates to be a list of value columns"),
-        ({"ignore_null_updates": True, "tie_break": "tier"}, "does not allow tie_break"),
+        ({"ignore_null_updates": ["tier"], "tie_break": "tier"}, "ignore_null_updates to name value"),
+        (
+            {
+                "ignore_null_updates": True,
+                "tie_break": "tier",
+                "schema": StructType([*SCHEMA.fields, StructField("Tier_by_column", StringType())]),
+            },
+            "no value columns named ['tier_by_column']",
+        ),
         (
             {"ignore_null_updates": True, "source": SnapshotSource("dumps", dump_time="modified")},
             "with a source of changes",
@@ -603,3 +700,70 @@ def test_switched_on_and_off_in_a_live_table(tmp_path: Path, spark: SparkSession
         (36, None, "Bonn"),
         (40, "iron", "Bonn"),
     ]
+
+
+def test_ties_of_columns_on_delta(tmp_path: Path, spark: SparkSession) -> None:
+    """Switched on in a live table; across runs, in versions that a late record changes, and after the
+    column got another name and a longer type."""
+    more = [StructField(c, StringType()) for c in ("plan",)]
+    more += [StructField("until", TimestampType()), StructField("n", IntegerType())]
+    made = Members(
+        tmp_path,
+        spark,
+        schema=StructType([*MEMBER.fields, *more]),
+        only_columns="changed",
+        segment_interval=timedelta(seconds=10),
+    )
+    # The join of ``made`` reads no table with it.
+    made.table = replace(made.table, valid_until="until")
+
+    def stored() -> list[tuple[Any, ...]]:
+        rows = made.store().read("versions").collect()
+        name = made.table.tie_break or "n"
+        return sorted(
+            (
+                seconds(r["valid_from"].astimezone(timezone.utc)),
+                *(r[c] for c in ("tier", "city", "plan", name)),
+                r["until"] and seconds(r["until"].astimezone(timezone.utc)),
+            )
+            for r in rows
+        )
+
+    end = at(90).isoformat()
+    made.land(
+        "members", "1", some("a", 10, tier="t1", n=9), some("a", 30, "city", city="c1", until=end)
+    )
+    made.run(made.table)
+    made.table = replace(made.table, tie_break="n")
+    made.land(
+        "members",
+        "2",
+        some("a", 20, "tier", tier="t2", n=5),
+        some("a", 40, "tier", tier="t3", n=7),
+        some("a", 40, "tier city", tier="no", city="c2", n=3),
+    )
+    counts = made.run(made.table)
+    assert (counts["applied"], counts["carried"]) == (3, 1)
+    assert stored() == [
+        (10, "t1", None, None, 9, None),
+        (20, "t2", None, None, 5, None),
+        (30, "t2", "c1", None, 9, 90),
+        (40, "t3", "c2", None, 7, None),
+    ]
+    longer = [StructField("seq", LongType()) if f.name == "n" else f for f in made.table.schema.fields]
+    about: dict[str, Any] = {"schema": StructType(longer), "renamed": {"n": "seq"}, "tie_break": "seq"}
+    made.table = replace(made.table, **about)
+    made.store().rebuild_view()
+    made.land("members", "3", some("a", 40, "tier city", tier="no", city="c3", seq=5))
+    made.land("members", "3b", some("a", 40, "city", city="no", seq=4), some("a", 35, "plan", plan="p"))
+    counts = made.run(made.table)
+    assert (counts["applied"], counts["lost_tie"], counts["carried"]) == (2, 1, 1)
+    assert stored()[3:] == [(35, "t2", "c1", "p", None, None), (40, "t3", "c3", "p", 7, None)]
+    last = made.store().read("log").orderBy("offset").collect()[-1]
+    assert (last["propagated_from"], last["seq_by_column"]) == (1, {"city": 5})
+    before = made.versions()
+    replay(made.warehouse, made.table, "again", spark)
+    assert made.versions(replace(made.table, name="again")) == before
+    assert not [f for f in audit(made.store()) if f.offending]
+    told = explain("members", key="a", at=at(40), warehouse=made.warehouse)
+    assert [d.rule for d in told.decisions] == ["carried"]

@@ -59,6 +59,9 @@ PROPAGATED_FROM = "propagated_from"
 """In a table with partial updates, INT: 0 for a record; for a version that a late record changed, and
 that is in the log again, the number of such rows since that record, which is at
 ``offset - propagated_from``."""
+BY_COLUMN = "_by_column"
+"""In a table with partial updates and ``tie_break``, behind the name of that column: MAP of a row's
+columns that a record with a smaller value of ``tie_break`` provides to this value; null = none."""
 LEFT_PARTITION, LEFT_OFFSET = "left_partition", "left_offset"
 """In a corrected join: the position of the row's record in the stream's log, INT and BIGINT."""
 RIGHT_PARTITION, RIGHT_OFFSET = "right_partition", "right_offset"

@@ -46,7 +46,7 @@ LATE = _rule(
 LOST_TIE = _rule(
     "lost_tie",
     "the table has a record of the same key and timestamp with a larger value of tie_break: the record "
-    "is not applied",
+    "is not applied; a partial update only if there is one for each column that it provides",
 )
 DUPLICATE = _rule(
     "duplicate",

@@ -153,6 +153,10 @@ def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
     assert count(put) == {"shuffles": 3, "sorts": 4, "windows": 4}
     frames = set(re.findall(r"specifiedwindowframe\(\w+, ([^,]+), ([^)]+)", put))
     assert not [begin for begin, end in frames if "following" in end and "preceding" not in begin]
+    # The ties of both columns are found in one sort.
+    table = replace(table, tie_break="price")
+    put = plan(processor_of(table, single_task=True).results([Input(records)], RunContext.nothing()))
+    assert count(put) == {"shuffles": 4, "sorts": 5, "windows": 6}
 
 
 def test_sessions_are_sorted_by_key_once(spark: SparkSession) -> None:

@@ -10,16 +10,24 @@ from pyspark.sql.pandas import types
 from pyspark.sql.types import (
     ArrayType,
     BooleanType,
+    CharType,
     DataType,
+    DecimalType,
+    DoubleType,
+    FloatType,
     IntegerType,
+    IntegralType,
     LongType,
+    MapType,
     StringType,
     StructField,
     StructType,
     TimestampType,
+    VarcharType,
 )
 
 from vt_dagster.columns import (
+    BY_COLUMN,
     CAUSE,
     IS_LATE,
     IS_LATEST,
@@ -81,18 +89,51 @@ def log_columns(node: Stream) -> list[str]:
     of_tables = (IS_LATEST, OLD) if isinstance(node, Table) else ()
     of_operator = node.operator.log_columns if node.operator is not None else ()
     of_parts = _OF_PARTS if partial_columns(node) else ()
-    return [*own, *LOG_COLUMNS, *of_tables, *of_operator, *of_parts]
+    ties = ties_by_column(node)
+    of_ties = () if ties is None else (ties.name,)
+    return [*own, *LOG_COLUMNS, *of_tables, *of_operator, *of_parts, *of_ties]
 
 
 def partial_columns(node: Stream) -> dict[str, tuple[str, ...]]:
     """Returns the value columns that a partial update may omit, each with its earlier names.
 
-    Empty for a table without partial updates.
+    Empty for a table without partial updates. With ``tie_break`` also :func:`always_provided`.
     """
     if not isinstance(node, VersionedTable) or not node.has_partial_updates:
         return {}
-    own = (node.timestamp, node.valid_until)
+    own = {node.timestamp, node.valid_until} - {*always_provided(node)}
     return {c: tuple(node.earlier.get(c, ())) for c in value_columns(node) if c not in own}
+
+
+def always_provided(node: Stream) -> list[str]:
+    """Returns the columns among :func:`partial_columns` that each record provides: with ``tie_break``,
+    which decides for each column, that column and ``valid_until``."""
+    if not isinstance(node, VersionedTable) or not node.has_partial_updates or node.tie_break is None:
+        return []
+    return [node.tie_break, *([] if node.valid_until is None else [node.valid_until])]
+
+
+def ties_by_column(node: Stream) -> StructField | None:
+    """Returns the column with the values of ``tie_break`` of single columns; None = the node has none.
+
+    Its name has that of ``tie_break``, because another ``tie_break`` has other values and another type.
+    """
+    if not (always := always_provided(node)):
+        return None
+    tie_break, *_ = always
+    before = [f"{c}{BY_COLUMN}" for c in node.earlier.get(tie_break, ())]
+    kind = MapType(StringType(), _widest(node.schema[tie_break].dataType))
+    return named(f"{tie_break}{BY_COLUMN}", kind, before)
+
+
+def _widest(kind: DataType) -> DataType:
+    """Returns the widest type that a column of a type may get later: a type in a map cannot change."""
+    if isinstance(kind, DecimalType):
+        return DecimalType(38, kind.scale)
+    if isinstance(kind, CharType | VarcharType):
+        return StringType()
+    wide = LongType() if isinstance(kind, IntegralType) else kind
+    return DoubleType() if isinstance(kind, FloatType) else wide
 
 
 def log_schema(node: Stream) -> StructType:
@@ -115,9 +156,12 @@ def _schema(node: Stream, names: Sequence[str], of_old: Sequence[str] = ()) -> S
     added = node.operator.log_columns if node.operator is not None else ()
     own |= {n: kind for n, kind in _OF_CORRECTIONS.items() if n in added}
     own |= _OF_PARTS if partial_columns(node) else {}
+    ties = ties_by_column(node)
     old = [*value_columns(node), TIMESTAMP, *of_old]
     own[OLD] = StructType([_field(node, n, own) for n in old])
-    return StructType([_field(node, n, own) for n in names])
+    return StructType(
+        [ties if ties is not None and n == ties.name else _field(node, n, own) for n in names]
+    )
 
 
 def _field(node: Stream, name: str, own: Mapping[str, DataType]) -> StructField:

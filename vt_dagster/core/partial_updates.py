@@ -25,10 +25,10 @@ import numpy
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.compute  # pyright: ignore[reportMissingTypeStubs]
 from pyspark import cloudpickle
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import IntegerType, StructField, StructType
+from pyspark.sql.types import IntegerType, MapType, StructField, StructType
 
 from vt_dagster.columns import (
     IS_TOMBSTONE,
@@ -50,11 +50,111 @@ cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 _KIND, _TIME, _FLOOR, _AT, _END = "_kind", "_time", "_floor", "_at", "_end"
 _HELPERS = (_KIND, _TIME, _FLOOR)
+_HELD, _WON = "_held", "_won"
 _VERSION, _RECORD, _OTHER = 0, 1, 2
 _MANY = 10_000
 """Number of rows in one output batch."""
 _MOST = 100_000
 """Number of changed versions, of more than one record, that are computed at once."""
+
+
+def with_always(versions: DataFrame, always: Sequence[str]) -> DataFrame:
+    """Adds to the ``provided_columns`` of versions the columns that each record provides: those from
+    before the table had ``tie_break`` do not list them."""
+    given = F.array_union(PROVIDED_COLUMNS, F.array(*map(F.lit, always)))
+    return versions.withColumn(PROVIDED_COLUMNS, given)
+
+
+def without_lost_columns(
+    records: DataFrame,
+    versions: DataFrame | None,
+    *,
+    key: Sequence[str],
+    order: Sequence[str],
+    tie_break: str,
+    parts: Mapping[str, Sequence[str]],
+    ties: StructField,
+) -> DataFrame:
+    """Leaves of each record the columns that it wins against the records of its key and timestamp.
+
+    A record loses a column against an earlier arrival that provides it with a larger value of
+    ``tie_break``; with an equal value it wins. A record that loses all columns is ``lost_tie``. Of each
+    column, the accepted records of a key and timestamp therefore ascend. A deletion that loses some
+    columns is an update that sets the others to null, since the row exists.
+
+    Plan: as ``versioned_table.without_lost_ties``, with a maximum for each part in the same window.
+
+    Args:
+        records: with their outcome and ``provided_columns``; ``versions``: those that may have their
+            keys and timestamps; None = none.
+        tie_break: one of the parts, which each record provides.
+        parts: see :func:`merge_forward`.
+        ties: the column ``*_by_column``.
+
+    Returns:
+        the records with the columns that they win as ``provided_columns``, and with ``ties`` of the
+        version after them.
+    """
+    kind = cast(MapType, ties.dataType).valueType
+    place, value = [*key, TIMESTAMP], F.struct(F.col(f"`{tie_break}`").cast(kind).alias("value"))
+    if versions is not None:
+        keys = [F.col(f"`{k}`") for k in key]
+        held = F.struct(value.alias("largest"), PROVIDED_COLUMNS, F.col(f"`{ties.name}`").alias("ties"))
+        there = versions.select(*keys, F.col(VALID_FROM).alias(TIMESTAMP), held.alias(_HELD))
+        records = records.join(there, place, "left")
+    before = W.partitionBy(*place).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    applied = F.col(OUTCOME) == Outcome.APPLIED
+    gives, best = dict[str, Column](), dict[str, Column]()
+    for part, earlier in parts.items():
+        said = F.array_contains(PROVIDED_COLUMNS, part)
+        gives[part] = applied & F.coalesce(said, F.lit(True))
+        best[part] = F.max(F.when(gives[part], value)).over(before)
+        if versions is not None:
+            best[part] = F.greatest(best[part], _held_tie((part, *earlier)))
+    # Columns of their own: Spark computes a window once per mention in an expression.
+    names = {part: f"_best{n}" for n, part in enumerate(parts)}
+    rows = records.withColumns({names[part]: column for part, column in best.items()}).drop(_HELD)
+    wins, after = dict[str, Column](), dict[str, Column]()
+    for part, name in names.items():
+        wins[part] = gives[part] & F.coalesce(F.col(name) <= value, F.lit(True))
+        after[part] = F.greatest(F.col(name), F.when(gives[part], value))
+    won = F.array_compact(F.array(*[F.when(won, F.lit(part)) for part, won in wins.items()]))
+    smaller = [
+        F.when(tie < after[tie_break], F.struct(F.lit(part).alias("key"), tie["value"].alias("value")))
+        for part, tie in after.items()
+    ]
+    entries = F.array_compact(F.array(*smaller))
+    rows = rows.withColumns(
+        {_WON: won, ties.name: F.when(F.size(entries) > 0, F.map_from_entries(entries))}
+    )
+    lost = applied & (F.size(_WON) == 0)
+    remains = applied & ~lost & F.col(IS_TOMBSTONE) & (F.size(_WON) < len(parts))
+    nulls = {part: F.when(remains, None).otherwise(F.col(f"`{part}`")) for part in parts}
+    given = F.when(F.size(_WON) < len(parts), F.col(_WON))
+    marked = rows.withColumns(
+        {
+            **nulls,
+            IS_TOMBSTONE: F.col(IS_TOMBSTONE) & ~remains,
+            PROVIDED_COLUMNS: F.when(applied, given).otherwise(F.col(PROVIDED_COLUMNS)),
+            OUTCOME: F.when(lost, Outcome.LOST_TIE).otherwise(F.col(OUTCOME)),
+        }
+    )
+    return marked.drop(_WON, *names.values())
+
+
+def _held_tie(names: Sequence[str]) -> Column:
+    """Returns the value of ``tie_break`` of the record that provides a column of the version in
+    ``_held``; null = none does.
+
+    Args:
+        names: the names of the column.
+    """
+    held, ties = F.col(_HELD), F.col(_HELD)["ties"]
+    given = F.coalesce(
+        F.arrays_overlap(held[PROVIDED_COLUMNS], F.array(*map(F.lit, names))), F.lit(True)
+    )
+    own = [F.when(F.map_contains_key(ties, n), F.struct(ties[n].alias("value"))) for n in names]
+    return F.when(held.isNotNull() & given, F.coalesce(*own, held["largest"]))
 
 
 def merge_forward(

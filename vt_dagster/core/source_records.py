@@ -17,7 +17,7 @@ from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType,
 from vt_dagster import rules
 from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, PARTITION, PROVIDED_COLUMNS, TIMESTAMP
 from vt_dagster.core.arrival_order import Outcome, has_key, in_order_of_keys
-from vt_dagster.core.log_columns import partial_columns
+from vt_dagster.core.log_columns import always_provided, partial_columns
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 # Source records
@@ -150,7 +150,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     parts = partial_columns(node)
     if UNCHANGED in rows.columns and not takes_unchanged(node):
         # Only a partial column is filled from a version: another would become null, which nobody sent.
-        lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
+        filled = [F.lit(c) for c in parts if c not in always_provided(node)]
+        lost = F.array_except(UNCHANGED, F.array(*filled).cast("array<string>"))
         reason = reason.when(~tombstone & (F.size(lost) > 0), Reason.UNREADABLE)
     if parts:
         assert isinstance(node, VersionedTable)
@@ -213,6 +214,7 @@ def _given(
     """
     only, nulls = node.only_columns, node.ignore_null_updates
     ignored = set(parts) if nulls is True else set(nulls or ())
+    always = always_provided(node)
     listed, unknown = None, F.lit(False)
     if isinstance(only, str):
         listed, unknown = _listed(only, rows)
@@ -228,7 +230,7 @@ def _given(
             says = says & ~F.coalesce(unchanged, F.lit(False))
         if part in ignored:
             says = says & F.col(f"`{part}`").isNotNull()
-        provided.append(F.when(says, F.lit(part)))
+        provided.append(F.lit(part) if part in always else F.when(says, F.lit(part)))
     given = F.array_compact(F.array(*provided))
     return F.when(F.size(given) < len(parts), given), unknown
 

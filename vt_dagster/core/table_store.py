@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import VALID_TO
 from vt_dagster.core import plain_table, versioned_table
 from vt_dagster.core.arrival_order import by_partition, union
-from vt_dagster.core.log_columns import partial_columns, value_columns
+from vt_dagster.core.log_columns import partial_columns, ties_by_column, value_columns
 from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -79,6 +79,7 @@ def put(
             colliding_versions=colliding_versions,
             first_changes=first_changes,
             parts=partial_columns(node),
+            ties=ties_by_column(node),
             by_source=SourceOrder.of(node, last),
         )
     return plain_table.put(

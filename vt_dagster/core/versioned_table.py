@@ -38,7 +38,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival_order import Outcome, duration, over_all_partitions, union, with_columns
 from vt_dagster.core.as_of_join import FOUND, as_of_join, still_answers
-from vt_dagster.core.partial_updates import merge_forward
+from vt_dagster.core.partial_updates import merge_forward, with_always, without_lost_columns
 from vt_dagster.core.plain_table import NEWEST, with_old, with_row_before
 from vt_dagster.core.source_order import SO_FAR, SourceOrder
 from vt_dagster.core.source_records import START
@@ -203,6 +203,7 @@ def put(
     colliding_versions: DataFrame | None = None,
     first_changes: DataFrame | None = None,
     parts: Mapping[str, Sequence[str]] = {},
+    ties: StructField | None = None,
     by_source: SourceOrder | None = None,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
@@ -231,6 +232,7 @@ def put(
         first_changes: see :func:`without_superseded`.
         parts: see :func:`core.partial_updates.merge_forward`, which takes ``colliding_versions`` as its
             versions; empty: each record is a whole row.
+        ties: see :func:`core.partial_updates.without_lost_columns`; None = ties are between rows.
         by_source: the effect of the source's order; None = none. Cannot be combined with ``parts``.
 
     Returns:
@@ -262,13 +264,19 @@ def put(
         judged = by_source.without_repeated(judged, newest, key=key, values=values, order=order)
     if starts:
         judged = without_superseded(judged, first_changes, key=key)
-    if tie_break is not None:
-        judged = without_lost_ties(
-            judged, colliding_versions, key=key, order=order, tie_break=tie_break
-        )
+    about: dict[str, Any] = {"key": key, "order": order}
+    if ties is not None:
+        if colliding_versions is not None:
+            always = [c for c in (tie_break, rules.valid_until) if c is not None]
+            colliding_versions = with_always(colliding_versions, always)
+        by_column: dict[str, Any] = {"tie_break": tie_break, "parts": parts, "ties": ties}
+        judged = without_lost_columns(judged, colliding_versions, **about, **by_column)
+    elif tie_break is not None:
+        judged = without_lost_ties(judged, colliding_versions, **about, tie_break=tie_break)
     if parts:
-        about: dict[str, Any] = {"key": key, "values": values, "parts": parts, "order": order}
-        judged, order = merge_forward(judged, colliding_versions, **about), [*order, PROPAGATED_FROM]
+        own = [] if ties is None else [ties.name]
+        judged = merge_forward(judged, colliding_versions, **about, values=[*values, *own], parts=parts)
+        order = [*order, PROPAGATED_FROM]
     rejected = F.col(OUTCOME) != Outcome.APPLIED
     judged = with_columns(judged, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(judged, newest, key=key, values=values)

@@ -851,7 +851,8 @@ class VersionedTable(Table, kind="versioned_table"):
             largest value wins, whatever the order of arrival; the others are refused and counted as
             ``lost_tie``. Null is smaller than any value; among equal values the last arrival wins. Text
             compares by characters: use a number column. None: the last arrival wins, as in Kafka
-            Streams. A change applies to later arrivals only. Only for a table with a source.
+            Streams. With partial updates it decides for each column. A change applies to later
+            arrivals only. Only for a table with a source.
         valid_until: value column (TIMESTAMP) with the latest end of a version, exclusive; null: the
             version ends with the next one. It creates no tombstone: a version that starts before this
             end and arrived later has its own end. A lookup after the end finds nothing.
@@ -868,9 +869,10 @@ class VersionedTable(Table, kind="versioned_table"):
             expression over the columns of the source, as in ``tombstone``, that returns an
             ARRAY<STRING> of names (or text: a JSON array or comma-separated names), null: all. None:
             all. Values of a late record carry over into later versions, up to one whose record provides
-            that column; a deletion provides all. ``timestamp`` and ``valid_until`` are always provided.
+            that column; a deletion provides all. ``timestamp``, ``valid_until`` and the column of
+            ``tie_break`` are always provided.
         ignore_null_updates: whether a null means "not provided", as in ``only_columns``: in all value
-            columns (True), or in a list of them.
+            columns (True; but not in that of ``tie_break``), or in a list of them.
     """
 
     history_retention: Duration = field(kw_only=True)

@@ -33,6 +33,7 @@ from typing import (
 )
 
 from vt_dagster import rules
+from vt_dagster.columns import BY_COLUMN, PROPAGATED_FROM, PROVIDED_COLUMNS
 from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.topology.durations import check_duration, spoken
 
@@ -663,12 +664,15 @@ def _check_ignore_null_updates(node: Any) -> None:
     if isinstance(nulls, bool):
         return
     otherwise = "a null sets a column to null"
-    columns = _distinct(node, "ignore_null_updates", nulls, _provided(node), otherwise)
+    may = [f for f in _provided(node) if f.name != node.tie_break]
+    columns = _distinct(node, "ignore_null_updates", nulls, may, otherwise)
     object.__setattr__(node, "ignore_null_updates", columns)
 
 
 def _check_added_columns(node: Any, setting: str) -> None:
-    taken = {"provided_columns", "propagated_from"} & {f.name.lower() for f in _values(node)}
+    added = {PROVIDED_COLUMNS, PROPAGATED_FROM}
+    added |= set() if node.tie_break is None else {f"{node.tie_break}{BY_COLUMN}".lower()}
+    taken = added & {f.name.lower() for f in _values(node)}
     if taken:
         raise TopologyError(
             f"{node.name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a "
@@ -739,7 +743,6 @@ _WHOLE_LOG = Refusal(
     "join with as_known='now'",
 )
 _WHOLE_ROWS = "which provides whole rows"
-_ONE_OF_TWO = "it would refuse one of two partial updates with equal timestamps"
 _PARTIAL_ROWS = "a partial update is checked with the values that it does not provide, after the merge"
 _UNCHANGED = "the result has a history retention, and selects"
 _SENT_ONCE = "which no producer sends twice"
@@ -871,7 +874,6 @@ OPTIONS: tuple[Option, ...] = (
         sql=Sql("a SQL expression that gives an array of names or a text", ("array<string>", "string")),
         not_of_results=_WHOLE_ROWS,
         not_of_states=_WHOLE_ROWS,
-        excludes={"tie_break": _ONE_OF_TWO},
     ),
     Option(
         "ignore_null_updates",
@@ -881,7 +883,6 @@ OPTIONS: tuple[Option, ...] = (
         text=lambda value: "all" if value is True else as_text(value),
         not_of_results=_WHOLE_ROWS,
         not_of_states=_WHOLE_ROWS,
-        excludes={"tie_break": _ONE_OF_TWO},
     ),
 )
 """The options of ``Stream``, ``Table`` and ``VersionedTable``, in the order of their checks."""
