@@ -452,8 +452,9 @@ class Debezium(Format):
         unavailable: the placeholder for an unchanged value that the database did not send
             (``unavailable.value.placeholder``; PostgreSQL's TOAST), in strings, bytes, arrays of
             strings or integers, and maps. A versioned table takes the value of the key's previous
-            record in the topic's order. Without a previous record, in other nodes, and with
-            ``tie_break``, the record is unreadable. None: the placeholder is an ordinary value.
+            record in the topic's order. The record is unreadable without a previous record, in other
+            nodes, and with ``tie_break``: in tables of whole rows always, with partial updates if the
+            column of ``tie_break`` or ``valid_until`` is unchanged. None: an ordinary value.
     """
 
     format: Json | Avro = field(default_factory=Json)
