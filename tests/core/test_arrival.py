@@ -27,7 +27,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core import arrival_order, processor
+from vt_dagster.core import arrival_order, plain_table, processor, table_joins
 from vt_dagster.core.arrival_order import InPlace, Outcome, by_partition, number, number_in_place
 from vt_dagster.core.processor import Input, RunContext
 from vt_dagster.core.processor_registry import processor_of
@@ -201,3 +201,27 @@ def test_windows_by_bounds_are_those_by_each_record(
         assert told[0] == told[1]
         assert any("dropped" in row and "window_start=d" in row for row in told[0]) == bool(late)
     inputs[0].rows.unpersist()
+
+
+def test_a_store_lets_times_rise_as_a_pass_before_it_does(spark: SparkSession) -> None:
+    """Of a join's results, some after results of earlier runs."""
+    chance, rows = random.Random(9), list[tuple[Any, ...]]()
+    for arrival in range(200):
+        at = START + timedelta(seconds=arrival - chance.randrange(80))
+        rows.append((chance.choice("abcd"), arrival, at, chance.random() < 0.2, arrival))
+    types = f"k STRING, v INT, {TIMESTAMP} TIMESTAMP, {IS_TOMBSTONE} BOOLEAN, {ARRIVAL} BIGINT"
+    times = [("a", START + timedelta(seconds=60)), ("b", START), ("d", START + timedelta(seconds=99))]
+    state = spark.createDataFrame(times, f"k STRING, {TIMESTAMP} TIMESTAMP")
+    view = state.where("k <> 'b'").withColumns({"v": F.lit(-1), IS_TOMBSTONE: F.lit(False)})
+    places = {c: F.lit(0) for c in (*ORDER, TURN) if c != ARRIVAL}
+    results = spark.createDataFrame(rows, types).withColumns(places)
+    about: dict[str, Any] = {"key": ["k"], "values": ["v"], "order": [*ORDER, TURN]}
+    for before, last in ((None, None), (view, state)):
+        known = table_joins.with_last_time(results, last, ["k"])
+        known = known.withColumn(OUTCOME, F.lit(Outcome.APPLIED))
+        in_turn = plain_table.put(table_joins.monotone(known, ["k"]), before, **about)
+        at_once = plain_table.put(known, before, **about, risen="_last_time")
+        columns = ["k", "v", TIMESTAMP, IS_TOMBSTONE, OLD]
+        told = [sorted(map(repr, one.select(*columns).collect())) for one in (in_turn, at_once)]
+        assert told[0] == told[1]
+        assert sorted(in_turn.columns) == sorted(at_once.columns)

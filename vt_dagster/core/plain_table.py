@@ -20,7 +20,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import Outcome, over_all_partitions, union, with_columns
 
 BEFORE, NEWEST = "_before", "_newest"
-_SEEN, _LAST = "_seen", "_last"
+_SEEN, _LAST, _RISEN = "_seen", "_last", "_risen"
 
 
 def put(
@@ -31,6 +31,7 @@ def put(
     values: Sequence[str],
     order: Sequence[str],
     of_rejected: Sequence[str] = (),
+    risen: str | None = None,
 ) -> DataFrame:
     """Adds the row that each record replaces: every record of a plain table is its key's latest.
 
@@ -42,9 +43,11 @@ def put(
         current: the rows of the table before the run; None = none.
         order: the columns that define the order of a key's records.
         of_rejected: columns that are null in applied records.
+        risen: a column with the largest timestamp of the key's records before the run (null = none), if
+            the timestamps of a key must not decrease: each is then at least that of the one before.
 
     Returns:
-        the records with ``_outcome``, ``is_latest`` (true) and ``old``.
+        the records with ``_outcome``, ``is_latest`` (true) and ``old``, without the column ``risen``.
 
     Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
@@ -54,7 +57,8 @@ def put(
     outcome = F.coalesce(OUTCOME, F.lit(Outcome.APPLIED))
     applied = known.withColumns({OUTCOME: outcome, IS_LATEST: F.lit(True)})
     counts = F.col(OUTCOME) == Outcome.APPLIED
-    return with_old(applied, counts, key=key, values=values, order=order, drop=[NEWEST])
+    about = {"key": key, "values": values, "order": order}
+    return with_old(applied, counts, **about, risen=risen, drop=[NEWEST])
 
 
 def with_row_before(
@@ -82,6 +86,7 @@ def with_old(
     key: Sequence[str],
     values: Sequence[str],
     order: Sequence[str],
+    risen: str | None = None,
     drop: Sequence[str] = (),
 ) -> DataFrame:
     """Adds ``old``: the struct of values and timestamp of a key's previous row; null = no row.
@@ -89,6 +94,7 @@ def with_old(
     Args:
         rows: of ``with_row_before``.
         counts: whether a record becomes its key's latest.
+        risen: see :func:`put`.
         drop: further columns to leave out.
 
     Returns:
@@ -100,10 +106,19 @@ def with_old(
     row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
     # In a struct, to distinguish "deleted" from "no record yet".
     held = F.when(counts, F.struct(F.when(~F.col(IS_TOMBSTONE), row).alias("row")))
-    # A column of its own: Spark computes a window once per mention in an expression.
-    seen = rows.withColumn(_SEEN, F.last(held, ignorenulls=True).over(before))
-    old = F.when(F.col(_SEEN).isNotNull(), F.col(_SEEN)["row"]).otherwise(F.col(BEFORE))
-    return seen.withColumn(OLD, old).drop(_SEEN, BEFORE, *drop)
+    # Columns of their own: Spark computes a window once per mention in an expression.
+    windows = {_SEEN: F.last(held, ignorenulls=True).over(before)}
+    replaced, moved = F.col(_SEEN)["row"], dict[str, Column]()
+    if risen is not None:
+        windows[_RISEN] = F.max(F.when(counts, F.col(TIMESTAMP))).over(before)
+        newest = F.greatest(_RISEN, risen)
+        kept = [replaced.getField(v).alias(v) for v in values]
+        replaced = F.when(replaced.isNotNull(), F.struct(*kept, newest.alias(TIMESTAMP)))
+        moved[TIMESTAMP] = F.when(counts, F.greatest(TIMESTAMP, newest)).otherwise(F.col(TIMESTAMP))
+        drop = [*drop, _RISEN, risen]
+    seen = rows.withColumns(windows)
+    old = F.when(F.col(_SEEN).isNotNull(), replaced).otherwise(F.col(BEFORE))
+    return seen.withColumns({OLD: old, **moved}).drop(_SEEN, BEFORE, *drop)
 
 
 def fold(

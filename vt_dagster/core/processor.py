@@ -701,7 +701,14 @@ class Processor(ABC, Generic[O]):
             order=list(self.plan().order.by),
             chunk=self.plan().chunk_of_results(self.single_task),
             look_up=context.look_up,
+            risen=self.risen,
         )
+
+    @property
+    def risen(self) -> str | None:
+        """The column of :meth:`process` by which the store lets timestamps never decrease; None = it
+        takes them as they are."""
+        return None
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
         """Returns records with their outcome, before the lookup; None = no lookup."""

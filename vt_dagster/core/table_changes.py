@@ -106,6 +106,7 @@ def over_struct(
     struct: Column,
     fields: Sequence[str],
     added: Mapping[str, Column],
+    exists: Column | None = None,
 ) -> DataFrame:
     """Adds columns computed from a struct's fields under their own names, and the key.
 
@@ -113,12 +114,13 @@ def over_struct(
 
     Args:
         added: by name, an expression over those columns and ``EXISTS``: whether the struct is not null.
+        exists: gives the same without reading all of the struct; None = the struct itself is read.
     """
     found = rows.select(
         F.struct(*columns(rows.columns)).alias(_ROW),
         *columns(key),
         *[struct.getField(f).alias(f) for f in fields],
-        struct.isNotNull().alias(EXISTS),
+        (struct.isNotNull() if exists is None else exists).alias(EXISTS),
     )
     return found.select(f"{_ROW}.*", *[c.alias(name) for name, c in added.items()])
 
@@ -168,7 +170,7 @@ def timeline(side: TableInput, name: str, requests: DataFrame) -> DataFrame:
         does not trigger.
     """
     now, found = _containers(name)
-    nothing = F.when(side.existed(), F.struct(F.lit(True)))
+    nothing = F.when(side.existed(), F.lit(True))
     rows = side.changes.select(
         *match_columns(side.key),
         TIMESTAMP,

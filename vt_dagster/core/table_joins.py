@@ -22,6 +22,7 @@ from vt_dagster.columns import (
     INPUT,
     IS_TOMBSTONE,
     OFFSET,
+    OLD,
     ORDER,
     OUTCOME,
     PARTITION,
@@ -32,7 +33,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import Outcome, by_partition, union
+from vt_dagster.core.arrival_order import Outcome, by_partition, gathered, union
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -91,7 +92,16 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             sides.append(TableInput(*about, new_version_on=on))
         left, right = sides
         joined = self.at_home(self.joined(left, right, inputs))
-        return monotone(joined, context.state, self.node.key) if self.operator.monotone else joined
+        if not self.operator.monotone:
+            return joined
+        known = with_last_time(joined, context.state, self.node.key)
+        return known if self.risen else monotone(known, self.node.key)
+
+    @property
+    def risen(self) -> str | None:
+        # The store of a plain table takes every result, and has a window over the earlier ones anyway.
+        by_store = self.operator.monotone and self.operator.emit == "every_update"
+        return _LAST_TIME if by_store and not self.node.versioned else None
 
     def at_home(self, joined: DataFrame) -> DataFrame:
         """Moves all results of a key to one partition, even if the sides store the key in different
@@ -250,21 +260,30 @@ def side_row(side: TableInput, state: Column) -> Column:
     )
 
 
-def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+def with_last_time(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """Adds ``_last_time``, the last timestamp of a key's results before the run; null = none.
+
+    Plan: a join by key with ``state``, which has one row per key.
+    """
+    if state is None:
+        return rows.withColumn(_LAST_TIME, F.lit(None).cast("timestamp"))
+    return rows.join(state.withColumnRenamed(TIMESTAMP, _LAST_TIME), list(key), "left")
+
+
+def monotone(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     """Makes the timestamps of a key's results monotone: they never decrease.
 
-    Plan: one shuffle and sort by key, together with one row per key of ``state``.
+    Plan: one shuffle and sort by key.
+
+    Args:
+        rows: of :func:`with_last_time`.
 
     Source: FORMAT section 7, "Join timestamps".
     """
     applied = F.col(OUTCOME) == Outcome.APPLIED
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
-    if state is None:
-        known = rows.withColumn(_LAST_TIME, F.lit(None).cast("timestamp"))
-    else:
-        known = rows.join(state.withColumnRenamed(TIMESTAMP, _LAST_TIME), list(key), "left")
     newest = F.greatest(F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far), F.col(_LAST_TIME))
-    timed = known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP)))
+    timed = rows.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP)))
     return timed.drop(_LAST_TIME)
 
 
@@ -386,21 +405,27 @@ def _while_both_last(
         *ORDER,
         left.taken().alias(TAKEN),
         left.new_state().alias(_NEW),
-        (left.old_state() if kind == "inner" else F.when(left.existed(), F.lit(True))).alias(_OLD),
+        F.when(left.existed(), F.lit(True)).alias(_OLD),
+        *([OLD] if kind == "inner" else []),
     )
     keyed = _with_foreign_key(changes, left, _NEW, foreign_key, _NEW_KEY)
-    wanted = F.col(_NEW_KEY)
+    wanted, shown = F.col(_NEW_KEY), {_NEW_KEY: F.when(F.col(_NEW_KEY).isNotNull(), F.lit(True))}
     if kind == "inner":
-        keyed = _with_foreign_key(keyed, left, _OLD, foreign_key, _OLD_KEY)
+        of_old = _with_foreign_key(keyed, left, OLD, foreign_key, _OLD_KEY, left.existed())
+        keyed = of_old.drop(OLD)
         wanted = F.coalesce(_NEW_KEY, _OLD_KEY)  # see `_after_left`
+        # Whether it is the new key: only whether they are equal counts.
+        same = F.coalesce(F.col(_NEW_KEY) == F.col(_OLD_KEY), F.lit(False))
+        shown[_OLD_KEY] = F.when(F.col(_OLD_KEY).isNotNull(), same)
     rows = keyed.select(
         *[c.alias(n) for c, n in zip(named(left.key), key, strict=True)],
         *[wanted.getField(n).alias(n) for n in on],
-        *[c for c in keyed.columns if c not in left.key],
+        *[shown.get(c, F.col(c)).alias(c) for c in keyed.columns if c not in left.key],
     )
     if right.versioned:
         dropped = right.changes.where(~right.taken())
         rows = union(rows, dropped.select(TIMESTAMP, PARTITION, *ORDER, F.lit(False).alias(TAKEN)))
+    rows = gathered(rows, key)  # before a row has its place twice
     # Not a frame of all following rows, which Spark would compute anew for each row.
     place = f"PARTITION BY {', '.join(key)} ORDER BY {', '.join(ORDER)}"
     rows = rows.withColumn(_END, F.when(F.col(TAKEN), moment)).withColumns(
@@ -625,19 +650,25 @@ def _referring(rows: DataFrame, left: TableInput, foreign_key: Sequence[str]) ->
 
 
 def _with_foreign_key(
-    rows: DataFrame, left: TableInput, state: str, foreign_key: Sequence[str], name: str
+    rows: DataFrame,
+    left: TableInput,
+    state: str,
+    foreign_key: Sequence[str],
+    name: str,
+    exists: Column | None = None,
 ) -> DataFrame:
     """Adds the foreign key of a left state as a struct of ``match_names``; null = none.
 
     Args:
         rows: the left's key columns, ``state``, and other columns, but no value column.
+        exists: whether there is a state, if that need not read all of it.
     """
     parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
     complete = F.col(EXISTS)
     for e in foreign_key:
         complete = complete & F.expr(e).isNotNull()
     added = {name: F.when(complete, F.struct(*parts))}
-    return over_struct(rows, left.key, F.col(state), left.state_columns, added)
+    return over_struct(rows, left.key, F.col(state), left.state_columns, added, exists)
 
 
 def _left_row(left: TableInput, state: str) -> Column:

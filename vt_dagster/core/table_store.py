@@ -40,6 +40,7 @@ def put(
     colliding_versions: DataFrame | None = None,
     first_changes: DataFrame | None = None,
     last: DataFrame | None = None,
+    risen: str | None = None,
 ) -> DataFrame:
     """Puts records into a table's store: see ``versioned_table.put`` and ``plain_table.put``.
 
@@ -50,6 +51,7 @@ def put(
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in applied records.
         colliding_versions, first_changes, last: see ``RunContext``.
+        risen: of a plain table, see ``plain_table.put``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -82,9 +84,8 @@ def put(
             ties=ties_by_column(node),
             by_source=SourceOrder.of(node, last),
         )
-    return plain_table.put(
-        records, view, key=node.key, values=values, order=order, of_rejected=of_rejected
-    )
+    about: dict[str, Any] = {"order": order, "of_rejected": of_rejected, "risen": risen}
+    return plain_table.put(records, view, key=node.key, values=values, **about)
 
 
 def fold(
