@@ -138,7 +138,8 @@ def test_offsets_in_place_are_those_of_numbering(
     spark: SparkSession, left_out: float, of_record: int
 ) -> None:
     chance = random.Random(6)
-    taken = {0: (0, 50), 1: (13, 90), 2: (7, 8)}
+    large = 1 << 20  # by partition_by
+    taken = {0: (0, 50), 1: (13, 90), 2: (7, 8), large: (0, 20), large + 1: (0, 40)}
     rows = [
         (partition, offset, turn)
         for partition, (start, end) in taken.items()
@@ -148,16 +149,17 @@ def test_offsets_in_place_are_those_of_numbering(
     ]
     chance.shuffle(rows)
     kept = spark.createDataFrame(rows, f"{PARTITION} INT, {ARRIVAL} BIGINT, {TURN} BIGINT")
-    first = by_partition({0: 100, 2: 5}, "long")
+    first, order = by_partition({0: 100, 2: 5}, "long"), [F.col(ARRIVAL), F.col(TURN)]
     ways = {
         "in place": number_in_place(kept, first, InPlace(taken, not left_out, of_record)),
-        "anew": number(kept, first, [F.col(ARRIVAL), F.col(TURN)]),
+        "anew": number(kept, first, order),
+        "by chunks": number(kept, first, order, F.floor(F.col(ARRIVAL) / FINE), [*taken]),
     }
     found = {
         way: sorted(tuple(row) for row in numbered.select(PARTITION, ARRIVAL, TURN, OFFSET).collect())
         for way, numbered in ways.items()
     }
-    assert found["in place"] == found["anew"]
+    assert found["in place"] == found["anew"] == found["by chunks"]
     assert len(found["anew"]) == len(rows)
 
 

@@ -8,7 +8,7 @@ chunk is aggregated first, and a chunk then starts with the aggregate of all chu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,7 +34,7 @@ STRIDE = 1 << 30
 MOST_BUCKETS = 64
 
 _PARTITIONS = 1 << 20
-"""More partitions than a log has."""
+"""More partitions than a run has; their numbers may be larger, by ``partition_by``."""
 _CHUNK = "_chunk"
 _BEFORE = "_before"
 _EXACT = "_exact"
@@ -157,7 +157,11 @@ def has_key(key: Sequence[str]) -> Column:
 
 
 def number(
-    rows: DataFrame, first: Column, order: Sequence[Column], chunk: Column | None = None
+    rows: DataFrame,
+    first: Column,
+    order: Sequence[Column],
+    chunk: Column | None = None,
+    partitions: Collection[int] = (),
 ) -> DataFrame:
     """Assigns gap-free offsets within each partition, in the given order.
 
@@ -170,6 +174,7 @@ def number(
         order: the order of the rows within a partition; must be total.
         chunk: BIGINT, must ascend with the order; one task numbers the rows of a chunk. None = one task
             numbers the whole partition.
+        partitions: with a chunk, all partitions of the rows.
     """
     if chunk is None:
         place = F.row_number().over(W.partitionBy(PARTITION).orderBy(*order))
@@ -179,7 +184,10 @@ def number(
     #
     # Chunk and partition are one number: it takes less to group, look up and compare. A sort compares
     # its first column alone, in place, unless two rows are equal in it.
-    chunked = rows.withColumn(_CHUNK, chunk * _PARTITIONS + F.col(PARTITION))
+    partition = F.col(PARTITION)
+    if not all(0 <= one < _PARTITIONS for one in partitions):
+        partition = by_partition({one: i for i, one in enumerate(sorted(partitions))}, "long")
+    chunked = rows.withColumn(_CHUNK, chunk * _PARTITIONS + partition)
     of_partition = F.pmod(F.col(_CHUNK), F.lit(_PARTITIONS))
     earlier = W.partitionBy(of_partition).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (

@@ -158,22 +158,24 @@ def numbered(
     first: Column,
     node: Stream,
     plan: RunPlan,
-    single_task: bool,
+    passed: Passed,
     recorded_at: int,
     in_place: InPlace | None = None,
 ) -> DataFrame:
     """Returns the log rows of a run: its results, numbered from ``first``.
 
     Args:
+        passed: the result of the gate.
         recorded_at: system time of rows for which no source provides one, epoch microseconds.
-        single_task: whether one task can number them.
         in_place: set if they keep their log's order.
     """
     results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
-    if in_place is not None and (in_place.complete or not single_task):
+    if in_place is not None and (in_place.complete or not passed.single_task):
         placed = number_in_place(results, first, in_place)
     else:
-        placed = number(results, first, plan.order.columns(), plan.chunk_of_results(single_task))
+        chunk = plan.chunk_of_results(passed.single_task)
+        partitions = [p for p, some in passed.by_partition.items() if some[Outcome.APPLIED]]
+        placed = number(results, first, plan.order.columns(), chunk, partitions)
     columns: list[str | Column] = [*log_columns(node)]
     if node.operator is None and RECORDED_AT in rows.columns:
         columns.append(RECORDED_AT)
@@ -753,9 +755,7 @@ class Run:
                 first = by_partition(arrival.before.next_offset, "long")
                 plan = self.plan
                 in_place = places_of(arrival, plan, passed)
-                new = numbered(
-                    rows, first, self.node, plan, passed.single_task, commit.recorded_at, in_place
-                )
+                new = numbered(rows, first, self.node, plan, passed, commit.recorded_at, in_place)
                 count, check = passed.counts[Outcome.APPLIED], self._require_inputs_unchanged
                 head = store.commit(new, commit, count, check)
             # A projection of many persisted rows need not be read back from the log. Few rows are
