@@ -39,7 +39,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Outcome, gathered, union
+from vt_dagster.core.arrival_order import Outcome, gathered, union, with_columns
 
 np: Any = numpy
 pa: Any = pyarrow
@@ -113,7 +113,7 @@ def without_lost_columns(
             best[part] = F.greatest(best[part], _held_tie((part, *earlier)))
     # Columns of their own: Spark computes a window once per mention in an expression.
     names = {part: f"_best{n}" for n, part in enumerate(parts)}
-    rows = records.withColumns({names[part]: column for part, column in best.items()}).drop(_HELD)
+    rows = with_columns(records, {names[part]: one for part, one in best.items()}).drop(_HELD)
     wins, after = dict[str, Column](), dict[str, Column]()
     for part, name in names.items():
         wins[part] = gives[part] & F.coalesce(F.col(name) <= value, F.lit(True))
