@@ -116,7 +116,7 @@ def with_old(
         replaced = F.when(replaced.isNotNull(), F.struct(*kept, newest.alias(TIMESTAMP)))
         moved[TIMESTAMP] = F.when(counts, F.greatest(TIMESTAMP, newest)).otherwise(F.col(TIMESTAMP))
         drop = [*drop, _RISEN, risen]
-    seen = rows.withColumns(windows)
+    seen = with_columns(rows, windows)
     old = F.when(F.col(_SEEN).isNotNull(), replaced).otherwise(F.col(BEFORE))
     return seen.withColumns({OLD: old, **moved}).drop(_SEEN, BEFORE, *drop)
 
