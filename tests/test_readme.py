@@ -109,7 +109,9 @@ class Order(pa.DataFrameModel):
 
 
 def test_the_join_and_its_test(spark: SparkSession) -> None:
-    table, join = (_block(a, "python") for a in ("# Your own table", "A join is one more value"))
+    table, join = (
+        _block(a, "python") for a in ("# Your own table", "A join is declared in the same way")
+    )
     test = _block("Two fixtures are there", "python")
     code = table + ORDER + join + test
     names: dict[str, Any] = {}

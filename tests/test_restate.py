@@ -198,7 +198,7 @@ def test_a_source_is_read_again(world: World) -> None:
 
 
 def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match=r"got 2 record.* from 2020-01-01T00:04:00Z on: .* --from"):
+    with pytest.raises(StorageError, match=r"got 2 of them, from 2020-01-01T00:04:00Z on: .* --from"):
         world.restate("joined", "2020-01-01T00:07:00Z")
     with pytest.raises(StorageError, match="got none of counted, which consumes joined"):
         restate(world.warehouse, world.joined, LATE, world.spark, [world.moved])

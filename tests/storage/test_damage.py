@@ -630,7 +630,9 @@ def test_a_run_that_two_others_overtake(
         return run.read()
 
     monkeypatch.setattr(Run, "read", overtaken)
-    with pytest.raises(ConcurrentRunError, match=r"another run, an erase or a swap has committed since.*[Rr]un again"):
+    with pytest.raises(
+        ConcurrentRunError, match=r"another run, an erase or a swap has committed since.*[Rr]un again"
+    ):
         topology.run("counts", spark)
     assert topology.run("counts", spark).commit is None
 
