@@ -444,6 +444,8 @@ class RunPlan:
         results_of_record: the most results of a record, if they keep the order; if more than one,
             ``_turn`` counts them from 0.
         monotonic: whether the timestamps of a key's results never decrease.
+        risen: the column of :meth:`Processor.process` by which the store lets these timestamps never
+            decrease; None = the store takes them as they are.
         emits_once: whether each key has at most one result.
         drops_late: whether late records are dropped; otherwise they are joined at once.
         quarantined_outcomes: the outcomes whose results go to the quarantine.
@@ -470,6 +472,7 @@ class RunPlan:
     keeps_order: bool = False
     results_of_record: int = 1
     monotonic: bool = False
+    risen: str | None = None
     emits_once: bool = False
     drops_late: bool = True
     quarantined_outcomes: tuple[str, ...] = ()
@@ -701,14 +704,8 @@ class Processor(ABC, Generic[O]):
             order=list(self.plan().order.by),
             chunk=self.plan().chunk_of_results(self.single_task),
             look_up=context.look_up,
-            risen=self.risen,
+            risen=self.plan().risen,
         )
-
-    @property
-    def risen(self) -> str | None:
-        """The column of :meth:`process` by which the store lets timestamps never decrease; None = it
-        takes them as they are."""
-        return None
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
         """Returns records with their outcome, before the lookup; None = no lookup."""

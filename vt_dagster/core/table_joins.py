@@ -77,8 +77,15 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
     """Joins two tables: :func:`join_tables`, with monotone timestamps also :func:`monotone`."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        monotone = self.operator.monotone
+        # The store of a plain table takes every result, and has a window over the earlier ones anyway.
+        by_store = monotone and self.operator.emit == "every_update" and not self.node.versioned
         return RunPlan(
-            self.whole_inputs, merges=True, reads_tables=True, monotonic=self.operator.monotone
+            self.whole_inputs,
+            merges=True,
+            reads_tables=True,
+            monotonic=monotone,
+            risen=_LAST_TIME if by_store else None,
         )
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
@@ -95,13 +102,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
         if not self.operator.monotone:
             return joined
         known = with_last_time(joined, context.state, self.node.key)
-        return known if self.risen else monotone(known, self.node.key)
-
-    @property
-    def risen(self) -> str | None:
-        # The store of a plain table takes every result, and has a window over the earlier ones anyway.
-        by_store = self.operator.monotone and self.operator.emit == "every_update"
-        return _LAST_TIME if by_store and not self.node.versioned else None
+        return known if self.plan().risen else monotone(known, self.node.key)
 
     def at_home(self, joined: DataFrame) -> DataFrame:
         """Moves all results of a key to one partition, even if the sides store the key in different
