@@ -35,32 +35,29 @@ def topology(home: Path) -> dict[str, Stream]:
         partitions=generate.PARTITIONS,
         source=FilesSource(str(home / "orders")),
     )
-    prices = VersionedTable(
-        "prices",
-        key="key",
-        schema=generate.RECORD,
-        timestamp="at",
-        history_retention=3650 * DAY,
-        partitions=generate.PARTITIONS,
-        source=FilesSource(str(home / "prices")),
-    )
+    prices = _table("prices", home / "prices")
     select = ["left.*", "right.price as of_table"]
     nodes: list[Stream] = [
         *(orders, prices),
         orders.left_join(prices, name="plain", select=select),
         orders.left_join(prices, name="known", select=select, as_known="when_recorded"),
         orders.left_join(prices, name="corrected", select=select, corrected_for=30 * DAY),
-        VersionedTable(
-            "kept",
-            key="key",
-            schema=generate.RECORD,
-            timestamp="at",
-            history_retention=3650 * DAY,
-            partitions=generate.PARTITIONS,
-            source=FilesSource(str(home / "orders")),
-        ),
+        _table("kept", home / "orders"),
     ]
     return {node.name: node for node in nodes}
+
+
+def _table(name: str, landing: Path) -> VersionedTable:
+    """A versioned table of all files of a directory."""
+    return VersionedTable(
+        name,
+        key="key",
+        schema=generate.RECORD,
+        timestamp="at",
+        history_retention=3650 * DAY,
+        partitions=generate.PARTITIONS,
+        source=FilesSource(str(landing)),
+    )
 
 
 def run(
