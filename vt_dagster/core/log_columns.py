@@ -106,11 +106,11 @@ def partial_columns(node: Stream) -> dict[str, tuple[str, ...]]:
 
 
 def always_provided(node: Stream) -> list[str]:
-    """Returns the columns among :func:`partial_columns` that each record provides: with ``tie_break``,
-    which decides for each column, that column and ``valid_until``."""
-    if not isinstance(node, VersionedTable) or not node.has_partial_updates or node.tie_break is None:
+    """Returns the columns among :func:`partial_columns` that each record provides; see
+    ``VersionRules.always_provided``. Empty for a table without partial updates."""
+    if not isinstance(node, VersionedTable) or not node.has_partial_updates:
         return []
-    return [node.tie_break, *([] if node.valid_until is None else [node.valid_until])]
+    return node.version_rules.always_provided
 
 
 def ties_by_column(node: Stream) -> StructField | None:

@@ -696,15 +696,16 @@ class Processor(ABC, Generic[O]):
         pending = with_result.drop(IS_LATEST, OLD).withColumn(
             OUTCOME, F.when(F.col(OUTCOME) != Outcome.APPLIED, F.col(OUTCOME))
         )
+        plan = self.plan()
         return table_store.put(
             node,
             pending,
             context.view,
             stream_time=context.stream_time,
-            order=list(self.plan().order.by),
-            chunk=self.plan().chunk_of_results(self.single_task),
+            order=list(plan.order.by),
+            chunk=plan.chunk_of_results(self.single_task),
             look_up=context.look_up,
-            risen=self.plan().risen,
+            risen=plan.risen,
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:

@@ -267,8 +267,7 @@ def put(
     about: dict[str, Any] = {"key": key, "order": order}
     if ties is not None:
         if colliding_versions is not None:
-            always = [c for c in (tie_break, rules.valid_until) if c is not None]
-            colliding_versions = with_always(colliding_versions, always)
+            colliding_versions = with_always(colliding_versions, rules.always_provided)
         by_column: dict[str, Any] = {"tie_break": tie_break, "parts": parts, "ties": ties}
         judged = without_lost_columns(judged, colliding_versions, **about, **by_column)
     elif tie_break is not None:

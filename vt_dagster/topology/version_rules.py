@@ -34,6 +34,14 @@ class VersionRules:
     new_version_on: Sequence[str] | None = None
     earlier: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
+    @property
+    def always_provided(self) -> list[str]:
+        """The columns that each partial update provides with ``tie_break``, which decides for each
+        column: that column and ``valid_until``. Empty without ``tie_break``."""
+        if self.tie_break is None:
+            return []
+        return [self.tie_break, *([] if self.valid_until is None else [self.valid_until])]
+
     def horizons(self, stream_time: Mapping[int, int]) -> dict[int, int]:
         """Returns by partition the time from which on (inclusive) the table answers: stream time less
         the history retention.
