@@ -33,6 +33,29 @@ def after_its_server(*given):
     return commit(*given)
 AssetStore.commit = after_its_server
 """
+WATCHES = """
+import contextlib
+from pyspark.sql.connect.client import SparkConnectClient
+from vt_dagster.spark import settings as module
+
+requests, config, settings = [], SparkConnectClient.config, module.settings
+SparkConnectClient.config = lambda client, one: requests.append(one) or config(client, one)
+
+@contextlib.contextmanager
+def watched(spark, values):
+    now = lambda: {key: spark.conf.get(key, None) for key in values}
+    before, context = now(), settings(spark, values)
+    requests.clear()
+    context.__enter__()
+    count, inside = len(requests), now()
+    try:
+        yield
+    finally:
+        requests.clear()
+        context.__exit__(None, None, None)
+        print("settings:", inside == values, count, len(requests), now() == before, flush=True)
+module.settings = watched
+"""
 RUN = """
 import os, sys
 from pathlib import Path
@@ -109,7 +132,10 @@ def test_runs_use_it_while_it_is_there(
         assert (cache / f"server.{kind}").stat().st_mode & 0o777 == 0o600, "they have the token"
 
     without_token = connect_server.address.partition("/;")[0]
-    said = run_on({**environment, "VT_DAGSTER_SPARK": "server"}, tmp_path, without_token, "")
+    named = {**environment, "VT_DAGSTER_SPARK": "server"}
+    said = run_on(named, tmp_path, without_token, "", before=WATCHES)
+    changes = set(re.findall("settings: (.*)", said))
+    assert changes == {"True 2 2 True", "True 0 0 True"}, "to read all and to set; to set and to unset"
     refused, done, _ = said.partition("done\n")
     assert "Expected a Spark session on sc://localhost" in refused, "nobody without the token"
     assert done, said
