@@ -69,7 +69,7 @@ def cluster(servers: str, provider: str = PROVIDER, **more: Any) -> KafkaCluster
     return KafkaCluster(servers, token_provider=provider, java_options=login, **about, **more)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def published_late(broker: Broker) -> Iterator[Future[Any]]:
     """What comes of a record that is published when the token has expired: Kafka's client waits ten
     seconds for another one, while other tests run."""
@@ -85,6 +85,7 @@ def published_late(broker: Broker) -> Iterator[Future[Any]]:
         yield beside.submit(publish)
 
 
+@pytest.mark.usefixtures("published_late")  # which waits beside the tests from here on
 def test_a_function_gives_the_tokens(
     broker: Broker,
     tmp_path: Path,
