@@ -58,9 +58,11 @@ gc.disable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-m fast`` no JVM can start, in this process or in one that a test starts."""
+    """With ``-m fast`` no JVM can start, in this process or in one that a test starts. Python looks for
+    garbage seldom: none of it keeps objects of a JVM."""
     if config.option.markexpr == "fast":
         os.environ["JAVA_HOME"] = "no-java-in-fast-tests"
+        gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.library import ROOT, files, nodes
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.topology import operators
 from vt_dagster.topology.node import Operator
 
-ROOT = Path(__file__).parent.parent
 CONFORMANCE = ROOT / "tests" / "conformance"
 
 LAYERS = [
@@ -86,9 +86,9 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 DAGSTER = {"orchestration", "components", "cli", "ops", "", "resources", "assets"}
 
 
+@cache
 def modules() -> list[Path]:
-    folders = ("vt_dagster", "resources", "assets")
-    return sorted(p.relative_to(ROOT) for f in folders for p in (ROOT / f).rglob("*.py"))
+    return files("vt_dagster", "resources", "assets")
 
 
 @cache
@@ -101,11 +101,6 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
-
-
 def layer_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] == "vt_dagster":
@@ -114,28 +109,33 @@ def layer_of(name: str) -> str | None:
     return parts[0] if parts[0] in ("resources", "assets") else None
 
 
-def imports_in(root: ast.AST) -> Iterator[str]:
-    for node in ast.walk(root):
+def imports_in(code: Iterable[ast.AST]) -> Iterator[str]:
+    for node in code:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import"
+            assert node.level == 0, f"a relative import of {node.module}"
             assert node.module is not None
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imports_by_name(root: ast.AST) -> Iterator[str]:
+def imports_by_name(code: Iterable[ast.AST]) -> Iterator[str]:
     """The modules of ``import_module("...")``."""
-    for node in ast.walk(root):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    for node in code:
+        if isinstance(node, ast.Call) and name_of(node.func).endswith("import_module"):
             for one in node.args[:1]:
                 if isinstance(one, ast.Constant) and isinstance(one.value, str):
                     yield one.value
 
 
+def name_of(node: ast.AST) -> str:
+    """The name of a function that is called, whatever it is a method of."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
 @cache
 def imports(path: Path) -> list[str]:
-    return [*imports_in(tree(path)), *imports_by_name(tree(path))]
+    return [*imports_in(nodes(path)), *imports_by_name(nodes(path))]
 
 
 @cache
@@ -158,14 +158,17 @@ def own_layer(path: Path) -> str:
     return layer
 
 
-@pytest.mark.parametrize("path", modules(), ids=str)
-def test_packages_import_from_those_above(path: Path) -> None:
-    layer = own_layer(path)
-    for name in imports(path):
-        other = layer_of(name)
-        if other in (None, layer) or (layer, other) in DEMO:
-            continue
-        assert LEVEL[other] < LEVEL[layer], f"{path} imports {name}, which is not above it"
+def test_packages_import_from_those_above() -> None:
+    found: list[str] = []
+    for path in modules():
+        layer = own_layer(path)
+        for name in imports(path):
+            other = layer_of(name)
+            if other in (None, layer) or (layer, other) in DEMO:
+                continue
+            if LEVEL[other] >= LEVEL[layer]:
+                found.append(f"{path} imports {name}")
+    assert found == [], "which is not above it"
 
 
 def test_the_documentation_has_these_layers() -> None:
@@ -187,34 +190,38 @@ def test_no_circle() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("path", ours(), ids=str)
-def test_no_import_in_a_function(path: Path) -> None:
-    allowed = LATE_IMPORTS.get(dotted(path), {})
-    inside: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            inside.update(imports_in(node))
-    packages = {name.split(".")[0] for name in inside}
-    assert "vt_dagster" not in packages, "an import that hides a circle"
-    assert packages == set(allowed), f"{path}: see LATE_IMPORTS"
+def test_no_import_in_a_function() -> None:
+    found: dict[str, set[str]] = {}
+    for path in ours():
+        inside: set[str] = set()
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                inside.update(imports_in(ast.walk(node)))
+        packages = {name.split(".")[0] for name in inside}
+        assert "vt_dagster" not in packages, f"{path}: an import that hides a circle"
+        if packages:
+            found[dotted(path)] = packages
+    assert found == {name: {*packages} for name, packages in LATE_IMPORTS.items()}
 
 
-@pytest.mark.parametrize("path", [p for p in ours() if dotted(p) != "vt_dagster"], ids=str)
-def test_no_import_for_type_checkers_alone(path: Path) -> None:
+def test_no_import_for_type_checkers_alone() -> None:
     """But for the package itself, which imports its names when they are asked for."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            found = [name for name in imports_in(node) if name.startswith("vt_dagster")]
-            assert found == [], "an import that hides a circle"
+    for path in ours():
+        if dotted(path) == "vt_dagster":
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                found = [n for n in imports_in(ast.walk(node)) if n.startswith("vt_dagster")]
+                assert found == [], f"{path}: an import that hides a circle"
 
 
-@pytest.mark.parametrize("path", modules(), ids=str)
-def test_where_dagster_is_known(path: Path) -> None:
-    layer = own_layer(path)
-    for name in imports(path):
-        package = name.split(".")[0]
-        assert layer in DAGSTER or not package.startswith("dagster"), f"{path} imports {name}"
-        assert not name.startswith("dagster._"), f"{path} imports the private {name}"
+def test_where_dagster_is_known() -> None:
+    for path in modules():
+        layer = own_layer(path)
+        for name in imports(path):
+            package = name.split(".")[0]
+            assert layer in DAGSTER or not package.startswith("dagster"), f"{path} imports {name}"
+            assert not name.startswith("dagster._"), f"{path} imports the private {name}"
 
 
 @cache
@@ -232,16 +239,18 @@ def operator_classes() -> dict[str, str]:
     return own
 
 
-def asked_classes(root: ast.AST) -> Iterator[str]:
+def asked_classes(code: Iterable[ast.AST]) -> Iterator[str]:
     """The names of classes that code asks an object for."""
-    for node in ast.walk(root):
+    for node in code:
         asked: list[ast.AST] = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in ("isinstance", "issubclass"):
                 asked = [*node.args[1:]]
         elif isinstance(node, ast.MatchClass):
             asked = [node.cls]
-        elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+        elif isinstance(node, ast.Compare) and any(
+            isinstance(call, ast.Call) and name_of(call.func) == "type" for call in ast.walk(node.left)
+        ):
             asked = [*node.comparators]
         for part in (p for one in asked for p in ast.walk(one)):
             if isinstance(part, ast.Name):
@@ -250,20 +259,22 @@ def asked_classes(root: ast.AST) -> Iterator[str]:
                 yield part.attr
 
 
-def named_classes(root: ast.AST) -> Iterator[str]:
+def named_classes(code: Iterable[ast.AST]) -> Iterator[str]:
     """Strings in code, the names of classes among them."""
-    for node in ast.walk(root):
+    for node in code:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
 
-@pytest.mark.parametrize("path", modules(), ids=str)
-def test_nobody_names_an_operator_in_a_string(path: Path) -> None:
-    name = dotted(path)
-    if name == "vt_dagster" or name.startswith("vt_dagster.topology.operators"):
-        return
-    found = set(named_classes(tree(path))) & set(operator_classes())
-    assert bool(found) == (name in BY_NAME), f"{path} tells operators by {sorted(found)}"
+def test_nobody_names_an_operator_in_a_string() -> None:
+    found: dict[str, set[str]] = {}
+    for path in modules():
+        name = dotted(path)
+        if name == "vt_dagster" or name.startswith("vt_dagster.topology.operators"):
+            continue
+        if told := set(named_classes(nodes(path))) & set(operator_classes()):
+            found[name] = told
+    assert set(found) == BY_NAME, f"modules that tell operators by their names: {found}"
 
 
 def test_nobody_asks_which_operator_it_is() -> None:
@@ -273,26 +284,27 @@ def test_nobody_asks_which_operator_it_is() -> None:
         name = dotted(path)
         if name.startswith("vt_dagster.topology.operators"):
             continue
-        for cls in asked_classes(tree(path)):
+        for cls in asked_classes(nodes(path)):
             if cls in homes and name != f"vt_dagster.core.{homes[cls]}":
                 found.append(f"{path}: {cls}")
     assert found == [], "what differs belongs to the operator or its Processor"
 
 
-@pytest.mark.parametrize("path", [p for p in ours() if p.parts[1] == "core"], ids=str)
-def test_core_has_no_session_no_action_no_clock(path: Path) -> None:
+def test_core_has_no_session_no_action_no_clock() -> None:
     forbidden = {
         *("collect", "count_rows", "toPandas", "toLocalIterator", "foreach", "foreachPartition"),
         *("show", "write", "writeTo", "persist", "cache", "checkpoint", "localCheckpoint", "take"),
         *("head", "sparkSession", "sparkContext", "rdd", "_jvm", "_jdf", "isEmpty", "tail"),
         *("current_timestamp", "now", "current_date", "rand", "uuid"),
     }
-    used = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
-    if path.name in KERNELS:
-        used.discard("take")  # of Arrow arrays, in a kernel
-    assert used & forbidden == set()
-    packages = {name.split(".")[0] for name in imports(path)}
-    assert not packages & {"contextvars", "delta", "fsspec", "os", "pathlib", "pandera", "time"}
+    of_a_process = {"contextvars", "delta", "fsspec", "os", "pathlib", "pandera", "time"}
+    for path in (p for p in ours() if p.parts[1] == "core"):
+        used = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
+        if path.name in KERNELS:
+            used.discard("take")  # of Arrow arrays, in a kernel
+        assert used & forbidden == set(), path
+        packages = {name.split(".")[0] for name in imports(path)}
+        assert not packages & of_a_process, path
 
 
 @pytest.mark.parametrize("name", [n for n in operators.__all__ if n in operator_classes()])

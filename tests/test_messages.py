@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import vt_dagster.errors as errors
+from tests.library import files, nodes, tree
 
-ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("error_messages.txt")
 
 OURS = {
@@ -59,19 +59,18 @@ def messages() -> tuple[tuple[str, str, str], ...]:
 
 
 def _messages() -> Iterator[tuple[str, str, str]]:
-    for path in sorted((ROOT / "vt_dagster").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for path in files("vt_dagster"):
         constants = {
             str(getattr(one.targets[0], "id", "")): text_of(one.value, {})
-            for one in tree.body
+            for one in tree(path).body
             if isinstance(one, ast.Assign)
             and isinstance(one.value, ast.Constant | ast.BinOp | ast.JoinedStr)
         }
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             if node.func.id in OURS and node.args:
-                module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+                module = path.with_suffix("").as_posix().replace("/", ".")
                 text = text_of(node.args[0], constants)
                 if text.strip("…|"):
                     yield module, node.func.id, text

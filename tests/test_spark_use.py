@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-PACKAGE = Path(__file__).parent.parent / "vt_dagster"
+from tests.library import files, nodes, tree
+
 FUNCTIONS = {"F", "W"}
 """``pyspark.sql.functions`` and ``Window``: neither works before there is a session."""
 WITH_A_SESSION = {"DataFrame", "Column", "SparkSession"}
@@ -86,9 +87,9 @@ LATER = {
 """Functions that build expressions and are called with what has been read: a new one is listed here by
 who has looked at that."""
 
-PATHS = sorted(PACKAGE.rglob("*.py"))
-TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in PATHS}
-SITES = {f"vt_dagster.{place.removesuffix('.py').replace('/', '.')}": place for place in TREES}
+PLACES = {path.relative_to("vt_dagster").as_posix(): path for path in files("vt_dagster")}
+"""Each file of the library, by its path in the package."""
+SITES = {f"vt_dagster.{place.removesuffix('.py').replace('/', '.')}": place for place in PLACES}
 
 
 def names_of(node: ast.AST | None) -> set[str]:
@@ -104,16 +105,17 @@ def given(function: ast.FunctionDef) -> bool:
     return any(names_of(one.annotation) & WITH_A_SESSION for one in every)
 
 
+@cache
 def builders(place: str) -> set[str]:
     """Functions of a module that give a column and are given nothing that needs a session."""
-    functions = [one for one in TREES[place].body if isinstance(one, ast.FunctionDef)]
+    functions = [one for one in tree(PLACES[place]).body if isinstance(one, ast.FunctionDef)]
     return {f.name for f in functions if "Column" in names_of(f.returns) and not given(f)}
 
 
 def built_by(place: str) -> set[str]:
     """Names in a module of what builds a column: its own functions, and those that it imports."""
-    found = builders(place)
-    for one in TREES[place].body:
+    found = {*builders(place)}
+    for one in tree(PLACES[place]).body:
         if isinstance(one, ast.ImportFrom) and one.module in SITES:
             found |= {name.name for name in one.names} & builders(SITES[one.module])
     return found
@@ -159,7 +161,7 @@ def too_early(node: ast.AST, names: set[str], after: bool = False) -> Iterator[s
 
 
 def test_no_expression_when_a_module_is_imported() -> None:
-    found = {p: [*when_imported(tree, built_by(p))] for p, tree in TREES.items()}
+    found = {p: [*when_imported(tree(path), built_by(p))] for p, path in PLACES.items()}
     assert {p: lines for p, lines in found.items() if lines} == {}
 
 
@@ -167,23 +169,23 @@ def test_no_expression_before_there_is_a_session() -> None:
     """``core`` has rows wherever it is called."""
     found = {
         f"{place}: {name}"
-        for place, tree in TREES.items()
+        for place, path in PLACES.items()
         if not place.startswith("core/")
-        for name in too_early(tree, built_by(place))
+        for name in too_early(tree(path), built_by(place))
     }
     assert found - LATER == set(), "read first, or take the rows or the session as an argument"
 
 
 def test_nothing_that_spark_connect_lacks() -> None:
-    for place, tree in TREES.items():
-        used = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
+    for place, path in PLACES.items():
+        used = {one.attr for one in nodes(path) if isinstance(one, ast.Attribute)}
         assert used & LACKING <= ALLOWED.get(place, set()), place
 
 
 def test_with_columns_has_one() -> None:
     """Spark Connect refuses ``withColumns({})``; ``core.arrival_order.with_columns`` takes it."""
-    for place, tree in TREES.items():
-        for one in ast.walk(tree):
+    for place, path in PLACES.items():
+        for one in nodes(path):
             if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
                 if one.func.attr != "withColumns" or place in SURE:
                     continue
