@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,6 +145,20 @@ def spark_command(environment: dict[str, str], *words: str, cwd: Path | None = N
         cwd=cwd,
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def output_of(program: str, *words: str, columns: int) -> str:
+    """What an installed program prints in a terminal of so many letters; it runs in this process: most
+    programs import Dagster, which takes a second or two."""
+    (installed,) = entry_points(group="console_scripts", name=program)
+    main, printed = installed.load(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
+        patched.setenv("COLUMNS", str(columns))
+        patched.setattr(sys, "argv", [program, *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 0, (program, words)
+    return printed.getvalue()
 
 
 @dataclass(frozen=True)

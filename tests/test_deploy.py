@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import os
 import re
 import shlex
 import signal
@@ -34,7 +33,7 @@ from dagster._core.instance.config import dagster_instance_config_schema
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
-from tests.conftest import BIN, ROOT, server_environment
+from tests.conftest import BIN, ROOT, output_of, server_environment
 from tests.market import QUIET
 from vt_dagster.cli import app
 from vt_dagster.errors import SparkUnavailableError
@@ -72,16 +71,11 @@ def parsed(words: list[str]) -> None:
 
 @cache
 def help_of(program: str, *command: str) -> str:
-    if program == "vt-dagster":  # in this process
+    if program == "vt-dagster":
         shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
         assert shown.exit_code == 0, shown.output
         return shown.output
-    asked = [str(BIN / program), *command, "--help"]
-    done = subprocess.run(
-        asked, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"}
-    )
-    assert done.returncode == 0, (asked, done.stderr)
-    return done.stdout
+    return output_of(program, *command, "--help", columns=200)
 
 
 def test_the_image() -> None:

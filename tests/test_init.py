@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from typer.testing import CliRunner, Result
 
 import vt_dagster
-from tests.conftest import ConnectServer
+from tests.conftest import ConnectServer, output_of
 from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError
 from vt_dagster.testing import TopologyTestDriver
@@ -225,29 +225,21 @@ def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSess
     assert isinstance(refused.exception, DefinitionsError)
 
 
-def test_a_list_of_its_definitions_has_short_lines(here: Path) -> None:
+def test_a_list_of_its_definitions_has_short_lines(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of 80 letters, a row of a check is a line, and one of an asset few lines."""
     assert init("corner_shop").exit_code == 0
-    command = [str(Path(sys.executable).parent / "dg"), "list", "defs"]
-    environment = {
-        **os.environ,
-        "COLUMNS": "80",
-        "DAGSTER_HOME": str(here),
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
+    monkeypatch.setenv("DAGSTER_HOME", str(here))
     (here / "dagster.yaml").write_bytes((here / "corner_shop" / "dagster.yaml").read_bytes())
-    done = subprocess.run(
-        command, cwd=here / "corner_shop", env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(here / "corner_shop")
+    told = output_of("dg", "list", "defs", columns=80)
     rows = [
         row.splitlines()
-        for row in re.split(r".*(?:├|┡|└).*\n", done.stdout)
+        for row in re.split(r".*(?:├|┡|└).*\n", told)
         if "prices:" in row or "orders:" in row
     ]
     assert len(rows) >= 10
     assert {len(row) for row in rows} == {1}
-    assert len(done.stdout.splitlines()) < 80
+    assert len(told.splitlines()) < 80
 
 
 def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> None:
