@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 from tests.market import Market
 from tests.written import MICROS, Written, document, moment
 from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
+from vt_dagster.cli import main
 from vt_dagster.errors import StorageError
 from vt_dagster.explore import app, key_history, lateness_curves, table_diff
 from vt_dagster.explore.app import application
@@ -498,7 +499,9 @@ def test_ten_million_versions_open_by_their_statistics(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- command
 
 
-def test_the_command(warehouse: Path) -> None:
+def test_the_command(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It prints its address, and answers there; a port that is taken is an error."""
     command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", str(warehouse), "--port"]
     process = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
@@ -511,9 +514,11 @@ def test_the_command(warehouse: Path) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as opened:
             opened.sendall(b"GET / HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
             assert b"421" in opened.recv(100)
-        taken = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
-        assert taken.returncode == 2
-        assert "expected a free port on this machine" in taken.stderr
+        monkeypatch.setattr(sys, "argv", [*command, str(port)])
+        with pytest.raises(SystemExit) as taken:
+            main()
+        assert taken.value.code == 2
+        assert "expected a free port on this machine" in capsys.readouterr().err
     finally:
         process.terminate()
         process.wait(20)

@@ -134,6 +134,7 @@ def test_what_connects_client_logs_is_not_printed():
         """
         import os, sys
         import dagster as dg
+        import pandas, pyspark.sql  # once for both
 
         def work():
             from pyspark.sql.connect.logging import logger
@@ -146,8 +147,7 @@ def test_what_connects_client_logs_is_not_printed():
             silence_connect()
             quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
             settings = {"telemetry": {"enabled": False}}
-            os.mkdir(str(os.getpid()))
-            with dg.DagsterInstance.local_temp(str(os.getpid()), overrides=settings) as instance:
+            with dg.DagsterInstance.ephemeral(settings=settings) as instance:
                 assert dg.materialize([mine], instance=instance, run_config=quiet).success
 
         for level in ({}, {"SPARK_CONNECT_LOG_LEVEL": "ERROR"}):
