@@ -288,11 +288,12 @@ class Repository:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.seconds = 0.0
         self.content = {"delta": "delta", "kafka": "kafka"}
 
     def download(self, work: Path, target: Path, *_: object) -> list[Path]:
         self.asked += 1
-        time.sleep(0.2)
+        time.sleep(self.seconds)
         return self.write(target)
 
     def write(self, target: Path) -> list[Path]:
@@ -405,6 +406,7 @@ def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.Mo
 
 
 def test_two_cold_starts_at_once_download_once(repository: Repository):
+    repository.seconds = 0.2
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: session.resolve_jars(), range(4)))
     assert repository.asked == 1
