@@ -13,7 +13,6 @@ from typing import Any
 import fsspec
 import pyspark
 import pytest
-from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
@@ -30,6 +29,8 @@ HEAD = "product,price,at\n"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A store with an empty bucket, and the environment of ``deploy/lake.env.example``."""
+    from moto.server import ThreadedMotoServer  # half a second, also where no test of this file runs
+
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
