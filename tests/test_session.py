@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,17 +15,21 @@ import tempfile
 import textwrap
 import time
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dagster as dg
 import grpc
 import pytest
 from packaging.specifiers import SpecifierSet
 from pyspark.sql.connect.client.retries import RetryPolicy
+from pyspark.sql.connect.logging import configureLogging
 
 from tests.conftest import CLASSES, JVM
+from tests.market import QUIET
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark import jars, session
 
@@ -127,43 +132,41 @@ def test_right_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: st
     session.check_java()
 
 
-def test_what_connects_client_logs_is_not_printed():
-    """Dagster enables that log, which PySpark disables, in each run of an instance with settings. The
-    client reads its level when it is imported, so there is a process for each."""
-    done = run(
-        """
-        import os, sys
-        import dagster as dg
-        import pandas, pyspark.sql  # once for both
+@pytest.fixture
+def client_log() -> Iterator[logging.Logger]:
+    """The log of Spark Connect's client; after the test it is as before."""
+    log = logging.getLogger(configureLogging.__module__)
+    level, before = log.level, (log.disabled, [*log.handlers])
+    yield log
+    log.setLevel(level)
+    log.disabled, log.handlers = before
 
-        def work():
-            from pyspark.sql.connect.logging import logger
-            from vt_dagster.spark.session import silence_connect
 
-            @dg.asset
-            def mine():
-                logger.error("refused: asked for")
+def test_what_connects_client_logs_is_not_printed(
+    client_log: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Dagster enables that log, which PySpark disables, in each run of an instance with settings."""
 
-            silence_connect()
-            quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-            settings = {"telemetry": {"enabled": False}}
-            with dg.DagsterInstance.ephemeral(settings=settings) as instance:
-                assert dg.materialize([mine], instance=instance, run_config=quiet).success
+    @dg.asset
+    def mine():
+        client_log.error("refused: asked for")
 
-        for level in ({}, {"SPARK_CONNECT_LOG_LEVEL": "ERROR"}):
-            if os.fork() == 0:
-                os.environ.update(level)
-                work()
-                sys.stderr.flush()
-                os._exit(0)
-            assert os.wait()[1] == 0
-            print("then", file=sys.stderr, flush=True)
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    without, with_level, _ = done.stderr.split("then\n")
-    assert "refused: asked for" not in without
-    assert "refused: asked for" in with_level
+    def printed() -> str:
+        client_log.handlers = []
+        client_log.setLevel(logging.NOTSET)
+        configureLogging()  # as when the client is imported
+        session.silence_connect()
+        settings = {"telemetry": {"enabled": False}}
+        with dg.DagsterInstance.ephemeral(settings=settings) as instance:
+            assert dg.materialize([mine], instance=instance, run_config=QUIET).success
+        return capsys.readouterr().err
+
+    monkeypatch.delenv("SPARK_CONNECT_LOG_LEVEL", raising=False)
+    assert "refused: asked for" not in printed()
+    monkeypatch.setenv("SPARK_CONNECT_LOG_LEVEL", "ERROR")
+    assert "refused: asked for" in printed()
 
 
 class Unavailable(grpc.RpcError):
