@@ -51,6 +51,12 @@ _LONGEST_FIRST = (
     *("test_freshness.py", "test_explain_operators.py", "test_sink.py", "test_corrected.py"),
 )
 
+_LONGEST_FIRST_OF_FAST = (
+    *("test_session.py", "test_components.py", "test_explore.py", "test_init.py", "test_sliding.py"),
+    *("test_definitions.py", "test_layers.py", "test_ci.py", "test_deploy.py", "test_example_sql.py"),
+    *("test_differing.py", "test_options.py", "test_reference_model.py", "test_calendar_windows.py"),
+)
+
 
 _NOT_FAST = {"jvm", "slow", "endurance", "kafka", "browser", "cluster", "network"}
 """Markers of tests that start a JVM, a broker or a browser, or take long without one."""
@@ -79,8 +85,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the fast tests, and puts the files that take minutes first.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the fast tests, and puts the files that take longest first.
 
     Processes that share the tests then end together.
     """
@@ -88,7 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         markers = {marker.name for marker in item.iter_markers()}
         if not markers & _NOT_FAST and not _JVM_OF & {*getattr(item, "fixturenames", ())}:
             item.add_marker("fast")
-    places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+    longest = _LONGEST_FIRST_OF_FAST if config.option.markexpr == "fast" else _LONGEST_FIRST
+    places = {name: place for place, name in enumerate(longest)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
