@@ -63,12 +63,11 @@ _NOT_FAST = {"jvm", "slow", "endurance", "kafka", "browser", "cluster", "network
 _JVM_OF = {"spark", "connect_server", "broker"}
 """Fixtures that start a JVM."""
 
-gc.disable()
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """With ``-m fast`` no JVM can start, in this process or in one that a test starts. Python looks for
     garbage seldom: none of it keeps objects of a JVM."""
+    gc.disable()  # until tests are collected
     if config.option.markexpr == "fast":
         os.environ["JAVA_HOME"] = "no-java-in-fast-tests"
         gc.set_threshold(20_000, 10, 10)
