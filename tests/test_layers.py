@@ -54,6 +54,7 @@ LATE_IMPORTS = {
     "vt_dagster.sources.text_formats": {
         "pandas": "a function that Spark's workers run by itself; half a second, of no use for UTF-8",
     },
+    "vt_dagster.spark.settings": {"pyspark": "the client of Spark Connect, with an extra's packages"},
     "vt_dagster.sources.kafka_sink": {
         "collections": "a function that Spark's workers run by itself",
         "pyarrow": "the same",
