@@ -28,7 +28,9 @@ KEYS = 10_000
 APPEND = "Delta append of the same JSON lines"
 FLOOR = "the same lines joined with their keys' current rows, sorted, appended: by Spark alone"
 LOOK_UP = "the current rows' keys alone read, and looked up among the run's"
+FIRST_FLOOR = "the same lines sorted by key once, written as log and as view: by Spark alone"
 TARGETS = {1_000_000: 4.0}
+FIRST_TARGET = 4.0
 GROWTH = 1.3
 PARTS = ("log commit", "view update", "the rest")
 
@@ -69,6 +71,8 @@ class Site:
     Args:
         a_year: so many records are a year of event time; None = the table's first ones.
         keys: how many there are; None = one for ten versions, at most ``KEYS``.
+
+    The table has its first run, and so has the other, with :meth:`fill`.
     """
 
     def __init__(
@@ -100,8 +104,12 @@ class Site:
         self.warehouse = str(folder / "warehouse")
         self.delivered = 0
         self.file = self.deliver(versions)
+
+    def fill(self) -> Site:
+        """Both tables take the first file."""
         self.run()
         self.append()
+        return self
 
     def deliver(self, rows: int) -> Path:
         """The next file arrives."""
@@ -154,6 +162,14 @@ class Site:
         with small_run(self.spark, True), look_up_of_few(self.spark):
             self.current().select("key").write.format("noop").mode("overwrite").save()
 
+    def first_floor(self) -> None:
+        """What a first run needs Spark for at least."""
+        rows = self.newest().repartition(generate.PARTITIONS, "key").sortWithinPartitions("key", "at")
+        rows.persist()
+        for name in ("log", "view"):
+            rows.write.format("delta").mode("overwrite").save(f"{self.appended}-as-{name}")
+        rows.unpersist()
+
     def check(self) -> None:
         """Every record became a version: none was late, none has expired."""
         store = self.store()
@@ -176,7 +192,7 @@ def run(
     notes: list[str] = []
     medians: dict[int, list[float]] = {}
     for size in sizes:
-        site = Site(spark, size, new, Path(outputs.fresh(f"table-{size}")))
+        site = Site(spark, size, new, Path(outputs.fresh(f"table-{size}"))).fill()
         prepare(site, repeat + 1)
 
         def ours(site: Site = site) -> dict[str, float]:
@@ -208,7 +224,7 @@ def many_keys(
     sites: dict[str, Site] = {}
     for count in keys:
         folder = Path(outputs.fresh(f"keys-{count}"))
-        sites[f"{count:,} keys"] = Site(spark, count, new, folder, keys=count)
+        sites[f"{count:,} keys"] = Site(spark, count, new, folder, keys=count).fill()
         prepare(sites[f"{count:,} keys"], repeat + 1)
 
     def ours(site: Site) -> dict[str, float]:
@@ -223,6 +239,30 @@ def many_keys(
         compare(name, new, times[many], f"the same on {few}", times[few], GROWTH),
         compare(name, new, times[many], LOOK_UP, times[LOOK_UP], None),
     ], []
+
+
+def first_run(
+    spark: SparkSession, records: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times the first run of a table, of many JSON lines, each time in a new warehouse."""
+    sites = [
+        Site(spark, records, 0, Path(outputs.fresh(f"first-{turn}"))) for turn in range(repeat + 1)
+    ]
+    turns = {name: iter(sites) for name in ("ours", APPEND, FIRST_FLOOR)}
+    times = take_turns(
+        {
+            "ours": lambda: next(turns["ours"]).run(),
+            APPEND: lambda: next(turns[APPEND]).append(),
+            FIRST_FLOOR: lambda: next(turns[FIRST_FLOOR]).first_floor(),
+        },
+        repeat,
+    )
+    sites[0].check()
+    name = f"first run of a table, {records:,} JSON lines"
+    return [
+        compare(name, records, times["ours"], APPEND, times[APPEND], FIRST_TARGET),
+        compare(name, records, times["ours"], FIRST_FLOOR, times[FIRST_FLOOR], None),
+    ], [f"{name}: all {sites[0].delivered:,} records are versions"]
 
 
 def prepare(site: Site, files: int) -> None:

@@ -85,6 +85,7 @@ TINY = Sizes(
 PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result], list[str]]]] = {
     "first-turn": lambda _, n, repeat, out: as_of_join.first_turn(n.stream, n.versions, repeat, out),
     "as-of-join": lambda s, n, repeat, out: as_of_join.run(s, n.stream, n.versions, repeat, out),
+    "first-run": lambda s, n, repeat, out: incremental_run.first_run(s, n.operators, repeat, out),
     "incremental-run": lambda s, n, repeat, out: incremental_run.run(s, n.tables, n.new, repeat, out),
     "many-keys": lambda s, n, repeat, out: incremental_run.many_keys(s, n.keys, n.new, repeat, out),
     "put": lambda s, n, repeat, out: versioned_put.run(s, n.put, repeat, out),
