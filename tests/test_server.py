@@ -65,12 +65,13 @@ from tests.market import Market, messages
 from vt_dagster import SparkResource, build_asset, build_resources
 
 market = Market(Path(sys.argv[1]), None)
-for remote in sys.argv[2:]:
+for remotes in sys.argv[2:]:
     if os.fork() == 0:
-        resources = build_resources(str(market.warehouse), SparkResource(remote=remote or None))
-        made = [build_asset(market.prices)]
-        result = dg.materialize(made, resources=resources, raise_on_error=False)
-        print(messages(result) or "done", flush=True)
+        for remote in remotes.split("|"):
+            resources = build_resources(str(market.warehouse), SparkResource(remote=remote or None))
+            made = [build_asset(market.prices)]
+            result = dg.materialize(made, resources=resources, raise_on_error=False)
+            print(messages(result) or "done", flush=True)
         os._exit(0)
     os.wait()
 """
@@ -86,7 +87,8 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def run_on(environment: dict[str, str], root: Path, *remotes: str, before: str = "") -> str:
-    """What processes say that run an asset, each on one of some servers; no remote is ``""``."""
+    """What processes say that run an asset, each on one of some servers, or on several in turn:
+    ``"sc://one|sc://other"``. No remote is ``""``."""
     without_java = {"JAVA_HOME": "/there/is/none", "SPARK_CONNECT_AUTHENTICATE_TOKEN": ""}
     done = subprocess.run(
         [sys.executable, "-c", before + RUN, str(root), *remotes],
@@ -133,13 +135,14 @@ def test_runs_use_it_while_it_is_there(
 
     without_token = connect_server.address.partition("/;")[0]
     named = {**environment, "VT_DAGSTER_SPARK": "server"}
-    said = run_on(named, tmp_path, without_token, "", before=WATCHES)
+    said = run_on(named, tmp_path, f"{without_token}|", before=WATCHES)
     changes = set(re.findall("settings: (.*)", said))
     assert changes == {"True 2 2 True", "True 0 0 True"}, "to read all and to set; to set and to unset"
     refused, done, _ = said.partition("done\n")
     assert "Expected a Spark session on sc://localhost" in refused, "nobody without the token"
-    assert done, said
-    assert "token" not in said
+    assert "got: UNAUTHENTICATED: " in refused
+    assert done, "the refused session is not that of the next run of its process"
+    assert connect_server.address.partition("token=")[2] not in said
     rows = market.store(market.prices).read("log").collect()
     assert sorted(row["v"] for row in rows) == ["p1", "q1"]
 

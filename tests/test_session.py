@@ -110,14 +110,24 @@ def test_what_stops_it(tmp_path: Path):
         ("master='spark://localhost:1'", {}, "no connection (localhost:1: "),
         ("master='spark://localhost:1,localhost:2'", {}, "; localhost:2: "),
         ("master='spark://localhost'", {}, "no host:port"),
-        ("remote='sc://localhost:1/;user_id=me'", {}, "no connection (localhost:1: "),
-        ("remote='localhost:15002'", {}, "sc://host:15002"),
-        ("master='sc://localhost'", {}, "pass it as remote='sc://localhost'"),
+        ("remote='sc://localhost:1/;token=secret'", {}, "no connection (localhost:1: "),
+        ("remote='localhost:15002;token=secret'", {}, "sc://host:15002"),
+        (
+            "master='sc://localhost/;token=secret'",
+            {},
+            "'sc://localhost'; pass it as remote=...",
+        ),
+        (
+            "",
+            {"SPARK_REMOTE": "sc://localhost/;token=secret"},
+            "SPARK_REMOTE is set to 'sc://localhost'",
+        ),
         ("conf={'spark.sql.session.timeZone': 'Europe/Berlin'}", {}, "got 'Europe/Berlin'"),
         ("", {"SPARK_HOME": str(tmp_path)}, "found no such jars"),
     ]
     began = time.monotonic()
     told = refusals(*((arguments, more) for arguments, more, _ in cases))
+    assert "secret" not in "".join(told)
     for (*case, says), message in zip(cases, told, strict=True):
         assert says in message, case
     assert all("Java 17 or 21" in message for message in told[: 2 + len(homes)])

@@ -204,6 +204,8 @@ FEW_QUERIES = {
 """For a process with few queries over few rows: optimizing them takes longer than running them."""
 
 _CONNECT_PORT = 15002
+_CONNECT_MODE = "SPARK_CONNECT_MODE_ENABLED"
+"""PySpark's variable: functions like ``F.col`` build expressions for Spark Connect."""
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _CONNECT_SECONDS = 5.0  # for a TCP connection to a master
 _ANSWER_SECONDS = 20  # for an answer of Spark Connect
@@ -246,30 +248,66 @@ def build_session(
             f"Expected spark.sql.session.timeZone=UTC, got {zone!r}: versions are compared by UTC "
             "timestamps. Remove the setting and convert where times are shown."
         )
-    try:
-        create = create or _built
-        if remote:
-            session = _connect(app_name, remote, conf, create)
-        else:
-            session = _classic(app_name, master, conf, create)
-        lacks = lacking(session)
-    except SparkUnavailableError:
-        raise
-    except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
-        details = getattr(error, "details", None)  # the short part of gRPC's long errors
-        where = (remote or master).partition("/;")[0]  # the rest may contain a token
-        raise not_started(where, str(details()) if callable(details) else one_line(error)) from None
-    if lacks:
-        raise SparkUnavailableError(
-            f"Expected a Spark session with Delta Lake in UTC, but the session in use lacks "
-            f"{'; '.join(lacks)}. "
-            + (
-                "Start a Spark Connect server that has all of that."
-                if remote
-                else "Stop it first (spark.stop()), or create it with build_session()."
+    with _forgotten_if_refused():
+        try:
+            create = create or _built
+            if remote:
+                session = _connect(app_name, remote, conf, create)
+            else:
+                session = _classic(app_name, master, conf, create)
+            lacks = lacking(session)
+        except SparkUnavailableError:
+            raise
+        except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
+            raise not_started(shown(remote or master), _reason(error)) from None
+        if lacks:
+            raise SparkUnavailableError(
+                f"Expected a Spark session with Delta Lake in UTC, but the session in use lacks "
+                f"{'; '.join(lacks)}. "
+                + (
+                    "Start a Spark Connect server that has all of that."
+                    if remote
+                    else "Stop it first (spark.stop()), or create it with build_session()."
+                )
             )
-        )
     return session
+
+
+def shown(address: str) -> str:
+    """Returns an address without its parameters: one of them may be a token."""
+    return address.partition(";")[0].rstrip("/")
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a session did not start, in one line. Of gRPC's long errors, status and details."""
+    details = getattr(error, "details", None)
+    if callable(details):
+        return str(details())
+    found = re.search(r'status = StatusCode\.(\w+)\s+details = "([^"]*)"', str(error))
+    return f"{found[1]}: {found[2]}" if found else one_line(error)
+
+
+@contextlib.contextmanager
+def _forgotten_if_refused() -> Iterator[None]:
+    """Ends a session on Spark Connect that was created here and is refused. PySpark would give it to
+    whoever asks for a session next, whatever the address."""
+    before, mode = _connected(), os.environ.get(_CONNECT_MODE)
+    try:
+        yield
+    except SparkUnavailableError:
+        refused = _connected()
+        if refused is not None and refused is not before:
+            refused.release_session_on_close = False  # the server may not know it
+            refused.stop()
+        if mode is None and before is None:
+            os.environ.pop(_CONNECT_MODE, None)
+        raise
+
+
+def _connected() -> Any:
+    """Returns the active session on Spark Connect; None = there is none."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    return None if module is None else module.SparkSession.getActiveSession()
 
 
 def _built(settings: dict[str, str]) -> SparkSession:
@@ -296,12 +334,12 @@ def _connect(
 
     if not remote.startswith("sc://"):
         raise SparkUnavailableError(
-            f"Expected a Spark Connect address like sc://host:15002, got {remote!r}; "
+            f"Expected a Spark Connect address like sc://host:15002, got {shown(remote)!r}; "
             "pass a Spark master as master=... instead."
         )
     if _running() and not is_remote():
         raise SparkUnavailableError(
-            f"Expected no local Spark session while connecting to {remote}, but one is active "
+            f"Expected no local Spark session while connecting to {shown(remote)}, but one is active "
             "in this process; stop it (spark.stop()) or use a new process."
         )
     _check_reachable(remote, default_port=_CONNECT_PORT)
@@ -371,13 +409,13 @@ def _classic(
         return running
     if master.startswith("sc://"):
         raise SparkUnavailableError(
-            f"Expected a Spark master, got the Spark Connect address {master!r}; "
-            f"pass it as remote={master!r}."
+            f"Expected a Spark master, got the Spark Connect address {shown(master)!r}; "
+            "pass it as remote=..."
         )
     if os.environ.get("SPARK_REMOTE"):
         raise SparkUnavailableError(
             f"Expected to start Spark with master {master!r}, but SPARK_REMOTE is set to "
-            f"{os.environ['SPARK_REMOTE']!r}; pass it as remote=..., or unset it."
+            f"{shown(os.environ['SPARK_REMOTE'])!r}; pass it as remote=..., or unset it."
         )
     if master.startswith("spark://"):
         _check_reachable(master)
@@ -557,9 +595,9 @@ def _check_reachable(url: str, default_port: int | None = None) -> None:
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
             return
         except (OSError, ValueError) as error:
-            problems.append(f"{address or url}: {one_line(error)}")
+            problems.append(f"{address or shown(url)}: {one_line(error)}")
     raise SparkUnavailableError(
-        f"Expected Spark to answer at {url}, got no connection ({'; '.join(problems)}). "
+        f"Expected Spark to answer at {shown(url)}, got no connection ({'; '.join(problems)}). "
         "Start it, or correct the address."
     )
 
@@ -583,7 +621,7 @@ def check_connect(url: str) -> None:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
         raise SparkUnavailableError(
-            f"Expected Spark Connect to answer at {url}, but what listens there does not speak "
+            f"Expected Spark Connect to answer at {shown(url)}, but what listens there does not speak "
             f"its protocol (waited {_ANSWER_SECONDS} s). Correct the address or its use_ssl."
         ) from None
     finally:
