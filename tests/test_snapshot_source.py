@@ -151,6 +151,10 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
     shop.deliver("2024-01-05.parquet", *whole, ("e", "e", 1.0))
     with pytest.raises(SourceError, match="changed after it was consumed"):
         shop.take()
+    # as many bytes, but other rows; then the same rows, written later
+    shop.deliver("2024-01-05.parquet", *whole[:3], ("d", "D", 1.0))
+    with pytest.raises(SourceError, match="bytes then and now, but rewritten since"):
+        shop.take()
     shop.deliver("2024-01-05.parquet", *whole)
     head = shop.store.head()
     assert head is not None

@@ -386,14 +386,27 @@ def _is_exact(file: FileInfo) -> bool:
     return file.size <= _BLOCK * _BLOCKS
 
 
-def _digest(file: FileInfo) -> str:
+def stamp_of(files: Sequence[FileInfo]) -> str:
+    """Returns a digest of the names, sizes and modification times of files. Does not read them."""
+    about = [(f.name, f.size, f.stamp) for f in files]
+    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+
+def digest_of(files: Sequence[FileInfo]) -> str:
+    """Returns a digest of the contents of files, of many or large ones of evenly spaced blocks."""
+    blocks = max(2, _BLOCKS // max(1, len(files)))
+    found = [_digest(file, blocks) for file in files]
+    return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
+
+
+def _digest(file: FileInfo, blocks: int = _BLOCKS) -> str:
     """Returns a digest of a file's content, for a large file of evenly spaced blocks; empty if gone."""
     fs, local = delta.filesystem(file.path)
     digest = hashlib.blake2b(digest_size=16)
-    step = _BLOCK if _is_exact(file) else (file.size - _BLOCK) // (_BLOCKS - 1)
+    step = _BLOCK if file.size <= _BLOCK * blocks else (file.size - _BLOCK) // (blocks - 1)
     try:
         with fs.open(local, "rb") as content:
-            for number in range(_BLOCKS):
+            for number in range(blocks):
                 content.seek(number * step)
                 digest.update(content.read(_BLOCK))
     except FileNotFoundError:

@@ -42,7 +42,14 @@ from vt_dagster.sources.base import (
     explained,
     require_limits,
 )
-from vt_dagster.sources.consumed_files import FileInfo, files_in, require_untouched, written_at
+from vt_dagster.sources.consumed_files import (
+    FileInfo,
+    digest_of,
+    files_in,
+    require_untouched,
+    stamp_of,
+    written_at,
+)
 from vt_dagster.sources.files_source import FileFormat, FilesSource
 from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
@@ -283,7 +290,7 @@ class PinnedDump(Limited, Uncounted):
     Args:
         dump: the dump; None = no new one.
         waiting: the names of the dumps left to later runs.
-        before: the dumps of earlier runs: name -> its size in bytes and its time.
+        before: the dumps of earlier runs: name -> its size in bytes, time, stamp and digest.
         accepted: whether the dump may be empty, or delete more than ``max_shrink``.
         learned: the dump's time, once it has been read.
     """
@@ -362,7 +369,8 @@ class PinnedDump(Limited, Uncounted):
         require_untouched(str(self.source.path), dump.files, files)
         names = {d.name for d in there}
         kept = {name: entry for name, entry in self.before.items() if name in names}
-        return {**kept, dump.name: {"bytes": dump.size, "time": self.learned["time"]}}
+        about = {"stamp": stamp_of(dump.files), "digest": digest_of(dump.files)}
+        return {**kept, dump.name: {"bytes": dump.size, "time": self.learned["time"], **about}}
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         first = before.inputs.get(DUMPS, {}).get(0, 0)
@@ -390,6 +398,22 @@ class PinnedDump(Limited, Uncounted):
             f"the dump {self.dump.name} in {self.source.path} could not be read: {one_line(error)}; "
             "nothing was committed. Repair it, or move it away, and run again"
         )
+
+
+def _changed(dump: Dump, entry: Mapping[str, Any] | None) -> str | None:
+    """Returns how a consumed dump has changed; None = it has not, or was only touched.
+
+    Args:
+        entry: its state when it was consumed; None = not consumed.
+    """
+    if entry is None:
+        return None
+    if entry["bytes"] not in (dump.size, dump.size_above):
+        return f"{entry['bytes']} bytes then, {dump.size} now"
+    # Earlier versions of the library stored neither.
+    if entry.get("stamp") in (None, stamp_of(dump.files)) or entry["digest"] == digest_of(dump.files):
+        return None
+    return f"{entry['bytes']} bytes then and now, but rewritten since"
 
 
 @dataclass(frozen=True)
@@ -541,18 +565,18 @@ class SnapshotSource:
             consumed: the dumps consumed so far, from ``PinnedDump.consumed``.
 
         Raises:
-            SourceError: a dump is older than the last consumed one, or changed after it was consumed.
+            SourceError: a dump is older than the last consumed one, or its content changed after it was
+                consumed.
         """
         if consumed and not all(isinstance(entry, dict) for entry in consumed.values()):
             consumed = {}  # files of another kind of source that this table had before
         there = self.dumps()
         for one in there:
-            entry = consumed.get(one.name)
-            if entry is not None and entry["bytes"] not in (one.size, one.size_above):
+            change = _changed(one, consumed.get(one.name))
+            if change is not None:
                 raise SourceError(
-                    f"the dump {one.name} in {self.path} changed after it was consumed: "
-                    f"{entry['bytes']} bytes then, {one.size} now; deliver the new rows as another "
-                    "dump, and put the old one back"
+                    f"the dump {one.name} in {self.path} changed after it was consumed: {change}; "
+                    "deliver the new rows as another dump, and put the old one back"
                 )
         new = [d for d in there if d.name not in consumed]
         for one in new:
