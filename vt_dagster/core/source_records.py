@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from operator import or_
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DateType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from vt_dagster import rules
 from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, PARTITION, PROVIDED_COLUMNS, TIMESTAMP
@@ -185,14 +195,36 @@ def takes_unchanged(node: Stream) -> bool:
 
 
 def _odd_year(node: Stream) -> Column:
-    """Returns whether a column has a time outside the years 1 to 9999, see ``_FIRST``."""
-    kinds = (DateType, TimestampType, TimestampNTZType)
-    times = [f.name for f in node.schema.fields if isinstance(f.dataType, kinds)]
+    """Returns whether a column has a time outside the years 1 to 9999, at any depth, see ``_FIRST``."""
     found = F.lit(False)
-    for name in times:
-        if name != node.timestamp:
-            found = found | ~F.year(F.col(f"`{name}`")).between(1, 9999)
+    for f in node.schema.fields:
+        if f.name != node.timestamp and _has_times(f.dataType):
+            found = found | F.coalesce(_is_odd(F.col(f"`{f.name}`"), f.dataType), F.lit(False))
     return found
+
+
+def _has_times(kind: DataType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has_times(f.dataType) for f in kind.fields)
+    if isinstance(kind, ArrayType):
+        return _has_times(kind.elementType)
+    if isinstance(kind, MapType):
+        return _has_times(kind.keyType) or _has_times(kind.valueType)
+    return isinstance(kind, DateType | TimestampType | TimestampNTZType)
+
+
+def _is_odd(value: Column, kind: DataType) -> Column:
+    if isinstance(kind, StructType):
+        inner = [f for f in kind.fields if _has_times(f.dataType)]
+        no = F.lit(False)
+        return reduce(or_, [F.coalesce(_is_odd(value[f.name], f.dataType), no) for f in inner])
+    if isinstance(kind, ArrayType):
+        element = kind.elementType
+        return F.exists(value, lambda one: F.coalesce(_is_odd(one, element), F.lit(False)))
+    if isinstance(kind, MapType):
+        pairs = [(F.map_keys(value), kind.keyType), (F.map_values(value), kind.valueType)]
+        return reduce(or_, [_is_odd(some, ArrayType(k)) for some, k in pairs if _has_times(k)])
+    return ~F.year(value).between(1, 9999)
 
 
 def time_of(node: Stream, rows: DataFrame) -> Column:
