@@ -127,7 +127,13 @@ IN_QUOTES = [
     f'{AT},b,2,"first half',
     f'{AT},c,3,second half"',
     f"{AT},d,4,quotes",
+    f'{AT},e,5,"the first of three lines',
+    f"{AT},f,6,the second looks like a record with quotes",
+    'the last of them, "" and not a record"',
+    f'{AT},g,7,"text" after quotes',
+    f"{AT},h,8,after quotes",
 ]
+HALVES = [line("b\ud83d"), line("b\ud83e"), line("c", v="\udc00 halves"), line("\udc00\ud83d")]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +144,7 @@ def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) ->
     files = {
         "objects": "\n".join([good["objects"], *NO_OBJECT, line("d", v="objects")]).encode(),
         "twice": "\n".join([good["twice"], *TWICE, other]).encode(),
+        "halves": "\n".join([line("\U0001f600", v="halves"), *HALVES]).encode(),
         "latin": "\n".join(f'{{"k": "{k}", "n": 1, "v": "latin", "at": "{AT}"}}' for k in LATIN).encode(
             "latin-1"
         ),
@@ -174,10 +181,18 @@ def test_bytes_that_are_not_utf_8_are_no_text(
         assert [position for position, _ in quarantined] == [first, first + 1]
 
 
+def test_half_of_a_surrogate_pair_is_no_text(json_lines: dict[str, Lines]) -> None:
+    """Spark reads each half as a question mark: two keys would become one."""
+    applied, quarantined = json_lines["halves"]
+    assert [k for k, _, _ in applied] == ["\U0001f600"]
+    assert quarantined == list(enumerate(HALVES, start=2))
+
+
 def test_csv_with_a_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
     applied, quarantined = csv_lines["quotes"]
-    assert applied == [("a", 1, 'with "quotes", and a comma of quotes'), ("d", 4, "quotes")]
-    assert quarantined == [(3, IN_QUOTES[2]), (4, IN_QUOTES[3])]
+    good = [("a", 1, 'with "quotes", and a comma of quotes'), ("d", 4, "quotes")]
+    assert applied == [*good, ("h", 8, "after quotes")]
+    assert quarantined == [(n, IN_QUOTES[n - 1]) for n in (3, 4, 6, 7, 8, 9)]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -390,19 +405,23 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
 
 
 def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:
-    """Two keys do not become one; a text in an array or a map is one too."""
+    """Two keys do not become one; a text in an array or a map is one too. So is a time outside the
+    years 1 to 9999."""
 
     def texts(*values: bytes) -> Any:
         offsets = [sum(map(len, values[:i])) for i in range(len(values) + 1)]
         buffers = [None, pa.py_buffer(struct.pack(f"{len(offsets)}i", *offsets))]
         return pa.Array.from_buffers(pa.utf8(), len(values), [*buffers, pa.py_buffer(b"".join(values))])
 
-    good = texts(*5 * [b"x"])
-    each = pa.array(range(6), pa.int32())
+    good = texts(*6 * [b"x"])
+    each = pa.array(range(7), pa.int32())
     table = pa.table(
         {
-            "k": texts(b"a", b"caf\xe9", b"caf\xe8", b"caf\xc3\xa9", b"b"),
-            "many": pa.ListArray.from_arrays(each, texts(b"x", b"x", b"x", b"x", b"\xff")),
+            "k": texts(b"a", b"caf\xe9", b"caf\xe8", b"caf\xc3\xa9", b"b", b"c"),
+            "times": pa.array(
+                [[0, None], [], None, [], [], [10**18]], pa.list_(pa.timestamp("us", "UTC"))
+            ),
+            "many": pa.ListArray.from_arrays(each, texts(b"x", b"x", b"x", b"x", b"\xff", b"x")),
             "named": pa.MapArray.from_arrays(each, good, good),
         }
     )
@@ -410,6 +429,7 @@ def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -
     pq.write_table(table, where / "one")
     shape = StructType([StructField("k", StringType()), StructField("many", ArrayType(StringType()))])
     shape = shape.add("named", MapType(StringType(), StringType()))
+    shape = shape.add("times", ArrayType(TimestampType()))
     source = FilesSource(str(where), format="parquet", max_bad_share=1)
     node = Stream("sales", key="k", schema=shape, timestamp="timestamp'2024-01-01'", source=source)
     result = run([build_asset(node)], tmp_path / "warehouse")
@@ -418,7 +438,7 @@ def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     found = sorted((r["position"], r["reason"]) for r in quarantine.collect())
-    assert found == [(2, "unreadable"), (3, "unreadable"), (5, "unreadable")]
+    assert found == [(n, "unreadable") for n in (2, 3, 5, 6)]
 
 
 def test_a_separator_of_several_characters(tmp_path: Path, spark: SparkSession) -> None:

@@ -519,6 +519,7 @@ def test_an_option_without_effect_is_refused(kind: str, name: str) -> None:
         ("csv", {"maxColumns": "many"}, "expected the option 'maxColumns' to be a whole number"),
         ("csv", {"unescapedQuoteHandling": "GUESS"}, "to be one of STOP_AT_CLOSING_QUOTE"),
         ("csv", {"nullValue": None}, "expected a text for the option 'nullValue', got None"),
+        ("csv", {"timestampFormat": "EEE, d MMM y 'at' H"}, r"without the letters \['E'\], got "),
         ("parquet", {"mergeSchema": "true"}, "'mergeSchema' has no effect"),
     ],
 )
@@ -553,6 +554,7 @@ CSV: dict[str, tuple[dict[str, str], str, list[tuple[Any, ...]]]] = {
     "ignoreLeadingWhiteSpace": ({"ignoreLeadingWhiteSpace": "true"}, "k, n\n a,1\n", [(2, "a", 1)]),
     "ignoreTrailingWhiteSpace": ({"ignoreTrailingWhiteSpace": "true"}, "k ,n\na ,1\n", [(2, "a", 1)]),
     "nullValue": ({"nullValue": "NA"}, "k,n\nNA,NA\n", [(2, None, None)]),
+    "empty texts": ({"nullValue": "NA"}, 'k,n\n"",1\n,2\n', [(2, "", 1), (3, None, 2)]),
     "emptyValue": ({"emptyValue": "none"}, 'k,n\n"",1\n', [(2, "none", 1)]),
     "lineSep": ({"lineSep": "|"}, "k,n|a,1|b,2", [(2, "a", 1), (3, "b", 2)]),
     "lineSep of two": ({"lineSep": "\\r\\n"}, "k,n\r\na,1\r\n", [(2, "a", 1)]),
@@ -562,6 +564,12 @@ CSV: dict[str, tuple[dict[str, str], str, list[tuple[Any, ...]]]] = {
         'k,n\n"a"b"c",1\n',
         [(2, None, 1)],
     ),
+    "line breaks in quotes": (
+        {"sep": ";", "quote": "'"},
+        "k;n\n'a;\nb;2\n''c''';3\nd';4\ne;5'\n'f''s';6\n",
+        [(2,), (3,), (4,), (5,), (6,), (7, "f's", 6)],
+    ),
+    "text after quotes": ({}, 'k,n\n"a"b,1\n"a "b" c",2\nd"e"f,3\n', [(2,), (3,), (4, 'd"e"f', 3)]),
 }
 TEXT = "k,n\nJosé €,1\nb,2\n"
 ENCODED = {
@@ -597,6 +605,24 @@ def test_options_have_their_effect(spark: SparkSession, tmp_path: Path) -> None:
         sources[name] = FilesSource(str(tmp_path / name), "csv", options=options)
     wanted = {name: [("1.csv", *row) for row in rows] for name, (_, _, rows) in CSV.items()}
     assert read_all(spark, sources) == wanted
+
+
+def test_local_times(spark: SparkSession, tmp_path: Path) -> None:
+    """An hour that a clock change skips is not read; of one that it repeats, the first one is."""
+    right = {
+        "2024-03-31 01:59:59": "2024-03-31 00:59:59",
+        "2024-03-31 02:00": None,
+        "2024-03-31 02:59:59.999999": None,
+        "2024-03-31 03:00:00": "2024-03-31 01:00:00",
+        "2024-03-31T02:30:00+01:00": "2024-03-31 01:30:00",
+        "2024-10-27 02:30:00": "2024-10-27 00:30:00",
+        "2024-10-27 03:00:00": "2024-10-27 02:00:00",
+    }
+    write(tmp_path, "1.csv", "\n".join(["t", *right]))
+    source = FilesSource(str(tmp_path), "csv", options={"timeZone": "Europe/Berlin"})
+    rows = source.read(spark, source.files(), StructType().add("t", "timestamp"))
+    rows = rows.orderBy("_arrival").select(F.col("t").cast("string"))
+    assert [r["t"] for r in rows.collect()] == [*right.values()]
 
 
 def test_an_encoding_is_the_users_word(spark: SparkSession, tmp_path: Path) -> None:

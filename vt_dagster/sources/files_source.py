@@ -65,6 +65,7 @@ from vt_dagster.sources.text_formats import (
     START,
     UNDECODED,
     UTF_8,
+    WITHIN,
     checked,
     encoding_of,
     file_name,
@@ -78,7 +79,15 @@ from vt_dagster.sources.text_formats import (
     read_record,
     running_start,
 )
-from vt_dagster.sources.value_reader import Reading, Timestamps, is_no_text, of_text, require_units
+from vt_dagster.sources.value_reader import (
+    Reading,
+    Timestamps,
+    in_other_case,
+    is_no_text,
+    of_text,
+    other_case,
+    require_units,
+)
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
@@ -311,6 +320,10 @@ def _fault_of_header(
         return f"expected a header line of CSV that ends with a line feed, got: {error}"
     if not header:
         return None
+    others = [(c, other_case(c, header, schema)) for c in schema.names]
+    odd = [in_other_case(column, other) for column, other in others if other]
+    if odd:
+        return f"{'; '.join(odd)}: correct the header, or the names in the schema"
     twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
     if twice:
         return f"expected each column once in the header, got {twice} more than once"
@@ -456,7 +469,7 @@ def text_rows(
     Plan: two scans, see ``text_formats.numbered_lines``; no shuffle of rows.
     """
     options = how.options
-    numbered = numbered_lines(spark, files, options)
+    numbered = numbered_lines(spark, files, options, quoted=format == "csv")
     given, own = numbered.where(F.trim(RAW) != ""), None
     if format == "csv":
         headers: dict[tuple[str, ...], list[str]] = {}
@@ -478,7 +491,7 @@ def text_rows(
         own = F.json_object_keys(RAW)
     for name, column in columns.items():
         parsed = parsed.withColumn(name, column)
-    broken = row.isNull() | ~F.is_valid_utf8(RAW) | F.col(UNDECODED)
+    broken = row.isNull() | ~F.is_valid_utf8(RAW) | F.col(UNDECODED) | F.col(WITHIN)
     found = {c: row[c] for c in schema.names}
     if path_columns:
         parsed, found, misfit = with_path_columns(
@@ -760,8 +773,8 @@ class FilesSource:
             name, fault = next(iter(bad.items()))
             others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
             raise SourceError(
-                f"{name}: {fault}{others}. Repair or move the bad files, or set "
-                "on_bad_file='quarantine' of the source to quarantine them"
+                f"{name}: {fault}{others}. Repair or move the bad files; a FilesSource with "
+                "on_bad_file='quarantine' quarantines them"
             )
         good = [f for f in files if f.name not in bad]
         if not good:

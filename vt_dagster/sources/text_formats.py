@@ -28,6 +28,7 @@ from pyspark.sql.types import (
     BooleanType,
     DataType,
     DecimalType,
+    MapType,
     StringType,
     StructField,
     StructType,
@@ -158,7 +159,24 @@ def _encoding(name: str, text: str) -> str:
     return found
 
 
-_FORMATS = dict.fromkeys(("timeZone", "dateFormat", "timestampFormat", "timestampNTZFormat"), _text)
+_UNREAD_LETTERS = frozenset("ABEFNQWYcenpquw")
+"""Letters of a date pattern that Spark does not read, or only writes."""
+
+
+def _pattern(name: str, text: str) -> str:
+    odd = sorted({*"".join(text.split("'")[::2])} & _UNREAD_LETTERS)
+    if odd:
+        raise SourceError(
+            f"expected {name} to be a pattern that Spark can read, without the letters {odd}, got "
+            f"{text!r}"
+        )
+    return text
+
+
+_FORMATS = {
+    "timeZone": _text,
+    **dict.fromkeys(("dateFormat", "timestampFormat", "timestampNTZFormat"), _pattern),
+}
 _LINES = {"encoding": _encoding, "lineSep": _line_end}
 _JSON = dict.fromkeys(
     (
@@ -309,9 +327,10 @@ def encoding_of(options: Mapping[str, str]) -> str:
 # Text lines
 
 
-FILE, UNDECODED = "_file", "_undecoded"
-"""Columns with a line's file, and whether the line is not text in the declared encoding."""
-_BLOCK, _ID, START = "_block", "_id", "_start"
+FILE, UNDECODED, WITHIN = "_file", "_undecoded", "_within"
+"""Columns with a line's file, whether the line is not text in the declared encoding, and whether it is
+within a quoted field of CSV that an earlier line opens."""
+_BLOCK, _ID, START, _ODD = "_block", "_id", "_start", "_odd"
 LINE_OPTIONS = ("encoding", "lineSep")
 _TEXT, _ALL = "_text", 2**31 - 1
 _MARK = "\ufeff"
@@ -376,17 +395,20 @@ _SPLITS = ("maxPartitionBytes", "openCostInBytes")
 
 
 def numbered_lines(
-    spark: SparkSession, files: Sequence[FileInfo], options: Mapping[str, str]
+    spark: SparkSession, files: Sequence[FileInfo], options: Mapping[str, str], quoted: bool = False
 ) -> DataFrame:
     """Returns the lines of files, in order of arrival.
 
     Plan: two scans, one of them for the number of lines per block, which is then broadcast; no shuffle
-    of lines. A single file that one task reads takes one scan. In an encoding other than UTF-8, lines
-    go through Python in Arrow batches.
+    of lines. A single file that one task reads takes one scan (of CSV: if it has no quotes). In an
+    encoding other than UTF-8, lines go through Python in Arrow batches.
+
+    Args:
+        quoted: whether the lines are CSV, in which a quoted field may have line breaks.
 
     Returns:
         ``_raw`` (the line; its bytes if it is not text in the encoding), ``_file``, ``_arrival``
-        (0, 1, …), ``_position`` (from 1 in each file), ``_undecoded``.
+        (0, 1, …), ``_position`` (from 1 in each file), ``_undecoded``, ``_within``.
     """
     encoding = encoding_of(options)
     groups: dict[str, list[FileInfo]] = {}
@@ -397,18 +419,32 @@ def numbered_lines(
         more = _lines_of(spark, some, one, options.get("lineSep"))
         lines = more if lines is None else lines.unionByName(more)
     assert lines is not None
-    if encoding == UTF_8 and _in_one_task(spark, files):
-        position, decoded = F.col(_ID) + 1, F.lit(False).alias(UNDECODED)
-        return lines.select(RAW, FILE, F.col(_ID).alias(ARRIVAL), position.alias(POSITION), decoded)
-    blocks = lines.groupBy(FILE, _BLOCK).agg(F.count(F.lit(1)).alias(START), F.min(_ID).alias("_first"))
-    starts = running_start(blocks, [FILE, _BLOCK])
+    # The bytes of UTF-16 are no text yet.
+    quoted = quoted and encoding not in WIDE and options.get("quote", '"') not in _NO_QUOTE
+    no = F.lit(False)
+    one_task = encoding == UTF_8 and _in_one_task(spark, files)
+    if one_task and not (quoted and _has_quotes(files[0], options)):
+        position = (F.col(_ID) + 1).alias(POSITION)
+        flags = no.alias(UNDECODED), no.alias(WITHIN)
+        return lines.select(RAW, FILE, F.col(_ID).alias(ARRIVAL), position, *flags)
+    # The rare lines that begin or end inside quotes, with whether they open a field.
+    odd = F.when(_is_cut_off(F.col(RAW), options), F.struct(_ID, _opens(F.col(RAW), options)))
+    odds = [F.collect_list(odd).alias(_ODD)] if quoted else []
+    counts = F.count(F.lit(1)).alias(START), F.min(_ID).alias("_first")
+    starts = running_start(lines.groupBy(FILE, _BLOCK).agg(*counts, *odds), [FILE, _BLOCK])
     within_file = W.partitionBy(FILE)
     starts = starts.withColumn("_file_start", F.min(START).over(within_file))
+    if quoted:
+        first = F.col(START) - F.col("_first")
+        placed = F.transform(_ODD, lambda one: F.struct(one[_ID] + first, one["col2"].alias("opens")))
+        every = F.flatten(F.collect_list(placed).over(within_file))
+        starts = starts.withColumn(_ODD, F.sort_array(every))
     arrival = F.col(START) + F.col(_ID) - F.col("_first")
     numbered = (
         lines.join(F.broadcast(starts), [FILE, _BLOCK])
         .withColumn(ARRIVAL, arrival)
         .withColumn(POSITION, F.col(ARRIVAL) - F.col("_file_start") + 1)
+        .withColumn(WITHIN, _is_within(F.col(ARRIVAL)) if quoted else no)
     )
     if encoding == UTF_8:
         return numbered.withColumn(UNDECODED, F.lit(False))
@@ -419,6 +455,18 @@ def numbered_lines(
     if encoding in WIDE and "lineSep" not in options:
         text = F.regexp_replace(text, r"\r\z", "")
     return decoded.withColumns({RAW: F.coalesce(text, RAW), UNDECODED: F.col(_TEXT).isNull()})
+
+
+def _is_within(arrival: Column) -> Column:
+    """Returns whether a line is within a quoted field: the last of the odd lines before it opens a
+    field, and does not close one."""
+    before = F.filter(_ODD, lambda one: one["col1"] < arrival)
+    return F.aggregate(before, F.lit(False), lambda within, one: ~within & one["opens"])
+
+
+def _has_quotes(file: FileInfo, options: Mapping[str, str]) -> bool:
+    quote = options.get("quote", '"').encode()
+    return any(quote in chunk for chunk in chunks_of(file))
 
 
 def _in_one_task(spark: SparkSession, files: Sequence[FileInfo]) -> bool:
@@ -552,14 +600,16 @@ def parse(
 
     Spark reads only the first value of a text and ignores the rest. The text is therefore wrapped as
     the first element of an array with an end marker as the second. An object that has a field twice,
-    none of the columns, or a name that differs only in case is invalid.
+    none of the columns, or a name that differs only in case is invalid; so is a text with half of a
+    surrogate pair, which Spark replaces by a question mark.
 
     Args:
         wanted: the fields.
         options: Spark's JSON options.
         into: prefix of the names of the columns.
         alone: whether a text may be the bare value of a single column instead of an object.
-        bare_payload: whether an envelope may lack its schema.
+        bare_payload: whether an envelope may lack its schema, as for Debezium. The names in nested
+            objects are then not checked: Kafka Connect generates them.
     """
     by_itself = None
     if alone and len(wanted.fields) == 1:
@@ -572,14 +622,96 @@ def parse(
         F.lit(f'{{"{_JSON_ALL}":['), _marked(text, options), F.lit(f',{{"{_END}":true}}]}}')
     )
     options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    keys, found = f"{into}_keys", f"{into}_texts"
+    keys, found, sound = f"{into}_keys", f"{into}_texts", ~has_half_pair(text)
     columns = {into: F.from_json(whole, schema, options), keys: F.json_object_keys(text)}
-    columns[found] = _texts(F.col(into), F.col(keys), wanted, bare_payload, by_itself)
+    if not bare_payload and any(_has_objects(f.dataType) for f in wanted.fields):
+        columns[f"{into}_sound"] = sound & _has_proper_names(text, wanted)
+        sound = F.col(f"{into}_sound")
+    texts = _texts(F.col(into), F.col(keys), text, wanted, bare_payload, by_itself)
+    columns[found] = F.when(sound, texts)
     return Parsed(columns, F.col(found))
 
 
+_PAIRS = (
+    r"(?s)\A(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|\\(?!u[dD][89a-fA-F]).)*+\z"
+)
+
+
+def has_half_pair(text: Column) -> Column:
+    """Returns whether a JSON text escapes half of a surrogate pair, which is no character; may be null
+    if the text is."""
+    escapes = F.contains(text, F.lit(r"\ud")) | F.contains(text, F.lit(r"\uD"))
+    return escapes & ~F.rlike(text, F.lit(_PAIRS))
+
+
+def _has_objects(kind: DataType) -> bool:
+    if isinstance(kind, ArrayType):
+        return _has_objects(kind.elementType)
+    return isinstance(kind, StructType) or (isinstance(kind, MapType) and _has_objects(kind.valueType))
+
+
+def _has_proper_names(text: Column, wanted: StructType) -> Column:
+    """Returns whether each object in a column has each field once, at least one of the wanted ones if
+    it has any, and no name that differs only in case; never null."""
+    own = [StructField(f.name, StringType()) for f in wanted.fields if _has_objects(f.dataType)]
+    kinds = StructType([*own, StructField(PAYLOAD, StructType(own))] if _enveloped(wanted) else own)
+    row = F.from_json(text, kinds)
+    found = F.lit(True)
+    for f in own:
+        one = F.coalesce(row[f.name], row[PAYLOAD][f.name]) if _enveloped(wanted) else row[f.name]
+        found = found & _is_proper(one, wanted[f.name].dataType)
+    return found
+
+
+def _is_proper(text: Column, kind: DataType) -> Column:
+    if isinstance(kind, ArrayType):
+        texts, inner = F.from_json(text, ArrayType(StringType())), kind.elementType
+        return F.coalesce(F.forall(texts, lambda one: _is_proper(one, inner)), F.lit(True))
+    if isinstance(kind, MapType):
+        texts, inner = F.from_json(text, MapType(StringType(), StringType())), kind.valueType
+        texts = F.map_values(texts)
+        return F.coalesce(F.forall(texts, lambda one: _is_proper(one, inner)), F.lit(True))
+    assert isinstance(kind, StructType)
+    keys = F.json_object_keys(text)
+    some = (F.size(keys) == 0) | (_known(keys, kind) > 0)
+    found = F.coalesce(_are_once(keys) & _are_alike(keys, kind) & some, F.lit(True))
+    deep = [StructField(f.name, StringType()) for f in kind.fields if _has_objects(f.dataType)]
+    row = F.from_json(text, StructType(deep))
+    for f in deep:
+        found = found & _is_proper(row[f.name], kind[f.name].dataType)
+    return found
+
+
+def has_names_of(text: Column, wanted: StructType) -> Column:
+    """Returns whether an object has no field twice, and no name that differs from a wanted one only in
+    case; never null."""
+    keys = F.json_object_keys(text)
+    return F.coalesce(_are_once(keys) & _are_alike(keys, wanted), F.lit(True))
+
+
+def _known(keys: Column, wanted: StructType) -> Column:
+    return F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
+
+
+def _are_once(keys: Column) -> Column:
+    """Returns whether no name occurs twice."""
+    return F.size(keys) == F.size(F.array_distinct(keys))
+
+
+def _are_alike(keys: Column, wanted: StructType) -> Column:
+    """Returns whether no name differs from a wanted one only in case."""
+    lowered = F.array(*[F.lit(n) for n in dict.fromkeys(n.lower() for n in wanted.names)])
+    return F.size(F.array_intersect(F.transform(keys, F.lower), lowered)) <= _known(keys, wanted)
+
+
 def _texts(
-    parsed: Column, keys: Column, wanted: StructType, bare_payload: bool, by_itself: Column | None
+    parsed: Column,
+    keys: Column,
+    text: Column,
+    wanted: StructType,
+    bare_payload: bool,
+    by_itself: Column | None,
 ) -> Column:
     found = parsed[_JSON_ALL]
     row, last = F.get(found, 0), F.get(found, 1)[_END]
@@ -589,16 +721,13 @@ def _texts(
     unnamed = keys.isNull()
     # The fast path: most messages have exactly the columns, in order.
     same = F.coalesce(keys == F.array(*map(F.lit, wanted.names)), F.lit(False))
-    whole = whole & (same | unnamed | (F.size(keys) == F.size(F.array_distinct(keys))))
+    whole = whole & (same | unnamed | _are_once(keys))
     if by_itself is not None:
         whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
-    known = F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
-    lowered = F.array(*[F.lit(n) for n in dict.fromkeys(n.lower() for n in wanted.names)])
-    alike = F.size(F.array_intersect(F.transform(keys, F.lower), lowered))
     no_schema = F.lit(None).cast(_connect(2)).alias(SCHEMA_OF)
     plain = F.struct(*[row[n].alias(n) for n in wanted.names], no_schema)
     some = any_of([row[n].isNotNull() for n in wanted.names])
-    ours = F.when(unnamed, some).otherwise((known > 0) & (alike <= known))
+    ours = F.when(unnamed, some).otherwise((_known(keys, wanted) > 0) & _are_alike(keys, wanted))
     plain = F.when(whole & (same | ours), plain)
     if not _enveloped(wanted):
         return plain
@@ -606,6 +735,8 @@ def _texts(
     both = F.array_contains(keys, PAYLOAD) if bare_payload else (around == 2)
     payload = _payload(row, wanted)
     some = any_of([payload[n].isNotNull() for n in wanted.names])
+    if not bare_payload:
+        some = some & has_names_of(F.get_json_object(text, f"$.{PAYLOAD}"), wanted)
     inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
     inside = ~same & both & (F.size(keys) == around)
     return F.when(inside, F.when(whole & some, inner)).otherwise(plain)
@@ -873,7 +1004,8 @@ def read_record(
     The last one, ``<into>_row``, is a struct of the schema's columns; null if the line is not one
     record, or a text does not fit its column.
     """
-    whole = row.isNotNull() & row[_CORRUPT].isNull() & ~_is_cut_off(line, how.options)
+    odd = _is_cut_off(line, how.options) | _is_malformed(line, how.options)
+    whole = row.isNotNull() & row[_CORRUPT].isNull() & ~odd
 
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
         return of_text(text, kind, how, path)
@@ -899,6 +1031,48 @@ def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
     return found.when(has_few(outside), line)
 
 
+def _is_malformed(line: Column, options: Mapping[str, str]) -> Column:
+    """Returns whether text follows a closing quote: Spark would read the field with its quotes. The
+    user's choice of ``unescapedQuoteHandling`` has precedence."""
+    quote = options.get("quote", '"')
+    if quote in _NO_QUOTE or "unescapedQuoteHandling" in options:
+        return F.lit(False)
+    field, last = _field_patterns(options)
+    whole = F.rlike(line, F.lit(rf"(?s)\A(?:{field})*+{last}\z"))
+    return F.contains(line, F.lit(quote)) & ~whole
+
+
+def _opens(line: Column, options: Mapping[str, str]) -> Column:
+    """Returns whether the last field of a line begins with a quote that the line does not close."""
+    field, _ = _field_patterns(options)
+    quote, inner = re.escape(options.get("quote", '"')), _inner_pattern(options)
+    return F.rlike(line, F.lit(rf"(?s)\A(?:{field})*+{_blank(options)}{quote}{inner}\z"))
+
+
+def _field_patterns(options: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the patterns of a field with its separator, and of the last field."""
+    quote, separator = (re.escape(options.get(n, d)) for n, d in (("quote", '"'), ("sep", ",")))
+    quoted = rf"{quote}{_inner_pattern(options)}{quote}[ \t]*+"
+    field = rf"{_blank(options)}(?:{quoted}|(?!{quote})(?:(?!{separator}).)*+)"
+    return rf"{field}{separator}", field
+
+
+def _inner_pattern(options: Mapping[str, str]) -> str:
+    quote = options.get("quote", '"')
+    escape = options.get("escape", quote)
+    if escape == quote:
+        return rf"(?:[^{re.escape(quote)}]|{re.escape(quote)}{{2}})*+"
+    twice = re.escape(options.get("charToEscapeQuoteEscaping", escape) + escape)
+    return rf"(?:{twice}|[^{re.escape(quote)}{re.escape(escape)}]|{re.escape(escape)}.?)*+"
+
+
+def _blank(options: Mapping[str, str]) -> str:
+    return "[ \\t]*+" if options.get("ignoreLeadingWhiteSpace") == "true" else ""
+
+
+_NO_QUOTE = ("", "\0")
+
+
 def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
     """Returns whether a line begins or ends inside quotes: half a record, with a line break in a field.
 
@@ -906,7 +1080,7 @@ def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
     """
     quote = options.get("quote", '"')
     escape = options.get("escape", quote)
-    if quote in ("", "\0"):
+    if quote in _NO_QUOTE:
         return F.lit(False)
     if escape != quote:
         twice = options.get("charToEscapeQuoteEscaping", escape) + escape

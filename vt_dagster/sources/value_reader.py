@@ -232,7 +232,10 @@ def _in_zone(value: Column, how: Reading, unsaid: Column) -> Column:
     zone = how.option("timeZone")
     if zone is None or zone.upper() in ("UTC", "Z", "ETC/UTC"):
         return value
-    return F.when(unsaid, F.to_utc_timestamp(value, zone)).otherwise(value)
+    moment = F.to_utc_timestamp(value, zone)
+    # An hour that a clock change skips does not exist; Spark reads another time.
+    exists = F.from_utc_timestamp(moment, zone) == value
+    return F.when(unsaid, F.when(exists, moment)).otherwise(value)
 
 
 def _names_zone(pattern: str) -> bool:
@@ -512,6 +515,20 @@ def require_units(where: str, timestamps: object, schema: StructType | None = No
             f"{where}: timestamps names {odd}, but the schema's columns of type TIMESTAMP, "
             f"TIMESTAMP_NTZ and DATE are {times}; correct the names"
         )
+
+
+def other_case(column: str, there: Iterable[str], wanted: StructType) -> str | None:
+    """Returns a name of the source that differs from a column's only in case, and is not a column
+    itself; None = there is none, or the source has the column."""
+    names = {*there}
+    if column in names:
+        return None
+    return next((n for n in names - {*wanted.names} if n.lower() == column.lower()), None)
+
+
+def in_other_case(column: str, other: str) -> str:
+    """Returns the description of such a column, for messages."""
+    return f"{column} is named {other!r}, expected the same case"
 
 
 def leaves(kind: DataType, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], DataType]]:
