@@ -126,18 +126,37 @@ def registry() -> Iterator[str]:
         yield running.url
 
 
+NAMED = ['{"x": 1, "z": 2}', "{}", '{"x": 1, "x": 2}', '{"x": 1, "Y": 2}', '{"z": 1}']
+"""Objects in an object: good ones; a field twice, in another case, and none that is wanted."""
+
+
 def test_json(spark: SparkSession) -> None:
     good = b'{"id": 7, "name": "x", "at": "2024-05-01T12:00:00.250Z", "more": [1]}'
     bad = {"reason": "unreadable"}
     texts = [good, b'{"id": 1', b'"text"', b'{"id": "seven"}', b"{}", b'{"name": null}']
     none = {"id": None, "name": None, "at": None}
     doubled, latin = good + good, '{"id": 7, "name": "é"}'.encode("latin-1")
-    texts += [doubled, good + b" x", latin, b'{"id": 7, "id": 8}']
-    plain, packed = each_decoded(
-        spark, (Json(), texts, WANTED), (Json(framed=True), [framed(3, good), good, b""], WANTED)
+    texts += [doubled, good + b" x", latin, b'{"id": 7, "id": 8}', rb'{"id": 7, "name": "\ud83d"}']
+    row = StructType().add("x", "integer").add("y", "integer")
+    wanted = StructType().add("id", "integer").add("s", StructType().add("in", row))
+    wanted = wanted.add("rows", ArrayType(row)).add("by", MapType(StringType(), row))
+    parts = ['"s": {"in": %s}', '"rows": [{}, %s]', '"by": {"k": %s}']
+    nested = [f'{{"id": 1, {part % named}}}' for named in NAMED for part in parts]
+    nested = [*nested, f'{{"schema": {{}}, "payload": {nested[1]}}}']
+    plain, packed, within = each_decoded(
+        spark,
+        (Json(), texts, WANTED),
+        (Json(framed=True), [framed(3, good), good, b""], WANTED),
+        (Json(), [text.encode() for text in nested], wanted),
     )
-    assert plain == [ORDER, *(bad, bad, bad, bad), none, *[bad] * 4]
+    assert plain == [ORDER, *(bad, bad, bad, bad), none, *[bad] * 5]
     assert packed == [ORDER, bad, bad]
+    right, nothing = Row(x=1, y=None), Row(x=None, y=None)
+    parts = [within[0]["s"]["in"], within[1]["rows"][1], within[2]["by"]["k"], within[-1]["rows"][1]]
+    assert parts == [right] * 4
+    parts = [within[3]["s"]["in"], *within[4]["rows"], within[5]["by"]["k"]]
+    assert parts == [nothing] * 4
+    assert within[6:-1] == [bad] * 9
 
 
 def test_raw(spark: SparkSession) -> None:
@@ -266,7 +285,11 @@ def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
     row = {"id": 2**60, "name": "x", "tags": ["a", "b"], "blob": bytearray(b"\x01\xff"), "more": None}
     bad = {"reason": "unreadable"}
     plain = Protobuf(str(path), "shop.Order")
-    assert decoded(spark, plain, [sent, b"\x0a\xff"], wanted) == [row, bad]
+    # a known field of another type, only unknown fields, and a new field
+    others = [b"\x0a\x01x", b"\x7a\x01x", sent + b"\x7a\x01x"]
+    assert decoded(spark, plain, [sent, b"\x0a\xff", *others], wanted) == [row, bad, bad, bad, row]
+    (said,) = plain.misfits(StructType().add("id", "long").add("Tags", ArrayType(StringType())))
+    assert said == "Tags is named 'tags', expected the same case"
     # message indexes: [0] is a single zero; [1, 0] is their number and each of them, all doubled
     messages = [framed(5, b"\x00" + sent), framed(5, b"\x04\x02\x00" + sent), sent]
     assert decoded(spark, Protobuf(str(path), "shop.Order", framed=True), messages, wanted) == [
@@ -292,8 +315,16 @@ def test_debezium_json(spark: SparkSession) -> None:
     plain, within = ([json.dumps(message).encode() for message in some] for some in (payloads, wrapped))
     told, bad = {"deleted": False, "time": AT}, {"reason": "unreadable"}
     right = [{**one, **told}, {**two, **told}, {**two, **told}, {**two, "deleted": True, "time": AT}]
-    events = [*plain, b'{"id": 7}', b"{", *within]
-    assert decoded(spark, Debezium(), events, ROW) == [*right, *[bad] * 4, *right, *[bad] * 2]
+    odd = [{"id": 7, "Name": "x"}, {"id": 7, "NAME": "x", "name": None}, {"id": 7, "more": 1}]
+    changes = [event("c", None, row) for row in odd]
+    late = [{**payloads[0], "source": {"ts_ms": moment}} for moment in (2**63 - 1, "soon", 0)]
+    more = [*changes, {"schema": None, "payload": changes[0]}, *late]
+    events = [*plain, b'{"id": 7}', b"{", *within, *(json.dumps(one).encode() for one in more)]
+    found = decoded(spark, Debezium(), events, ROW)
+    assert found[:14] == [*right, *[bad] * 4, *right, *[bad] * 2]
+    named = {"id": 7, "name": None, **told}
+    assert found[14:18] == [bad, named, named, bad], "a name in another case, where a value is null"
+    assert found[18:] == [bad, bad, {**one, **told, "time": datetime(1970, 1, 1)}]
 
 
 def test_debezium_avro(spark: SparkSession) -> None:
@@ -485,11 +516,39 @@ def test_avro_within_arrays_maps_and_unions(spark: SparkSession) -> None:
     right = [{"u": None}, {"reason": "unreadable"}, {"u": 7}, {"reason": "unreadable"}]
     assert decoded(spark, Avro(schema), [message + u for u in unions], number) == right
     odd = StructType().add("id", "date").add("items", StringType()).add("u", ArrayType(LongType()))
-    said = Avro(schema).misfits(odd)
-    assert [one.split(" is ")[0] for one in said] == ["id", "items", "u"]
+    said = Avro(schema).misfits(odd.add("By", StringType()))
+    assert [one.split(" is ")[0] for one in said] == ["id", "items", "u", "By"]
     assert "timestamps" in said[0]
+    cased = ArrayType(StructType().add("SKU", "string"))
+    said = Avro(schema).misfits(StructType().add("id", "long").add("items", cased))
+    assert said == ["items.SKU is named 'sku', expected the same case"]
     assert Avro(schema, timestamps="days").misfits(StructType().add("id", "date")) == []
     assert "none of the columns" in Avro(schema).misfits(StructType().add("x", "date"))[0]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_avro_bytes_and_texts(spark: SparkSession) -> None:
+    """A decimal of more digits than Spark's is read: Connect declares 64. Bytes of another logical
+    type, and bytes that are not UTF-8, are no text."""
+    number = {"type": "bytes", "logicalType": "decimal", "precision": 64, "scale": 2}
+    identity = {"type": "fixed", "name": "Id", "size": 2, "logicalType": "uuid"}
+    kinds = {"d": number, "s": number, "id": identity, "name": "string"}
+    fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
+    schema = json.dumps({"type": "record", "name": "V", "fields": fields})
+    two, long = (-1234).to_bytes(2, "big", signed=True), b"\x10" * 17
+    messages = [
+        b"\x04" + two + b"\x04" + b"A1" + b"id" + b"\x02x",
+        b"\x22" + long + b"\x04" + b"A1" + b"id" + b"\x02x",
+        b"\x04" + two + b"\x04" + b"A1" + b"id" + b"\x02\xff",
+    ]
+    wanted = StructType().add("d", "decimal(10,2)").add("s", "string").add("name", "string")
+    right, bad = {"d": Decimal("-12.34"), "s": "166.89", "name": "x"}, {"reason": "unreadable"}
+    assert decoded(spark, Avro(schema), messages, wanted) == [right, bad, bad]
+    said = Avro(schema).misfits(StructType().add("id", "string").add("d", "date"))
+    assert said == [
+        "id is bytes of a logical type in the schema, expected string",
+        "d is decimal in the schema, expected date",
+    ]
 
 
 def test_protobuf_values_of_google(spark: SparkSession, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from vt_dagster.sources.value_reader import (
     TIMES,
     Reading,
     any_of,
+    in_other_case,
     map_of,
     of_boolean,
     of_bytes,
@@ -35,6 +36,8 @@ from vt_dagster.sources.value_reader import (
     of_double,
     of_long,
     of_text,
+    of_unscaled,
+    other_case,
 )
 from vt_dagster.topology.schema import was
 
@@ -49,14 +52,19 @@ _UNITS = {
     "local-timestamp-micros": "micros",
     "local-timestamp-nanos": "nanos",
 }
+_MOST_DIGITS = 38
+"""Of a DECIMAL. Kafka Connect's converter declares 64, unless the connector declares less."""
 _NUMBERS = (*INTEGERS, *FLOATS, DecimalType, StringType)
 _FITTING = {
-    **dict.fromkeys(("int", "long", "float", "double", "decimal"), _NUMBERS),
+    **dict.fromkeys(("int", "long", "float", "double", "decimal", "unscaled"), _NUMBERS),
     "boolean": (BooleanType, StringType),
     **dict.fromkeys(("bytes", "fixed"), (BinaryType, StringType)),
+    "encoded": (BinaryType,),
 }
 """Column types that values of an Avro type may fit into; a string may fit into any."""
-_LEAVES = ("string", "enum", "null", *(kind for kind in _FITTING if kind != "decimal"))
+_ENCODED = ("decimal", "big-decimal", "duration", "uuid")
+"""Logical types whose bytes are no text."""
+_LEAVES = ("string", "enum", "null", "int", "long", "float", "double", "boolean", "bytes", "fixed")
 _DEEP = ("record", "recursive", "array", "map")
 _MEMBER = re.compile(r"member\d+")
 
@@ -65,11 +73,13 @@ class Node(NamedTuple):
     """A type in an Avro schema.
 
     Args:
-        type: the Avro type: ``record``, ``long``, …; ``decimal`` for that logical type.
+        type: the Avro type: ``record``, ``long``, …; ``decimal`` for that logical type; ``unscaled``
+            for one of more digits than Spark reads; ``encoded`` for bytes of another logical type.
         fields: the fields of a record.
         items: the element type of an array, or the value type of a map.
         members: the members of a union, without null.
         unit: the unit of a number that is a time.
+        scale: the digits after the point of an ``unscaled`` number.
     """
 
     type: str
@@ -77,6 +87,7 @@ class Node(NamedTuple):
     items: Node | None = None
     members: Sequence[Node] = ()
     unit: str | None = None
+    scale: int = 0
 
 
 def node_of(schema: str) -> Node:
@@ -128,6 +139,11 @@ def _node(schema: Any, known: dict[str, Any], space: str, inside: tuple[str, ...
         return Node(kind, items=_node(items, known, space, inside))
     if _is_decimal(schema):
         return Node("decimal")
+    if kind in ("bytes", "fixed") and schema.get("logicalType") in _ENCODED:
+        # The bytes of such a value may be valid UTF-8 by chance.
+        scale = schema.get("scale", 0)
+        is_number = schema["logicalType"] == "decimal" and 0 <= scale <= _MOST_DIGITS
+        return Node("unscaled", scale=scale) if is_number else Node("encoded")
     if kind in _LEAVES:
         of_connect = NAMED_UNITS.get(schema.get("connect.name", ""))
         return Node(kind, unit=_UNITS.get(schema.get("logicalType", ""), of_connect))
@@ -138,7 +154,7 @@ _NULL = {"type": "null"}
 
 
 def _is_decimal(schema: Mapping[str, Any]) -> bool:
-    return schema.get("logicalType") == "decimal" and schema.get("precision", 99) <= 38
+    return schema.get("logicalType") == "decimal" and schema.get("precision", 99) <= _MOST_DIGITS
 
 
 def _plain(schema: Any) -> Any:
@@ -197,6 +213,7 @@ def row_of(
             found = _default(defaults[f.name], f.dataType)
         else:
             found = F.lit(None).cast(f.dataType)
+            lost.append(F.lit(other_case(name, node.fields, wanted) is not None))
         columns.append(found.alias(f.name))
     if newest != "null" and not {*written} & node.fields.keys():
         lost.append(F.lit(True))  # with a single schema, ``misfits`` fails when definitions load
@@ -215,8 +232,13 @@ def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
     if not {*written} & node.fields.keys():
         return [f"the schema has the fields {list(node.fields)}, none of the columns {wanted.names}"]
     together = zip(wanted.fields, written, strict=True)
-    there = [(f, node.fields[name]) for f, name in together if name in node.fields]
-    return [one for f, found in there for one in _never(found, f.dataType, how, (f.name,))]
+    found = list[str]()
+    for f, name in together:
+        if name in node.fields:
+            found += _never(node.fields[name], f.dataType, how, (f.name,))
+        elif other := other_case(name, node.fields, wanted):
+            found.append(in_other_case(name, other))
+    return found
 
 
 def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:
@@ -225,6 +247,8 @@ def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> I
         for f in kind.fields:
             if f.name in node.fields:
                 yield from _never(node.fields[f.name], f.dataType, how, (*path, f.name))
+            elif other := other_case(f.name, node.fields, kind):
+                yield in_other_case(".".join((*path, f.name)), other)
     elif node.items is not None and isinstance(kind, ArrayType | MapType):
         inner = kind.elementType if isinstance(kind, ArrayType) else kind.valueType
         if (node.type == "array") == isinstance(kind, ArrayType):
@@ -246,11 +270,14 @@ def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     return isinstance(kind, _FITTING.get(node.type, (DataType,)))
 
 
+_NAMES = {"unscaled": "decimal", "encoded": "bytes of a logical type"}
+
+
 def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
     more = ""
     if node.type in ("int", "long") and isinstance(kind, TIMES):
         more = " without a logical type: set its unit with timestamps"
-    name = " or ".join(one.type for one in node.members) or node.type
+    name = " or ".join(one.type for one in node.members) or _NAMES.get(node.type, node.type)
     return f"{'.'.join(path)} is {name} in the schema, expected {kind.simpleString()}{more}"
 
 
@@ -286,10 +313,15 @@ def _leaf(value: Column, node: Node, kind: DataType, how: Reading, path: tuple[s
         return value.cast("string")  # the shortest text of a FLOAT, not of a DOUBLE
     if node.type in ("float", "double"):
         return of_double(value, kind)
-    readers = {"decimal": of_decimal, "boolean": of_boolean, "bytes": of_bytes, "fixed": of_bytes}
+    if node.type == "unscaled":
+        number = DecimalType(_MOST_DIGITS, node.scale)
+        return of_decimal(of_unscaled(F.base64(value), node.scale, number), kind)
+    of_binary = dict.fromkeys(("bytes", "fixed", "encoded"), of_bytes)
+    readers = {"decimal": of_decimal, "boolean": of_boolean, **of_binary}
     if node.type in readers:
         return readers[node.type](value, kind)
-    return of_text(value.cast("string"), kind, how, path)
+    text = value.cast("string")
+    return of_text(F.when(F.is_valid_utf8(text), text), kind, how, path)
 
 
 def _fitted_record(
@@ -303,6 +335,7 @@ def _fitted_record(
             bad.append(misfit)
         else:
             found = F.lit(None).cast(f.dataType)
+            bad.append(value.isNotNull() & F.lit(other_case(f.name, node.fields, kind) is not None))
         columns.append(found.alias(f.name))
     return F.when(value.isNotNull(), F.struct(*columns)), any_of(bad)
 

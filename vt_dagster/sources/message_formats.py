@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.util import find_spec
-from operator import and_
+from operator import and_, or_
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,6 +28,7 @@ from pyspark.sql.types import (
     StringType,
     StructField,
     StructType,
+    TimestampType,
 )
 
 from vt_dagster.core.source_records import Reason
@@ -36,7 +37,17 @@ from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import READ, read_avro, row_of
 from vt_dagster.sources.kafka_cluster import SchemaRegistry
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
-from vt_dagster.sources.text_formats import SCHEMA_OF, checked, nullable, parse, read_object, value_of
+from vt_dagster.sources.text_formats import (
+    PAYLOAD,
+    SCHEMA_OF,
+    checked,
+    has_half_pair,
+    has_names_of,
+    nullable,
+    parse,
+    read_object,
+    value_of,
+)
 from vt_dagster.sources.value_reader import (
     Reading,
     Timestamps,
@@ -121,7 +132,7 @@ def _unquoted(text: Column) -> Column:
     """Returns a text without the quotes and escapes of a JSON string."""
     quoted = F.rlike(text, F.lit(r'\A"(?:[^"\\\x00-\x1f]++|\\.)*+"\z'))
     inside = F.from_json(F.concat(F.lit('{"v":'), text, F.lit("}")), "v string")["v"]
-    return F.when(quoted, inside).otherwise(text)
+    return F.when(quoted, F.when(~has_half_pair(text), inside)).otherwise(text)
 
 
 def _bits(message: Column, size: int) -> Column:
@@ -489,12 +500,15 @@ class Debezium(Format):
             found = self.format.decode(message, _event(wanted), subject, into)
             part = {name: found.row[name] for name in ("before", "after", "op")}
             part["ts_ms"] = found.row["source"]["ts_ms"]
+            part["timed"] = part["ts_ms"].isNotNull()
             part["row"] = F.when(part["op"] == "d", part["before"]).otherwise(part["after"])
         deleted, row = part["op"] == "d", part["row"]
         known = F.coalesce(part["op"].isin("c", "u", "r", "d"), F.lit(False))
         empty = ~deleted & reduce(and_, [row[name].isNull() for name in wanted.names])
         reason = F.coalesce(found.reason, F.when(~known | empty, Reason.UNREADABLE))
-        time = F.timestamp_millis(part["ts_ms"]) if self.timestamp == "source" else None
+        time = self._time(part["ts_ms"])
+        if time is not None:
+            reason = F.coalesce(reason, _unreadable_if(part["timed"] & time.isNull()))
         unchanged = self._unchanged(row, wanted, deleted)
         truncates = part["op"] == "t" if self.truncate == "delete" else None
         return Decoded(
@@ -508,12 +522,17 @@ class Debezium(Format):
         found = self.format.decode(message, message_type, subject, into)
         deleted = F.lower(found.row["__deleted"].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
-        time = None
-        if self.timestamp == "source":
-            time = F.timestamp_millis(found.row["__source_ts_ms"].cast("long"))
+        moment = found.row["__source_ts_ms"]
+        time, reason = self._time(moment.try_cast("long")), found.reason
+        if time is not None:
+            reason = F.coalesce(reason, _unreadable_if(moment.isNotNull() & time.isNull()))
         unchanged = self._unchanged(found.row, wanted, deleted)
         restates = found.row["__op"] == "r"
-        return Decoded(found.parsed, found.row, found.reason, deleted, time, restates, None, unchanged)
+        return Decoded(found.parsed, found.row, reason, deleted, time, restates, None, unchanged)
+
+    def _time(self, millis: Column) -> Column | None:
+        """Returns the time of a change; null outside the years 1 to 9999."""
+        return of_long(millis, TimestampType(), "millis") if self.timestamp == "source" else None
 
     def _unchanged(self, row: Column, wanted: StructType, deleted: Column) -> Column | None:
         """Returns the columns whose value the database did not send; null = it sent all."""
@@ -541,8 +560,18 @@ class Debezium(Format):
         chosen = F.col(f"{into}_image")
         columns, row = read_object(parsed, wanted, format_.reading, into, chosen, schema)
         columns = {**parsed.columns, f"{into}_image": image, **columns}
-        reason = _unreadable_if(row.isNull() | ~F.is_valid_utf8(text))
-        return {"op": op, "ts_ms": ts_ms, "row": row}, Decoded(columns, row, reason)
+        # A column without a value may have a name in another case; to look is slow.
+        lacks = reduce(or_, [chosen[name].isNull() for name in wanted.names])
+        whole = F.when(op == "d", _part_of(text, "before")).otherwise(_part_of(text, "after"))
+        odd = F.when(lacks, ~has_names_of(whole, wanted)).otherwise(False)
+        reason = _unreadable_if(row.isNull() | ~F.is_valid_utf8(text) | odd)
+        timed = parsed.texts["source"]["ts_ms"].isNotNull()
+        return {"op": op, "ts_ms": ts_ms, "timed": timed, "row": row}, Decoded(columns, row, reason)
+
+
+def _part_of(text: Column, part: str) -> Column:
+    """Returns a part of an event as JSON, with or without Connect's envelope."""
+    return F.coalesce(*[F.get_json_object(text, f"$.{path}{part}") for path in ("", f"{PAYLOAD}.")])
 
 
 def _event(wanted: StructType) -> StructType:

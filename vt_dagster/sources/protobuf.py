@@ -33,11 +33,13 @@ from vt_dagster.sources.text_formats import NUMBER, text_udf
 from vt_dagster.sources.value_reader import (
     TIMES,
     Reading,
+    in_other_case,
     of_boolean,
     of_bytes,
     of_double,
     of_number,
     of_text,
+    other_case,
 )
 
 # Protobuf text
@@ -89,6 +91,7 @@ def _message_class(descriptors: bytes, name: str) -> Any:
 
 
 def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
+    _require_known(message)
     found: dict[str, Any] = {}
     for part in message.DESCRIPTOR.fields:
         if part.name not in wanted:
@@ -102,6 +105,18 @@ def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
         elif not part.has_presence or message.HasField(part.name):
             found[part.name] = _one(part, value, want, mark)
     return found
+
+
+def _require_known(message: Any) -> None:
+    """Raises ValueError if the bytes are those of another message: none of the fields is known, or one
+    has another type, or an enum value, that the descriptor lacks. Protobuf returns defaults then."""
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    unknown = {one.field_number for one in UnknownFieldSet(message)}
+    if unknown & {*message.DESCRIPTOR.fields_by_number}:
+        raise ValueError("a field of another type")
+    if unknown and not message.ListFields():
+        raise ValueError("no known field")
 
 
 def _key(key: Any) -> str:
@@ -172,7 +187,8 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
     known = [f for f in wanted.fields if f.name in fields]
     if not known and not path:
         return [f"the message has the fields {[*fields]}, none of the columns {wanted.names}"]
-    found: list[str] = []
+    missing = [(f.name, other_case(f.name, fields, wanted)) for f in wanted.fields]
+    found = [in_other_case(f"{path}{name}", other) for name, other in missing if other]
     for f in known:
         field, name = fields[f.name], f"{path}{f.name}"
         part, kind = field.message_type, f.dataType
