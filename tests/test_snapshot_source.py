@@ -11,7 +11,7 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 
 from tests.market import materialized, run
@@ -25,6 +25,7 @@ from vt_dagster import (
     build_asset,
     build_sensor,
 )
+from vt_dagster.core.source_records import difference
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
@@ -165,6 +166,26 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
     shop.deliver("2024-01-07.parquet")
     assert shop.take(accept_shrink=True)["applied"] == 1
     assert shop.current() == {}
+
+
+def test_maps_are_compared_by_their_entries(spark: SparkSession) -> None:
+    """Whatever their order, and to the microsecond."""
+
+    def rows(**maps: str) -> DataFrame:
+        each = [
+            f"select '{key}' id, map({m}) m, named_struct('in', array(map({m}))) s, 's' _source, "
+            "1L _position, cast(null as string) _reason"
+            for key, m in maps.items()
+        ]
+        return spark.sql(" union all ".join(each))
+
+    one, two = "'x', timestamp'2024-01-01 00:00:00'", "'y', timestamp'2024-01-01 00:00:00.000001'"
+    held = rows(a=f"{one}, {two}", b=one, c=f"{one}, 'y', null", d=one)
+    moved = one.replace("00'", "00.000001'")
+    dump = rows(a=f"{two}, {one}", b=moved, c=f"'y', null, {one}", d=f"{one}, 'y', null")
+    for compared in (["m", "s"], ["s"]):
+        news = difference(dump, held, key=["id"], compared=compared, buckets=1)
+        assert sorted(r["id"] for r in news.collect()) == ["b", "d"]
 
 
 def test_bad_rows(spark: SparkSession, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any, cast
 
+from pyspark.sql import Column
+from pyspark.sql import functions as F
 from pyspark.sql.pandas import types
 from pyspark.sql.types import (
     ArrayType,
@@ -175,6 +177,33 @@ def _field(node: Stream, name: str, own: Mapping[str, DataType]) -> StructField:
 _to_arrow, _from_arrow = cast(Any, types.to_arrow_schema), cast(Any, types.from_arrow_schema)  # pyright: ignore[reportUnknownMemberType]
 _UTC = {"timezone": "UTC"} if "timezone" in signature(_to_arrow).parameters else {}
 """PySpark 4.2 asks for the time zone; it is UTC before."""
+
+
+def comparable(value: Column, kind: DataType) -> Column:
+    """Returns a value that Spark can compare: maps as arrays of their entries in order of the keys.
+
+    Two maps with the same entries are equal, whatever their order.
+    """
+    if not _has_maps(kind):
+        return value
+    if isinstance(kind, StructType):
+        fields = [comparable(value[f.name], f.dataType).alias(f.name) for f in kind.fields]
+        return F.when(value.isNotNull(), F.struct(*fields))
+    if isinstance(kind, ArrayType):
+        element = kind.elementType
+        return F.transform(value, lambda one: comparable(one, element))
+    assert isinstance(kind, MapType)
+    inner = kind.valueType
+    entries = F.transform(
+        F.map_entries(value), lambda one: F.struct(one["key"], comparable(one["value"], inner))
+    )
+    return F.array_sort(entries)
+
+
+def _has_maps(kind: DataType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has_maps(f.dataType) for f in kind.fields)
+    return isinstance(kind, MapType) or (isinstance(kind, ArrayType) and _has_maps(kind.elementType))
 
 
 def arrow_schema(schema: StructType) -> Any:  # a pyarrow.Schema, which has no type stubs

@@ -24,7 +24,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OUTCOME, PROPAGATED_FROM, TIMESTAMP, VALID_FROM
 from vt_dagster.core.arrival_order import Outcome
-from vt_dagster.core.log_columns import partial_columns
+from vt_dagster.core.log_columns import comparable, partial_columns
 from vt_dagster.core.plain_table import BEFORE, NEWEST, with_row_before
 from vt_dagster.core.source_records import RESTATES, START, time_of
 from vt_dagster.topology.model import Stream, VersionedTable
@@ -185,10 +185,9 @@ def _without_repeated(
         records: of ``with_row_before``, with their outcome.
         starts: see :class:`SourceOrder`.
     """
-    kinds = dict(records.dtypes)
-    # Spark cannot compare maps.
+    kinds = {f.name: f.dataType for f in records.schema.fields}
     new, held = (
-        [F.to_json(F.struct(c.alias("v"))) if "map<" in kinds[v] else c for v, c in columns]
+        [comparable(c, kinds[v]) for v, c in columns]
         for columns in (
             [(v, F.col(f"`{v}`")) for v in values],
             [(v, F.col(BEFORE)[v]) for v in values],

@@ -27,7 +27,7 @@ from pyspark.sql.types import (
 from vt_dagster import rules
 from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, PARTITION, PROVIDED_COLUMNS, TIMESTAMP
 from vt_dagster.core.arrival_order import Outcome, has_key, in_order_of_keys
-from vt_dagster.core.log_columns import always_provided, partial_columns
+from vt_dagster.core.log_columns import always_provided, comparable, partial_columns
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 # Source records
@@ -344,7 +344,7 @@ def difference(
     there = F.lit(True).alias(_THERE)
     rows = held.select(*keys, F.struct(there, *[F.col(f"`{c}`") for c in compared]).alias(_HELD))
     both = given.join(rows, list(key), "full_outer")
-    types = dict(dump.dtypes)
+    types = {f.name: f.dataType for f in dump.schema.fields}
     same = reduce(
         lambda found, name: found & _same(name, types[name]), compared, F.col(_HELD).isNotNull()
     )
@@ -357,10 +357,8 @@ def difference(
     return in_order_of_keys(records, key=key, then=then, place=F.lit(0), buckets=F.lit(buckets))
 
 
-def _same(name: str, kind: str) -> Column:
-    one, other = F.col(_GIVEN)[name], F.col(_HELD)[name]
-    if "map<" in kind:  # Spark cannot compare maps
-        one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
+def _same(name: str, kind: DataType) -> Column:
+    one, other = comparable(F.col(_GIVEN)[name], kind), comparable(F.col(_HELD)[name], kind)
     return one.eqNullSafe(other)
 
 

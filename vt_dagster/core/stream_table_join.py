@@ -36,7 +36,7 @@ from typing import Any, cast
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import DataType, StructField, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -86,7 +86,7 @@ from vt_dagster.core.as_of_join import (
     system_time_join,
     with_answers,
 )
-from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
+from vt_dagster.core.log_columns import POSITION_TYPE, comparable, value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
     Counts,
@@ -799,16 +799,14 @@ def nullable(rows: DataFrame, name: str) -> DataFrame:
     return rows.withColumn(name, F.col(name).cast(StructType(fields)))
 
 
-def same(name: str, kind: str, row: Column) -> Column:
+def same(name: str, kind: DataType, row: Column) -> Column:
     """Returns whether a column equals the field of that name in another row; two nulls are equal.
 
     Args:
-        kind: Spark's name of the column's type.
+        kind: the column's type.
         row: the other row, a struct.
     """
-    one, other = F.col(f"`{name}`"), row.getField(name)
-    if "map<" in kind:  # Spark cannot compare maps
-        one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
+    one, other = comparable(F.col(f"`{name}`"), kind), comparable(row.getField(name), kind)
     return one.eqNullSafe(other)
 
 
@@ -1132,7 +1130,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
         added = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
         if _CORRECTED_ROW in rows.columns:
-            row, types, existed = F.col(_CORRECTED_ROW), dict(rows.dtypes), _has_row()
+            row, existed = F.col(_CORRECTED_ROW), _has_row()
+            types = {f.name: f.dataType for f in rows.schema.fields}
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
             corrected = F.when(F.col(_TOO_OLD), Outcome.TOO_LATE)
             corrected = corrected.when(alike | ~(has | existed), Outcome.NO_RESULT)
