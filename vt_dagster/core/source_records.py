@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from operator import or_
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -217,13 +216,15 @@ def _is_odd(value: Column, kind: DataType) -> Column:
     if isinstance(kind, StructType):
         inner = [f for f in kind.fields if _has_times(f.dataType)]
         no = F.lit(False)
-        return reduce(or_, [F.coalesce(_is_odd(value[f.name], f.dataType), no) for f in inner])
+        each = [F.coalesce(_is_odd(value[f.name], f.dataType), no) for f in inner]
+        return reduce(lambda one, other: one | other, each)
     if isinstance(kind, ArrayType):
         element = kind.elementType
         return F.exists(value, lambda one: F.coalesce(_is_odd(one, element), F.lit(False)))
     if isinstance(kind, MapType):
         pairs = [(F.map_keys(value), kind.keyType), (F.map_values(value), kind.valueType)]
-        return reduce(or_, [_is_odd(some, ArrayType(k)) for some, k in pairs if _has_times(k)])
+        each = [_is_odd(some, ArrayType(k)) for some, k in pairs if _has_times(k)]
+        return reduce(lambda one, other: one | other, each)
     return ~F.year(value).between(1, 9999)
 
 

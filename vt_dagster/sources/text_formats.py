@@ -669,8 +669,7 @@ def _is_proper(text: Column, kind: DataType) -> Column:
         texts, inner = F.from_json(text, ArrayType(StringType())), kind.elementType
         return F.coalesce(F.forall(texts, lambda one: _is_proper(one, inner)), F.lit(True))
     if isinstance(kind, MapType):
-        texts, inner = F.from_json(text, MapType(StringType(), StringType())), kind.valueType
-        texts = F.map_values(texts)
+        texts, inner = F.map_values(F.from_json(text, "map<string,string>")), kind.valueType
         return F.coalesce(F.forall(texts, lambda one: _is_proper(one, inner)), F.lit(True))
     assert isinstance(kind, StructType)
     keys = F.json_object_keys(text)
