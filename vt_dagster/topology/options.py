@@ -672,11 +672,11 @@ def _check_ignore_null_updates(node: Any) -> None:
 def _check_added_columns(node: Any, setting: str) -> None:
     added = {PROVIDED_COLUMNS, PROPAGATED_FROM}
     added |= set() if node.tie_break is None else {f"{node.tie_break}{BY_COLUMN}".lower()}
-    taken = added & {f.name.lower() for f in _values(node)}
+    taken = added & {name.lower() for name in node.schema.names}
     if taken:
         raise TopologyError(
-            f"{node.name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a "
-            f"table with {setting}: rename them"
+            f"{node.name}: expected no columns named {sorted(taken)}, which vt_dagster adds to a table "
+            f"with {setting}: rename them"
         )
 
 
