@@ -228,12 +228,33 @@ class History:
             first, ahead = max(0, valid - AROUND - 2), int(values[0]) + 1 if len(values) else 0
             found = found.slice(first, max(2 * AROUND + 4, valid + ahead - first))
             found = clip_at_valid_until(found, self._valid_until)
-        deleted = found.column(IS_TOMBSTONE).to_pylist()
-        versions = [
+        return self._listed(found), places, repeats
+
+    def _listed(self, rows: pa.Table) -> list[Version]:
+        deleted = rows.column(IS_TOMBSTONE).to_pylist()
+        return [
             Version(*place, as_time(begin), None if end is None else as_time(end), is_tombstone)
-            for (place, begin, end), is_tombstone in zip(validity(found), deleted, strict=True)
+            for (place, begin, end), is_tombstone in zip(validity(rows), deleted, strict=True)
         ]
-        return versions, places, repeats
+
+    def base_of(self, record: Record) -> Version | None:
+        """Returns the row that was valid right before a record's time when the record entered the log;
+        None = there was none."""
+        rows, (partition, offset) = self._rows, record.place
+        home, place = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
+        recorded, head = micros(rows, RECORDED_AT), self.log.head
+        if offset < head.kept_from(partition):
+            # The rows as of the truncation: those of any earlier time are gone.
+            cut = {p: head.kept_from(p) for p in head.next_offset}
+            known = place < values_by_partition(rows, cut, 0)
+        else:
+            own = recorded[(home == partition) & (place == offset)][0]
+            there = (home < partition) | ((home == partition) & (place <= offset))
+            known = (recorded < own) | ((recorded == own) & there)
+        # Not by version: a record that repeats one has values of its own.
+        folded = fold(None, rows.filter(pa.array(known)), self.log.key, {})
+        found = folded.filter(pa.array(micros(folded, TIMESTAMP) < record.micros)).sort_by(TIMESTAMP)
+        return self._listed(found)[-1] if found.num_rows else None
 
     def fetch(self, places: Collection[Place]) -> None:
         """Reads the records at some places in one pass."""
@@ -281,7 +302,7 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
             reasoning.decide(rules.LATEST, "its key has no row now: the last record is a tombstone")
         return
     if log.head.shape.has_partial_updates:
-        done = _carried(log, record, others, reasoning)
+        done = _carried(log, record, history, reasoning)
     else:
         done = _in_force_again(log, record, reasoning)
     if not done:
@@ -339,16 +360,16 @@ def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:
     reasoning.decide(rules.OUT_OF_ORDER if record.is_latest is False else rules.APPLIED, why)
 
 
-def _carried(log: Log, record: Record, others: Sequence[Version], reasoning: Reasoning) -> bool:
+def _carried(log: Log, record: Record, history: History, reasoning: Reasoning) -> bool:
     """Adds which columns a partial update provided, and the origin of the others. Returns whether a
     late record propagated its values into this row."""
     only, (partition, offset) = (PROVIDED_COLUMNS, PROPAGATED_FROM), record.place
     rows = log.rows(both(), {partition: offset}, {partition: offset + 1}, only)
     given, carried = (rows.column(c)[0].as_py() for c in only)
     if given is not None:
-        before = [v for v in others if v.begin < record.timestamp][-1:]
-        there = [f"as offset {v.place} has them" for v in before if not v.is_tombstone]
-        rest = there[0] if there else "null, since it has no row before"
+        before, rest = history.base_of(record), "null, since it has no row before"
+        if before is not None and not before.is_tombstone:
+            rest = f"as offset {before.place} has them"
         reasoning.note(f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}")
     if carried:
         place = Place(partition, offset - carried)
