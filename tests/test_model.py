@@ -10,6 +10,7 @@ import pandera.pyspark as pa
 import pytest
 from pyspark.sql.types import (
     ArrayType,
+    CharType,
     IntegerType,
     LongType,
     MapType,
@@ -17,6 +18,8 @@ from pyspark.sql.types import (
     StructField,
     StructType,
     TimestampType,
+    VarcharType,
+    VariantType,
 )
 
 from vt_dagster import FilesSource, Stream, Table, VersionedTable, build_definitions
@@ -117,6 +120,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "map in a key": (
         lambda: table(key="m", schema=schema(m=ArrayType(MapType(StringType(), StringType())))),
         ["rates", "'m'", "array<map<string,string>>", "use its entries or a string"],
+    ),
+    "types that only some readers know": (
+        lambda: stream(schema=schema(x=ArrayType(VariantType()), c=StringType("UTF8_LCASE"))),
+        ["sales", "['x array<variant>', 'c string collate UTF8_LCASE']", "declare a variant as STRING"],
     ),
     "timestamp not there": (
         lambda: stream(timestamp="time"),
@@ -303,3 +310,9 @@ def test_a_source_is_not_needed_before_definitions_are_built() -> None:
     source = FilesSource("nowhere")
     sales, prices = stream(source=source), versioned(source=source)
     assert build_definitions(join(left=sales, right=prices)) is not None
+
+
+def test_texts_of_a_length_are_strings() -> None:
+    kinds = schema(v=VarcharType(3), x=MapType(StringType(), StructType().add("c", CharType(2))))
+    texts = schema(v=StringType(), x=MapType(StringType(), StructType().add("c", StringType())))
+    assert stream(schema=kinds).schema == texts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pyspark.sql.types import (
     ArrayType,
@@ -22,6 +22,7 @@ from pyspark.sql.types import (
     StructType,
     TimestampType,
     VarcharType,
+    VariantType,
 )
 
 from vt_dagster.columns import OLD, RESERVED, TIMESTAMP, WAS
@@ -134,9 +135,10 @@ def check_sql_name(name: str, text: str, columns: Sequence[str]) -> None:
 
 
 def as_struct(schema: Any, name: str) -> StructType:
-    """Returns the StructType of a pandera model (``to_structtype``), or a StructType itself."""
+    """Returns a StructType, or that of a pandera model (``to_structtype``), with STRING for CHAR and
+    VARCHAR."""
     if isinstance(schema, StructType):
-        return schema
+        return _mapped(schema, _plain)
     convert = getattr(schema, "to_structtype", None)
     if convert is None:
         raise TopologyError(
@@ -149,7 +151,38 @@ def as_struct(schema: Any, name: str) -> StructType:
             "its new records alone, of which several may have one key; remove it: a table has one row "
             "for each key, and unique_by of a stream leaves repeated records out"
         )
-    return cast(StructType, convert())
+    return _mapped(cast(StructType, convert()), _plain)
+
+
+_T = TypeVar("_T", bound=DataType)
+
+
+def _mapped(kind: _T, change: Callable[[DataType], DataType]) -> _T:
+    """Returns a type with its atomic types changed, at any depth."""
+    found: DataType
+    if isinstance(kind, StructType):
+        fields = [(f, _mapped(f.dataType, change)) for f in kind.fields]
+        found = StructType([StructField(f.name, t, f.nullable, f.metadata) for f, t in fields])
+    elif isinstance(kind, ArrayType):
+        found = ArrayType(_mapped(kind.elementType, change), kind.containsNull)
+    elif isinstance(kind, MapType):
+        key, value = _mapped(kind.keyType, change), _mapped(kind.valueType, change)
+        found = MapType(key, value, kind.valueContainsNull)
+    else:
+        found = change(kind)
+    return cast(_T, found)
+
+
+def _is_stored(kind: DataType) -> bool:
+    """Returns whether the tables keep the values of a type, and the type."""
+    kinds = list[DataType]()
+
+    def note(one: DataType) -> DataType:
+        kinds.append(one)
+        return one
+
+    _mapped(kind, note)
+    return not any(isinstance(k, VariantType) or "collate" in k.simpleString() for k in kinds)
 
 
 def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, timestamp: str) -> None:
@@ -175,6 +208,13 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
             "rename them in the schema"
         )
     _check_characters(name, schema)
+    odd = [f"{f.name} {f.dataType.simpleString()}" for f in schema.fields if not _is_stored(f.dataType)]
+    if odd:
+        raise TopologyError(
+            f"{name}: expected types that every reader of its Delta tables knows, got {odd}; declare a "
+            "variant as STRING with its JSON, and a text with a collation as STRING: expressions may "
+            "use COLLATE"
+        )
     if TIMESTAMP in lowered and timestamp != TIMESTAMP:
         raise TopologyError(
             f"{name}: the schema has a column 'timestamp', but the record's timestamp is "
