@@ -143,7 +143,9 @@ def sources() -> dict[str, Stream]:
     found: list[Stream] = [
         VersionedTable("versions", **OF_TABLES, partitions=2, source=files("versions")),
         VersionedTable("others", **OF_TABLES, source=files("others", format="csv")),
-        VersionedTable("parts", **OF_TABLES, ignore_null_updates=["g"], source=files("parts")),
+        VersionedTable(
+            "parts", **OF_TABLES, ignore_null_updates=["g"], tie_break="n", source=files("parts")
+        ),
         Table("plain", **ABOUT, tombstone="n is null", source=files("plain", format="parquet")),
         Stream("clicks", **ABOUT, null_key="keep", source=files("clicks")),
         Stream("views", **ABOUT, source=files("views", recorded_at="file_time")),

@@ -211,6 +211,10 @@ def arrow_schema(schema: StructType) -> Any:  # a pyarrow.Schema, which has no t
     return _to_arrow(schema, **_UTC)
 
 
-def spark_schema(schema: Any) -> StructType:
-    """Returns a schema of Arrow as one of Spark; timestamps without a zone are taken as UTC."""
-    return _from_arrow(schema, prefer_timestamp_ntz=False)
+def spark_schema(schema: Any, ntz: bool = False) -> StructType:
+    """Returns a schema of Arrow as one of Spark.
+
+    Args:
+        ntz: whether timestamps without a zone are TIMESTAMP_NTZ; otherwise they are taken as UTC.
+    """
+    return _from_arrow(schema, prefer_timestamp_ntz=ntz)

@@ -110,7 +110,8 @@ def without_lost_columns(
         gives[part] = applied & F.coalesce(said, F.lit(True))
         best[part] = F.max(F.when(gives[part], value)).over(before)
         if versions is not None:
-            best[part] = F.greatest(best[part], _held_tie((part, *earlier)))
+            # Of equal values, such as 0.0 and -0.0, the first to arrive, as within a run.
+            best[part] = F.greatest(_held_tie((part, *earlier)), best[part])
     # Columns of their own: Spark computes a window once per mention in an expression.
     names = {part: f"_best{n}" for n, part in enumerate(parts)}
     rows = with_columns(records, {names[part]: one for part, one in best.items()}).drop(_HELD)

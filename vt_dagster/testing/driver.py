@@ -318,7 +318,7 @@ class MemoryStore(Store):
     def frame(self, table: pa.Table) -> DataFrame:
         """Returns an Arrow table as a DataFrame with one partition."""
         # Spark Connect cannot make a DataFrame of an empty Arrow table without a Spark schema.
-        schema = spark_schema(table.schema)
+        schema = spark_schema(table.schema, ntz=True)
         # combine_chunks: Spark loses the rows after an empty chunk.
         return self._spark.createDataFrame(table.combine_chunks(), schema).coalesce(1)
 
