@@ -111,7 +111,12 @@ def spark() -> Iterator[SparkSession]:
             "spark.sql.shuffle.partitions": "2",
             # Many short queries leave much garbage that nobody needs any more.
             "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC"
-            " -Xms1200m -Xmn400m -XX:MetaspaceSize=256m",
+            " -Xms1800m -Xmn900m -XX:MetaspaceSize=256m",
+            # Nobody looks at the pages of these queries.
+            "spark.sql.ui.retainedExecutions": "20",
+            "spark.ui.retainedJobs": "20",
+            "spark.ui.retainedStages": "20",
+            "spark.ui.retainedTasks": "20",
             "spark.python.sql.dataFrameDebugging.enabled": "false",
         },
     )

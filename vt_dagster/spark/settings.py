@@ -105,6 +105,8 @@ SETTINGS = {
     "spark.sql.optimizer.runtime.bloomFilter.enabled": "false",
     "spark.sql.subexpressionElimination.enabled": "false",
     "spark.sql.exchange.reuse": "false",
+    # Without it Spark reads the bytecode of a class for each operator of a plan, to clean a closure.
+    "spark.sql.execution.usePartitionEvaluator": "true",
     # Formatting plans for the UI takes time, and nobody reads the plans of these runs.
     "spark.sql.ui.explainMode": "simple",
     "spark.sql.maxPlanStringLength": "100",
