@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from filelock import FileLock
 from pyspark.sql import SparkSession
 
@@ -96,6 +98,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest = _LONGEST_FIRST_OF_FAST if config.option.markexpr == "fast" else _LONGEST_FIRST
     places = {name: place for place, name in enumerate(longest)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def migrations() -> Iterator[None]:
+    """Reads the scripts of Dagster's migrations once: each new instance asks them for the number of the
+    last one, which otherwise takes most of the time that it needs."""
+    found: dict[str | None, ScriptDirectory] = {}
+
+    def kept(config: Config) -> ScriptDirectory:
+        place = config.get_main_option("script_location")
+        if place not in found:
+            found[place] = read(config)
+        return found[place]
+
+    read = ScriptDirectory.from_config
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ScriptDirectory, "from_config", kept)
+        yield
 
 
 @pytest.fixture(scope="session")

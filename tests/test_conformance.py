@@ -288,7 +288,7 @@ def test_the_other_ways_to_join_are_identical_too(
         return chosen, "forced"
 
     monkeypatch.setattr(run_module, "join_strategy", way_of)
-    copied(tmp_path, lambda s: WAYS[way] in kinds(s), every)
+    copied(tmp_path, lambda s: WAYS[way] in kinds(s), every, 1_000 if every else RUNS)
     lines: list[str] = []
     report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
     assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
