@@ -13,6 +13,7 @@ import re
 import shutil
 import struct
 import time
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -133,6 +134,18 @@ IN_QUOTES = [
     f'{AT},g,7,"text" after quotes',
     f"{AT},h,8,after quotes",
 ]
+LONG = [
+    "at,k,n,v",
+    *(f"{AT},a,{i},before long" for i in range(200)),
+    f'{AT},b,1,"a field of many lines',
+    *(f"{AT},c,{i},within" for i in range(2_500)),
+    'its end"',
+    *(f"{AT},d,{i},after long" for i in range(200)),
+    f'{AT},e,1,"a quote that is never closed',
+    *(f"{AT},f,{i},after long" for i in range(200)),
+    f'{AT},g,1,"another one',
+    f"{AT},h,1,the last of long",
+]
 HALVES = [line("b\ud83d"), line("b\ud83e"), line("c", v="\udc00 halves"), line("\udc00\ud83d")]
 
 
@@ -157,6 +170,7 @@ def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     """What one run makes of two files."""
     latin = "\n".join(["k,n,v,at", *(f"{k},1,latin,{AT}" for k in LATIN)]).encode("latin-1")
     files = {"latin": latin, "quotes": "\n".join(IN_QUOTES).encode()}
+    files["long"] = "\n".join(LONG).encode()
     return taken(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
 
 
@@ -193,6 +207,16 @@ def test_csv_with_a_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
     good = [("a", 1, 'with "quotes", and a comma of quotes'), ("d", 4, "quotes")]
     assert applied == [*good, ("h", 8, "after quotes")]
     assert quarantined == [(n, IN_QUOTES[n - 1]) for n in (3, 4, 6, 7, 8, 9)]
+
+
+def test_csv_with_a_field_of_many_lines(csv_lines: dict[str, Lines]) -> None:
+    """Its lines are no records; a quote that is never closed is no field of all lines after it."""
+    applied, quarantined = csv_lines["long"]
+    good = [("a", 200), ("d", 200), ("f", 200), ("h", 1)]
+    assert [k for k, _, _ in applied] == [k for k, times in good for _ in range(times)]
+    records = {"b": 1, "c": 2_500, "its end": 1, "e": 1, "g": 1}
+    keys = [text.split(",")[1] if "," in text else text.strip('"') for _, text in quarantined]
+    assert Counter(keys) == records
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])

@@ -331,6 +331,8 @@ FILE, UNDECODED, WITHIN = "_file", "_undecoded", "_within"
 """Columns with a line's file, whether the line is not text in the declared encoding, and whether it is
 within a quoted field of CSV that an earlier line opens."""
 _BLOCK, _ID, START, _ODD = "_block", "_id", "_start", "_odd"
+_STRETCH, _STRETCH_BITS = "_stretch", 10
+"""Lines of CSV are looked at in stretches of so many: each has the list of its odd lines."""
 LINE_OPTIONS = ("encoding", "lineSep")
 _TEXT, _ALL = "_text", 2**31 - 1
 _MARK = "\ufeff"
@@ -427,24 +429,22 @@ def numbered_lines(
         position = (F.col(_ID) + 1).alias(POSITION)
         flags = no.alias(UNDECODED), no.alias(WITHIN)
         return lines.select(RAW, FILE, F.col(_ID).alias(ARRIVAL), position, *flags)
-    # The rare lines that begin or end inside quotes, with whether they open a field.
-    odd = F.when(_is_cut_off(F.col(RAW), options), F.struct(_ID, _opens(F.col(RAW), options)))
-    odds = [F.collect_list(odd).alias(_ODD)] if quoted else []
-    counts = F.count(F.lit(1)).alias(START), F.min(_ID).alias("_first")
-    starts = running_start(lines.groupBy(FILE, _BLOCK).agg(*counts, *odds), [FILE, _BLOCK])
-    within_file = W.partitionBy(FILE)
-    starts = starts.withColumn("_file_start", F.min(START).over(within_file))
+    place, odds = [FILE, _BLOCK], list[Column]()
     if quoted:
-        first = F.col(START) - F.col("_first")
-        placed = F.transform(_ODD, lambda one: F.struct(one[_ID] + first, one["col2"].alias("opens")))
-        every = F.flatten(F.collect_list(placed).over(within_file))
-        starts = starts.withColumn(_ODD, F.sort_array(every))
+        place.append(_STRETCH)
+        lines = lines.withColumn(_STRETCH, F.shiftright(_ID, _STRETCH_BITS))
+        odds.append(_odd_lines(options).alias(_ODD))
+    counts = F.count(F.lit(1)).alias(START), F.min(_ID).alias("_first")
+    starts = running_start(lines.groupBy(*place).agg(*counts, *odds), place)
+    starts = starts.withColumn("_file_start", F.min(START).over(W.partitionBy(FILE)))
+    if quoted:
+        starts = starts.withColumns(_around(place))
     arrival = F.col(START) + F.col(_ID) - F.col("_first")
     numbered = (
-        lines.join(F.broadcast(starts), [FILE, _BLOCK])
+        lines.join(F.broadcast(starts), place)
         .withColumn(ARRIVAL, arrival)
         .withColumn(POSITION, F.col(ARRIVAL) - F.col("_file_start") + 1)
-        .withColumn(WITHIN, _is_within(F.col(ARRIVAL)) if quoted else no)
+        .withColumn(WITHIN, _is_within() if quoted else no)
     )
     if encoding == UTF_8:
         return numbered.withColumn(UNDECODED, F.lit(False))
@@ -457,11 +457,36 @@ def numbered_lines(
     return decoded.withColumns({RAW: F.coalesce(text, RAW), UNDECODED: F.col(_TEXT).isNull()})
 
 
-def _is_within(arrival: Column) -> Column:
-    """Returns whether a line is within a quoted field: the last of the odd lines before it opens a
-    field, and does not close one."""
-    before = F.filter(_ODD, lambda one: one["col1"] < arrival)
-    return F.aggregate(before, F.lit(False), lambda within, one: ~within & one["opens"])
+def _odd_lines(options: Mapping[str, str]) -> Column:
+    """Returns the lines of a stretch that begin or end inside quotes, in order: their number, whether
+    they open a field, and whether they close one."""
+    line = F.col(RAW)
+    about = F.struct(_ID, _opens(line, options).alias("opens"), _closes(line, options).alias("closes"))
+    return F.array_sort(F.collect_list(F.when(_is_cut_off(line, options), about)))
+
+
+def _around(place: Sequence[str]) -> dict[str, Column]:
+    """Returns whether the last odd line before a stretch opens a field, and whether the first one after
+    it closes one."""
+    order = [F.col(name) for name in place[1:]]
+    before = W.partitionBy(FILE).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    # Spark computes a frame to the end of its partition anew for each row: so the other way round.
+    after = W.partitionBy(FILE).orderBy(*[c.desc() for c in order])
+    last, first = F.get(_ODD, F.size(_ODD) - 1)["opens"], F.get(_ODD, F.lit(0))["closes"]
+    return {
+        "_opened": F.last(last, True).over(before),
+        "_closed": F.last(first, True).over(after.rowsBetween(W.unboundedPreceding, -1)),
+    }
+
+
+def _is_within() -> Column:
+    """Returns whether a line is within a quoted field: the last odd line before it opens the field, and
+    the first one after it closes it. A quote that is never closed affects its own line alone."""
+    earlier = F.filter(_ODD, lambda one: one[_ID] < F.col(_ID))
+    later = F.filter(_ODD, lambda one: one[_ID] > F.col(_ID))
+    opened = F.coalesce(F.get(earlier, F.size(earlier) - 1)["opens"], F.col("_opened"))
+    closed = F.coalesce(F.get(later, F.lit(0))["closes"], F.col("_closed"))
+    return F.coalesce(opened & closed, F.lit(False))
 
 
 def _has_quotes(file: FileInfo, options: Mapping[str, str]) -> bool:
@@ -1046,6 +1071,14 @@ def _opens(line: Column, options: Mapping[str, str]) -> Column:
     field, _ = _field_patterns(options)
     quote, inner = re.escape(options.get("quote", '"')), _inner_pattern(options)
     return F.rlike(line, F.lit(rf"(?s)\A(?:{field})*+{_blank(options)}{quote}{inner}\z"))
+
+
+def _closes(line: Column, options: Mapping[str, str]) -> Column:
+    """Returns whether a line that begins inside a quoted field closes it and ends outside of quotes."""
+    field, last = _field_patterns(options)
+    quote, separator = (re.escape(options.get(n, d)) for n, d in (("quote", '"'), ("sep", ",")))
+    begin = rf"{_inner_pattern(options)}{quote}[ \t]*+"
+    return F.rlike(line, F.lit(rf"(?s)\A{begin}(?:{separator}(?:{field})*+{last})?\z"))
 
 
 def _field_patterns(options: Mapping[str, str]) -> tuple[str, str]:
