@@ -462,7 +462,8 @@ def _odd_lines(options: Mapping[str, str]) -> Column:
     they open a field, and whether they close one."""
     line = F.col(RAW)
     about = F.struct(_ID, _opens(line, options).alias("opens"), _closes(line, options).alias("closes"))
-    return F.array_sort(F.collect_list(F.when(_is_cut_off(line, options), about)))
+    odd = F.contains(line, F.lit(options.get("quote", '"'))) & _is_cut_off(line, options)
+    return F.array_sort(F.collect_list(F.when(odd, about)))
 
 
 def _around(place: Sequence[str]) -> dict[str, Column]:
@@ -650,7 +651,7 @@ def parse(
     keys, found, sound = f"{into}_keys", f"{into}_texts", ~has_half_pair(text)
     columns = {into: F.from_json(whole, schema, options), keys: F.json_object_keys(text)}
     if not bare_payload and any(_has_objects(f.dataType) for f in wanted.fields):
-        columns[f"{into}_sound"] = sound & _has_proper_names(text, wanted)
+        columns[f"{into}_sound"] = sound & _has_proper_names(text, F.col(keys), wanted)
         sound = F.col(f"{into}_sound")
     texts = _texts(F.col(into), F.col(keys), text, wanted, bare_payload, by_itself)
     columns[found] = F.when(sound, texts)
@@ -676,17 +677,29 @@ def _has_objects(kind: DataType) -> bool:
     return isinstance(kind, StructType) or (isinstance(kind, MapType) and _has_objects(kind.valueType))
 
 
-def _has_proper_names(text: Column, wanted: StructType) -> Column:
+def _has_proper_names(text: Column, keys: Column, wanted: StructType) -> Column:
     """Returns whether each object in a column has each field once, at least one of the wanted ones if
-    it has any, and no name that differs only in case; never null."""
-    own = [StructField(f.name, StringType()) for f in wanted.fields if _has_objects(f.dataType)]
-    kinds = StructType([*own, StructField(PAYLOAD, StructType(own))] if _enveloped(wanted) else own)
-    row = F.from_json(text, kinds)
+    it has any, and no name that differs only in case; never null.
+
+    Args:
+        keys: the names in the text.
+    """
     found = F.lit(True)
-    for f in own:
-        one = F.coalesce(row[f.name], row[PAYLOAD][f.name]) if _enveloped(wanted) else row[f.name]
-        found = found & _is_proper(one, wanted[f.name].dataType)
+    for f in wanted.fields:
+        if _has_objects(f.dataType):
+            one = _part(text, f.name)
+            if _enveloped(wanted):
+                inside = F.array_contains(keys, PAYLOAD)
+                one = F.when(inside, _part(_part(text, PAYLOAD), f.name)).otherwise(one)
+            found = found & _is_proper(one, f.dataType)
     return found
+
+
+def _part(text: Column, name: str) -> Column:
+    """Returns a field of an object as JSON. ``from_json`` takes any name, but is slow."""
+    if re.fullmatch(r"\w+", name):
+        return F.get_json_object(text, f"$.{name}")
+    return F.from_json(text, StructType([StructField(name, StringType())]))[name]
 
 
 def _is_proper(text: Column, kind: DataType) -> Column:
@@ -700,10 +713,9 @@ def _is_proper(text: Column, kind: DataType) -> Column:
     keys = F.json_object_keys(text)
     some = (F.size(keys) == 0) | (_known(keys, kind) > 0)
     found = F.coalesce(_are_once(keys) & _are_alike(keys, kind) & some, F.lit(True))
-    deep = [StructField(f.name, StringType()) for f in kind.fields if _has_objects(f.dataType)]
-    row = F.from_json(text, StructType(deep))
-    for f in deep:
-        found = found & _is_proper(row[f.name], kind[f.name].dataType)
+    for f in kind.fields:
+        if _has_objects(f.dataType):
+            found = found & _is_proper(_part(text, f.name), f.dataType)
     return found
 
 
@@ -760,7 +772,7 @@ def _texts(
     payload = _payload(row, wanted)
     some = any_of([payload[n].isNotNull() for n in wanted.names])
     if not bare_payload:
-        some = some & has_names_of(F.get_json_object(text, f"$.{PAYLOAD}"), wanted)
+        some = some & has_names_of(_part(text, PAYLOAD), wanted)
     inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
     inside = ~same & both & (F.size(keys) == around)
     return F.when(inside, F.when(whole & some, inner)).otherwise(plain)
