@@ -438,7 +438,8 @@ def numbered_lines(
     starts = running_start(lines.groupBy(*place).agg(*counts, *odds), place)
     starts = starts.withColumn("_file_start", F.min(START).over(W.partitionBy(FILE)))
     if quoted:
-        starts = starts.withColumns(_around(place))
+        for name, column in _around(place).items():
+            starts = starts.withColumn(name, column)
     arrival = F.col(START) + F.col(_ID) - F.col("_first")
     numbered = (
         lines.join(F.broadcast(starts), place)
