@@ -15,7 +15,7 @@ COMMANDS = {
     "conformance": "vt_dagster.conformance",
     "run": "vt_dagster.cli.run",
     "check": "vt_dagster.cli.run",
-    "init": "vt_dagster.cli.init",
+    "init": "vt_dagster.cli.setup",
     "demo": "vt_dagster.cli.tables",
     "get": "vt_dagster.cli.lookup",
     "history": "vt_dagster.cli.lookup",
@@ -30,7 +30,7 @@ COMMANDS = {
     "catalog": "vt_dagster.cli.tables",
     "erase": "vt_dagster.cli.tables",
     "restate": "vt_dagster.cli.tables",
-    "spark": "vt_dagster.cli.spark",
+    "spark": "vt_dagster.cli.setup",
     "class-archive": "vt_dagster.cli.class_archive",
     "what-if": "vt_dagster.cli.tables",
 }

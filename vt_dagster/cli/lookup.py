@@ -22,7 +22,8 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.arrow_reader import asset_names, look_up, texts
+from vt_dagster.storage.arrow_reader import asset_names, look_up
+from vt_dagster.storage.values import texts
 from vt_dagster.topology.durations import at_clock
 
 Warehouse = Annotated[

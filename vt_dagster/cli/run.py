@@ -46,9 +46,9 @@ from vt_dagster.columns import (
 from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
-from vt_dagster.storage.arrow_reader import texts
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.read import read
+from vt_dagster.storage.values import texts
 from vt_dagster.topology.model import Stream
 
 Verdict = Literal["passed", "warned", "failed", "broken"]

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from vt_dagster.columns import IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log
-from vt_dagster.storage.arrow_reader import look_up, texts
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.values import texts
 from vt_dagster.topology.durations import parse_time
 
 MOST, SHOWN = 1_000_000, 50

@@ -45,7 +45,8 @@ from vt_dagster.provenance.explain_request import (
     triggering_update,
 )
 from vt_dagster.provenance.expressions import Group, replaced_rows
-from vt_dagster.storage.arrow_reader import as_key, equals_old, values_by_partition
+from vt_dagster.storage.arrow_reader import equals_old, values_by_partition
+from vt_dagster.storage.values import as_key
 from vt_dagster.topology import specification as spec
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)

@@ -50,8 +50,8 @@ from vt_dagster.provenance.explain_request import (
 from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.expressions import evaluate, used
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_reader import texts
 from vt_dagster.storage.commit_log import Commit, Offsets, last_that
+from vt_dagster.storage.values import texts
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import length_at, spoken
 from vt_dagster.topology.version_rules import EVER

@@ -38,7 +38,6 @@ from vt_dagster.storage.arrow_reader import (
     names_of,
     of_key,
     rows_of,
-    texts,
     values_by_partition,
 )
 from vt_dagster.storage.commit_log import (
@@ -51,6 +50,7 @@ from vt_dagster.storage.commit_log import (
     known_at,
     last_that,
 )
+from vt_dagster.storage.values import texts
 from vt_dagster.topology.specification import OperatorSpec
 
 SOURCE = "source"

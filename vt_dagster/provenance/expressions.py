@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from vt_dagster.columns import OLD, RECORDED_AT, TIMESTAMP
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Condition, Log, Record, as_time, both, places_of
-from vt_dagster.storage.arrow_reader import arrival_order, as_key, micros
+from vt_dagster.storage.arrow_reader import arrival_order, micros
+from vt_dagster.storage.values import as_key
 from vt_dagster.topology.durations import parse_time
 
 _WORD = re.compile(r"`([^`]+)`|(\w+)")

@@ -59,7 +59,7 @@ from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, iceberg, parquet, rewrite
-from vt_dagster.storage.arrow_reader import as_key, asset_names, head_of
+from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
 from vt_dagster.storage.delta import address
@@ -67,6 +67,7 @@ from vt_dagster.storage.maintenance import forget_attempts
 from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import forget_replaced
+from vt_dagster.storage.values import as_key
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.arrow_reader import as_key, look_up, name_of, of_key
+from vt_dagster.storage.arrow_reader import look_up, name_of, of_key
+from vt_dagster.storage.values import as_key
 from vt_dagster.topology.durations import at_clock
 from vt_dagster.topology.options import check_arguments
 
