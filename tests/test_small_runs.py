@@ -102,16 +102,16 @@ def land_delta(place: Path, day: int) -> None:
 
 
 SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any], int]] = {
-    "files": (land_lines, lambda place: FilesSource(place), 1_420),
+    "files": (land_lines, lambda place: FilesSource(place), 1_440),
     "dumps": (
         land_lines,
         lambda place: SnapshotSource(place, "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0),
-        2_000,
+        2_020,
     ),
     "whole versions": (
         land_delta,
         lambda place: DeltaSource(place, "snapshots", max_shrink=1.0),
-        1_420,
+        1_440,
     ),
 }
 """How a source's rows land, the source, and how many calls of the JVM a run takes at most."""
