@@ -679,8 +679,9 @@ def _has_objects(kind: DataType) -> bool:
 
 
 def _has_proper_names(text: Column, keys: Column, wanted: StructType) -> Column:
-    """Returns whether each object in a column has each field once, at least one of the wanted ones if
-    it has any, and no name that differs only in case; never null.
+    """Returns whether each object in a column has each field once, and no name that differs from a
+    wanted one only in case; never null. An object may have none of the wanted fields: it may be of
+    another kind.
 
     Args:
         keys: the names in the text.
@@ -711,9 +712,7 @@ def _is_proper(text: Column, kind: DataType) -> Column:
         texts, inner = F.map_values(F.from_json(text, "map<string,string>")), kind.valueType
         return F.coalesce(F.forall(texts, lambda one: _is_proper(one, inner)), F.lit(True))
     assert isinstance(kind, StructType)
-    keys = F.json_object_keys(text)
-    some = (F.size(keys) == 0) | (_known(keys, kind) > 0)
-    found = F.coalesce(_are_once(keys) & _are_alike(keys, kind) & some, F.lit(True))
+    found = has_names_of(text, kind)
     for f in kind.fields:
         if _has_objects(f.dataType):
             found = found & _is_proper(_part(text, f.name), f.dataType)
