@@ -60,7 +60,7 @@ $(CLASSES): $(STAMP)
 	@echo "Writing Spark's classes to $@: a minute, the first time"
 	-@$(BIN)/python -m tests.class_archive $@
 
-# The tests that need no JVM: a minute.
+# The tests that need no JVM: half a minute.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(SHARED) -m fast
 
