@@ -47,7 +47,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.schema import named
+from vt_dagster.topology.schema import named, types_in
 
 _TYPES: dict[str, DataType] = {
     TIMESTAMP: TimestampType(),
@@ -184,7 +184,7 @@ def comparable(value: Column, kind: DataType) -> Column:
 
     Two maps with the same entries are equal, whatever their order.
     """
-    if not _has_maps(kind):
+    if not any(isinstance(k, MapType) for k in types_in(kind)):
         return value
     if isinstance(kind, StructType):
         fields = [comparable(value[f.name], f.dataType).alias(f.name) for f in kind.fields]
@@ -198,12 +198,6 @@ def comparable(value: Column, kind: DataType) -> Column:
         F.map_entries(value), lambda one: F.struct(one["key"], comparable(one["value"], inner))
     )
     return F.array_sort(entries)
-
-
-def _has_maps(kind: DataType) -> bool:
-    if isinstance(kind, StructType):
-        return any(_has_maps(f.dataType) for f in kind.fields)
-    return isinstance(kind, MapType) or (isinstance(kind, ArrayType) and _has_maps(kind.elementType))
 
 
 def arrow_schema(schema: StructType) -> Any:  # a pyarrow.Schema, which has no type stubs

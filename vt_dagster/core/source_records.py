@@ -28,6 +28,7 @@ from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, PARTITION, PROVIDED_COLUMN
 from vt_dagster.core.arrival_order import Outcome, has_key, in_order_of_keys
 from vt_dagster.core.log_columns import always_provided, comparable, partial_columns
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import types_in
 
 # Source records
 
@@ -203,13 +204,7 @@ def _odd_year(node: Stream) -> Column:
 
 
 def _has_times(kind: DataType) -> bool:
-    if isinstance(kind, StructType):
-        return any(_has_times(f.dataType) for f in kind.fields)
-    if isinstance(kind, ArrayType):
-        return _has_times(kind.elementType)
-    if isinstance(kind, MapType):
-        return _has_times(kind.keyType) or _has_times(kind.valueType)
-    return isinstance(kind, DateType | TimestampType | TimestampNTZType)
+    return any(isinstance(k, DateType | TimestampType | TimestampNTZType) for k in types_in(kind))
 
 
 def _is_odd(value: Column, kind: DataType) -> Column:

@@ -173,16 +173,25 @@ def _mapped(kind: _T, change: Callable[[DataType], DataType]) -> _T:
     return cast(_T, found)
 
 
+def types_in(kind: DataType) -> Iterator[DataType]:
+    """Yields a type and all types in it, at any depth."""
+    yield kind
+    inner = list[DataType]()
+    if isinstance(kind, StructType):
+        inner = [f.dataType for f in kind.fields]
+    elif isinstance(kind, ArrayType):
+        inner = [kind.elementType]
+    elif isinstance(kind, MapType):
+        inner = [kind.keyType, kind.valueType]
+    for one in inner:
+        yield from types_in(one)
+
+
 def _is_stored(kind: DataType) -> bool:
     """Returns whether the tables keep the values of a type, and the type."""
-    kinds = list[DataType]()
-
-    def note(one: DataType) -> DataType:
-        kinds.append(one)
-        return one
-
-    _mapped(kind, note)
-    return not any(isinstance(k, VariantType) or "collate" in k.simpleString() for k in kinds)
+    kinds = [*types_in(kind)]
+    collated = any(isinstance(k, StringType) and "collate" in k.simpleString() for k in kinds)
+    return not collated and not any(isinstance(k, VariantType) for k in kinds)
 
 
 def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, timestamp: str) -> None:
