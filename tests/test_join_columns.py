@@ -5,11 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster import Stream, Table, VersionedTable
+from vt_dagster.errors import TopologyError
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.schema import refuse_types
 
 SCHEMA = StructType(
     [
@@ -47,6 +50,24 @@ def test_columns_called_like_the_sides(spark: SparkSession) -> None:
     for join in joins:
         found = [tuple(row[n] for n in names) for row in driver.read(join.name)]
         assert found == [("a", 1, "a", 10, "b", 11)], join.name
+
+
+def test_types_that_delta_does_not_have(spark: SparkSession) -> None:
+    """The type of an expression is known when it is computed: an error before anything is written."""
+    sales, rates = Stream("sales", **ABOUT), table("rates", versioned=True)
+    age = "left.timestamp - right.valid_from as age"
+    driver = TopologyTestDriver(sales.join(rates, name="aged", select=["left.left", age]), spark=spark)
+    record = [{"k": "a", "left": 1, "right": "a", "timestamp": 5}]
+    with pytest.raises(
+        TopologyError, match=r"aged: expected types .* got \['age interval day to second'\]"
+    ):
+        driver.run({"sales": record, "rates": record})
+    for odd in ("null", "array()", "parse_json('1')", "'a' COLLATE UTF8_LCASE", "struct(null)"):
+        columns = spark.sql(f"SELECT 1 AS k, {odd} AS x, struct(1 AS k, {odd} AS x) AS old").schema
+        with pytest.raises(
+            TopologyError, match=r"aged: expected types .* got \['x [^']*'\]; use instead"
+        ):
+            refuse_types(columns, "aged")
 
 
 def test_keys_called_like_the_sides(spark: SparkSession) -> None:

@@ -11,15 +11,18 @@ import pytest
 from pyspark.sql.types import (
     ArrayType,
     CharType,
+    DayTimeIntervalType,
     IntegerType,
     LongType,
     MapType,
+    NullType,
     StringType,
     StructField,
     StructType,
     TimestampType,
     VarcharType,
     VariantType,
+    YearMonthIntervalType,
 )
 
 from vt_dagster import FilesSource, Stream, Table, VersionedTable, build_definitions
@@ -123,7 +126,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "types that only some readers know": (
         lambda: stream(schema=schema(x=ArrayType(VariantType()), c=StringType("UTF8_LCASE"))),
-        ["sales", "['x array<variant>', 'c string collate UTF8_LCASE']", "declare a variant as STRING"],
+        ["sales", "['x array<variant>', 'c string collate UTF8_LCASE']", "a variant as STRING"],
+    ),
+    "types that Delta does not have": (
+        lambda: stream(
+            schema=schema(
+                n=NullType(),
+                d=DayTimeIntervalType(),
+                m=MapType(StringType(), YearMonthIntervalType()),
+                s=StructType().add("inner", StructType()),
+                l=ArrayType(NullType()),
+            )
+        ),
+        [
+            "'n void', 'd interval day to second'",
+            "'m map<",
+            "'s struct<inner:struct<>>', 'l array<void>'",
+            "an interval as BIGINT",
+            "CAST(NULL AS STRING)",
+            "a struct with a field",
+        ],
     ),
     "timestamp not there": (
         lambda: stream(timestamp="time"),

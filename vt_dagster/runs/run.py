@@ -100,6 +100,7 @@ from vt_dagster.storage.spark_reader import before as consumed_before
 from vt_dagster.storage.view import are_few_keys, in_words
 from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import refuse_types
 
 # Results
 
@@ -736,6 +737,7 @@ class Run:
                 ``next_system_time``.
 
         Raises:
+            TopologyError: a result has a type that Delta does not have.
             ContractError: results break the schema's checks, or too large a share of a source's
                 records is bad; nothing was committed.
             RefusedRecordsError: an operator cannot take some records, for example because its buffer is
@@ -746,6 +748,9 @@ class Run:
         arrival, store = self.arrival, self.store
         if arrival.empty:
             return Receipt(None, None)
+        declared = {*self.node.schema.names}
+        columns = [f for f in results.rows.schema.fields if f.name in declared]
+        refuse_types(StructType(columns), self.node.name)
         with self._explained():
             with self._planned(self._small(results.judged)):
                 rows, recorded_at = assign_system_times(results.rows, arrival, store, recorded_at)

@@ -547,9 +547,9 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         key: key column, or several for a composite key (stored as a tuple). A record with a null in
             any of them has no key.
         schema: all columns of a record, key included: a pandera model for PySpark, whose checks run
-            before each commit, or a StructType (stored as a StructType). A value may have any Spark
-            type but VARIANT and texts with a collation; CHAR and VARCHAR are stored as STRING. A key
-            must not contain a map.
+            before each commit, or a StructType (stored as a StructType). A value may have any type
+            of the Delta protocol but VARIANT, so no interval, TIME, VOID or text with a collation;
+            CHAR and VARCHAR are stored as STRING. A key must not contain a map.
         timestamp: column, or SQL expression over the columns, with the record's event time (TIMESTAMP,
             UTC). The log stores it as ``timestamp``.
         tombstone: SQL condition for records whose *value is null*: a deletion in a table; in a stream,

@@ -282,7 +282,8 @@ class Node:
                 f"{self.name}: expected a key_prefix of at most {_DEEPEST} parts, got "
                 f"{'/'.join(self.key_prefix)!r}; join some parts with underscores"
             )
-        check_columns(self.name, self._kind(), self.key, self.schema, self.timestamp)
+        inferred = self.operator is not None
+        check_columns(self.name, self._kind(), self.key, self.schema, self.timestamp, inferred)
         if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
             check_timestamp(self.name, self.schema, self.timestamp)
         if self.source is not None:

@@ -13,16 +13,20 @@ from typing import Any, TypeVar, cast
 
 from pyspark.sql.types import (
     ArrayType,
+    BinaryType,
+    BooleanType,
     CharType,
     DataType,
+    DateType,
     MapType,
     NullType,
+    NumericType,
     StringType,
     StructField,
     StructType,
+    TimestampNTZType,
     TimestampType,
     VarcharType,
-    VariantType,
 )
 
 from vt_dagster.columns import OLD, RESERVED, TIMESTAMP, WAS
@@ -187,19 +191,50 @@ def types_in(kind: DataType) -> Iterator[DataType]:
         yield from types_in(one)
 
 
-def _is_stored(kind: DataType) -> bool:
-    """Returns whether the tables keep the values of a type, and the type."""
-    kinds = [*types_in(kind)]
-    collated = any(isinstance(k, StringType) and "collate" in k.simpleString() for k in kinds)
-    return not collated and not any(isinstance(k, VariantType) for k in kinds)
+_STORED = (NumericType, BooleanType, BinaryType, DateType, TimestampType, TimestampNTZType)
+_STORED_PARTS = (ArrayType, MapType, StructType)
+_INSTEAD = (
+    "a variant as STRING with its JSON, a text with a collation as STRING (expressions may use "
+    "COLLATE), an interval as BIGINT of its smallest unit, a time of day as STRING, a null as "
+    "CAST(NULL AS STRING), a struct with a field"
+)
 
 
-def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, timestamp: str) -> None:
-    """Raises TopologyError for column names that tables cannot have, and for invalid keys.
+def refuse_types(columns: StructType, where: str) -> None:
+    """Raises TopologyError for columns of types that the Delta protocol does not have, at any depth.
+
+    Args:
+        where: the asset, for the message.
+    """
+
+    def stored(kind: DataType) -> bool:
+        if isinstance(kind, StructType):
+            return bool(kind.fields)
+        if isinstance(kind, StringType):
+            return "collate" not in kind.simpleString()
+        return isinstance(kind, (*_STORED, *_STORED_PARTS))
+
+    odd = [
+        f"{f.name} {f.dataType.simpleString()}"
+        for f in columns.fields
+        if f.name != OLD and not all(stored(kind) for kind in types_in(f.dataType))
+    ]
+    if odd:
+        raise TopologyError(
+            f"{where}: expected types that every reader of its Delta tables knows, got {odd}; use "
+            f"instead {_INSTEAD}"
+        )
+
+
+def check_columns(
+    name: str, kind: str, key: Sequence[str], schema: StructType, timestamp: str, inferred: bool
+) -> None:
+    """Raises TopologyError for column names and types that tables cannot have, and for invalid keys.
 
     Args:
         name, kind: of the stream or table, for messages.
         timestamp: column or SQL expression of the record's timestamp.
+        inferred: whether NullType stands for a type that only Spark can infer: an operator's result.
     """
     names = [f.name for f in schema.fields]
     lowered = [n.lower() for n in names]
@@ -217,13 +252,8 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
             "rename them in the schema"
         )
     _check_characters(name, schema)
-    odd = [f"{f.name} {f.dataType.simpleString()}" for f in schema.fields if not _is_stored(f.dataType)]
-    if odd:
-        raise TopologyError(
-            f"{name}: expected types that every reader of its Delta tables knows, got {odd}; declare a "
-            "variant as STRING with its JSON, and a text with a collation as STRING: expressions may "
-            "use COLLATE"
-        )
+    known = [f for f in schema.fields if not inferred or not isinstance(f.dataType, NullType)]
+    refuse_types(StructType(known), name)
     if TIMESTAMP in lowered and timestamp != TIMESTAMP:
         raise TopologyError(
             f"{name}: the schema has a column 'timestamp', but the record's timestamp is "
