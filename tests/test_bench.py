@@ -60,7 +60,7 @@ def test_bench_writes_results_of_contenders_that_agree(tmp_path):
     for said in SAID.values():
         assert said in done.stdout
     results = json.loads(output.read_text())
-    assert len(results) == 64
+    assert len(results) == 65
     for result in results:
         assert list(result) == list(FIELDS)
         for name, kind in FIELDS.items():
