@@ -576,6 +576,8 @@ def read_messages(
         # After each poll Spark requests the partition's end offsets. The broker answers only after the
         # consumer's prefetch, which at the end of a topic waits for records: 500 ms by default.
         .option("kafka.fetch.max.wait.ms", "10")
+        # So that a poll, with its request, returns all that was fetched (1 MB), not 500 records.
+        .option("kafka.max.poll.records", "100000")
         .options(**cluster.spark_options())
         .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
         .option("startingOffsets", offsets(0))
