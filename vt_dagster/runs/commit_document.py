@@ -9,13 +9,14 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import CAUSE, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import REFUSED, InPlace, Outcome
-from vt_dagster.core.processor import RunPlan
+from vt_dagster.core.processor import ResultOrder, RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START
 from vt_dagster.runs.gate import Passed, check_bad_share
 from vt_dagster.runs.pin import Arrival, Store, after_run
+from vt_dagster.sources.base import Placed
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started, consumed_commits
 from vt_dagster.storage.view import Progress
@@ -77,12 +78,18 @@ def of_source(
 
 def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None:
     """Returns the input offsets, if results keep the order and offsets of their records; else None."""
-    if arrival.source is not None or not plan.keeps_order:
+    source, taken = arrival.source, None
+    if source is not None:
+        # Rows of a snapshot, and rows derived from a record, have no offset of their own.
+        own = arrival.start is None and plan.order == ResultOrder((ARRIVAL,))
+        taken = source.places if own and isinstance(source, Placed) else None
+    elif plan.keeps_order:
+        (taken,) = arrival.taken.values()
+    if taken is None:
         return None
-    (taken,) = arrival.taken.values()
     found = {p: some[Outcome.APPLIED] for p, some in passed.by_partition.items()}
     many = plan.results_of_record
-    complete = all(found.get(p) == (end - start) * many for p, (start, end) in taken.items())
+    complete = all(found.get(p, 0) == (end - start) * many for p, (start, end) in taken.items())
     return InPlace(taken, complete, many)
 
 

@@ -279,6 +279,16 @@ class Recorded(Protocol):
         ...
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """The input of one run from a log with offsets: a ``Pinned``."""
+
+    @property
+    def places(self) -> Mapping[int, tuple[int, int]] | None:
+        """The offset range of each partition, if ``_arrival`` is the offset of a record; else None."""
+        ...
+
+
 @dataclass(frozen=True)
 class News:
     """The new input of a source, for a sensor.

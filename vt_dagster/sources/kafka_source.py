@@ -107,6 +107,11 @@ class PinnedTopics(Limited):
     def empty(self) -> bool:
         return not self.taken
 
+    @property
+    def places(self) -> dict[int, tuple[int, int]] | None:
+        """The ranges of the only topic; of several topics None, since their records are merged."""
+        return self.ranges[self.source.topics[0]] if len(self.source.topics) == 1 else None
+
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         read, records = self.source.read, self.records
         rows = read_by_all_names(node, lambda key, all_: read(spark, records, key=key, schema=all_))
