@@ -159,10 +159,12 @@ class Bounds:
 
     Args:
         frame: ``rows`` as a DataFrame, if Spark needs it.
+        none_passed: whether stream time reaches no deadline of any record.
     """
 
     chunks: Sequence[Chunk]
     frame: DataFrame | None = None
+    none_passed: bool = False
 
     @classmethod
     def of(cls, found: Iterable[Any], before: Mapping[int, int]) -> Bounds:
@@ -180,7 +182,7 @@ class Bounds:
             about = (row["records"], row["oldest"], row["mean"])
             chunks.append(Chunk(row[PARTITION], row[_CHUNK], low, high, *about, near))
             now[row[PARTITION]] = high
-        return cls(chunks)
+        return cls(chunks, none_passed=not any(chunk.exact for chunk in chunks))
 
     @property
     def near(self) -> bool:
@@ -265,8 +267,8 @@ def passed(
     """Adds whether stream time as of each record, including the record itself, has reached its
     deadline.
 
-    Plan: with bounds a broadcast, and a shuffle and sort of the undecided chunks; without bounds that
-    of ``with_stream_time``.
+    Plan: with bounds a broadcast, and a shuffle and sort of the undecided chunks, or nothing if no
+    deadline is reached; without bounds that of ``with_stream_time``.
 
     Args:
         records, before, moves: see ``with_stream_time``.
@@ -279,6 +281,8 @@ def passed(
     """
     if bounds is None and chunk is None:
         return records.withColumn(PASSED, passed_in_one_task(records, deadline, before, moves))
+    if bounds is not None and bounds.none_passed:
+        return records.withColumn(PASSED, F.lit(False))
     if bounds is None:
         seen = with_stream_time(records, before, moves, chunk=chunk)
     else:
