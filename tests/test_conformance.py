@@ -256,6 +256,8 @@ def large_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
         (arrival_order, "HOUR", 5_000),
+        (arrival_order, "SHORTEST", 12),
+        (arrival_order, "_ROWS_OF_A_CHUNK", 1),
     ):
         monkeypatch.setattr(module, name, value)
     return exact

@@ -29,6 +29,14 @@ FINE = 1_000
 HOUR = 3_600_000_000
 """Microseconds of arrivals that one task processes where ``_arrival`` is a time."""
 
+SHORTEST, LONGEST = 15, 32
+"""Levels of chunks of results in an order by time: a chunk covers 2**level microseconds, that is 33 ms
+to 72 minutes."""
+
+_ROWS_OF_A_CHUNK = 256
+"""Results in such a chunk, of all partitions. With fewer, a sort compares fewer rows in full, but there
+are more chunks to count."""
+
 STRIDE = 1 << 30
 """More rows than a file or a bucket of :func:`in_order_of_keys` has."""
 MOST_BUCKETS = 64
@@ -124,6 +132,19 @@ def duration(value: Duration) -> Column:
 def arrival_chunk() -> Column:
     """Returns the chunk of a record whose ``_arrival`` is a position."""
     return F.floor(F.col(ARRIVAL) / F.lit(CHUNK))
+
+
+def chunk_level(rows: int, span: tuple[int, int] | None) -> int:
+    """Returns the level of the chunks of results in an order by time.
+
+    Args:
+        rows: how many there are.
+        span: their smallest and largest time, epoch microseconds; None = unknown.
+    """
+    if span is None or not rows:
+        return LONGEST
+    length = (span[1] - span[0]) * _ROWS_OF_A_CHUNK // rows
+    return min(LONGEST, max(SHORTEST, length.bit_length()))
 
 
 def hour_of_arrival() -> Column:

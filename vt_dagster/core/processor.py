@@ -51,6 +51,7 @@ from vt_dagster.columns import (
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import (
     FINE,
+    LONGEST,
     Outcome,
     arrival_chunk,
     by_partition,
@@ -218,12 +219,18 @@ class ResultOrder:
     Args:
         by: columns, ascending.
         first: a BOOLEAN column; rows where it is true come before all others. None = no such column.
-        chunk: returns a column that ascends with the order; None = that of the records' arrival.
+        chunk: returns a column that ascends with the order; None = that of the time, if the order is by
+            time, else that of the records' arrival.
     """
 
     by: Sequence[str] = (*ORDER, TURN)
     first: str | None = None
     chunk: Callable[[], Column] | None = None
+
+    @property
+    def by_time(self) -> bool:
+        """Whether timestamps never decrease in this order."""
+        return self.first is None and self.by[0] == TIMESTAMP
 
     def columns(self) -> list[Column]:
         """Returns the order as columns. Needs a Spark session."""
@@ -489,14 +496,17 @@ class RunPlan:
         than one of the inputs (a self-join)."""
         return earliest(*[one.rescan_from for one in self.inputs if one.node.name == name])
 
-    def chunk_of_results(self, single_task: bool) -> Column | None:
+    def chunk_of_results(self, single_task: bool, level: int = LONGEST) -> Column | None:
         """Returns a column that ascends with ``order``. Needs a Spark session.
 
         Args:
             single_task: whether one task can order the results of a partition: None then.
+            level: of the chunks if the order is by time, see ``chunk_level``.
         """
         if single_task:
             return None
+        if self.order.chunk is None and self.order.by_time:
+            return F.shiftright(F.unix_micros(TIMESTAMP), level)
         by_arrival = hour_of_arrival if self.merges else arrival_chunk
         return (self.order.chunk or by_arrival)()
 

@@ -64,7 +64,6 @@ from vt_dagster.core.arrival_order import (
     arrival_chunk,
     by_partition,
     has_key,
-    hour_of,
     micros,
     union,
     with_columns,
@@ -282,8 +281,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         key, arrival (kip923-probe-tie-order)."""
         if not self.operator.waits:
             return ResultOrder((ARRIVAL,))
-        by = (TIMESTAMP, *self.node.key, ARRIVAL)
-        return ResultOrder(by, chunk=lambda: hour_of(F.unix_micros(TIMESTAMP)))
+        return ResultOrder((TIMESTAMP, *self.node.key, ARRIVAL))
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None

@@ -47,6 +47,7 @@ from vt_dagster.core.arrival_order import (
     Outcome,
     by_partition,
     by_reference,
+    chunk_level,
     number,
     number_in_place,
 )
@@ -162,6 +163,7 @@ def numbered(
     passed: Passed,
     recorded_at: int,
     in_place: InPlace | None = None,
+    span: tuple[int, int] | None = None,
 ) -> DataFrame:
     """Returns the log rows of a run: its results, numbered from ``first``.
 
@@ -169,12 +171,14 @@ def numbered(
         passed: the result of the gate.
         recorded_at: system time of rows for which no source provides one, epoch microseconds.
         in_place: set if they keep their log's order.
+        span: their smallest and largest timestamp, epoch microseconds; None = unknown.
     """
     results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
     if in_place is not None and (in_place.complete or not passed.single_task):
         placed = number_in_place(results, first, in_place)
     else:
-        chunk = plan.chunk_of_results(passed.single_task)
+        level = chunk_level(passed.counts[Outcome.APPLIED], span)
+        chunk = plan.chunk_of_results(passed.single_task, level)
         partitions = [p for p, some in passed.by_partition.items() if some[Outcome.APPLIED]]
         placed = number(results, first, plan.order.columns(), chunk, partitions)
     columns: list[str | Column] = [*log_columns(node)]
@@ -760,7 +764,8 @@ class Run:
                 first = by_partition(arrival.before.next_offset, "long")
                 plan = self.plan
                 in_place = places_of(arrival, plan, passed)
-                new = numbered(rows, first, self.node, plan, passed, commit.recorded_at, in_place)
+                now, span = commit.recorded_at, results.judged.span
+                new = numbered(rows, first, self.node, plan, passed, now, in_place, span)
                 count, check = passed.counts[Outcome.APPLIED], self._require_inputs_unchanged
                 head = store.commit(new, commit, count, check)
             # A projection of many persisted rows need not be read back from the log. Few rows are
