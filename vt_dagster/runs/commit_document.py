@@ -9,9 +9,9 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, PROPAGATED_FROM, TIMESTAMP
 from vt_dagster.core.arrival_order import REFUSED, InPlace, Outcome
-from vt_dagster.core.processor import ResultOrder, RunPlan
+from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START
 from vt_dagster.runs.gate import Passed, check_bad_share
@@ -80,8 +80,9 @@ def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None
     """Returns the input offsets, if results keep the order and offsets of their records; else None."""
     source, taken = arrival.source, None
     if source is not None:
-        # Rows of a snapshot, and rows derived from a record, have no offset of their own.
-        own = arrival.start is None and plan.order == ResultOrder((ARRIVAL,))
+        # Rows of a snapshot, and others that no record or several have, have no offset of their own.
+        own = arrival.start is None and not passed.counts.get(Outcome.CARRIED)
+        own = own and plan.order.by in ((ARRIVAL,), (ARRIVAL, PROPAGATED_FROM))
         taken = source.places if own and isinstance(source, Placed) else None
     elif plan.keeps_order:
         (taken,) = arrival.taken.values()
