@@ -73,6 +73,8 @@ _REFUSALS = (
 """Signs in error messages that a file system refuses writes."""
 ROWS_OF_A_FILE, ROWS_FOR_OTHERS = 250_000, 1_000_000
 """Rows per file: in logs and views, which are pruned by key and time; in tables read as a whole."""
+_ROWS_OF_A_TASK, _FEW_TASKS = 100_000, 4
+"""Logs and views have more files, up to four, if each task then still writes so many rows."""
 TRIES = 20
 """Number of attempts to commit beside concurrent commits."""
 _PROPERTIES: dict[str, str | None] = {
@@ -263,8 +265,9 @@ def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
         count: number of rows.
         for_others: whether other engines read the table as a whole (larger files).
     """
-    of_a_file = ROWS_FOR_OTHERS if for_others else ROWS_OF_A_FILE
-    return rows.coalesce(max(1, math.ceil(count / of_a_file)))
+    files = math.ceil(count / (ROWS_FOR_OTHERS if for_others else ROWS_OF_A_FILE))
+    tasks = 1 if for_others else min(_FEW_TASKS, count // _ROWS_OF_A_TASK)
+    return rows.coalesce(max(1, tasks, files))
 
 
 def last_batch(path: str, asset: str) -> int:
