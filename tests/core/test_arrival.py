@@ -28,7 +28,16 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import arrival_order, plain_table, processor, table_joins
-from vt_dagster.core.arrival_order import InPlace, Outcome, by_partition, number, number_in_place
+from vt_dagster.core.arrival_order import (
+    LONGEST,
+    SHORTEST,
+    InPlace,
+    Outcome,
+    by_partition,
+    chunk_level,
+    number,
+    number_in_place,
+)
 from vt_dagster.core.processor import Input, RunContext
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.stream_time import (
@@ -101,8 +110,8 @@ def test_bounds_decide_as_looking_at_each_record_does(
     rows = records(spark, seed, late, waits).cache()
     before = {0: micros(10), 2: micros(-100)}
     chunk, deadline, moves = F.floor(F.col(ARRIVAL) / FINE), F.col("deadline"), F.col("moves")
-    found = Bounds.of(time_by_chunk(Timed(rows, moves, deadline), chunk).collect(), before)
-    found = framed(spark, found)
+    chunks = time_by_chunk(Timed(rows, moves, deadline), chunk).collect()
+    found = framed(spark, Bounds.of(chunks, before))
     told = framed(spark, found.only(undecided_chunks(rows, deadline, chunk, found).collect()))
     assert told.near == exact
     known = by_partition(before)
@@ -115,6 +124,15 @@ def test_bounds_decide_as_looking_at_each_record_does(
     blind = framed(spark, Bounds([replace(c, exact=False) for c in told.chunks]))
     guessed = passed(rows, deadline, known, moves, chunk=chunk, bounds=blind)
     assert guessed.exceptAll(each).isEmpty() != (late > 0.1)
+    # Without a stream time before the run, none of the records in order reaches its deadline.
+    alone = Bounds.of(chunks, {})
+    assert alone.none_passed != exact
+    if alone.none_passed:
+        first = [
+            passed(rows, deadline, by_partition({}), moves, chunk=c, bounds=b).where(PASSED)
+            for c, b in ((chunk, alone), (None, None))
+        ]
+        assert all(one.isEmpty() for one in first)
     rows.unpersist()
 
 
@@ -161,6 +179,15 @@ def test_offsets_in_place_are_those_of_numbering(
     }
     assert found["in place"] == found["anew"] == found["by chunks"]
     assert len(found["anew"]) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "level"),
+    [(1_000_000, 5_000, 21), (1_000_000, 1, SHORTEST), (1_000, 10**9, LONGEST), (0, 1, LONGEST)],
+)
+def test_chunks_of_results_by_time(rows: int, seconds: int, level: int) -> None:
+    assert chunk_level(rows, (7, 7 + seconds * 10**6)) == level
+    assert chunk_level(rows, None) == LONGEST
 
 
 @pytest.mark.parametrize("late", [0, 40], ids=["none late", "many late"])
