@@ -316,7 +316,8 @@ class AssetStore(AssetReader):
     ) -> Base:
         def log(start: Offsets) -> DataFrame:
             count = head.commit.total - sum(start.values())
-            if written is not None and count == head.commit.counts.get("out"):
+            counts = head.commit.counts
+            if written is not None and count == counts.get("out", counts.get("applied")):
                 return written
             return self.log(start, head)
 
