@@ -122,7 +122,7 @@ _LOOK_UP = {
 }
 
 _PLAIN_CACHE = {"spark.sql.inMemoryColumnarStorage.compressed": "false"}
-_CACHED_PLAIN = 2_000_000
+_CACHED_PLAIN = 1_000_000
 """To choose how the columns of persisted rows are compressed takes a tenth of a run's processor time.
 So many records take little memory without that."""
 
