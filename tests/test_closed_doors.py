@@ -55,6 +55,7 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import SchemaRegistry
 from vt_dagster.runs import replay
 from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources import files_source
 from vt_dagster.storage.asset_store import AssetStore, asset_names, stores_of
 from vt_dagster.storage.maintenance import maintain
 
@@ -151,7 +152,7 @@ HALVES = [line("b\ud83d"), line("b\ud83e"), line("c", v="\udc00 halves"), line("
 
 @pytest.fixture(scope="module")
 def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
-    """What one run makes of three files."""
+    """What one run makes of files, of which it reads the usual lines by a pattern."""
     good = {name: line("a", v=name) for name in ("objects", "twice")}
     other = line("d", v="twice")[:-1] + ', "K": "e"}'  # another name, as Spark reads it
     files = {
@@ -162,7 +163,9 @@ def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) ->
             "latin-1"
         ),
     }
-    return taken(tmp_path_factory.mktemp("json"), spark, files)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files_source, "_MANY_BYTES", 0)
+        return taken(tmp_path_factory.mktemp("json"), spark, files)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import base64
 import json
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import Column, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import ArrayType, IntegerType, LongType, MapType, StringType, StructType
 
 from tests.registry import Registry, framed
 from tests.storage.test_values import with_columns
-from vt_dagster.core.source_records import REASON, prepare
+from vt_dagster.core.source_records import REASON, Reason, prepare
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import (
     Avro,
@@ -34,7 +34,8 @@ from vt_dagster.kafka import (
     Raw,
     SchemaRegistry,
 )
-from vt_dagster.sources.message_formats import Format
+from vt_dagster.sources.message_formats import Decoded, Format
+from vt_dagster.sources.text_formats import parse, read_object
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 ROW = StructType().add("id", "long").add("name", "string")
@@ -157,6 +158,60 @@ def test_json(spark: SparkSession) -> None:
     for one, two, three in (within[3:6], within[6:9]):
         assert [one["s"]["in"], *two["rows"], three["by"]["k"]] == [nothing] * 4
     assert within[9:-1] == [bad] * 6
+
+
+class WithoutPattern(Json):
+    """Reads each object as one that is not as most are."""
+
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+        text = self.text(message)
+        columns, row = read_object(parse(text, wanted, {}, into), wanted, self.reading, into)
+        broken = row.isNull() | ~F.is_valid_utf8(text)
+        return Decoded(columns, row, F.when(broken, Reason.UNREADABLE))
+
+
+USUAL = {
+    "id": "7", "name": '"x"', "at": '"2024-05-01T12:00:00.250Z"', "price": "1.50", "weight": "0.25",
+    "ok": "true", "raw": '"YXBwbGU="', "day": '"2024-05-01"', "a.b $1": '"y"',
+}  # fmt: skip
+TOKENS = [
+    *("null", "true", "false", "7", "-7", "-0", "0.50", "1e2", "1E+2", "01", "1.", ".5", "+1", "NaN"),
+    *('""', '"7"', '"null"', '"a b"', '"é\U0001f600"', '"1.50"', '"x', '1"', 'null"', '"a"b', "'x'"),
+    *(r'"\u0061"', r'"\ud83d"', r'"a\"b"', '"a\tb"', '"a\x1fb"', "\x1f", "x", "", "[1]", "{}", "1 2"),
+    *("9" * 120, f"1.{'0' * 120}", "1e0000000001", "#1", "null null", '"a" "b"', "1,", "/* */ 1"),
+]
+
+
+def test_json_by_pattern(spark: SparkSession) -> None:
+    """An object as most are is read by a pattern: to the same values as any other."""
+    kinds = ["integer", "string", "timestamp", "decimal(6,2)", "double", "boolean", "binary", "date"]
+    wanted = StructType()
+    for name, kind in zip(USUAL, [*kinds, "string"], strict=True):
+        wanted = wanted.add(name, kind)
+
+    def text(fields: Mapping[str, str], around: str = "{%s}", sep: str = ",", colon: str = ":") -> str:
+        return around % sep.join(f'"{name}"{colon}{token}' for name, token in fields.items())
+
+    texts = [text({**USUAL, name: token}) for name in USUAL for token in TOKENS]
+    texts += [text(USUAL, around) for around in (" { %s } ", "{%s}}", "{%s", "%s}", "[{%s}]", "{%s} x")]
+    texts += [text(USUAL, around) for around in ("{%s}\t", "\t{%s}", "{%s}\r", "\ufeff{%s}", "{%s}{}")]
+    texts += [text(USUAL, sep=sep) for sep in (" , ", ",\t", ",,", " ", ";")]
+    texts += [text(USUAL, colon=colon) for colon in (" : ", ":\t", "::", " ", "=")]
+    texts += [text({**USUAL, more: "1"}) for more in ("Id", "ID", "more", "schema", "payload", "")]
+    texts += [text({n: USUAL[n] for n in USUAL if n != gone}) for gone in USUAL]
+    texts += [
+        text(dict(reversed(USUAL.items()))),
+        text(USUAL)[:-1] + ',"id":7}',
+        text({"payload": "7"}),
+    ]
+    by_pattern, read = each_decoded(
+        spark,
+        (Json(), [one.encode() for one in texts], wanted),
+        (WithoutPattern(), [one.encode() for one in texts], wanted),
+    )
+    odd = [one for one in zip(texts, by_pattern, read, strict=True) if repr(one[1]) != repr(one[2])]
+    assert not odd, odd
+    assert 100 < sum("reason" in one for one in read) < len(texts) - 100
 
 
 def test_raw(spark: SparkSession) -> None:

@@ -43,8 +43,16 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival_order import CHUNK, REFUSED, Outcome, by_partition, with_columns
-from vt_dagster.core.processor import RunPlan
+from vt_dagster.core.arrival_order import (
+    BLOCK,
+    CHUNK,
+    MOST_BLOCKS,
+    REFUSED,
+    Outcome,
+    by_partition,
+    with_columns,
+)
+from vt_dagster.core.processor import ResultOrder, RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START, Reason
@@ -715,6 +723,8 @@ def _warn(node: Stream, broken: dict[str, int]) -> None:
 
 
 _REJECTED = (*REFUSED, Outcome.QUARANTINED, Outcome.TOO_LATE)
+_ROWS_OF_A_BLOCK = 8
+"""With fewer rows in each, blocks do not pay off."""
 _COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_NEW, *_REJECTED)
 
 
@@ -728,6 +738,8 @@ class Passed:
         times: per partition, the largest timestamp of an applied row or a duplicate.
         earliest: the smallest timestamp of an applied row that is not its key's latest.
         first_rows: how many applied rows of a plain table replace no row; None = not counted.
+        blocks: at least as many as there are blocks of applied rows, see
+            ``arrival_order.number_by_blocks``; None = not counted.
     """
 
     counts: dict[str, int]
@@ -735,6 +747,14 @@ class Passed:
     times: dict[int, int]
     earliest: int | None
     first_rows: int | None
+    blocks: int | None = None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether rows are numbered by blocks: many rows in few blocks."""
+        rows = self.counts[Outcome.APPLIED]
+        few = self.blocks is not None and self.blocks <= min(MOST_BLOCKS, rows // _ROWS_OF_A_BLOCK)
+        return few and not self.single_task
 
     @property
     def single_task(self) -> bool:
@@ -771,6 +791,10 @@ def gate(
     first_rows = not few and node.is_table and not node.versioned and OLD in rows.columns
     if first_rows:
         wanted["_first_rows"] = F.count_if(applied & F.col(OLD).isNull())
+    in_blocks = not few and plan.order == ResultOrder((ARRIVAL,))
+    if in_blocks:
+        block = F.when(applied, F.floor(F.col(ARRIVAL) / F.lit(BLOCK)))
+        wanted |= {"_first_block": F.min(block), "_last_block": F.max(block)}
     checked = with_columns_of(rows, rules)
     # By outcome, too: fewer columns than with a count of each outcome, which take longer to plan.
     aggregates = [c.alias(name) for name, c in wanted.items()]
@@ -813,6 +837,13 @@ def gate(
         times,
         min((t for t in earliest if t is not None), default=None),
         sum(row["_first_rows"] for row in found) if first_rows else None,
+        sum(
+            row["_last_block"] - row["_first_block"] + 1
+            for row in found
+            if row["_first_block"] is not None
+        )
+        if in_blocks
+        else None,
     )
 
 

@@ -425,6 +425,8 @@ def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
 _LINE = "_line"
+_MANY_BYTES = 1 << 22
+"""JSON lines of more bytes are read by a pattern first, which takes some time to plan."""
 
 
 def parquet_rows(
@@ -486,7 +488,10 @@ def text_rows(
         row = F.col("__row")
     else:
         kept = {k: v for k, v in options.items() if k not in LINE_OPTIONS}
-        columns, row = read_object(parse(F.col(RAW), schema, kept, "_"), schema, how, "_")
+        many = sum(f.size for f in files) > _MANY_BYTES
+        usual = columns_of(files[0], format, options) if many else None
+        parsed_line = parse(F.col(RAW), schema, kept, "_", usual=usual)
+        columns, row = read_object(parsed_line, schema, how, "_")
         parsed = given
         own = F.json_object_keys(RAW)
     for name, column in columns.items():

@@ -265,7 +265,7 @@ class Json(Format):
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = self.text(message)
-        parsed = parse(text, wanted, self.options, into, alone=True)
+        parsed = parse(text, wanted, self.options, into, alone=True, usual=wanted.names)
         columns, row = read_object(parsed, wanted, self.reading, into)
         return Decoded(columns, row, _unreadable_if(row.isNull() | ~F.is_valid_utf8(text)))
 

@@ -140,9 +140,16 @@ def plan(
 
 def segment_of(layout: Segments) -> Column:
     """Returns the segment of a row by its ``valid_to``: INT, null for current rows."""
-    ends = ", ".join(f"{end}L" for end in layout.ends)
-    later = f"size(filter(array({ends}), e -> e <= unix_micros({VALID_TO})))" if ends else "0"
-    return F.expr(f"CASE WHEN {VALID_TO} IS NOT NULL THEN {layout.first} + {later} END")
+
+    def within(first: int, last: int) -> str:
+        """Halves the segments that a row may be in; Spark interprets a lambda over all of them."""
+        if first == last:
+            return str(layout.first + first)
+        middle = (first + last) // 2
+        earlier = f"unix_micros({VALID_TO}) < {layout.ends[middle]}L"
+        return f"IF({earlier}, {within(first, middle)}, {within(middle + 1, last)})"
+
+    return F.expr(f"IF({VALID_TO} IS NOT NULL, {within(0, len(layout.ends))}, NULL)")
 
 
 def divided(layout: Segments, log: DataFrame, records: int, total: int) -> Segments:
