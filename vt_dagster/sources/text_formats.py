@@ -645,10 +645,9 @@ def parse(
     """
     columns, tokens = dict[str, Column](), None
     pattern = None if usual is None else _usual_pattern(wanted, usual)
-    if pattern is not None:
+    if usual is not None and pattern is not None:
         split, tokens = f"{into}_split", F.col(f"{into}_tokens")
-        group = _TOKEN_END.join(f"${n + 1}" for n in range(len(wanted.fields)))
-        columns[split] = F.regexp_replace(text, pattern, f"{NUMBER}{_TOKEN_END}{group}")
+        columns[split] = F.regexp_replace(text, pattern, _groups(wanted, usual))
         is_usual = F.startswith(split, F.lit(NUMBER))
         columns[f"{into}_tokens"] = F.when(is_usual, F.split(split, _TOKEN_END))
         text = F.when(tokens.isNull(), text)
@@ -679,16 +678,17 @@ def parse(
 
 _TOKEN_END = "\x1f"
 """Separates the values of an object; no text in JSON has this character."""
-_QUOTED = r'"[^"\\\x00-\x1f]*+(?=")'
-_DIGITS = r"-?(?:0|[1-9][0-9]{0,99}+)(?:\.[0-9]{1,99}+)?+(?:[eE][+-]?[0-9]{1,9}+)?+"
+_QUOTED = r'"[^"\\\x00-\x1f]*+'
+_BARE_NUMBER = r"-?+(?:[1-9][0-9]{0,99}+|0)(?:\.[0-9]{1,99}+)?+(?:[eE][+-]?+[0-9]{1,9}+)?+"
+_ODD_NAME = re.compile(r'["\\\x00-\x1f]')
 
 
 def _usual_pattern(wanted: StructType, usual: Sequence[str]) -> str | None:
     """Returns the pattern of an object with exactly these fields, in order, whose values have no
-    escapes. Its groups are the wanted fields' values in JSON; a string lacks the quote at its end.
+    escapes. Its groups are the tokens of the wanted fields, see :func:`_token`.
 
     Returns:
-        None = such an object cannot be read by its texts alone: a value is nested, fields are missing,
+        None = such an object cannot be read by its tokens alone: a value is nested, fields are missing,
         or names differ only in case.
     """
     lowered = {name.lower() for name in wanted.names}
@@ -698,21 +698,33 @@ def _usual_pattern(wanted: StructType, usual: Sequence[str]) -> str | None:
         return None
     if any(isinstance(f.dataType, StructType | ArrayType | MapType) for f in wanted.fields):
         return None
-    fields = list[str]()
+    others = rf'(?:{_QUOTED}"|{_BARE_NUMBER}|null|true|false)'
+    tokens = [_token(wanted[n].dataType) if n in wanted.names else others for n in usual]
+    fields = [rf'"{re.escape(n)}": ?+{token}' for n, token in zip(usual, tokens, strict=True)]
+    return rf"\A\{{{', ?+'.join(fields)}\}}\z"
+
+
+def _token(kind: DataType) -> str:
+    """Returns the pattern of a value. Its groups are the value as written, a string without the quote
+    at its end, or empty for null."""
+    if isinstance(kind, BooleanType):
+        return "(?:(true|false)|null)"
+    if isinstance(kind, StringType):
+        return f'(?:({_QUOTED})"|null)'
+    if isinstance(kind, _BARE):
+        return f"(?:({_BARE_NUMBER})|null)"
+    return f'(?:({_QUOTED})"|({_BARE_NUMBER})|null)'
+
+
+def _groups(wanted: StructType, usual: Sequence[str]) -> str:
+    """Returns the replacement for :func:`_usual_pattern`: a mark, and the token of each field."""
+    found, group = [NUMBER], 1
     for name in usual:
-        quoted, bare = f"{_QUOTED}|", f"null|true|false|{_DIGITS}"
         if name in wanted.names:
-            kind = wanted[name].dataType
-            quoted = "" if isinstance(kind, _BARE) else quoted
-            bare = "null" if isinstance(kind, StringType) else f"null|{_DIGITS}"
-            bare = "null|true|false" if isinstance(kind, BooleanType) else bare
-        group = "(" if name in wanted.names else "(?:"
-        value = rf'{group}{quoted}(?:{bare})(?!"))"?+'
-        fields.append(f'"{re.escape(name)}" *+: *+{value} *+')
-    return rf"\A *+\{{ *+{', *+'.join(fields)}\}} *+\z"
-
-
-_ODD_NAME = re.compile(r'["\\\x00-\x1f]')
+            one = isinstance(wanted[name].dataType, (StringType, *_BARE))
+            found.append(f"${group}" if one else f"${group}${group + 1}")
+            group += 1 if one else 2
+    return _TOKEN_END.join(found)
 
 
 def _texts_of_tokens(tokens: Mapping[str, Column], wanted: StructType) -> Column:
@@ -720,7 +732,7 @@ def _texts_of_tokens(tokens: Mapping[str, Column], wanted: StructType) -> Column
     texts = list[Column]()
     for f in wanted.fields:
         token = tokens[f.name]
-        there, quoted = token != "null", F.substring(token, 2, _ALL)
+        there, quoted = token != "", F.substring(token, 2, _ALL)
         if isinstance(f.dataType, StringType):
             text = F.when(there, quoted)
         elif isinstance(f.dataType, _BARE):

@@ -141,15 +141,18 @@ def plan(
 def segment_of(layout: Segments) -> Column:
     """Returns the segment of a row by its ``valid_to``: INT, null for current rows."""
 
-    def within(first: int, last: int) -> str:
-        """Halves the segments that a row may be in; Spark interprets a lambda over all of them."""
+    def later(first: int, last: int) -> str:
+        """Halves the ends that a row may be after; Spark would interpret a lambda over all of them."""
         if first == last:
-            return str(layout.first + first)
+            return str(first)
         middle = (first + last) // 2
-        earlier = f"unix_micros({VALID_TO}) < {layout.ends[middle]}L"
-        return f"IF({earlier}, {within(first, middle)}, {within(middle + 1, last)})"
+        # By reference, see ``arrival_order.by_reference``.
+        end = f"get(array({layout.ends[middle]}L, 0L), CAST({VALID_TO} IS NULL AS INT))"
+        halves = f"{later(first, middle)}, {later(middle + 1, last)}"
+        return f"IF(unix_micros({VALID_TO}) < {end}, {halves})"
 
-    return F.expr(f"IF({VALID_TO} IS NOT NULL, {within(0, len(layout.ends))}, NULL)")
+    number = f"{layout.first} + {later(0, len(layout.ends))}"
+    return F.expr(f"CASE WHEN {VALID_TO} IS NOT NULL THEN {number} END")
 
 
 def divided(layout: Segments, log: DataFrame, records: int, total: int) -> Segments:
