@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
+from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 from typer import Typer
 from typer.testing import CliRunner
@@ -476,8 +477,9 @@ def test_a_missing_entry_an_error_and_a_lost_error_are_different(
     assert "error: expected one at record 0 / got one at record 1" in said
 
 
+@pytest.mark.parametrize("error", [SourceError("out of memory"), Py4JError("out of memory")])
 def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """No known scenario fails in Spark: here the run of a group is replaced by one that fails."""
     worked = read_scenarios([SCENARIOS / "worked"])
@@ -489,7 +491,7 @@ def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
 
         def run(self, results: dict[Scenario, ScenarioOutcome]) -> None:
             if found[1] in [each.scenario for each in self.group]:
-                raise SourceError("out of memory")
+                raise error
             for each in self.group:
                 settle(results[each.scenario], [])
 
@@ -498,7 +500,7 @@ def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
     for job in side_by_side(found, "run", results):
         job.run(cast(Any, None))
     assert [results[s].result for s in found] == ["identical", "different", "identical"]
-    assert "SourceError: out of memory" in results[found[1]].differences[0]
+    assert f"{type(error).__name__}: out of memory" in results[found[1]].differences[0]
 
 
 def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
 
 import typer
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
@@ -76,7 +77,7 @@ def side_by_side(
         def run(spark: SparkSession) -> None:
             try:
                 _Group(group, granularity, spark).run(results)
-            except (PySparkException, VtDagsterError) as error:
+            except (PySparkException, Py4JError, VtDagsterError) as error:
                 if len(group) > 1:
                     # Only the scenarios at fault are to differ.
                     for part in (group[: len(group) // 2], group[len(group) // 2 :]):

@@ -318,8 +318,9 @@ class _Node:
         return {"head": head, "value": "value", "upper_key": "upper(key)"}[how]
 
     def _elements(self) -> str:
-        separator = self._by_scenario(lambda s: s["separator"])
-        pieces = f"split(value, concat('\\\\Q', {separator}, '\\\\E'))"
+        # Escaped, not within \Q and \E: a separator may have \E.
+        separator = self._by_scenario(lambda s: re.escape(s["separator"]))
+        pieces = f"split(value, {separator})"
         of_null = {"none": "array()", "one_null": "array(null)", "no_list": "null"}
         # Records of other scenarios come along, and must not be refused.
         return (
