@@ -176,14 +176,15 @@ class SessionWindow(_Windows):
     record within the gap of two sessions merges them.
 
     Args:
-        gap: longest time between two consecutive records of a session, inclusive.
+        gap: longest time between two consecutive records of a session, inclusive; with 0 a session has
+            the records of one timestamp.
         grace: how much longer than the gap a session waits for records, in stream time: it closes when
             stream time > end + gap + grace.
         retention: how long Kafka's store keeps a session; at least gap + grace. It never changes a
             result.
 
     Raises:
-        TopologyError: a negative length, a gap of zero, a retention that is too short.
+        TopologyError: a negative length, a retention that is too short.
     """
 
     gap: Duration
@@ -192,7 +193,7 @@ class SessionWindow(_Windows):
     end_inclusive = True
 
     def __post_init__(self) -> None:
-        _check_lengths(self, "gap")
+        _check_lengths(self, "gap", may_be_zero=True)
 
     @property
     def closes_after(self) -> Duration:
@@ -264,13 +265,15 @@ def _times(length: Duration, times: int, more: Duration) -> Duration:
     return more
 
 
-def _check_lengths(window: Window, first: str, *more: str, times: int = 1) -> None:
+def _check_lengths(
+    window: Window, first: str, *more: str, times: int = 1, may_be_zero: bool = False
+) -> None:
     kind = type(window).__name__
     for what in (first, *more):
         length: Any = getattr(window, what)
         check_duration(kind, what, length)
         for partition, (one, _) in pairs(length, _NONE):
-            if one == _NONE:
+            if one == _NONE and not may_be_zero:
                 raise TopologyError(f"{kind}: {what} must be longer than 0, got 0{partition}")
     check_duration(kind, "grace", window.grace)
     of = first if times == 1 else f"{times} * {first}"

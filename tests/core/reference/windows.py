@@ -33,7 +33,8 @@ class Windows(ABC):
         self.advance: int = window.get("advance", self.size)
         needed = (2 if self.kind == "sliding" else 1) * self.size + self.grace
         self.retention: int = needed if window.get("retention") is None else window["retention"]
-        if self.retention < needed or self.grace < 0 or not 0 < self.advance <= self.size:
+        least = 0 if self.kind == "session" else 1  # a session without a gap has equal timestamps
+        if self.retention < needed or self.grace < 0 or not least <= self.advance <= self.size:
             raise Refused("IllegalArgumentException", "a window that has no meaning")
         self.time = -1
         self.buffer: Buffer[Result] | None = None
