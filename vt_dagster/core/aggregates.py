@@ -46,7 +46,7 @@ pa: Any = pyarrow  # has no types
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 TAKE, ADD, _CHANGE = "_take", "_add", "_change"
-_FIRST, _LAST = "_first", "_last"
+_FIRST, _LAST, ABSENT = "_first", "_last", "_absent"
 
 
 def _plus(x: Column, y: Column) -> Column:
@@ -93,7 +93,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
                 chunk=self.chunk,
             )
         else:
-            changes = changes.withColumn(OUTCOME, F.lit(Outcome.APPLIED))
+            changes = changes.withColumns({OUTCOME: F.lit(Outcome.APPLIED), ABSENT: F.lit(False)})
         if not isinstance(chosen, Aggregator):
             once = operator.emit == "per_run"
             return aggregate(
@@ -199,7 +199,8 @@ def aggregate(
     ``state``.
 
     Args:
-        rows: of ``table_entries`` whose ``inputs`` are the accumulators, after ``refuse``.
+        rows: of ``table_entries`` whose ``inputs`` are the accumulators, after ``refuse``; ``_absent``:
+            the group is not there after the update, which then is a tombstone.
         state: ``group key columns, accumulators, timestamp``: the groups before the run.
         once: whether only the last update of each group is needed; others may be returned.
 
@@ -226,6 +227,7 @@ def aggregate(
     if once and is_exact([f.dataType for f in types]):
         home = {TIMESTAMP: F.max(TIMESTAMP), PARTITION: F.max(PARTITION)}
         changes = folded(changes, [*key, OUTCOME], applied, merged | home)
+        changes = changes.withColumn(ABSENT, F.lit(False))  # a versioned result has every update
         merged, newest, last = {c: F.col(c) for c in merged}, F.col(TIMESTAMP), applied
     else:
         in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
@@ -238,7 +240,7 @@ def aggregate(
     def total(one: Accumulator) -> Column:
         base = F.col(_BASE)[one.name]
         both = _MERGED[one.merge][1](base, merged[_CHANGE + one.name])
-        return both.cast(types[one.name].dataType).alias(one.name)
+        return F.when(~F.col(ABSENT), both.cast(types[one.name].dataType)).alias(one.name)
 
     summed = _with_base(changes, state, key, names).select(
         *key,
@@ -248,10 +250,12 @@ def aggregate(
         OUTCOME,
         *ORDER,
         TURN,
+        ABSENT,
         last.alias(_LAST),
     )
-    finished = {name: F.when(applied, F.expr(sql)) for name, sql in aggregates.columns}
-    return summed.withColumns({**finished, IS_TOMBSTONE: F.lit(False)})
+    there = applied & ~F.col(ABSENT)
+    finished = {name: F.when(there, F.expr(sql)) for name, sql in aggregates.columns}
+    return summed.withColumns({**finished, IS_TOMBSTONE: F.col(ABSENT)}).drop(ABSENT)
 
 
 def refuse(
@@ -266,7 +270,8 @@ def refuse(
 
     The time of an update is the larger of its own and its group's. It is refused if that is older than
     the result's history retention. Refused updates are older than all that count, so they are known
-    before anything is aggregated.
+    before anything is aggregated. A group is not there until a row that is added counts: nothing is
+    subtracted from it.
 
     Plan: ``with_stream_time``, then one shuffle and sort by group.
 
@@ -274,17 +279,29 @@ def refuse(
         stream_time: of the result, before the run.
         chunk: see ``with_stream_time``.
 
-    Source: FORMAT 4.1.1, 4.2.3, 4.8.4; kip889-grace-rejects-old-writes.
+    Returns:
+        the rows with ``_outcome`` and ``_absent``, whether the group is not there after the update;
+        ``_take`` is null if it is not there before it.
+
+    Source: FORMAT 4.1.1, 4.2.3, 4.8.4, 4.8.6; kip889-grace-rejects-old-writes,
+    kip914-aggregate-group-not-there.
     """
-    so_far = W.partitionBy(*rules.key).orderBy(*ORDER, TURN)
-    so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
+    in_order = W.partitionBy(*rules.key).orderBy(*ORDER, TURN)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     timed = with_stream_time(rows, stream_time, chunk=chunk)
-    known = _with_base(timed, state, rules.key, ())
+    held = [] if state is None else [c for c in state.columns if c.startswith("_acc")][:1]
+    known = _with_base(timed, state, rules.key, held)
     # Results of a group never go back in time (kip914-aggregate-sum-unversioned).
     time = F.greatest(F.max(TIMESTAMP).over(so_far), F.col(_BASE_TIME))
     late = is_refused(time, rules, F.col(STREAM_TIME))
-    outcome = F.when(late, Outcome.LATE).otherwise(Outcome.APPLIED)
-    return known.withColumn(OUTCOME, outcome).select(*rows.columns, OUTCOME)
+    known = known.withColumn(OUTCOME, F.when(late, Outcome.LATE).otherwise(Outcome.APPLIED))
+    counts = F.col(ADD).isNotNull() & (F.col(OUTCOME) == Outcome.APPLIED)
+    # The accumulators of a group that is not there are null.
+    kept = F.col(_BASE)[held[0]].isNotNull() if held else F.col(_BASE_TIME).isNotNull()
+    before = F.max(counts).over(in_order.rowsBetween(W.unboundedPreceding, -1))
+    there = kept | F.coalesce(before, F.lit(False))
+    found = {TAKE: F.when(there, F.col(TAKE)), ABSENT: ~(there | counts)}
+    return with_columns(known, found).select(*rows.columns, OUTCOME, ABSENT)
 
 
 def _with_base(
@@ -349,7 +366,7 @@ def aggregate_by(
     ordered = marked.sortWithinPartitions(*key, *ORDER, TURN)
     row_type = cast(StructType, rows.schema[ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])
-    others = (TAKE, ADD, _BASE, _BASE_TIME, _FIRST)
+    others = (TAKE, ADD, ABSENT, _BASE, _BASE_TIME, _FIRST)
     kept = [StructField(f.name, f.dataType) for f in ordered.schema.fields if f.name not in others]
     passed = [f.name for f in kept]
 
@@ -368,11 +385,11 @@ def aggregate_by(
                     base, newest = row[_BASE], row[_BASE_TIME]
                     acc = None if base is None else base["_acc"]
                 if row[OUTCOME] == applied_fate:
-                    if acc is None and initializer is not None:
-                        acc = initializer()
                     if row[TAKE] is not None and acc is not None:
                         acc = subtractor(row[TAKE], acc)
                     if row[ADD] is not None:
+                        if acc is None and initializer is not None:
+                            acc = initializer()
                         acc = row[ADD] if acc is None else adder(row[ADD], acc)
                     newest = row[TIMESTAMP] if newest is None else max(newest, row[TIMESTAMP])
                 results.append(acc)
@@ -411,7 +428,7 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
         if isinstance(node, VersionedTable):
             taken = F.col(OUTCOME) == Outcome.APPLIED
             decided = refuse(
-                added.where(taken).drop(OUTCOME),
+                added.where(taken).drop(OUTCOME, ABSENT),
                 context.state,
                 rules=node.version_rules,
                 stream_time=context.stream_time,
@@ -446,7 +463,7 @@ def stream_entries(
         rekeyed: whether the records were moved to this key: then a null key is not counted.
 
     Returns:
-        ``key columns, _take`` (null), ``_add, timestamp, partition, _outcome, ORDER, _turn``:
+        ``key columns, _take`` (null), ``_add, timestamp, partition, _outcome, ORDER, _turn, _absent``:
         ``applied``; ``dropped`` without a value or a key; ``no_result`` without a key if they were
         rekeyed.
 
@@ -466,5 +483,6 @@ def stream_entries(
         IS_TOMBSTONE,
         *ORDER,
         F.lit(0).alias(TURN),
+        F.lit(False).alias(ABSENT),
     )
     return rows.withColumns({OUTCOME: outcome, PARTITION: partition}).drop(IS_TOMBSTONE)

@@ -144,6 +144,7 @@ class Aggregate(Table):
     def __init__(self, run: Run, parent: Table, step: Config, materialize: Config | None) -> None:
         super().__init__(run, run.store(materialize))
         self.parent, self.kind = parent, step["aggregate"]
+        self.times: dict[str, int] = {}
         parent.listeners.append(self.receive)
 
     def receive(self, change: Change) -> None:
@@ -172,7 +173,7 @@ class Aggregate(Table):
                 after = added if start is None else self.change(start, added, 1)
             else:
                 after = self.change(after, added, 1)
-        at = timestamp if row is None else max(timestamp, row.timestamp)
+        at = self.times[group] = max(timestamp, self.times.get(group, timestamp))
         self.settle(Change(group, after, before, at))
 
     def change(self, total: str, value: str, sign: int) -> str:
