@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 from typer import Typer
 from typer.testing import CliRunner
@@ -477,7 +476,7 @@ def test_a_missing_entry_an_error_and_a_lost_error_are_different(
     assert "error: expected one at record 0 / got one at record 1" in said
 
 
-@pytest.mark.parametrize("error", [SourceError("out of memory"), Py4JError("out of memory")])
+@pytest.mark.parametrize("error", [SourceError("out of memory"), RuntimeError("out of memory")])
 def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
