@@ -239,3 +239,11 @@ def test_the_users_session_stays_the_active_one(spark: SparkSession) -> None:
     driver.pipe("weather", {"origin": "JFK", "temp": 1.0, "timestamp": 0})
     assert SparkSession.active() is spark
     assert spark.conf.get("spark.sql.shuffle.partitions") == before
+
+
+def test_a_table_of_a_stream_has_a_column_without_nulls(spark: SparkSession) -> None:
+    """The first record of a key has no row before it, so its ``old`` is null."""
+    said = flights.map_values("coalesce(flight, 0) as flight", name="said")
+    driver = TopologyTestDriver(said.to_table(name="latest"), spark=spark)
+    driver.pipe("flights", *({"origin": "JFK", "flight": n, "timestamp": n} for n in (1, 2)))
+    assert columns(driver.read("latest"), "origin", "flight") == [("JFK", 1), ("JFK", 2)]

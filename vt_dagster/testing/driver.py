@@ -34,6 +34,7 @@ from vt_dagster.columns import (
     ARRIVAL,
     IS_TOMBSTONE,
     OFFSET,
+    OLD,
     OUTCOME,
     PARTITION,
     RECORDED_AT,
@@ -68,6 +69,7 @@ from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import Progress
 from vt_dagster.topology.durations import epoch_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+from vt_dagster.topology.schema import nullable
 
 
 class TopologyTestDriver:
@@ -413,6 +415,10 @@ class MemoryStore(Store):
         return nullcontext()
 
     def persist(self, rows: DataFrame) -> DataFrame:
+        if OLD in rows.columns:
+            # PySpark refuses a null struct that has a field without nulls.
+            old = nullable(rows.schema[OLD].dataType.jsonValue())
+            rows = rows.withColumn(OLD, F.col(OLD).cast(StructType.fromJson(old)))
         self.held = rows.toArrow()
         return self.frame(self.held)
 
