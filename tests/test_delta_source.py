@@ -21,6 +21,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from tests.market import materialized, run
 from vt_dagster import (
     DeltaSource,
+    FilesSource,
     Stream,
     Table,
     TopologyError,
@@ -31,6 +32,7 @@ from vt_dagster import (
 )
 from vt_dagster.components.topology_component import AssetPart, make_asset
 from vt_dagster.errors import RecordsGoneError, SourceError
+from vt_dagster.provenance.explain import explain
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
@@ -147,6 +149,27 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     assert store(current).head().commit.gaps == {"delta": {0: (6, 7)}}
     assert take(current)["in"] == 1
     assert all(f.offending == 0 for f in audit(store(current)))
+
+
+def test_another_source_for_a_while(take: Any, tmp_path: Path) -> None:
+    theirs, files = Theirs(tmp_path / "theirs"), tmp_path / "files"
+    files.mkdir()
+
+    def orders(source: Any) -> Stream:
+        return Stream("orders", key="id", schema=ROW, timestamp="timestamp_seconds(n)", source=source)
+
+    of_files = orders(FilesSource(str(files)))
+    of_table = orders(DeltaSource(theirs.path, "append", start="earliest"))
+    for number, (file, row) in enumerate((("1.jsonl", "a"), ("2.jsonl", "b"))):
+        (files / file).write_text(f'{{"id": "{row}", "n": {number}}}\n')
+        assert take(of_files)["in"] == 1
+        theirs.append((row.upper(), number))
+        assert take(of_table)["in"] == 1
+    where = str(tmp_path / "warehouse")
+    told = [explain("orders", offset=(0, n), warehouse=where).origin for n in range(4)]
+    names = [(one.kind, [Path(name).name for name in one.names]) for one in told if one is not None]
+    versions = ("versions", ["delta"])
+    assert names == [("files", ["1.jsonl"]), versions, ("files", ["2.jsonl"]), versions]
 
 
 def test_changes(take: Any, store: Any, tmp_path: Path) -> None:

@@ -212,12 +212,17 @@ def test_which_consumed_files_are_gone(tmp_path: Path) -> None:
         write((tmp_path / name).parent, Path(name).name, f'{{"k": "{name}"}}\n')
     source = FilesSource(str(tmp_path))
     consumed = source.pin(None).consumed()
-    assert Memory(consumed, source.files()).gone() == []
+    assert source.gone({**consumed, "deliveries": {"a run": ["", 1]}}) == []  # of another source
     (tmp_path / "dt=1" / "a.jsonl").unlink()
     (tmp_path / "archive").mkdir()
     (tmp_path / "b.jsonl").rename(tmp_path / "archive" / "b.jsonl")
     (gone,) = Memory(consumed, source.files()).gone()
     assert gone.endswith("/dt=1/a.jsonl")
+    # also if it was moved twice
+    known = remembered(consumed, [], source.files(), 2)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "archive").rename(tmp_path / "old" / "archive")
+    assert source.gone(known) == [gone]
 
 
 # -- columns in paths --------------------------------------------------------------------------------

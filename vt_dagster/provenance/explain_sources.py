@@ -70,7 +70,8 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
         first, end = snapshot.offsets.get(record.partition, (0, 0))
         if first <= record.offset < end:
             return Origin("snapshot", (snapshot.what,), 1)
-    if commit.topics and len(taken) == 1:
+    # The id of a Delta table is there too, with a time.
+    if len(taken) == 1 and all("@" not in commit.topics.get(one, "@") for one in taken):
         return _of_topic(log, record, commit)
     ranges = [one for some in taken.values() for one in some.values()]
     start, end = ranges[0] if len(taken) == 1 == len(ranges) else (None, None)

@@ -176,6 +176,8 @@ def document(
     # A topic lists all its partitions and may have fewer than before: do not merge old ones.
     if not more.get("topics"):
         inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
+    # A topic, or a Delta table, that the asset was read from before may come back.
+    more["topics"] = {**before.topics, **more.get("topics", {})}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
     # Counts that a run leaves out where they are zero, or since the option they come from was removed.
     rare = (Outcome.CARRIED, Outcome.NOTHING_NEW, Outcome.COVERED, *REFUSED)
@@ -210,6 +212,7 @@ def document(
         totals=totals,
         totals_by_partition=_totals_by_partition(before, outcomes),
         reads=arrival.reads,
+        read_logs=arrival.read_logs,
         not_ready=arrival.not_ready,
         start=start,
         **ready,

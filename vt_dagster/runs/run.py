@@ -844,8 +844,12 @@ class Run:
         if refused:
             stage_rejected(store, arrival.attempt, rows, plan.quarantined_outcomes)
         consumed = None if arrival.source is None else arrival.source.consumed()
+        if arrival.source is not None and consumed is None and before.files:
+            # The list of another kind of source that the asset had: for its return.
+            consumed = store.consumed_files(arrival.previous)
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
+            position["files"] = True
         has_system_time = arrival.source is not None and RECORDED_AT in rows.columns
         recorded_at, ahead = system_time_by_clock(before, at, store.progress)
         steps = steps_of(rows, before, recorded_at) if has_system_time else []

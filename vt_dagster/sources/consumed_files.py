@@ -206,7 +206,7 @@ class Memory:
 
     Args:
         files: path -> :class:`Consumed`, as stored beside a commit; earlier versions of the library
-            stored name -> size.
+            stored name -> size. Mappings are ignored: they are entries of other kinds of sources.
         there: the present files.
     """
 
@@ -217,6 +217,8 @@ class Memory:
         self._there = {f.place: f for f in there}
         for given, entry in files.items():
             path = delta.location(given)
+            if isinstance(entry, Mapping):
+                continue
             if isinstance(entry, int):
                 self._sizes[path] = entry
                 continue
@@ -270,15 +272,18 @@ class Memory:
         """Returns the paths of consumed files that were removed, not moved."""
         there = self._there.values()
         left = {*self._by_path} - {*self._there} | {*self._sizes} - {f.name for f in there}
-        return sorted(left - {self._elsewhere(file) for file in there})
+        return sorted(left.difference(*map(self._earlier, there)))
 
     def _elsewhere(self, file: FileInfo) -> str | None:
         """Returns the earlier path under which a moved file was consumed; None = not consumed."""
+        return next(self._earlier(file), None)
+
+    def _earlier(self, file: FileInfo) -> Iterator[str]:
+        """Yields the earlier paths of a moved file: several if it was moved more than once."""
         for path, before in self._by_name.get(posixpath.basename(file.name), ()):
             gone = path != file.place and path not in self._there
             if gone and _was_moved(path, file) and _unchanged(file, before):
-                return path
-        return None
+                yield path
 
 
 def _was_moved(path: str, file: FileInfo) -> bool:

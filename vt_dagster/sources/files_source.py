@@ -741,6 +741,10 @@ class FilesSource:
         memory = Memory(consumed, there)
         return {f.name: memory.batch_of(f) for f in there}
 
+    def gone(self, consumed: Mapping[str, Any]) -> list[str]:
+        """Returns the paths of consumed files that are no longer in the directory."""
+        return Memory(consumed, self.files()).gone()
+
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """Returns the run config with the names of the new files. Does not use Spark."""
         names = [f.name for f in self.pending(consumed)]

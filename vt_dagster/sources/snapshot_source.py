@@ -290,7 +290,8 @@ class PinnedDump(Limited, Uncounted):
     Args:
         dump: the dump; None = no new one.
         waiting: the names of the dumps left to later runs.
-        before: the dumps of earlier runs: name -> its size in bytes, time, stamp and digest.
+        before: the dumps of earlier runs: name -> its size in bytes, time, stamp and digest; also what
+            the table has consumed of other kinds of sources.
         accepted: whether the dump may be empty, or delete more than ``max_shrink``.
         learned: the dump's time, once it has been read.
     """
@@ -368,7 +369,8 @@ class PinnedDump(Limited, Uncounted):
         files = [f for d in there if d.name == dump.name for f in d.files]
         require_untouched(str(self.source.path), dump.files, files)
         names = {d.name for d in there}
-        kept = {name: entry for name, entry in self.before.items() if name in names}
+        dumps = _dumps_among(self.before)
+        kept = {n: entry for n, entry in self.before.items() if n in names or n not in dumps}
         about = {"stamp": stamp_of(dump.files), "digest": digest_of(dump.files)}
         return {**kept, dump.name: {"bytes": dump.size, "time": self.learned["time"], **about}}
 
@@ -398,6 +400,12 @@ class PinnedDump(Limited, Uncounted):
             f"the dump {self.dump.name} in {self.source.path} could not be read: {one_line(error)}; "
             "nothing was committed. Repair it, or move it away, and run again"
         )
+
+
+def _dumps_among(consumed: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the consumed dumps, without what the table has consumed of other kinds of sources."""
+    entries = consumed.items()
+    return {name: one for name, one in entries if isinstance(one, Mapping) and "bytes" in one}
 
 
 def _changed(dump: Dump, entry: Mapping[str, Any] | None) -> str | None:
@@ -568,17 +576,15 @@ class SnapshotSource:
             SourceError: a dump is older than the last consumed one, or its content changed after it was
                 consumed.
         """
-        if consumed and not all(isinstance(entry, dict) for entry in consumed.values()):
-            consumed = {}  # files of another kind of source that this table had before
-        there = self.dumps()
+        there, known = self.dumps(), _dumps_among(consumed)
         for one in there:
-            change = _changed(one, consumed.get(one.name))
+            change = _changed(one, known.get(one.name))
             if change is not None:
                 raise SourceError(
                     f"the dump {one.name} in {self.path} changed after it was consumed: {change}; "
                     "deliver the new rows as another dump, and put the old one back"
                 )
-        new = [d for d in there if d.name not in consumed]
+        new = [d for d in there if d.name not in known]
         for one in new:
             self.require_order(one, self.time_of(one), consumed)
         requested = [d for d in new if dump is None or d.name <= dump]
@@ -622,10 +628,11 @@ class SnapshotSource:
         """
         if time is not None:
             require_past(f"the dump {dump.name} in {self.path}", time, self.max_clock_skew)
-        if not consumed:
+        known = _dumps_among(consumed)
+        if not known:
             return
-        last = max(consumed)
-        newest = consumed[last]["time"]
+        last = max(known)
+        newest = known[last]["time"]
         if dump.name < last or (time is not None and time < newest):
             of_time = "" if time is None else f" of {in_utc(time)}"
             raise SourceError(

@@ -366,13 +366,19 @@ class Node:
 
     def changed_definition(self, then: OperatorSpec | None) -> list[str]:
         """Returns the differences in definition between its operator and an earlier commit's, as text;
-        a renamed column is no difference.
+        a renamed column is no difference, nor is another source. A node of which only the columns are
+        known has none.
 
         Args:
-            then: None = a source, or a table of which only the columns are known.
+            then: None = the commit is of a source.
         """
-        if self.operator is None or then is None:
-            return []
+        if self.operator is None:
+            if then is None or self.source is None:
+                return []
+            return [f"it was the result of {then.operator}, has a source of its own now"]
+        if then is None:
+            now = self.operator.specification.operator
+            return [f"it had a source of its own, is the result of {now} now"]
         sides = [up.earlier for up in self.inputs]
         return list(self.operator.specification.changes(then, sides, self.earlier))
 
