@@ -15,6 +15,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
+    DecimalType,
     DoubleType,
     IntegerType,
     StringType,
@@ -28,6 +29,7 @@ from vt_dagster.cli import app
 from vt_dagster.errors import (
     DefinitionsError,
     NeedsReplayError,
+    SourceError,
     StorageError,
     TopologyError,
     VtDagsterError,
@@ -406,6 +408,39 @@ def test_planned_replays_are_resumed_at_each_step(
     assert rows_of(copy, "doubled") == [("a", 3.0)]
     with pytest.raises(StorageError, match="which may be the tables from before an earlier replay"):
         replay_planned(warehouse, other, spark)
+
+
+def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
+    """Before the first replay: matches that the table has forgotten, and files that are gone."""
+    warehouse = str(copy / "warehouse")
+    prices, orders, *_ = shop(copy, of_prices={"history_retention": HOUR})
+    run_once(prices, stores_of(warehouse, spark))
+    priced = orders.left_join(prices, name="priced", select=["left.*", "right.price * 2 as price"])
+    before = {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")}
+    for call in (
+        lambda: replay_planned(warehouse, [priced], spark),
+        lambda: replay(warehouse, priced, "priced_new", spark),
+    ):
+        with pytest.raises(StorageError, match=r"priced.*: expected that the history of prices covers"):
+            call()
+    # a step before an asset, or none any more; its new input has no tables yet
+    step = replace(orders, name="raw").select_key("product", name="orders")
+    alone = replace(prices, name="dear")
+    found = {one.asset: one for node in (step, alone) for one in plan(warehouse, [node], [node.name])}
+    assert {one.verdict for one in found.values()} == {"needs_replay"}
+    assert "it had a source of its own, is the result of select_key now" in found["orders"].reason
+    assert "it was the result of filter, has a source of its own now" in found["dear"].reason
+    with pytest.raises(StorageError, match=r"its new input raw has run.* \(vt-dagster run raw\)"):
+        replay_planned(warehouse, [step], spark)
+    other = shop(copy, of_prices={"schema": columns(**{**PRICE, "price": DecimalType(4, 2)})})[:1]
+    (copy / "prices" / "1.jsonl").rename(copy / "aside.jsonl")
+    with pytest.raises(SourceError, match=r"that are no longer in .*1\.jsonl: .* --into prices_new"):
+        replay_planned(warehouse, other, spark)
+    assert {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")} == before
+    # as it was told to
+    replay(warehouse, other[0], "prices_new", spark)
+    swap(warehouse, "prices", "prices_new")
+    assert replay_planned(warehouse, other, spark) == {}
 
 
 def test_what_a_replay_does_not_remove(spark: SparkSession, copy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -17,8 +18,9 @@ from tests.storage.topology import Topology
 from vt_dagster import Stream
 from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError, SourceError, StorageError, TopologyError
+from vt_dagster.provenance.explain import explain
 from vt_dagster.runs.erase import erase
-from vt_dagster.runs.replay import replay
+from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.truncate_log import truncate_logs
@@ -178,6 +180,8 @@ def test_killed_at_each_step(world: World, expected: Expected) -> None:
             assert truncate_logs(world.warehouse, world.spark, [short], tell=lines.append) == {}
             assert "moved: expected no restatement in progress" in lines[0]
             about: dict[str, Any] = {"reason": "asked to", "key": [1], "among": world.nodes}
+            with pytest.raises(StorageError, match="joined: expected no restatement in progress"):
+                world.restate("rates")
             with pytest.raises(StorageError, match="moved: expected no restatement in progress"):
                 erase(world.warehouse, world.moved, world.spark, **about)
     assert world.restate("joined") == ["joined", "moved", "counted"]
@@ -191,10 +195,36 @@ def test_a_source_is_read_again(world: World) -> None:
     aside = file.rename(world.root / "aside.jsonl")
     with pytest.raises(SourceError, match=r"expected the 8 records of its source .* got 4"):
         world.restate("orders")
+    world.land("orders", "new.jsonl", [("d", n, n) for n in range(4)])  # as many as are missing
+    with pytest.raises(SourceError, match=r"got 1 that are no longer in .*2\.jsonl"):
+        world.restate("orders")
+    assert not list(Path(world.warehouse).glob("*restate*"))
+    (world.root / "orders" / "new.jsonl").unlink()
     aside.rename(file)
     assert world.restate("orders") == ["orders", "joined", "priced", "moved", "counted"]
     assert rates_of(world, "joined")[4] == 9
     assert rates_of(world, "moved")[6] == 8
+
+
+def test_a_table_that_was_replayed_since_it_was_joined(world: World) -> None:
+    """The replay has other Delta versions than the log that the join has read."""
+    some = world.rates.filter("n > 0", name="some")
+    met = world.orders.join(some, name="met", select=["left.*", "right.n as rate"])
+    world.run_each(some, met)
+    world.land("rates", "4.jsonl", [("b", 7, 4.75)])
+    world.land("orders", "4.jsonl", [("b", 9, 9)])
+    world.run_each(world.rates, world.orders, some, met)
+    with pytest.raises(StorageError, match=r"got 1 of them, from 2020-01-01T00:04:45Z on"):
+        restate(world.warehouse, met, "2020-01-01T00:08:00Z", world.spark)
+    replay(world.warehouse, some, "some_new", world.spark)
+    swap(world.warehouse, "some", "some_new")
+    with pytest.raises(StorageError, match=r"some got no records .* got \d+ of them") as refused:
+        restate(world.warehouse, met, "2020-01-01T00:08:00Z", world.spark)
+    found = explain("met", offset="0:4", warehouse=world.warehouse)
+    assert "all of some was recorded later, as by a replay" in str(found)
+    (start,) = re.findall(r"--from (\S+)", str(refused.value))
+    restate(world.warehouse, met, start, world.spark)
+    assert {row["n"]: row["rate"] for row in world.rows("met")}[5] == 7
 
 
 def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +233,15 @@ def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match="got none of counted, which consumes joined"):
         restate(world.warehouse, world.joined, LATE, world.spark, [world.moved])
     assert world.restate("joined", "2020-01-01T01:00:00Z") == []
+    lines: list[str] = []
+    about: Any = {"tell": lines.append, "dry_run": True}
+    restate(world.warehouse, world.rates, LATE, world.spark, [world.priced], **about)
+    assert [line for line in lines if line.startswith("! joined looks up rates, but its definition")]
+    by_known: Any = {"as_known": "when_recorded", "select": ["left.*", "right.n as rate"]}
+    known = world.orders.left_join(world.rates, name="known", **by_known)
+    world.run_each(known)
+    with pytest.raises(StorageError, match=r"known: expected that no input is restated, .* got rates"):
+        restate(world.warehouse, world.rates, LATE, world.spark, [known])
     never = world.orders.left_join(world.rates, name="never", select=["left.*", "right.n as rate"])
     with pytest.raises(StorageError, match="never: nothing was ever committed"):
         restate(world.warehouse, never, LATE, world.spark)

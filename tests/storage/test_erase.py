@@ -30,6 +30,7 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import FOLDER, Certificate, Key, erase, in_statistics
 from vt_dagster.runs.export import Export, ExportRun, export_of
 from vt_dagster.runs.replay import replay
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.training_set_run import TrainingRun
 from vt_dagster.storage import delta, parquet, rewrite
@@ -273,6 +274,10 @@ def test_the_certificate(erased: Erased, spark: SparkSession) -> None:
     assert "dagster asset wipe customers placed " in events
     assert {*told["statistics"].values()} == {0}
     assert "customers/quarantine" in told["statistics"]
+    lines: list[str] = []
+    with pytest.raises(StorageError, match="got none of"):
+        restate(shop.warehouse, shop.customers, EPOCH, spark, (), lines.append, dry_run=True)
+    assert re.match(r"! customers: \d+ rows were erased .* they come back", lines[0])
     # again: nothing to do, and it says so
     again = shop.erase(spark, shop.customers)
     assert again.id != done.id

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -331,15 +332,12 @@ def _pinned(request: ExplainRequest[Lookup]) -> Commit | None:
     """Returns the last commit of the table that the run read; None = the run read none."""
     name, reasoning = request.specification.right, request.reasoning
     table, reads, batch = request.inputs[name], request.commit.reads, None
-    try:
-        if f"{name}/log" in reads:
-            batch = _batch_at(table.path, reads[f"{name}/log"])
-        elif f"{name}/view" in reads:
-            batch = _batch_at(posixpath.join(table.root, "view"), reads[f"{name}/view"])
-        else:
-            return None
-    except FileNotFoundError:
-        batch = None
+    part = next((part for part in ("log", "view") if f"{name}/{part}" in reads), None)
+    if part is None:
+        return None
+    if request.commit.has_read(name, table.head.log):
+        with contextlib.suppress(FileNotFoundError):
+            batch = _batch_at(posixpath.join(table.root, part), reads[f"{name}/{part}"])
     if batch is not None:
         found = last_that(table.root, lambda one: one["batch"] <= batch)
         if found is not None:
@@ -350,7 +348,10 @@ def _pinned(request: ExplainRequest[Lookup]) -> Commit | None:
         f"the Delta versions of {name} that the run read are gone: its state then is taken from "
         "recorded_at"
     )
-    return last_that(table.root, lambda one: one["recorded_at"] <= request.commit.recorded_at)
+    found = last_that(table.root, lambda one: one["recorded_at"] <= request.commit.recorded_at)
+    if found is None:
+        reasoning.note(f"all of {name} was recorded later, as by a replay: the lookup is repeated now")
+    return found or table.head
 
 
 def _batch_at(path: str, version: int) -> int | None:

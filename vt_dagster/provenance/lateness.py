@@ -789,7 +789,7 @@ def states_of(log: Log, runs: Sequence[Commit], table: Log, name: str) -> list[C
     Args:
         name: the table's name in the join's commits.
     """
-    every = list(commits(table.root))
+    every, last = list(commits(table.root)), table.head.log
     by_batch = {one.batch: one for one in every}
     logs, views = (_batches(posixpath.join(table.root, what)) for what in ("log", "view"))
     times = [one.recorded_at for one in every]
@@ -798,7 +798,7 @@ def states_of(log: Log, runs: Sequence[Commit], table: Log, name: str) -> list[C
         batch = None
         for what, batches in (("log", logs), ("view", views)):
             version = run.reads.get(f"{name}/{what}")
-            if version is not None and batch is None:
+            if version is not None and batch is None and run.has_read(name, last):
                 place = bisect_right([v for v, _ in batches], version) - 1
                 batch = batches[place][1] if place >= 0 else None
         if not any(f"{name}/{what}" in run.reads for what in ("log", "view")):

@@ -203,6 +203,12 @@ class Arrival:
         return logs
 
     @property
+    def read_logs(self) -> dict[str, str]:
+        """The id of each log that the run reads, or whose view it reads."""
+        tables = {name: at.head for name, at in self.tables.items() if at.head is not None}
+        return {name: head.commit.log for name, head in {**tables, **self.inputs}.items()}
+
+    @property
     def new_records(self) -> int:
         """How many new records of logs or topics the run takes."""
         return sum(end - start for ranges in self.taken.values() for start, end in ranges.values())

@@ -20,9 +20,26 @@ from pyspark.sql import SparkSession
 
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import NeedsReplayError, StorageError, TopologyError, VtDagsterError
+from vt_dagster.errors import (
+    NeedsReplayError,
+    SourceError,
+    StorageError,
+    TopologyError,
+    VtDagsterError,
+)
 from vt_dagster.runs.pin import before_of, from_source, require_consumable
-from vt_dagster.runs.replay import AssetStores, is_replay, renamed, replay, replay_id, swap
+from vt_dagster.runs.replay import (
+    LONGER,
+    AssetStores,
+    is_replay,
+    renamed,
+    replay,
+    replay_id,
+    require_files,
+    require_history,
+    require_inputs,
+    swap,
+)
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
@@ -233,7 +250,8 @@ def replay_planned(
         the new tables by asset, inputs first; after the swap their name has the earlier tables.
 
     Raises:
-        StorageError: see :func:`to_replay`; or the name of the new tables has others already.
+        StorageError: see :func:`to_replay`; the name of the new tables has others already; or the
+            history of a looked-up table does not cover the records to join again.
         SourceError: a source no longer has the records.
     """
     every = {"/".join(node.path): node for node in topological(nodes)}
@@ -253,10 +271,13 @@ def replay_planned(
         _require_free(warehouse, every[one.asset], into[one.asset])
     if chosen and confirm is not None:
         confirm(chosen)
+    for one in chosen:
+        _require_whole(warehouse, every[one.asset], spark)
     made = dict[str, str]()
     for one in chosen:
         node = every[one.asset]
-        replay(warehouse, node, _beside(node), spark, tell=tell, inputs=made)
+        new = replay(warehouse, node, _beside(node), spark, tell=tell, inputs=made)
+        _require_as_many(AssetStore(warehouse, node), new)
         made[node.name] = _beside(node)
     for one in chosen if swapping else ():
         exchange(one.asset)
@@ -279,6 +300,44 @@ def _require_free(warehouse: str, node: Stream, path: str) -> None:
             f"{'/'.join(node.path)}: expected no tables {path}, or those of a replay of the same "
             "definition that was interrupted, got others, which may be the tables from before an "
             f"earlier replay; remove the directory {path} of the warehouse if nothing needs it"
+        )
+
+
+def _require_whole(
+    warehouse: str, node: Stream, spark: SparkSession | Callable[[], SparkSession]
+) -> None:
+    """Checks before the first replay that none would lose records or matches: its tables become the
+    live ones without a comparison."""
+
+    def stores(one: Stream) -> AssetStore:
+        there = AssetStore(warehouse, one, spark)
+        # As its last commit describes it: the declaration may be one that its log cannot be read with.
+        return there if there.head() is None else AssetStore.open(warehouse, "/".join(one.path), spark)
+
+    if node.operator is not None:
+        require_inputs(node, stores)
+        require_history(node, stores, None, LONGER)
+        return
+    command = f"vt-dagster replay {node.name} --into {_beside(node)}"
+    require_files(AssetStore(warehouse, node), f"replay it by itself ({command}), compare and swap")
+
+
+def _require_as_many(live: AssetStore, new: AssetStore) -> None:
+    """Checks before the first swap that a source still had the records that the live log was made of:
+    all but those that were erased."""
+    head, made, name = live.head(), new.head(), "/".join(live.node.path)
+    if head is None or live.node.operator is not None or head.commit.shape.specification is not None:
+        return  # an operator's, whose records are those of another log
+    taken = head.commit.totals.get("in", 0)
+    found = 0 if made is None else made.commit.totals.get("in", 0)
+    if found + sum(head.commit.erased.values()) < taken:
+        path = "/".join(new.node.path)
+        raise SourceError(
+            f"{name}: expected the {taken:,} records of its source that its log was made of, got "
+            f"{found:,}: the others no longer exist, and are missing in {path}. To accept that, "
+            f"compare the two (vt-dagster compare {name} {path}), swap them (vt-dagster swap {name} "
+            f"{path}) and run this again; else put them back, and remove the directory {path} of the "
+            "warehouse"
         )
 
 

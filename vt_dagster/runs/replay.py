@@ -100,9 +100,64 @@ def require_history(node: Stream, stores: AssetStores, keep: Commit | None, inst
         )
 
 
+def require_inputs(node: Stream, stores: AssetStores) -> None:
+    """Requires tables of each input that an asset has not had before, for example under its new name:
+    without them, a replay would have no rows of it.
+
+    Args:
+        stores: returns the tables of the asset and of its inputs.
+
+    Raises:
+        StorageError: such an input has never run.
+    """
+    head = stores(node).head()
+    then = None if head is None else head.commit.shape.specification
+    known = () if then is None else then.inputs
+    new = [up.name for up in node.inputs if up.name not in known and stores(up).head() is None]
+    if new:
+        raise StorageError(
+            f"{node.name}: expected that its new input {new[0]} has run, because a replay joins and "
+            f"consumes what is there, got nothing committed; run it first (vt-dagster run {new[0]})"
+        )
+
+
+def require_files(live: AssetStore, instead: str) -> None:
+    """Requires that all files that an asset was made of still exist.
+
+    Args:
+        instead: the other way out, for the message.
+
+    Raises:
+        SourceError: names one of the files.
+    """
+    source, head = live.node.source, live.head()
+    gone = source.gone(live.consumed_files(head)) if isinstance(source, FilesSource) else []
+    if gone:
+        raise SourceError(
+            f"{live.node.name}: expected all files that its log was made of, got {len(gone):,} that "
+            f"are no longer in {source.path}, for example {gone[0]}: their records would be missing "
+            f"in the new log. Put them back, or {instead}"
+        )
+
+
 # Replay
 
 
+def erased_again(live: AssetStore) -> str:
+    """Returns a warning if a replay reads the source of an asset from which a key was erased; empty
+    otherwise. An operator reads logs, from which the key was erased too."""
+    head = live.head()
+    erased = 0 if head is None or live.node.operator is not None else sum(head.commit.erased.values())
+    if not erased:
+        return ""
+    return (
+        f"! {live.node.name}: {erased:,} rows were erased from its log, and its source is read again: "
+        "if it still has them, they come back. Erase the key again afterwards"
+    )
+
+
+LONGER = "Declare it under another name, or lengthen the history_retention of the table first"
+"""The ways out where a replay would lose matches, see :func:`require_history`."""
 Start = datetime | Mapping[str, Mapping[int, int]] | None
 _RUN = "replay"
 
@@ -136,7 +191,8 @@ def replay(
         the new tables.
 
     Raises:
-        StorageError: the asset has never run; or ``into`` is not a replay of it.
+        StorageError: the asset has never run; ``into`` is not a replay of it; a log to read has been
+            truncated; or the history of a looked-up table does not cover the records.
         SourceError: the source no longer has the records, or cannot start at that position.
     """
     head = AssetStore(warehouse, node, spark).head()
@@ -168,6 +224,12 @@ def replay(
         made = (inputs or {}).get(one.name)
         return AssetStore(warehouse, one if made is None else renamed(one, made), spark, tell)
 
+    if copy.operator is not None:
+        require_inputs(node, stores)
+        require_logs(copy, processor_of(copy).plan().consumed, stores, None)
+        require_history(copy, stores, None, LONGER)
+    if tell is not None and (warning := erased_again(live)):
+        tell(warning)
     repeat_runs(copy, stores, live, whose, keep_recorded)
     return AssetStore(warehouse, copy, spark)
 

@@ -33,15 +33,29 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
-from vt_dagster.runs.replay import repeat_runs, require_history, require_logs, require_same_topics
+from vt_dagster.runs.replay import (
+    erased_again,
+    repeat_runs,
+    require_files,
+    require_history,
+    require_inputs,
+    require_logs,
+    require_same_topics,
+)
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, require_not_truncated
+from vt_dagster.storage.commit_log import (
+    Checkpoint,
+    Commit,
+    Offsets,
+    last_that,
+    require_not_truncated,
+)
 from vt_dagster.storage.rewrite import Intent, exchange
 from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
-from vt_dagster.topology.model import Stream, VersionedTable, topological
+from vt_dagster.topology.model import Stream, VersionedTable, derived_from, topological
 
 _EVER = 1 << 62
 """A time after all others, epoch microseconds."""
@@ -103,8 +117,8 @@ def restate(
 
     Raises:
         StorageError: the asset has never run; a run of it or of a consumer is refused; the history of a
-            looked-up table is too short; records for times before ``start`` would be missed; or a
-            consumer is not in ``among``.
+            looked-up table is too short; records for times before ``start`` would be missed; a consumer
+            is not in ``among``; or a consumer is a join by what was known.
         SourceError: the source no longer has the records.
     """
     moment = parse_time(start if isinstance(start, str) else start.isoformat())
@@ -198,6 +212,8 @@ class _Restatement:
     def _new_plan(self) -> Plan:
         """Returns a plan; it has no steps if no record is from the time on."""
         plan = Plan(start=self.moment)
+        for node in derived_from(self.node, self.nodes):
+            require_free(self.warehouse, path_of(node), restate_folder(self.node.path))
         for node in self.nodes:
             if node.name == self.node.name or self._consumes(node, plan):
                 step = self._step(node, plan)
@@ -222,7 +238,11 @@ class _Restatement:
         if node.operator is None:
             require_same_topics(self._live(node))
             taken = head.commit.totals.get("in", 0)
+            if warning := erased_again(self._live(node)):
+                self.say(warning)
             return Step(path=path_of(node), why="its source is read again", taken=taken)
+        require_inputs(node, self._live)
+        self._require_known(node, plan)
         keep, why = self._kept(node, head.commit, plan)
         self._require_logs(node, head.commit, keep, plan)
         if keep is not None and keep.batch == head.commit.batch and not plan.steps:
@@ -234,6 +254,18 @@ class _Restatement:
         what = f"keeps {keep.total:,} of {head.commit.total:,} results" if keep else f"replayed: {why}"
         self.say(f"{node.name}: {what}")
         return Step(path=path_of(node), keep=keep, why=why)
+
+    def _require_known(self, node: Stream, plan: Plan) -> None:
+        """Refuses a join by what was known if an input is made anew: the input's rows would be recorded
+        now, when none of the earlier records could have known them."""
+        made = {step.path for step in plan.steps}
+        again = [up.name for up in node.inputs if path_of(up) in made]
+        if again and processor_of(node).plan().uses_system_time:
+            raise StorageError(
+                f"{node.name}: expected that no input is restated, because it joins by what was known, "
+                f"and the rows of a restated log are recorded now, got {again[0]}. Replay {again[0]}, "
+                "which keeps the system times of topics and files (vt-dagster replay), compare and swap"
+            )
 
     def _kept(self, node: Stream, last: Commit, plan: Plan) -> tuple[Commit | None, str]:
         """Returns the last commit up to which a replay gives the same log, or None and why."""
@@ -298,22 +330,23 @@ class _Restatement:
         head = store.head()
         if head is None:
             return
-        at, unknown = _positions(store), 0
+        at, unknown = _positions(store, head.commit), 0
         joined: list[tuple[int, int, int]] = []
         for found in delta.commits(self._live(node).log_path):
             commit = Commit.model_validate(found.document)
-            ends = at(commit.reads)
             if commit.batch > keep.batch or not commit.emitted_up_to:
                 continue
-            if ends is None:
-                unknown += 1
-                continue
+            ends, known = at(commit)
+            unknown += not known
             upto = max(commit.emitted_up_to.values())
             reach = plan.lookup_reach
             upto = _EVER if reach is None else upto + reach // timedelta(microseconds=1)
             joined += [(p, ends.get(p, 0), upto) for p in head.commit.next_offset]
         if unknown:
-            self.say(f"! {node.name}: of {unknown} batches it is not known what {table.name} had then")
+            self.say(
+                f"! {node.name}: the versions of {table.name} that {unknown} batches read are gone: "
+                "its state then is taken from recorded_at"
+            )
         if not joined:
             return
         for ends in (dict([one[:2]]) for one in joined):
@@ -346,6 +379,12 @@ class _Restatement:
         for name in asset_names(self.warehouse):
             commit = head_of(self.warehouse, name)[1]
             consumed = sorted(names & set(commit.inputs))
+            looked_up = sorted(names & {*commit.read_logs} - {*consumed})
+            if name not in made and looked_up:
+                self.say(
+                    f"! {name} looks up {looked_up[0]}, but its definition was not given: it keeps "
+                    "results of the old rows. To recompute them too, add its definition"
+                )
             if name in made or not consumed:
                 continue
             if commit.shape.specification is not None:
@@ -377,6 +416,12 @@ class _Restatement:
                 f"of, got {found:,}: the others no longer exist and would be missing in the new "
                 "log. Put them back and run it again, or restate only the assets derived from it"
             )
+        try:
+            # New files may be as many records as those that no longer exist.
+            require_files(self._live(node), "restate only the assets derived from it")
+        except SourceError:
+            self.fs.rm(self.root, recursive=True)
+            raise
 
     def _write_kept(
         self, keep: Commit, node: Stream, new: AssetStore, made: set[str], whose: str
@@ -427,19 +472,20 @@ class _Restatement:
             )
 
 
-def require_free(warehouse: str, name: str) -> None:
-    """Refuses an erase or truncation of an asset that an interrupted restatement makes anew: its new
-    tables are made from the rows that the asset had when the restatement was planned.
+def require_free(warehouse: str, name: str, own: str = "") -> None:
+    """Refuses an erase, a truncation or another restatement of an asset that an interrupted restatement
+    makes anew: its new tables are made from the rows that the asset had when that was planned.
 
     Args:
         name: the asset's folder in the warehouse.
+        own: the folder of a restatement that does not count.
 
     Raises:
         StorageError: a restatement was interrupted.
     """
     fs, root = delta.filesystem(warehouse)
     there = [posixpath.basename(path) for path in fs.ls(root, detail=False, refresh=True)]
-    for folder in (one for one in there if one.endswith(restate_folder(()))):
+    for folder in (one for one in there if one.endswith(restate_folder(())) and one != own):
         plan = Plan.read(posixpath.join(warehouse, folder, _PLAN))
         planned = plan is not None and name in {step.path for step in plan.steps}
         if planned or fs.exists(posixpath.join(root, folder, RESTATED, name)):
@@ -463,24 +509,30 @@ def _not_past(taken: Offsets, ends: Offsets) -> bool:
     return all(end <= ends.get(p, 0) for p, end in taken.items())
 
 
-def _positions(store: AssetStore) -> Callable[[dict[str, int]], Offsets | None]:
-    """Returns a function that gives a table's offsets at a run's lookup; None = no longer known."""
+def _positions(store: AssetStore, last: Commit) -> Callable[[Commit], tuple[Offsets, bool]]:
+    """Returns a function that gives a table's offsets at a run's lookup, and whether they are known
+    from its Delta versions, not from its ``recorded_at``.
+
+    Args:
+        last: the table's last commit.
+    """
     name = store.node.name
     there = {
         part: [(one.version, one.document["next_offset"]) for one in delta.commits(path)]
         for part, path in (("log", store.log_path), ("view", store.view_path))
     }
 
-    def at(reads: dict[str, int]) -> Offsets | None:
-        if not {f"{name}/{part}" for part in there} & set(reads):
-            return {}
-        for part in ("log", "view"):
-            version = reads.get(f"{name}/{part}")
+    def at(run: Commit) -> tuple[Offsets, bool]:
+        if not {f"{name}/{part}" for part in there} & set(run.reads):
+            return {}, True
+        for part in ("log", "view") if run.has_read(name, last.log) else ():
+            version = run.reads.get(f"{name}/{part}")
             if version is None:
                 continue
             for known, ends in there[part]:
                 if known <= version:
-                    return {int(p): end for p, end in ends.items()}
-        return None
+                    return {int(p): end for p, end in ends.items()}, True
+        then = last_that(store.root, lambda one: one["recorded_at"] <= run.recorded_at)
+        return {} if then is None else then.next_offset, False
 
     return at

@@ -266,6 +266,9 @@ class Commit(BaseModel):
     """Of a join with a versioned table: the look-up strategy of this run, with its reason."""
     reads: dict[str, int] = Field(default_factory=dict)
     """Delta version of every table that was read: ``{'weather/view': 7}``."""
+    read_logs: dict[str, str] = Field(default_factory=dict)
+    """The id (``log``) of each log that was read, or whose view was: ``reads`` are versions of its
+    tables. Commits older than this field have none."""
     counts: dict[str, int] = Field(default_factory=dict)
     """Of this run: rows in, applied, late, quarantined, …"""
     gauges: dict[str, float] = Field(default_factory=dict)
@@ -276,7 +279,7 @@ class Commit(BaseModel):
     """Outcomes of records over all runs by partition: late, dropped, quarantined, and the number that
     is buffered now. Zeros are left out."""
     topics: dict[str, str] = Field(default_factory=dict)
-    """Of a Kafka source: the id of each topic; a recreated topic has another id. Of a Delta table: its
+    """Of each topic that was consumed: its id; a recreated topic has another id. Of a Delta table: its
     id and the time of the last consumed version, ``id@microseconds``."""
     disorder: dict[int, int] | None = None
     """How far back records out of order reach: by batch, the smallest timestamp of a record that was
@@ -319,6 +322,15 @@ class Commit(BaseModel):
     """Of an exported table."""
     training_set: dict[str, Any] | None = None
     """Of a training set: its manifest."""
+
+    def has_read(self, name: str, log: str) -> bool:
+        """Returns whether ``reads`` are versions of the tables of this log, not of one that had the
+        name before a replay and swap.
+
+        Args:
+            name: an input; ``log``: the id of the log that has its name now.
+        """
+        return self.read_logs.get(name, log) == log
 
     @property
     def erases(self) -> bool:
