@@ -131,8 +131,9 @@ def require_files(live: AssetStore, instead: str) -> None:
         SourceError: names one of the files.
     """
     source, head = live.node.source, live.head()
-    gone = source.gone(live.consumed_files(head)) if isinstance(source, FilesSource) else []
-    if gone:
+    if not isinstance(source, FilesSource):
+        return
+    if gone := source.gone(live.consumed_files(head)):
         raise SourceError(
             f"{live.node.name}: expected all files that its log was made of, got {len(gone):,} that "
             f"are no longer in {source.path}, for example {gone[0]}: their records would be missing "

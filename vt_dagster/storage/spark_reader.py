@@ -276,7 +276,7 @@ class AssetReader:
         cls,
         warehouse: str,
         name: str,
-        spark: SparkSession | None,
+        spark: SparkSession | Callable[[], SparkSession] | None,
         tell: Callable[[str], None] | None = None,
     ) -> Self:
         """Opens the tables of an asset by name, as described in its last commit.
