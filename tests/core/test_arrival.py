@@ -175,7 +175,7 @@ def test_offsets_in_place_are_those_of_numbering(
         "by chunks": number(kept, first, order, F.floor(F.col(ARRIVAL) / FINE), [*taken]),
     }
     if of_record == 1:
-        ways["by blocks"] = number_by_blocks(kept, first, [*taken], DataFrame.persist)
+        ways["by blocks"] = number_by_blocks(kept, first, [*taken])
     found = {
         way: sorted(tuple(row) for row in numbered.select(PARTITION, ARRIVAL, TURN, OFFSET).collect())
         for way, numbered in ways.items()

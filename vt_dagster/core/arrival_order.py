@@ -8,7 +8,7 @@ chunk is aggregated first, and a chunk then starts with the aggregate of all chu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -220,12 +220,7 @@ def number(
     )
 
 
-def number_by_blocks(
-    rows: DataFrame,
-    first: Column,
-    partitions: Collection[int],
-    persist: Callable[[DataFrame], DataFrame],
-) -> DataFrame:
+def number_by_blocks(rows: DataFrame, first: Column, partitions: Collection[int]) -> DataFrame:
     """Assigns the offsets of :func:`number` to rows in order of ``_arrival``, without sorting them.
 
     A block is ``BLOCK`` consecutive arrivals of a partition, with a bit for each that has a row. An
@@ -236,12 +231,11 @@ def number_by_blocks(
     Args:
         rows: ``partition, _arrival, …``; all rows of a partition have different arrivals.
         partitions: all partitions of the rows.
-        persist: persists the blocks, which are needed as often as the rows.
     """
     blocks = _chunked(rows, F.floor(F.col(ARRIVAL) / F.lit(BLOCK)), partitions)
     bit = f"CAST(pmod({ARRIVAL}, {BLOCK}) AS INT)"
     found = blocks.groupBy(_CHUNK).agg(F.expr(f"bit_or(shiftleft(1L, {bit}))").alias(_BITS))
-    heads = persist(found.withColumn(_BEFORE, _sum_before(F.bit_count(_BITS))))
+    heads = found.withColumn(_BEFORE, _sum_before(F.bit_count(_BITS)))
     lower = F.expr(f"bit_count({_BITS} & ~shiftleft(-1L, {bit}))")
     offset = lower + F.col(_BEFORE) + F.coalesce(first, F.lit(0))
     placed = blocks.join(F.broadcast(heads), [_CHUNK]).withColumn(OFFSET, offset.cast("long"))

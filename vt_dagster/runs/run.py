@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from typing import Any, cast
 
 from py4j.protocol import Py4JJavaError
@@ -164,7 +163,6 @@ def numbered(
     plan: RunPlan,
     passed: Passed,
     recorded_at: int,
-    persist: Callable[[DataFrame], DataFrame],
     in_place: InPlace | None = None,
     span: tuple[int, int] | None = None,
 ) -> DataFrame:
@@ -173,7 +171,6 @@ def numbered(
     Args:
         passed: the result of the gate.
         recorded_at: system time of rows for which no source provides one, epoch microseconds.
-        persist: persists a row for each of many results, which are read as often as the results.
         in_place: set if they keep their log's order.
         span: their smallest and largest timestamp, epoch microseconds; None = unknown.
     """
@@ -182,7 +179,7 @@ def numbered(
     if in_place is not None and (in_place.complete or not passed.single_task):
         placed = number_in_place(results, first, in_place)
     elif passed.in_blocks:
-        placed = number_by_blocks(results, first, partitions, persist)
+        placed = number_by_blocks(results, first, partitions)
     else:
         level = chunk_level(passed.counts[Outcome.APPLIED], span)
         chunk = plan.chunk_of_results(passed.single_task, level)
@@ -770,15 +767,13 @@ class Run:
                 first = by_partition(arrival.before.next_offset, "long")
                 plan = self.plan
                 in_place = places_of(arrival, plan, passed)
-                about = rows, first, self.node, plan, passed, commit.recorded_at
-                persist = partial(self._persist, computed=False)
-                new = numbered(*about, persist, in_place, results.judged.span)
+                now, span = commit.recorded_at, results.judged.span
+                new = numbered(rows, first, self.node, plan, passed, now, in_place, span)
                 count, check = passed.counts[Outcome.APPLIED], self._require_inputs_unchanged
                 head = store.commit(new, commit, count, check)
             # A projection of many persisted rows need not be read back from the log. Few rows are
             # persisted under other planner settings than the view uses, and such plans do not mix.
-            unsorted = passed.in_blocks if in_place is None else in_place.complete
-            again = unsorted and not arrival.few_records
+            again = in_place is not None and in_place.complete and not arrival.few_records
             # A key of the run is in the table before it, or has a row that replaces none.
             first_rows, known = passed.first_rows, arrival.view_rows
             most_keys = None if first_rows is None else first_rows + known

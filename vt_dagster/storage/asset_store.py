@@ -316,8 +316,7 @@ class AssetStore(AssetReader):
     ) -> Base:
         def log(start: Offsets) -> DataFrame:
             count = head.commit.total - sum(start.values())
-            counts = head.commit.counts
-            if written is not None and count == counts.get("out", counts.get("applied")):
+            if written is not None and count == head.commit.counts.get("out"):
                 return written
             return self.log(start, head)
 
