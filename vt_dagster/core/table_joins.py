@@ -772,20 +772,23 @@ def join_histories(
     ).where(_BEGINS)
     there = [F.col(side).getField(_HISTORY_STATE).isNotNull() for side in _SIDES]
     found = [F.col(side).getField(_CHANGE) for side in _SIDES]
-    moments = moments.withColumns(
-        {_MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)), _CAUSE: F.coalesce(*found)}
-    )
     unknown = [F.col(side).isNull() & (F.col(_AT) < F.col(_forgotten(side))) for side in _SIDES]
-    moments = moments.withColumn(_UNKNOWN, F.coalesce(unknown[0] | unknown[1], F.lit(False)))
+    moments = moments.withColumns(
+        {
+            _MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)),
+            _CAUSE: F.coalesce(*found),
+            _UNKNOWN: F.coalesce(unknown[0] | unknown[1], F.lit(False)),
+        }
+    )
     so_before = F.lag(F.col(_MATCHED) | F.col(_UNKNOWN)).over(by_key.orderBy(_AT))
     before = F.coalesce(so_before, F.lit(False))
     # A tombstone change may end an earlier result; without one, a side without a row now had none
     # before.
     deleted = [F.coalesce(one.getField(IS_TOMBSTONE), F.lit(False)) for one in found]
     ended = before | deleted[0] | deleted[1] | F.col(_UNKNOWN)
-    marked = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
+    marked = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended)
     cause = {name: F.col(_CAUSE).getField(name) for name in _HISTORY_PLACE}
-    joined = marked.where(_BEGINS).select(
+    joined = marked.where(F.col(_BEGINS) & F.col(_CAUSE).isNotNull()).select(
         *on,
         side_row(left, F.col(LEFT).getField(_HISTORY_STATE)).alias(LEFT),
         F.when(there[1], side_row(right, F.col(RIGHT).getField(_HISTORY_STATE))).alias(RIGHT),
@@ -826,26 +829,25 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     )
     if side.current is None:
         return made
-    none = F.lit(None).cast(side.changes.select(place.alias(_CHANGE)).schema[_CHANGE].dataType)
+    # Nulls of the types of a change's place and of a state, without another plan that is analysed.
+    absent = {INPUT: F.lit(0), HOME: F.lit(0), SEQUENCE: F.lit(0).cast("long")}
+    fields = [absent.get(c, F.col(c)).alias(c) for c in (IS_TOMBSTONE, *_HISTORY_PLACE)]
+    none, no_state = (F.when(F.lit(False), one) for one in (F.struct(*fields), side.row_state()))
     versions = side.current.select("*", *match_columns(side.key)).join(changed, on, "left_semi")
 
     def events_at(at: str, rank: int, state: Column) -> Column:
         return F.struct(F.col(at).alias(_AT), F.lit(rank).alias(_RANK), state.alias(_HISTORY_STATE))
 
     # Expand start and end from one scan: two scans would read the table twice.
-    no_state = F.lit(None).cast(_type_of(side))
     both = F.array(events_at(VALID_TO, 0, no_state), events_at(VALID_FROM, 1, side.new_state()))
     horizon = F.lit(None) if side.horizon is None else side.horizon
     forgotten = horizon.cast("timestamp").alias(_forgotten(name))
-    begins = versions.select(*on, forgotten, F.inline(both)).where(F.col(_AT).isNotNull())
-    state = F.struct(_HISTORY_STATE, none.alias(_CHANGE)).alias(name)
+    begins = versions.select(*on, forgotten, none.alias(_CHANGE), F.inline(both))
+    begins = begins.where(F.col(_AT).isNotNull())
+    state = F.struct(_HISTORY_STATE, _CHANGE).alias(name)
     zeros = [F.lit(0).alias(c) for c in (INPUT, SEQUENCE)]
     return union(made, begins.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
 
 
 def _forgotten(side: str) -> str:
     return f"_forgotten_{side}"
-
-
-def _type_of(side: TableInput) -> Any:
-    return side.changes.select(side.row_state().alias(_HISTORY_STATE)).schema[_HISTORY_STATE].dataType
