@@ -243,7 +243,8 @@ def test_the_users_session_stays_the_active_one(spark: SparkSession) -> None:
 
 def test_a_table_of_a_stream_has_a_column_without_nulls(spark: SparkSession) -> None:
     """The first record of a key has no row before it, so its ``old`` is null."""
-    said = flights.map_values("coalesce(flight, 0) as flight", name="said")
-    driver = TopologyTestDriver(said.to_table(name="latest"), spark=spark)
+    select = ("left.flight", "coalesce(right.temp, 0.0) as temp")
+    matched = flights.left_join(weather, name="matched", select=select)
+    driver = TopologyTestDriver(matched.to_table(name="latest"), spark=spark)
     driver.pipe("flights", *({"origin": "JFK", "flight": n, "timestamp": n} for n in (1, 2)))
-    assert columns(driver.read("latest"), "origin", "flight") == [("JFK", 1), ("JFK", 2)]
+    assert columns(driver.read("latest"), "flight", "temp") == [(1, 0.0), (2, 0.0)]
