@@ -20,11 +20,10 @@ from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update import AddSnapshotUpdate, SetSnapshotRefUpdate
 from pyiceberg.utils.config import Config
 from pyspark.sql import SparkSession
-from pyspark.sql.types import DayTimeIntervalType, StringType, StructType, TimestampType
 
 from tests.conftest import ROOT, ConnectServer
 from tests.market import Market, materialized, messages, record, run, unchanged
-from vt_dagster import Stream, TopologyError, build_export
+from vt_dagster import TopologyError, build_export
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.erase import KEPT_ICEBERG, erase
 from vt_dagster.runs.export import ExportRun, export_of, last_export
@@ -470,17 +469,11 @@ def test_refused_when_definitions_load(tmp_path: Path, asked: dict[str, Any], sa
     assert said in str(refused.value)
 
 
-def test_types_that_iceberg_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = StructType().add("k", StringType()).add("at", TimestampType())
-    schema = schema.add("took", StructType().add("time", DayTimeIntervalType()))
-    node = Stream(
-        "calls", key="k", schema=schema, timestamp="at", source=Market(tmp_path, None).sales.source
-    )
+def test_without_pyiceberg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Market(tmp_path, None).prices
     about: Any = {"to": "a/export", "format": "iceberg", "iceberg_catalog": "lake"}
-    with pytest.raises(TopologyError, match="got interval day to second in the column took; leave it"):
-        build_export(node, catalog_table="bi.calls", **about)
-    assert build_export(node, catalog_table="bi.calls", columns=["k", "at"], **about)
+    assert build_export(node, catalog_table="bi.prices", **about)
     monkeypatch.setattr("vt_dagster.storage.iceberg.find_spec", lambda name: None)
     with pytest.raises(TopologyError, match=r'got none; install "vt-dagster\[iceberg\]"'):
-        build_export(node, catalog_table="bi.calls", columns=["k", "at"], **about)
-    assert dg.AssetKey("calls_export") == build_export(node, to="a/export", columns=["k"]).key
+        build_export(node, catalog_table="bi.prices", **about)
+    assert dg.AssetKey("prices_export") == build_export(node, to="a/export").key

@@ -22,7 +22,6 @@ from typing import Literal
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import NullType, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
 from vt_dagster.core.log_columns import log_columns
@@ -141,13 +140,6 @@ class Export:
                 f"{self.name}: expected the package pyiceberg for format='iceberg', got none; install "
                 '"vt-dagster[iceberg]"'
             )
-        try:
-            # The types that only Spark can infer are checked before the write.
-            fields = [f for f in self.node.schema.fields if f.name in self.columns]
-            known = [f for f in fields if not isinstance(f.dataType, NullType)]
-            iceberg.require_types(self.name, StructType(known))
-        except StorageError as error:
-            raise TopologyError(str(error)) from None
 
     @property
     def iceberg_table(self) -> iceberg.IcebergTable | None:

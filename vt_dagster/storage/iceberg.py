@@ -22,21 +22,10 @@ from uuid import uuid4
 from deltalake.transaction import AddAction
 from pyspark.sql import DataFrame
 from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    BooleanType,
-    CharType,
-    DataType,
     DateType,
-    DecimalType,
-    FractionalType,
-    IntegralType,
-    MapType,
-    StringType,
     StructType,
     TimestampNTZType,
     TimestampType,
-    VarcharType,
 )
 
 from vt_dagster.core.log_columns import arrow_schema
@@ -73,28 +62,11 @@ _PROPERTIES = {
 }
 _ANEW = "drop the table with its files (purge_table of PyIceberg): the next run writes it anew"
 _TIMES = (DateType, TimestampType, TimestampNTZType)
-_TYPES = (
-    *(BooleanType, IntegralType, FractionalType, DecimalType, StringType, CharType, VarcharType),
-    *(BinaryType, *_TIMES),
-)
 
 
 def is_installed() -> bool:
     """Returns whether PyIceberg is there, without importing it."""
     return find_spec("pyiceberg") is not None
-
-
-def lacking(kind: DataType) -> str | None:
-    """Returns the first type within a type of Spark that Iceberg does not have; None = it has all."""
-    if isinstance(kind, StructType):
-        inner = [field.dataType for field in kind.fields]
-    elif isinstance(kind, ArrayType):
-        inner = [kind.elementType]
-    elif isinstance(kind, MapType):
-        inner = [kind.keyType, kind.valueType]
-    else:
-        return None if isinstance(kind, _TYPES) else kind.simpleString()
-    return next((found for one in inner if (found := lacking(one)) is not None), None)
 
 
 class IcebergTable:
@@ -207,7 +179,6 @@ class IcebergTable:
                 rows, or the catalog refuses the commit.
         """
         batch = document["batch"]
-        require_types(self.asset, rows.schema)
         columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
         data, folder = f"{self.place}/data", f"{batch}-{uuid4().hex}"
         # Once the catalog has been asked to commit, only its refusal tells that it has not.
@@ -374,21 +345,6 @@ class IcebergTable:
     def types(self) -> dict[str, str]:
         """Returns the columns with their types in Iceberg."""
         return {field.name: str(field.field_type) for field in self._table().schema().fields}
-
-
-def require_types(asset: str, columns: StructType) -> None:
-    """Refuses columns of types that Iceberg does not have.
-
-    Raises:
-        StorageError: a column has such a type.
-    """
-    for field in columns.fields:
-        found = lacking(field.dataType)
-        if found is not None:
-            raise StorageError(
-                f"{asset}: expected types that Iceberg has, got {found} in the column {field.name}; "
-                "leave it out with columns=, or export a table that has it as another type"
-            )
 
 
 def last_document(reference: str) -> dict[str, Any] | None:
