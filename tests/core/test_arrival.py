@@ -29,6 +29,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import arrival_order, plain_table, processor, table_joins
 from vt_dagster.core.arrival_order import (
+    CHUNK,
     LONGEST,
     SHORTEST,
     InPlace,
@@ -51,6 +52,7 @@ from vt_dagster.core.stream_time import (
     time_by_chunk,
     undecided_chunks,
 )
+from vt_dagster.runs.read_source import _LAST  # pyright: ignore[reportPrivateUsage]
 from vt_dagster.runs.record_times import bounds_of
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.settings import settings
@@ -182,6 +184,14 @@ def test_offsets_in_place_are_those_of_numbering(
     }
     assert all(way == found["anew"] for way in found.values()), found
     assert len(found["anew"]) == len(rows)
+
+
+def test_offsets_of_a_large_snapshot(spark: SparkSession) -> None:
+    """Its rows arrive after all changes, whose last arrival is not known: their numbers are large."""
+    rows = spark.range(2 * CHUNK + 1).select((F.col("id") + _LAST).alias(ARRIVAL), "id")
+    rows = rows.withColumn(PARTITION, F.lit(7))
+    placed = number(rows, F.lit(5), [F.col(ARRIVAL)], arrival_order.arrival_chunk(), [7])
+    assert placed.where(F.col(OFFSET) == F.col("id") + 5).count() == 2 * CHUNK + 1
 
 
 @pytest.mark.parametrize(

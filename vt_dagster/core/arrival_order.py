@@ -28,8 +28,9 @@ FINE = 1_000
 
 BLOCK = 64
 """Arrivals in a block, as many as BIGINT has bits."""
-MOST_BLOCKS = 250_000
-"""Blocks that are sent to every task: some 10 MB."""
+MOST_BLOCKS, LAST_BLOCK = 250_000, 1 << 42
+"""Blocks that are sent to every task: some 10 MB. The largest number of a block: together with its
+partition it is one BIGINT."""
 
 HOUR = 3_600_000_000
 """Microseconds of arrivals that one task processes where ``_arrival`` is a time."""

@@ -46,6 +46,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import (
     BLOCK,
     CHUNK,
+    LAST_BLOCK,
     MOST_BLOCKS,
     REFUSED,
     Outcome,
@@ -837,14 +838,19 @@ def gate(
         times,
         min((t for t in earliest if t is not None), default=None),
         sum(row["_first_rows"] for row in found) if first_rows else None,
-        sum(
-            row["_last_block"] - row["_first_block"] + 1
-            for row in found
-            if row["_first_block"] is not None
-        )
-        if in_blocks
-        else None,
+        _blocks(found) if in_blocks else None,
     )
+
+
+def _blocks(found: Sequence[Row]) -> int | None:
+    """Returns ``Passed.blocks`` by the first and last block of each group of rows; None if the numbers
+    of blocks are too large."""
+    ends = [
+        (row["_first_block"], row["_last_block"]) for row in found if row["_last_block"] is not None
+    ]
+    if any(last > LAST_BLOCK for _, last in ends):
+        return None
+    return sum(last - first + 1 for first, last in ends)
 
 
 def invariants_before_commit(
