@@ -141,7 +141,8 @@ def fold(
         # Of each partition: a key may have moved. An aggregate of two numbers needs no sort.
         last = fresh.groupBy(*key, PARTITION).agg(F.max(OFFSET).alias(OFFSET))
         places = F.broadcast(last.select(PARTITION, OFFSET))
-        fresh = fresh.join(places, [PARTITION, OFFSET], "left_semi")
+        # A join by names puts their columns first.
+        fresh = fresh.join(places, [PARTITION, OFFSET], "left_semi").select(*fresh.columns)
     everything = union(fresh, rows)
     in_order = W.partitionBy(*key).orderBy(*over_all_partitions(everything))
     # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.
