@@ -141,6 +141,11 @@ def arrival_chunk() -> Column:
     return F.floor(F.col(ARRIVAL) / F.lit(CHUNK))
 
 
+def arrival_block() -> Column:
+    """Returns the number of a row's block, see :func:`number_by_blocks`."""
+    return F.floor(F.col(ARRIVAL) / F.lit(BLOCK))
+
+
 def chunk_level(rows: int, span: tuple[int, int] | None) -> int:
     """Returns the level of the chunks of results in an order by time.
 
@@ -233,7 +238,7 @@ def number_by_blocks(rows: DataFrame, first: Column, partitions: Collection[int]
         rows: ``partition, _arrival, …``; all rows of a partition have different arrivals.
         partitions: all partitions of the rows.
     """
-    blocks = _chunked(rows, F.floor(F.col(ARRIVAL) / F.lit(BLOCK)), partitions)
+    blocks = _chunked(rows, arrival_block(), partitions)
     bit = f"CAST(pmod({ARRIVAL}, {BLOCK}) AS INT)"
     found = blocks.groupBy(_CHUNK).agg(F.expr(f"bit_or(shiftleft(1L, {bit}))").alias(_BITS))
     heads = found.withColumn(_BEFORE, _sum_before(F.bit_count(_BITS)))

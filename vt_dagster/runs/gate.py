@@ -44,12 +44,12 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core.arrival_order import (
-    BLOCK,
     CHUNK,
     LAST_BLOCK,
     MOST_BLOCKS,
     REFUSED,
     Outcome,
+    arrival_block,
     by_partition,
     with_columns,
 )
@@ -794,7 +794,7 @@ def gate(
         wanted["_first_rows"] = F.count_if(applied & F.col(OLD).isNull())
     in_blocks = not few and plan.order == ResultOrder((ARRIVAL,))
     if in_blocks:
-        block = F.when(applied, F.floor(F.col(ARRIVAL) / F.lit(BLOCK)))
+        block = F.when(applied, arrival_block())
         wanted |= {"_first_block": F.min(block), "_last_block": F.max(block)}
     checked = with_columns_of(rows, rules)
     # By outcome, too: fewer columns than with a count of each outcome, which take longer to plan.
