@@ -20,7 +20,14 @@ from assets.landing import DELIVERIES, LateWeather, landing_file, write_landing
 from tests.reference import WEATHER_VALUES, as_of_join, departure
 from vt_dagster.errors import SourceError
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.slow]
+# The garbage of an earlier test may be collected here: a temporary directory that Dagster did not
+# remove warns of itself then.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "error", "default::ResourceWarning", "default::pytest.PytestUnraisableExceptionWarning"
+    ),
+    pytest.mark.slow,
+]
 
 TEXT = {"carrier", "tailnum", "origin", "dest", "time_hour"}
 
