@@ -85,7 +85,7 @@ def telling(scenario: dict[str, Any]) -> int:
     return RECORDS + (scenario["operator"] == "stream_table_join")
 
 
-RUNS = 3
+RUNS = 2
 """Of a scenario of more runs, only the records of these are taken for every change; of one of which
 every record is a run ``SINGLE``."""
 SINGLE = 5
@@ -304,7 +304,9 @@ def test_the_other_ways_to_join_are_identical_too(
 def test_the_plans_of_large_runs_are_identical_too(
     spark: SparkSession, tmp_path: Path, large_runs: list[bool], every: bool
 ) -> None:
-    copied(tmp_path, lambda s: s.operator in LARGE and not one_by_one(s), every)
+    copied(
+        tmp_path, lambda s: s.operator in LARGE and not one_by_one(s), every, 1_000 if every else RUNS
+    )
     lines: list[str] = []
     report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
     optional = "10 identical, 0 different, 8" if every else "4 identical, 0 different, 1"

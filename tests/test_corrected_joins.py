@@ -21,6 +21,8 @@ from vt_dagster import Stream, Table, TopologyError, VersionedTable
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 MS = timedelta(milliseconds=1)
 ORDER = StructType(
     [

@@ -20,6 +20,8 @@ from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.testing import REFUSED, TopologyTestDriver
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 def ms(number: int) -> timedelta:
     return timedelta(milliseconds=number)

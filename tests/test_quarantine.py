@@ -49,6 +49,7 @@ def write(folder: Path, name: str, text: str, encoding: str = "utf-8") -> None:
 # -- through an asset ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_each_reason_with_source_position_and_content(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     source = market.prices.source
@@ -92,6 +93,7 @@ def test_each_reason_with_source_position_and_content(spark: SparkSession, tmp_p
     ]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_too_large_a_share_fails_before_the_commit(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     good = [record("a", f"p{i}", "1 00:00") for i in range(8)]
@@ -110,6 +112,7 @@ def test_too_large_a_share_fails_before_the_commit(spark: SparkSession, tmp_path
     assert market.run([replace(strict, source=replace(source, max_bad_share=0.2))]).success
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_stream_may_keep_records_without_a_key(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     sales: Stream = replace(market.sales, null_key="keep")
@@ -148,6 +151,7 @@ def test_csv(spark: SparkSession, tmp_path: Path, name: str, text: str, rows: li
     assert found == [(name, *row) for row in rows]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_csv_files_of_different_headers_in_one_run(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path, "1.csv", "k,n\na,1\n")
     write(tmp_path, "2.csv", "n,k\n2,b\n")
@@ -161,6 +165,7 @@ def test_csv_files_of_different_headers_in_one_run(spark: SparkSession, tmp_path
     ]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_csv_without_a_column(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path, "1.csv", "k,m\na,1\n")
     message = r"1\.csv: expected columns \['n'\], but the file has only \['k', 'm'\]"
@@ -168,6 +173,7 @@ def test_csv_without_a_column(spark: SparkSession, tmp_path: Path) -> None:
         read(spark, FilesSource(str(tmp_path), format="csv"))
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_csv_options(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path, "1.csv", "k;n\na;NA\n'b;''c';2\n")
     source = FilesSource(
@@ -192,6 +198,7 @@ def test_jsonl_compressed_and_plain(spark: SparkSession, tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_csv_compressed(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "1.csv.gz").write_bytes(gzip.compress(b"n,k\n1,a\n"))
     assert read(spark, FilesSource(str(tmp_path), format="csv")) == [("1.csv.gz", 2, "a", 1)]

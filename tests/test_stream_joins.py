@@ -21,6 +21,8 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 SCENARIOS = Path(__file__).parent / "conformance" / "streams"
 HOUR, MS = timedelta(hours=1), timedelta(milliseconds=1)
 

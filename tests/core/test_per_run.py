@@ -73,6 +73,7 @@ def by_key(node: Stream, rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], di
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_rows")
 def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
     pairs = list(zip(nodes("every_update"), nodes("per_run"), strict=True))
     driver = TopologyTestDriver(*[node for pair in pairs for node in pair], spark=spark)
@@ -93,6 +94,7 @@ def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_rows")
 def test_a_join_is_the_last_of_every_update(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ from vt_dagster.runs import pin as arrivals
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 Entry = dict[str, Any]
 STREAMS = Path(__file__).parents[1] / "conformance" / "streams"
 CASES = 10
