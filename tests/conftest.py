@@ -33,10 +33,11 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 # Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
 # takes longer than to run them, and to compile a method after a third of the default number of calls
-# takes a tenth less of a processor. By itself the JVM then keeps 48 MB for compiled code, which a
-# Connect server of many runs fills, and hangs.
+# takes a tenth less of a processor; so does the serial collector. By itself the JVM then keeps 48 MB
+# for compiled code, which a Connect server of many runs fills, and hangs.
 JVM = (
-    "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=400m -Xlog:cds=off,cds+dynamic=off"
+    "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+    " -XX:ReservedCodeCacheSize=400m -Xlog:cds=off,cds+dynamic=off"
     " -XX:Tier3InvocationThreshold=60 -XX:Tier3MinInvocationThreshold=30"
     " -XX:Tier3CompileThreshold=600 -XX:Tier3BackEdgeThreshold=20000"
 )
@@ -135,8 +136,7 @@ def spark() -> Iterator[SparkSession]:
         conf={
             "spark.sql.shuffle.partitions": "2",
             # Many short queries leave much garbage that nobody needs any more.
-            "spark.driver.extraJavaOptions": "-XX:+UseSerialGC"
-            " -Xms1800m -Xmn900m -XX:MetaspaceSize=256m",
+            "spark.driver.extraJavaOptions": "-Xms1800m -Xmn900m -XX:MetaspaceSize=256m",
             # Nobody looks at the pages of these queries.
             "spark.sql.ui.retainedExecutions": "20",
             "spark.ui.retainedJobs": "20",
