@@ -78,7 +78,10 @@ class Store(Protocol):
     def commits(self) -> Iterable[Commit]: ...
     def attempt_of(self, batch: int) -> str | None: ...
 
-    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame: ...
+    def log(
+        self, start: Offsets, head: Head, after: int | None = None, *, consumed: int = 0
+    ) -> DataFrame: ...
+    def oldest(self, start: Offsets, head: Head, consumed: int = 0) -> int | None: ...
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame: ...
     def current_at(self, at: Snapshot, keys: DataFrame | None = None) -> DataFrame: ...
     def current(self, keys: DataFrame | None = None) -> DataFrame | None: ...
@@ -137,6 +140,7 @@ class Arrival:
         erased: how many of the consumed log records have been erased, so that their rows are missing.
         rows_read: how many rows of tables the run reads, as estimated before the run.
         state_bytes: size of the state of the operator, or of a stream with ``unique_by``.
+        logs: the log rows of the run as it has read them; an op in between may pass on others.
         persisted: DataFrames that stay persisted until the commit.
         ready: per input, the offsets of its log when it became ready, see ``upstream``.
         not_ready: the tables that a join looks up and that are not ready; the run then takes nothing,
@@ -164,6 +168,7 @@ class Arrival:
     erased: int = 0
     rows_read: int = 0
     state_bytes: int = 0
+    logs: list[DataFrame] = field(default_factory=list[DataFrame])
     persisted: list[DataFrame] = field(default_factory=list[DataFrame])
     ready: dict[str, Offsets | None] = field(default_factory=dict[str, "Offsets | None"])
     not_ready: list[str] = field(default_factory=list[str])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -24,7 +23,7 @@ from vt_dagster.columns import OUTCOME, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition, with_columns
 from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
-from vt_dagster.core.processor import Input, RunContext, RunPlan, TimePolicy
+from vt_dagster.core.processor import Input, RunContext, TimePolicy
 from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
 from vt_dagster.core.stream_time import Bounds, mean_and_most, running_max
 from vt_dagster.runs.pin import Arrival, Store
@@ -200,18 +199,6 @@ def bounds_of(
     if not bounds.near:
         return bounds
     return framed(bounds.only(policy.undecided_chunks(inputs, bounds).collect()))
-
-
-def oldest(plan: RunPlan, logs: Sequence[DataFrame], before: Commit) -> int | None:
-    """Returns the time after which the run needs the tables' versions, epoch microseconds: its oldest
-    change less one microsecond, since a version valid then may end with it.
-
-    None = the run needs current rows only, or none: in a first run every row is new.
-    """
-    if not plan.reads_versions or not before.inputs:
-        return None
-    times = [rows.select(F.unix_micros(TIMESTAMP).alias("_at")) for rows in logs]
-    return reduce(DataFrame.union, times).agg(F.min("_at") - 1).collect()[0][0]
 
 
 # System time history

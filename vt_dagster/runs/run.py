@@ -89,7 +89,6 @@ from vt_dagster.runs.record_times import (
     advance_stream_time,
     assign_system_times,
     bounds_of,
-    oldest,
     recorded_if,
     steps_of,
     watermark_columns,
@@ -470,7 +469,9 @@ class Run:
         """
         if self.arrival.source is not None:
             return [self._records(self.arrival.source, now)]
-        return [self._log_of(node, self.plan) for node in self.plan.consumed]
+        logs = [self._log_of(node, self.plan) for node in self.plan.consumed]
+        self.arrival.logs.extend(logs)
+        return logs
 
     def _log_of(self, node: Stream, plan: RunPlan) -> DataFrame:
         """Returns the log rows of an input, from where the plan reads them again."""
@@ -480,7 +481,14 @@ class Run:
         start, after = self.arrival.before.inputs.get(node.name, {}), plan.rescan_from(node.name)
         if node.name not in self.arrival.taken and (after is None or not start):
             return recorded_if(plan.uses_system_time, store.log({}, head).limit(0))
-        return recorded_if(plan.uses_system_time, store.log(start, head, after))
+        consumed = self._consumed(node)
+        return recorded_if(plan.uses_system_time, store.log(start, head, after, consumed=consumed))
+
+    def _consumed(self, node: Stream) -> int:
+        """Returns the last batch of an input's log that earlier runs have consumed; 0 = none, or not
+        known."""
+        then = self.arrival.before.consumed.get(node.name)
+        return 0 if then is None else then.batch
 
     def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
         latest, now = None, now or datetime.now(timezone.utc)
@@ -494,7 +502,7 @@ class Run:
         arrival, plan = self.arrival, self.plan
         if arrival.source is not None:
             return [Input(rows) for rows in logs]
-        since = oldest(plan, logs, arrival.before)
+        since = self._oldest_change(logs)
         found: list[Input] = []
         for node, rows in zip(plan.consumed, logs, strict=True):
             start = arrival.before.inputs.get(node.name, {})
@@ -518,6 +526,29 @@ class Run:
                 most = of_key.agg(F.coalesce(F.max("count"), F.lit(0))).collect()[0][0]
             found.append(Input(rows, table, earlier, few, times, few_keys, most))
         return found
+
+    def _oldest_change(self, logs: Sequence[DataFrame]) -> int | None:
+        """Returns the time after which the run needs the tables' versions, epoch microseconds: its
+        oldest change less one microsecond, since a version valid then may end with it.
+
+        None = the run needs current rows only, or none: in a first run every row is new.
+        """
+        arrival, before, plan = self.arrival, self.arrival.before, self.plan
+        if not plan.reads_versions or not before.inputs:
+            return None
+        found: list[int | None] = []
+        for node, rows in zip(plan.consumed, logs, strict=True):
+            if node.name not in arrival.taken:
+                continue
+            start, head = before.inputs.get(node.name, {}), arrival.inputs[node.name]
+            moment = None
+            if any(rows is read for read in arrival.logs):  # no op has changed their times
+                moment = self.stores(node).oldest(start, head, self._consumed(node))
+            if moment is None:
+                moment = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
+            found.append(moment)
+        known = [moment for moment in found if moment is not None]
+        return min(known) - 1 if known else None
 
     def _context(self, with_tables: bool = False) -> RunContext:
         """Returns the context of the run.

@@ -932,18 +932,22 @@ def require_history(
 # File offsets
 
 
-def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
+def file_at_or_after(start: Offsets, ends: Offsets, consumed: int = 0) -> Wanted:
     """Returns a filter for log files that may have rows in ``[start, ends)``; files without statistics
     pass.
 
     Args:
         start, ends: by partition, the first offset to read and the first free one.
+        consumed: a batch of the log with all rows before ``start``, and no other; 0 = not known. Few
+            partitions end at one offset, so statistics let some file of earlier batches pass.
     """
     first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
     least = min(first.values(), default=None)
 
     def wanted(file: File) -> bool:
         if least is None:
+            return False
+        if file.batch is not None and file.batch <= consumed:
             return False
         if file.offsets is None or file.partitions is None:
             return True

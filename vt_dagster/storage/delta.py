@@ -168,6 +168,8 @@ FORMAT = 1
 """Format version of our documents. Raise it when an earlier release could not read a commit or would
 misread it: an operator that it does not know, a field that is gone or has another meaning."""
 
+FOLDER = re.compile(r"(\d+)-[0-9a-f]{32}/")
+"""The folder of the files of one commit, with its batch."""
 COMMIT_FILE = re.compile(r"(\d{20})\.json")
 """The name of a commit's file."""
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN"}
@@ -203,7 +205,7 @@ class File(NamedTuple):
         segment: segment of a view; None = current rows, or a table without segments.
         partitions: smallest and largest partition of its rows; None = unknown.
         offsets: smallest and largest offset of its rows; None = unknown.
-        newest: upper bound of its timestamps, epoch microseconds; None = unknown.
+        newest, oldest: upper and lower bound of its timestamps, epoch microseconds; None = unknown.
     """
 
     place: str
@@ -213,6 +215,13 @@ class File(NamedTuple):
     partitions: tuple[int, int] | None
     offsets: tuple[int, int] | None
     newest: int | None = None
+    oldest: int | None = None
+
+    @property
+    def batch(self) -> int | None:
+        """The batch of the commit that wrote it; None = a compaction or another writer did."""
+        found = FOLDER.match(self.place)
+        return None if found is None else int(found[1])
 
 
 Wanted = Callable[[File], bool]
@@ -594,14 +603,15 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         both = zip(column(f"min.{name}"), column(f"max.{name}"), strict=True)
         return [None if low is None or high is None else (low, high) for low, high in both]
 
+    def micros(name: str) -> list[int | None]:
+        times = actions.column(name) if name in actions.column_names else None
+        if times is None or not pa.types.is_timestamp(times.type):
+            return [None] * rows
+        return times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_pylist()
+
     counts = [count or 0 for count in column("num_records")]
-    newest: list[int | None] = [None] * rows
-    if f"max.{TIMESTAMP}" in actions.column_names:
-        times = actions.column(f"max.{TIMESTAMP}")
-        if pa.types.is_timestamp(times.type):
-            micros = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_pylist()
-            # Delta's statistics are truncated to milliseconds.
-            newest = [None if one is None else one + 999 for one in micros]
+    # Delta's statistics are truncated to milliseconds.
+    newest = [None if one is None else one + 999 for one in micros(f"max.{TIMESTAMP}")]
     found = zip(
         column("path"),
         column("size_bytes"),
@@ -610,6 +620,7 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         span(PARTITION),
         span(OFFSET),
         newest,
+        micros(f"min.{TIMESTAMP}"),
         strict=True,
     )
     return [file for file in (File(*one) for one in found) if wanted(file)]

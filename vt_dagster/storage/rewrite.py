@@ -41,8 +41,6 @@ from vt_dagster.storage.maintenance import forget_commits
 Way = Literal["remove", "empty"]
 """Rows with the key are removed, or emptied: they become tombstones without values."""
 HIT, OLD_HIT, _FILE = "_hit", "_old_hit", "_file"
-_FOLDER = re.compile(r"(\d+)-[0-9a-f]{32}/")
-"""The folder of the files of one commit, with its batch."""
 
 # Several steps
 
@@ -274,7 +272,7 @@ def purge(path: str, batch: int) -> int:
             continue
         folder, base = posixpath.split(place)
         data = posixpath.join(folder, re.sub(r"^\.(.+)\.crc$", r"\1", base))
-        own = _FOLDER.match(place)
+        own = delta.FOLDER.match(place)
         is_data = data.endswith(".parquet") and data not in live
         if is_data and (own is None or int(own[1]) <= batch):
             fs.rm_file(name)

@@ -322,7 +322,13 @@ class AssetReader:
         return commit_log.commits(self.root)
 
     def log(
-        self, start: Offsets, head: Head, after: int | None = None, counted: bool = True
+        self,
+        start: Offsets,
+        head: Head,
+        after: int | None = None,
+        counted: bool = True,
+        *,
+        consumed: int = 0,
     ) -> DataFrame:
         """Returns the log rows from ``start`` (inclusive) to a commit (inclusive), without truncated
         rows.
@@ -334,18 +340,19 @@ class AssetReader:
                 microseconds): rows that a grace buffer may still hold.
             counted: whether to check the files' row counts against the commit; an audit counts the
                 rows itself.
+            consumed: see ``file_at_or_after``.
 
         Raises:
             StorageError: the row counts differ, or a file is missing or has another size.
         """
         ends = head.commit.next_offset
         if head.later:
-            early, late = file_before(ends), file_at_or_after(start, ends)
+            early, late = file_before(ends), file_at_or_after(start, ends, consumed)
             rows = self._read_log(head, lambda file: early(file) and late(file))
             return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
             return self._read_log(head, counted=counted)
-        recent = file_at_or_after(start, ends)
+        recent = file_at_or_after(start, ends, consumed)
 
         def needed(file: delta.File) -> bool:
             older = after is not None and (file.newest is None or file.newest > after)
@@ -357,6 +364,19 @@ class AssetReader:
         if after is None:
             return rows.where(wanted)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
+
+    def oldest(self, start: Offsets, head: Head, consumed: int = 0) -> int | None:
+        """Returns a lower bound of the timestamps of the log rows from ``start`` to a commit, by the
+        statistics of its files (epoch microseconds); None = unknown. Does not use Spark.
+
+        Args:
+            consumed: see ``file_at_or_after``.
+        """
+        recent = file_at_or_after(start, head.commit.next_offset, consumed)
+        with self._of_one_log(head):
+            times = [file.oldest for file in delta.files(self.log_path, head.version, recent)]
+        known = [moment for moment in times if moment is not None]
+        return min(known) if known and len(known) == len(times) else None
 
     def _read_log(
         self, head: Head, wanted: delta.Wanted = delta.everything, counted: bool = True

@@ -22,7 +22,7 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import SEGMENT, TIMESTAMP, VALID_TO
 from vt_dagster.core import table_store, versioned_table
-from vt_dagster.core.arrival_order import CHUNK, by_partition
+from vt_dagster.core.arrival_order import CHUNK, by_partition, by_reference
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.settings import is_small, small_run
@@ -496,12 +496,16 @@ class View:
                 versions are returned.
         """
         layout = None if base is None else base.checkpoint.segments
-        wanted = delta.everything
-        if layout is not None and since is not None:
-            # A record out of order ends at the start of the next version, so that version must be read.
-            earliest = commit.earliest_since(base.checkpoint.batch) if base and tail else None
-            wanted = layout.ending_after(since if earliest is None else min(since, earliest))
-        stored = None if base is None else self.stored(spark, base, wanted)
+        if base is None or layout is None or since is None:
+            stored = None if base is None else self.stored(spark, base)
+            return self._folded(stored, tail, commit, base, delta.everything)
+        # A record out of order ends at the start of the next version, so that version must be read.
+        earliest = commit.earliest_since(base.checkpoint.batch) if tail else None
+        since = since if earliest is None else min(since, earliest)
+        wanted = layout.ending_after(since)
+        # A segment may begin long before: what is not needed is neither shuffled nor sorted.
+        ends_later = F.unix_micros(VALID_TO) > by_reference(since, VALID_TO)
+        stored = self.stored(spark, base, wanted).where(F.col(VALID_TO).isNull() | ends_later)
         return self._folded(stored, tail, commit, base, wanted)
 
     def current(

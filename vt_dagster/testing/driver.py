@@ -353,17 +353,27 @@ class MemoryStore(Store):
     def attempt_of(self, batch: int) -> str | None:
         return self._commits[batch - 1][0].attempt if 0 < batch <= len(self._commits) else None
 
-    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
-        ends = [0, *(end for _, end in self._commits)]
-        # A consumer's start offsets are always those of a commit.
-        offsets = [Offsets(), *(commit.next_offset for commit, _ in self._commits)]
-        first = max(i for i, one in enumerate(offsets) if one == start or i == 0)
-        new = self._log.slice(ends[first], ends[head.version] - ends[first])
+    def log(
+        self, start: Offsets, head: Head, after: int | None = None, *, consumed: int = 0
+    ) -> DataFrame:
+        first, new = self._rows_from(start, head)
         if after is None:
             return self.frame(new)
         time = pc.scalar(_EPOCH + timedelta(microseconds=after))
-        earlier = self._log.slice(0, ends[first]).filter(pc.field(TIMESTAMP) > time)
+        earlier = self._log.slice(0, first).filter(pc.field(TIMESTAMP) > time)
         return self.frame(pa.concat_tables([earlier, new]))
+
+    def oldest(self, start: Offsets, head: Head, consumed: int = 0) -> int | None:
+        _, new = self._rows_from(start, head)
+        return pc.min(new[TIMESTAMP].cast(pa.int64())).as_py()
+
+    def _rows_from(self, start: Offsets, head: Head) -> tuple[int, pa.Table]:
+        """Returns how many rows are before ``start``, and those from there to a commit."""
+        ends = [0, *(end for _, end in self._commits)]
+        # A consumer's start offsets are always those of a commit.
+        offsets = [Offsets(), *(commit.next_offset for commit, _ in self._commits)]
+        first = ends[max(i for i, one in enumerate(offsets) if one == start or i == 0)]
+        return first, self._log.slice(first, ends[head.version] - first)
 
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
         node, head = self.node, at.head
