@@ -645,21 +645,27 @@ class Processor(ABC, Generic[O]):
         goes to all of them, from left to right.
         """
         nothing = F.lit(None).cast("timestamp")
-        plan = self.plan()
-        names = [node.name for node in plan.consumed]
         ordered: list[DataFrame] = []
-        for i, one in enumerate(inputs):
+        for one in inputs:
             rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
-            if plan.merges:
+            if self.plan().merges:
                 timed = with_stream_time(
                     rows, nothing, chunk=None if self.single_task else arrival_chunk()
                 )
                 rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
+            ordered.append(rows)
+        return self.placed(ordered)
+
+    def placed(self, rows: Sequence[DataFrame]) -> list[DataFrame]:
+        """Adds to the inputs' rows the columns of ``ORDER`` after ``_arrival``."""
+        names = [node.name for node in self.plan().consumed]
+        found: list[DataFrame] = []
+        for i, one in enumerate(rows):
             alone = names.count(names[i]) == 1
             place = F.col(OFFSET) if alone else F.col(OFFSET) * len(names) + i
             first = F.lit(names.index(names[i]))
-            ordered.append(rows.withColumns({INPUT: first, HOME: F.col(PARTITION), SEQUENCE: place}))
-        return ordered
+            found.append(one.withColumns({INPUT: first, HOME: F.col(PARTITION), SEQUENCE: place}))
+        return found
 
     @property
     def chunk(self) -> Column | None:

@@ -707,6 +707,10 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return replace(super().plan(times), reads_versions=True)
 
+    def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
+        # Results are emitted by time, whenever the changes have arrived.
+        return self.placed([one.rows for one in inputs])
+
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         left, right = (
             TableInput(
