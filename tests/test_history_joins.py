@@ -16,6 +16,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
+from tests.core.test_plans import count, plan
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster import (
     FilesSource,
@@ -29,7 +30,9 @@ from vt_dagster import (
 from vt_dagster.columns import OFFSET, RECORDED_AT
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay
-from vt_dagster.runs.run import run_once
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.spark.jars import pyspark_series
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
@@ -271,6 +274,18 @@ def test_on_delta_without_spark_and_made_anew(
     def killed(*_: object, **__: object) -> None:
         raise KilledError
 
+    run = Run.pin(both, stores)
+    logs = run.read()
+    with monkeypatch.context() as patched:
+        # Which versions the run needs it knows by the statistics of files.
+        patched.setattr(type(logs[0]), "collect", killed)
+        results = run.operate(logs)
+        # A row that an op has changed may be older than they say.
+        with pytest.raises(KilledError):
+            run.operate([rows.where("n > 0") for rows in logs])
+    with settings(spark, {"spark.sql.maxPlanStringLength": "100000"}):
+        # The versions of each side. (Spark 4.0 shuffles each union too.)
+        assert pyspark_series() == "4.0" or count(plan(results.rows))["shuffles"] == 2
     with monkeypatch.context() as patched:
         patched.setattr(AssetStore, "commit", killed)
         with pytest.raises(KilledError):

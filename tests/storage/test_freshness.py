@@ -252,6 +252,11 @@ def test_a_stream_has_none() -> None:
             Table("rates", key="k", schema=SCHEMA, source=source, freshness=wrong)  # type: ignore[arg-type]
 
 
+def minute(n: float) -> int:
+    """Epoch microseconds."""
+    return int((EPOCH + timedelta(minutes=n)).timestamp() * 1e6)
+
+
 def test_a_run_opens_the_files_that_it_needs(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,10 +294,16 @@ def test_a_run_opens_the_files_that_it_needs(
     assert len(store.log({**ends, 2: last[2]}, head).inputFiles()) == 1
     assert len(store.log(last, head).inputFiles()) == 3
     assert {row.offset for row in store.log(last, head).collect()} == set(last.values())
-    recent = int((EPOCH + timedelta(minutes=26.5)).timestamp() * 1e6)
+    recent = minute(26.5)
     assert len(store.log(last, head, recent).inputFiles()) == 4
+    # As if these offsets were those after a batch.
+    assert len(store.log(last, head, consumed=28).inputFiles()) == 2
+    assert len(store.log(last, head, recent, consumed=28).inputFiles()) == 4
+    first, later = (store.oldest(last, head, consumed=batch) for batch in (0, 29))
+    assert [first, later] == [minute(28), minute(30)]
     assert store.log({}, head).count() == 30
     # compacted by Spark it has statistics still
     spark.sql(f"OPTIMIZE delta.`{store.log_path}`")
     (file,) = delta.files(store.log_path)
     assert (file.rows, file.partitions, file.offsets) == (30, (0, 2), (0, 9))
+    assert (file.batch, file.oldest) == (None, minute(1)), "it has rows of each batch"
