@@ -365,7 +365,7 @@ class MemoryStore(Store):
 
     def oldest(self, start: Offsets, head: Head, consumed: int = 0) -> int | None:
         _, new = self._rows_from(start, head)
-        return pc.min(new[TIMESTAMP].cast(pa.int64())).as_py()
+        return min(new[TIMESTAMP].cast(pa.int64()).to_pylist(), default=None)
 
     def _rows_from(self, start: Offsets, head: Head) -> tuple[int, pa.Table]:
         """Returns how many rows are before ``start``, and those from there to a commit."""
