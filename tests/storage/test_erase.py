@@ -309,6 +309,10 @@ def test_no_byte_is_left_and_nobody_else_notices(erased: Erased, spark: SparkSes
     anew, live = (head_of(shop.warehouse, name)[1] for name in ("hourly_anew", "hourly"))
     assert anew.totals["erased"] == head_of(shop.warehouse, "orders")[1].erased[0]
     assert 0 < live.totals["erased"] < anew.totals["erased"]
+    (shop.root / "landing").unlink()
+    shop.land("orders", "2.jsonl", [{"customer": "ada", "note": "of ada", "timestamp": 40}])
+    shop.run(spark, shop.orders, shop.hourly)
+    assert shop.findings(spark, shop.orders, shop.hourly) == []
     assert left(warehouse, "items") == []
 
 

@@ -180,7 +180,7 @@ def document(
     more["topics"] = {**before.topics, **more.get("topics", {})}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
     # Counts that a run leaves out where they are zero, or since the option they come from was removed.
-    rare = (Outcome.CARRIED, Outcome.NOTHING_NEW, Outcome.COVERED, *REFUSED)
+    rare = (Outcome.CARRIED, Outcome.NOTHING_NEW, Outcome.COVERED, *REFUSED, "erased")
     totals |= {k: before.totals[k] for k in rare if k in before.totals and k not in counts}
     if Outcome.WAITING in counts:
         totals[Outcome.WAITING] = counts[Outcome.WAITING]
