@@ -17,12 +17,12 @@ from tests.market import RECORD, Market, checks, materialized, record, unchanged
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
 
 
-def evaluate(market: Market, node: Stream | None = None, cursor: str | None = None) -> Any:
+def evaluate(market: Market, node: Stream | None = None, cursor: str | None = None, **more: Any) -> Any:
     """What a sensor says: a run request, or the text of a skip reason."""
     where = WarehouseResource(path=str(market.warehouse))
     # As Dagster's daemon evaluates it: what it does not accept must not pass here.
     said = build_sensor(node or market.prices).evaluate_tick(
-        dg.build_sensor_context(cursor=cursor, resources={"vt_dagster_warehouse": where})
+        dg.build_sensor_context(cursor=cursor, resources={"vt_dagster_warehouse": where}, **more)
     )
     if not said.run_requests:
         return said.skip_message
@@ -87,6 +87,25 @@ def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
     again = evaluate(market, cursor='{"epoch": 0, "batch": 2}')
     assert again.run_key != first.run_key
     assert files(again) == files(first)
+
+
+def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> None:
+    """It is not requested again, and the tick says so, until a file is repaired."""
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", "half a rec")
+
+    @dg.job
+    def nothing() -> None: ...
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        asked = evaluate(market, instance=instance)
+        tags, failure = {**asked.tags, "dagster/run_key": asked.run_key}, dg.DagsterRunStatus.FAILURE
+        failed = instance.create_run_for_job(nothing, tags=tags, status=failure)
+        said = f"1 new file(s): the run {failed.run_id} of this input did not succeed"
+        assert evaluate(market, instance=instance).startswith(said)
+        market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+        again = evaluate(market, instance=instance)
+        assert (files(again), again.run_key == asked.run_key) == (["1.jsonl"], False)
 
 
 @pytest.mark.parametrize(

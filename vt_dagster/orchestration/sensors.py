@@ -86,7 +86,8 @@ _UNFINISHED = [
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 ]
-_ASSET = "vt_dagster/asset"
+_FAILED = [dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]
+_ASSET, _RUN_KEY = "vt_dagster/asset", "dagster/run_key"
 
 
 def has_sensor(node: Stream) -> bool:
@@ -111,10 +112,13 @@ def build_sensor(
 
     The position in the asset's last commit decides what is new; the cursor only holds the last request.
     The run config names the files, or the offset range of each partition. The run key derives from
-    this config, the last batch, and an epoch in the cursor: the same input is requested once, and again
-    after the table went back (a replay). A lost cursor or a duplicate tick requests nothing twice; a
-    run whose input is already consumed commits nothing. While a requested run is unfinished, the sensor
-    requests no other one.
+    this config, the last batch, the sizes and modification times of files, and an epoch in the cursor:
+    the same input is requested once, and again if a file was repaired, or after the table went back (a
+    replay). A lost cursor or a duplicate tick requests nothing twice; a run whose input is already
+    consumed commits nothing. While a requested run is unfinished, the sensor requests no other one.
+
+    The input of a run that failed, or was canceled, is not requested again by itself: the tick names
+    the run. A re-execution takes it, a retry policy too, and so does the next run with more input.
 
     If a cluster or directory does not respond, the tick is skipped. Records that are gone before they
     were consumed fail the tick.
@@ -178,12 +182,23 @@ def build_sensor(
                 f"(waited {waited})"
             )
         tags = {_ASSET: node.name}
-        unfinished = _unfinished(context, tags)
+        unfinished = _run_of(context, tags, _UNFINISHED)
         if unfinished:
-            return dg.SkipReason(f"{news.description}: the run {unfinished} is still in progress")
+            return dg.SkipReason(
+                f"{news.description}: the run {unfinished} is still in progress; if its process has "
+                "died, mark it as canceled, or let Dagster's run monitoring do that"
+            )
         tags["vt_dagster/batch"] = str(batch + 1)
         chosen = _without_partitions(context, selection)
-        return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags, chosen)])
+        request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
+        failed = _run_of(context, {_RUN_KEY: str(request.run_key)}, _FAILED)
+        if failed:
+            return dg.SkipReason(
+                f"{news.description}: the run {failed} of this input did not succeed, and the same "
+                "input is requested once; re-execute that run, or materialize the asset. More input is "
+                "requested together with this one"
+            )
+        return dg.SensorResult([request])
 
     return sense
 
@@ -203,25 +218,27 @@ def _without_partitions(
 
 
 def _request(
-    node: Stream, place: str, config: Any, tags: Mapping[str, str], chosen: Sequence[dg.AssetKey] | None
+    node: Stream, place: str, news: News, tags: Mapping[str, str], chosen: Sequence[dg.AssetKey] | None
 ) -> dg.RunRequest:
     """Returns a run request for new input; the run key is the same for the same input."""
-    digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
+    digest = hashlib.sha256((json.dumps(news.config) + news.content).encode()).hexdigest()[:16]
     return dg.RunRequest(
         run_key=f"{node.name}:{place}:{digest}",
-        run_config={"ops": {asset_op(node): {"config": config}}},
+        run_config={"ops": {asset_op(node): {"config": news.config}}},
         tags=tags,
         asset_selection=chosen,
     )
 
 
-def _unfinished(context: dg.SensorEvaluationContext, tags: Mapping[str, str]) -> str | None:
-    """Returns an unfinished run with these tags; None = there is none."""
+def _run_of(
+    context: dg.SensorEvaluationContext, tags: Mapping[str, str], statuses: list[dg.DagsterRunStatus]
+) -> str | None:
+    """Returns the newest run with these tags and one of these statuses; None = there is none."""
     try:
         instance = context.instance
     except dg.DagsterInvariantViolationError:  # a test calls the sensor without one
         return None
-    found = instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=_UNFINISHED), limit=1)
+    found = instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=statuses), limit=1)
     return found[0].dagster_run.run_id if found else None
 
 

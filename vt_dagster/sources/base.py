@@ -297,11 +297,14 @@ class News:
         config: the run config of the asset's op; None = nothing new.
         description: the new input, for the tick's message; if there is none, what holds it back.
         records: the number of waiting records; None = unknown.
+        content: what changes if the input that the config names is repaired in place, for example a
+            file of that name; empty = it cannot be.
     """
 
     config: Mapping[str, Any] | None = None
     description: str = ""
     records: int | None = None
+    content: str = ""
 
 
 class Source(Protocol):

@@ -56,6 +56,7 @@ from vt_dagster.sources.consumed_files import (
     known,
     remembered,
     require_untouched,
+    stamp_of,
     unconsumed,
     written_at,
 )
@@ -747,8 +748,11 @@ class FilesSource:
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """Returns the run config with the names of the new files. Does not use Spark."""
-        names = [f.name for f in self.pending(consumed)]
-        return News({"files": names}, f"{len(names)} new file(s)") if names else News()
+        files = self.pending(consumed)
+        if not files:
+            return News()
+        names, count = [f.name for f in files], f"{len(files)} new file(s)"
+        return News({"files": names}, count, content=stamp_of(files))
 
     def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
         """Returns the unconsumed files by name, up to ``max_files_per_run``.

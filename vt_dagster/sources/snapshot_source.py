@@ -597,7 +597,8 @@ class SnapshotSource:
         pinned = self.pin(before, consumed=consumed)
         if pinned.dump is None:
             return News()
-        return News({"dump": pinned.dump.name}, f"{len(pinned.waiting) + 1} new dump(s)")
+        config, count = {"dump": pinned.dump.name}, f"{len(pinned.waiting) + 1} new dump(s)"
+        return News(config, count, content=stamp_of(pinned.dump.files))
 
     def time_of(self, dump: Dump) -> int | None:
         """Returns a dump's time in epoch microseconds; None = ``dump_time`` is an expression over its
