@@ -133,6 +133,8 @@ def test_a_missing_row_names_the_command_that_explains_it(
 
 
 def test_a_missing_asset_names_those_of_the_warehouse(tmp_path: Path) -> None:
+    none = asked(tmp_path, "get", "price", "apple")
+    assert "committed there; run it first (vt-dagster run price)" in str(none.exception)
     Written(tmp_path).run([("apple", "1", 0)], 1)
     missing = asked(tmp_path, "get", "price", "apple")
     assert isinstance(missing.exception, StorageError)

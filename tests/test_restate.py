@@ -201,7 +201,14 @@ def test_a_source_is_read_again(world: World) -> None:
     assert not list(Path(world.warehouse).glob("*restate*"))
     (world.root / "orders" / "new.jsonl").unlink()
     aside.rename(file)
+    # a key that was erased need not be there
+    world.land("orders", "4.jsonl", [("e", 9, 7), ("a", 10, 7)])
+    world.run_each(world.orders)
+    erase(world.warehouse, world.orders, world.spark, key=["e"], reason="asked to", among=world.nodes)
+    world.land("orders", "4.jsonl", [("a", 10, 7)])
     assert world.restate("orders") == ["orders", "joined", "priced", "moved", "counted"]
+    assert {row["k"] for row in world.rows("orders")} == {"a", "b", "c"}
+    assert world.run("orders", world.spark).commit is None
     assert rates_of(world, "joined")[4] == 9
     assert rates_of(world, "moved")[6] == 8
 

@@ -126,6 +126,11 @@ def _print_json(rows: Sequence[dict[str, Any]]) -> None:
 
 def _require_asset(warehouse: str, table: str) -> None:
     names = asset_names(warehouse)
+    if not names:
+        raise StorageError(
+            f"expected {table!r} in the warehouse {warehouse}, but nothing was ever committed there; "
+            f"run it first (vt-dagster run {table}), or choose another warehouse with --warehouse"
+        )
     if table not in names:
         raise StorageError(
             f"expected one of {names} in {warehouse}, got {table!r}; choose one of them, or another "

@@ -143,6 +143,8 @@ def require_asset(warehouse: str, name: str) -> None:
         StorageError: there is no such asset.
     """
     names = asset_names(warehouse)
+    if not names:
+        raise StorageError(f"expected an asset {name!r} in {warehouse}, which has none; run it first")
     if name not in names:
         raise StorageError(f"expected one of {names} in {warehouse}, got {name!r}; choose one of them")
 

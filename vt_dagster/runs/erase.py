@@ -581,8 +581,8 @@ def _source(store: AssetStore, key: Key) -> Iterator[str]:
     if head.commit.files:
         taken = store.consumed_files(head)
         mend = (
-            f"delete it there, {again}. A file changed in place is read as a new one: write the "
-            "cleaned file elsewhere"
+            f"delete it there, {again}. A run refuses a file that was changed in place: move the file "
+            "away and write the cleaned one to another directory, or restate the asset after the change"
         )
         yield from _files(store, taken, key, mend)
 

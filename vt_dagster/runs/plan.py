@@ -32,6 +32,7 @@ from vt_dagster.runs.replay import (
     LONGER,
     AssetStores,
     is_replay,
+    lost_records,
     renamed,
     replay,
     replay_id,
@@ -325,12 +326,9 @@ def _require_whole(
 def _require_as_many(live: AssetStore, new: AssetStore) -> None:
     """Checks before the first swap that a source still had the records that the live log was made of:
     all but those that were erased."""
-    head, made, name = live.head(), new.head(), "/".join(live.node.path)
-    if head is None or live.node.operator is not None or head.commit.shape.specification is not None:
-        return  # an operator's, whose records are those of another log
-    taken = head.commit.totals.get("in", 0)
-    found = 0 if made is None else made.commit.totals.get("in", 0)
-    if found + sum(head.commit.erased.values()) < taken:
+    lost = lost_records(live, new)
+    if lost is not None:
+        (taken, found), name = lost, "/".join(live.node.path)
         path = "/".join(new.node.path)
         raise SourceError(
             f"{name}: expected the {taken:,} records of its source that its log was made of, got "

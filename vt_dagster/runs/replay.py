@@ -144,6 +144,18 @@ def require_files(live: AssetStore, instead: str) -> None:
 # Replay
 
 
+def lost_records(live: AssetStore, new: AssetStore) -> tuple[int, int] | None:
+    """Returns of how many records of its source a log was made, and of how many a new one, if some are
+    missing; None = none are, or no more than were erased from the asset, or an operator made it."""
+    head, made = live.head(), new.head()
+    if head is None or live.node.operator is not None or head.commit.shape.specification is not None:
+        return None
+    taken = head.commit.totals.get("in", 0)
+    found = 0 if made is None else made.commit.totals.get("in", 0)
+    erased = sum(head.commit.erased.values()) + sum(live.erased_rejected().values())
+    return (taken, found) if found + erased < taken else None
+
+
 def erased_again(live: AssetStore) -> str:
     """Returns a warning if a replay reads the source of an asset from which a key was erased; empty
     otherwise. An operator reads logs, from which the key was erased too."""

@@ -35,6 +35,7 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
 from vt_dagster.runs.replay import (
     erased_again,
+    lost_records,
     repeat_runs,
     require_files,
     require_history,
@@ -68,13 +69,11 @@ class Step(BaseModel):
         path: its folder in the warehouse.
         keep: the last kept commit of its log; None = none is kept.
         why: the reason why none is kept.
-        taken: how many records of its source the log was made of.
     """
 
     path: str
     keep: Commit | None = None
     why: str = ""
-    taken: int = 0
 
 
 class Plan(Intent):
@@ -237,10 +236,9 @@ class _Restatement:
             )
         if node.operator is None:
             require_same_topics(self._live(node))
-            taken = head.commit.totals.get("in", 0)
             if warning := erased_again(self._live(node)):
                 self.say(warning)
-            return Step(path=path_of(node), why="its source is read again", taken=taken)
+            return Step(path=path_of(node), why="its source is read again")
         require_inputs(node, self._live)
         self._require_known(node, plan)
         keep, why = self._kept(node, head.commit, plan)
@@ -407,13 +405,12 @@ class _Restatement:
         if step.keep is not None and new.head() is None:
             self._write_kept(step.keep, node, new, made, whose)
         repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
-        done = new.head()
-        found = 0 if done is None else done.commit.totals.get("in", 0)
-        if found < step.taken:
+        lost = lost_records(self._live(node), new)
+        if lost is not None:
             self.fs.rm(self.root, recursive=True)  # start again: returning files must be read in order
             raise SourceError(
-                f"{node.name}: expected the {step.taken:,} records of its source that its log was made "
-                f"of, got {found:,}: the others no longer exist and would be missing in the new "
+                f"{node.name}: expected the {lost[0]:,} records of its source that its log was made "
+                f"of, got {lost[1]:,}: the others no longer exist and would be missing in the new "
                 "log. Put them back and run it again, or restate only the assets derived from it"
             )
         try:

@@ -456,9 +456,10 @@ def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
     found = delta.last_commit(posixpath.join(str(warehouse), name, "log"))
     if found is None:
         require_in_place(warehouse, name)
+        others = asset_names(warehouse)
         raise StorageError(
-            f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; "
-            f"materialize it first, or choose one of {asset_names(warehouse)}"
+            f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; materialize "
+            f"it first, or choose {f'one of {others}' if others else 'a warehouse that has assets'}"
         )
     return found.version, Commit.model_validate(found.document)
 
