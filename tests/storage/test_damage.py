@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -797,3 +798,29 @@ def test_a_checkpoint_that_is_damaged(
             (folder(topology, "rates", part, "_delta_log") / name).rename(topology.root / name)
     assert topology.run("rates", spark).commit is not None
     assert rows(topology, "rates", "versions") == wanted
+
+
+class Canceled(BaseException):
+    """As Dagster's ``DagsterExecutionInterruptedError``, no ``KeyboardInterrupt``."""
+
+
+def test_a_call_that_is_canceled(spark: Any) -> None:
+    """What the JVM answers to it is not taken for the answer to the next call."""
+
+    def cancel(*_: object) -> None:
+        raise Canceled
+
+    def run() -> None:
+        try:
+            spark._jvm.java.lang.Thread.sleep(600)
+        finally:  # a run releases its cached rows
+            assert spark.range(3).count() == 3
+
+    before = signal.signal(signal.SIGALRM, cancel)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Canceled):
+            run()
+        assert spark.range(4).count() == 4
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -23,6 +23,7 @@ from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import (
     FEW_QUERIES,
     build_session,
+    close_when_interrupted,
     connect_settings,
     lacking,
     session_settings,
@@ -172,6 +173,7 @@ def session_of(spark: PySpark) -> Any:
             "only at the start of Spark: the first session of a process sets them."
         )
     if not isinstance(spark, SparkResource) and session not in _logged:
+        close_when_interrupted(session)
         silence_connect()
         _logged.add(session)
         _tell(session, "", started, f" of {kind}")

@@ -270,7 +270,34 @@ def build_session(
                     else "Stop it first (spark.stop()), or create it with build_session()."
                 )
             )
+    close_when_interrupted(session)
     return session
+
+
+def close_when_interrupted(session: Any) -> None:
+    """Lets a call of the JVM that is interrupted close its connection. Without effect on Spark Connect.
+
+    py4j does that for ``KeyboardInterrupt`` alone. Dagster cancels a run by another exception, after
+    which each later call of the thread would get the answer of the call before it.
+    """
+    context = getattr(session, "_sc", None)
+    client = None if context is None else context._gateway._gateway_client
+    if not hasattr(client, "get_thread_connection") or "send_command" in vars(client):
+        return
+    send = client.send_command
+
+    def send_or_close(*command: Any, **how: Any) -> Any:
+        try:
+            return send(*command, **how)
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException:
+            connection = client.get_thread_connection()
+            if connection is not None:
+                connection.close()
+            raise
+
+    client.send_command = send_or_close
 
 
 def shown(address: str) -> str:
