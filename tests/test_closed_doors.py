@@ -597,12 +597,13 @@ def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession)
     assert AssetStore(str(where), log, spark).read("log").count() == 2
 
 
-@pytest.mark.parametrize("where", ["a\\b", "a%20b"])
+@pytest.mark.parametrize("where", ["a\\b", "a%20b", "a\nb", "~/a", ""])
 def test_a_warehouse_whose_path_means_two_things(where: str) -> None:
-    """To Spark, and to what reads Delta's logs."""
+    """To Spark, and to what reads Delta's logs; or to a shell, and to a program."""
     node = Stream("sales", key="k", schema=SHAPE, timestamp="at")
+    said = "also valid as a URL" if where.startswith("a") else "expected a directory or a URL, got"
     for use in (asset_names, lambda where: AssetStore(where, node)):
-        with pytest.raises(StorageError, match="a warehouse path that is also valid as a URL"):
+        with pytest.raises(StorageError, match=said):
             use(where)
 
 

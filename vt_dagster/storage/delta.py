@@ -246,13 +246,19 @@ def require_place(path: str) -> None:
     """Checks that Spark and ``deltalake`` resolve a warehouse's path to the same directory.
 
     Raises:
-        StorageError: the path has a backslash, or a percent sign before two hexadecimal digits.
+        StorageError: the path has a backslash, a percent sign before two hexadecimal digits, or a
+            control character; or it is empty, or begins with a tilde.
     """
-    odd = re.search(r"\\|%[0-9a-fA-F]{2}", path)
+    if not path or path.startswith("~"):
+        raise StorageError(
+            f"expected a directory or a URL, got {path!r}; write the whole path, as "
+            "Path(…).expanduser() gives it: only a shell resolves a tilde"
+        )
+    odd = re.search(r"\\|%[0-9a-fA-F]{2}|[\x00-\x1f\x7f]", path)
     if odd is not None:
         raise StorageError(
             f"expected a warehouse path that is also valid as a URL, got {path!r}: {odd[0]!r} "
-            "would be decoded to another character; use another directory"
+            "would not stay the same there; use another directory"
         )
 
 
