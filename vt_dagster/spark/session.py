@@ -281,7 +281,7 @@ def close_when_interrupted(session: Any) -> None:
     which each later call of the thread would get the answer of the call before it.
     """
     context = getattr(session, "_sc", None)
-    client = None if context is None else context._gateway._gateway_client
+    client: Any = None if context is None else context._gateway._gateway_client
     if not hasattr(client, "get_thread_connection") or "send_command" in vars(client):
         return
     send = client.send_command
