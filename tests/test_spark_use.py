@@ -195,3 +195,10 @@ def test_with_columns_has_one() -> None:
                 told = one.args[0]
                 sure = isinstance(told, ast.Dict) and any(key is not None for key in told.keys)
                 assert sure, f"{place}, line {one.lineno}: use with_columns"
+
+
+def test_no_function_whose_first_call_takes_seconds() -> None:
+    """``str_to_map`` loads a class of Spark that looks at the title case of each letter there is."""
+    for place, path in PLACES.items():
+        told = [str(one.value) for one in nodes(path) if isinstance(one, ast.Constant)]
+        assert not [text for text in told if "str_to_map(" in text], place

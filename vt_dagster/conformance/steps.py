@@ -409,8 +409,10 @@ class _Node:
         texts = {n: of(step) for n, step in self.steps.items()}
         if len(set(texts.values())) == 1:
             return _quoted(next(iter(texts.values())))
-        known = "\x01".join(f"{n}={text}" for n, text in texts.items() if text is not None)
-        return f"try_element_at(str_to_map({_quoted(known)}, '\x01', '='), cast(scenario as string))"
+        known = {str(n): text for n, text in texts.items() if text is not None}
+        numbers, values = ("\x01".join(some) for some in (known, known.values()))
+        found = f"map_from_arrays(split({_quoted(numbers)}, '\x01'), split({_quoted(values)}, '\x01'))"
+        return f"try_element_at({found}, cast(scenario as string))"
 
 
 def _retention(window: Config) -> int:

@@ -101,10 +101,12 @@ def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
     """Looks up the row's partition in a small mapping ``partition -> number``."""
     number = F.lit(None).cast("long")
-    known = [f"{p}:{v}" for p, v in sorted(values.items()) if v is not None]
+    known = {str(p): str(v) for p, v in sorted(values.items()) if v is not None}
     if known:
-        # One string literal: many literals or Column calls in a plan take longer than the query.
-        by_name = f"str_to_map('{','.join(known)}', ',', ':')"
+        # Two string literals: many literals or Column calls in a plan take longer than the query. The
+        # first str_to_map of a JVM takes seconds: its class looks at the title case of each letter.
+        names, numbers = (f"split('{','.join(some)}', ',')" for some in (known, known.values()))
+        by_name = f"map_from_arrays({names}, {numbers})"
         number = F.expr(f"CAST(try_element_at({by_name}, CAST(`{PARTITION}` AS STRING)) AS BIGINT)")
     return F.timestamp_micros(number) if kind == "timestamp" else number
 
