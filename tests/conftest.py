@@ -142,6 +142,10 @@ def spark() -> Iterator[SparkSession]:
             "spark.ui.retainedJobs": "20",
             "spark.ui.retainedStages": "20",
             "spark.ui.retainedTasks": "20",
+            # Spark formats each plan for these pages, and checks it after each of its own rules: that
+            # takes a fiftieth of the time.
+            "spark.sql.ui.explainMode": "simple",
+            "spark.sql.lightweightPlanChangeValidation": "false",
             "spark.python.sql.dataFrameDebugging.enabled": "false",
         },
     )
