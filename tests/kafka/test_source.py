@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import datetime, timedelta, timezone
@@ -10,17 +11,18 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from confluent_kafka import Producer
-from pyspark.sql import SparkSession
+from confluent_kafka import KafkaException, Producer
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
-from vt_dagster import Stream, Table, TopologyError, VersionedTable
+from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable
 from vt_dagster.errors import SourceError
-from vt_dagster.kafka import KafkaSource, Raw
+from vt_dagster.kafka import KafkaCluster, KafkaSource, Raw
 from vt_dagster.runs import gate
-from vt_dagster.sources import kafka_cluster
+from vt_dagster.sources import kafka_cluster, kafka_source
 from vt_dagster.sources.kafka_source import HEADERS
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -51,6 +53,61 @@ def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> Non
     second = pipeline.run(node)
     assert second["taken"] == {topic: {"1": [2, 3]}}
     assert second["positions"] == {topic: {"0": 3, "1": 3}}
+
+
+def test_another_cluster_for_a_while(
+    topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A topic of the same name on another cluster has another id. Back at the first cluster, the asset
+    goes on where it was."""
+    name, other, states = topics.create(), topics.create(), KafkaCluster.topics
+    topics.produce(name, records([0, 1]))
+    topics.produce(other, records([2, 3, 4]))
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, name))
+    pipeline.run(node)
+    elsewhere = Stream(
+        "s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, other)
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(KafkaSource, "topics", (name,))
+        patched.setattr(KafkaCluster, "topics", lambda self, _: {name: states(self, [other])[other]})
+        patched.setattr(
+            KafkaCluster, "topic_ids", lambda self, _: {name: states(self, [other])[other].id}
+        )
+        patched.setattr(kafka_source, "read_messages", lambda *a, **k: _renamed(other, name, *a, **k))
+        assert f"topic {name} was deleted and recreated since batch 1" in pipeline.fails(elsewhere)
+        assert pipeline.run(elsewhere, accept_gap=True)["taken"] == {name: {"0": [0, 3]}}
+    topics.produce(name, records([5]))
+    assert pipeline.run(node)["taken"] == {name: {"0": [2, 3]}}
+    assert [r.n for r in pipeline.log(node)] == [0, 1, 2, 3, 4, 5]
+    pipeline.runs_idle(node)
+
+
+def _renamed(
+    topic: str, name: str, cluster: Any, spark: SparkSession, ranges: Any, **more: Any
+) -> DataFrame:
+    """Messages of a topic, under the name of another one."""
+    rows = kafka_cluster.read_messages(cluster, spark, {topic: ranges[name]}, **more)
+    return rows.withColumn("topic", F.lit(name))
+
+
+@pytest.mark.parametrize("first", ["files", "topic"])
+def test_a_topic_named_as_another_source(
+    first: str, topics: Topics, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """A commit would keep both positions under one name, and records be lost."""
+    with contextlib.suppress(KafkaException):  # the first test of the two has created it
+        topics.create("files")
+    topics.produce("files", records([0, 1, 2]))
+    (tmp_path / "1.jsonl").write_text('{"k": "a", "n": 9, "at": "2020-01-01T00:00:00Z"}\n')
+    of_files = FilesSource(str(tmp_path), pattern="*.jsonl", max_clock_skew=timedelta(days=99999))
+    sources = {"files": of_files, "topic": pipeline.source(topics, "files")}
+    here, (there,) = sources.pop(first), sources.values()
+    nodes = [Stream("s", key="k", schema=SCHEMA, timestamp="at", source=one) for one in (here, there)]
+    pipeline.run(nodes[0])
+    said = "s: expected a topic with another name than 'files'"
+    assert said in pipeline.fails(nodes[1])
+    pipeline.runs_idle(nodes[0])
 
 
 def test_what_a_message_gives(topics: Topics, pipeline: Pipeline) -> None:

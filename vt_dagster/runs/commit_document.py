@@ -14,6 +14,7 @@ from vt_dagster.core.arrival_order import REFUSED, InPlace, Outcome
 from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START
+from vt_dagster.errors import SourceError
 from vt_dagster.runs.gate import Passed, check_bad_share
 from vt_dagster.runs.pin import Arrival, Store, after_run
 from vt_dagster.sources.base import Placed
@@ -65,6 +66,7 @@ def of_source(
     counts |= source.counts
     check_bad_share(arrival.node.name, source, rows, own)
     position = source.position(arrival.before, own)
+    _require_other_names(arrival, position)
     if start is None:
         return position
     offsets: dict[int, tuple[int, int]] = {}
@@ -74,6 +76,24 @@ def of_source(
             offsets[partition] = (end - some[STARTED], end)
     batch = arrival.before.batch + 1
     return {**position, "start": Started(what=start.what, batch=batch, offsets=offsets)}
+
+
+def _require_other_names(arrival: Arrival, position: Mapping[str, Any]) -> None:
+    """Refuses a topic that is named as the position in another kind of source, such as ``files``: the
+    commit has one position of that name, from which either would lose records.
+
+    Raises:
+        SourceError: names the topic.
+    """
+    before = arrival.before
+    for name in position.get("taken", {}):
+        now, then = (ids.get(name, "@") for ids in (position.get("topics", {}), before.topics))
+        if name in before.inputs and ("@" in now) != ("@" in then):
+            raise SourceError(
+                f"{arrival.node.name}: expected a topic with another name than {name!r}, by which a "
+                "commit keeps the position in another kind of source that the asset also has had; "
+                "nothing was committed. Go back to the source of before, or reprocess into a new asset"
+            )
 
 
 def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None:

@@ -67,6 +67,29 @@ End: TypeAlias = dict[str, Offsets] | str
 """The end of a source: offsets by partition, or the last name."""
 
 
+def of_id(name: str, id_: str) -> str:
+    """Returns the name in commits for the position in a topic or Delta table that another one of its
+    name has replaced.
+
+    Args:
+        id_: its id, as in ``Commit.topics``.
+    """
+    return f"{name}/{id_.partition('@')[0]}"
+
+
+def replaced(before: Commit, ids: Mapping[str, str]) -> tuple[dict[str, Offsets], dict[str, str]]:
+    """Returns the positions in what a run replaces, and its ids, as fields ``inputs`` and ``topics`` of
+    a commit: an asset that comes back, for example to the first of two clusters, goes on there.
+
+    Args:
+        ids: the ids that the run reads, by name.
+    """
+    known = {name: before.topics.get(name, id_) for name, id_ in ids.items()}
+    left = {name: id_ for name, id_ in known.items() if of_id(name, id_) != of_id(name, ids[name])}
+    topics = {of_id(name, id_): id_ for name, id_ in left.items()}
+    return {of_id(name, id_): before.inputs[name] for name, id_ in left.items()}, topics
+
+
 class Pinned(Protocol):
     """The input of one run, pinned when the run starts."""
 

@@ -36,7 +36,17 @@ from vt_dagster.core.source_records import (
     changes,
 )
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError, StorageError
-from vt_dagster.sources.base import End, News, Uncounted, Whole, by_name, check_place, require_limits
+from vt_dagster.sources.base import (
+    End,
+    News,
+    Uncounted,
+    Whole,
+    by_name,
+    check_place,
+    of_id,
+    replaced,
+    require_limits,
+)
 from vt_dagster.sources.snapshot_source import (
     UNREAD,
     Limits,
@@ -311,10 +321,12 @@ class PinnedVersions(Uncounted):
         """Returns None: the commit holds the version."""
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        known = {DELTA: f"{self.table.id}@{self.time or ''}"}
+        positions, ids = replaced(before, known)
         return {
             "taken": {DELTA: {0: (self.first, self.end)}},
-            "inputs": {DELTA: {0: self.end}},
-            "topics": {DELTA: f"{self.table.id}@{self.time or ''}"},
+            "inputs": {**positions, DELTA: {0: self.end}},
+            "topics": {**ids, **known},
             "gaps": {} if self.gap is None else {DELTA: {0: self.gap}},
         }
 
@@ -691,7 +703,10 @@ class DeltaSource:
         known = None if before is None else before.topics.get(DELTA)
         if before is None or known is None:
             return self._beginning(table)
-        first = before.inputs[DELTA][0]
+        first, back = before.inputs[DELTA][0], of_id(DELTA, table.id)
+        # Other modes take the difference to the table: what the other table brought may be outdated.
+        if self.mode == "append" and of_id(DELTA, known) != back and back in before.topics:
+            known, first = before.topics[back], before.inputs[back][0]
         fault = self._missing(table, known, first)
         if fault is None:
             return _Place(first, False)

@@ -34,7 +34,9 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
+    of_id,
     read_by_all_names,
+    replaced,
     require_limits,
     require_source_recorded_at,
     with_source_recorded_at,
@@ -140,10 +142,11 @@ class PinnedTopics(Limited):
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         # A topic that the source no longer has may come back: it goes on where it was.
         ends = {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()}
+        positions, ids = replaced(before, self.ids)
         return {
             "taken": self.taken,
-            "inputs": {**before.inputs, **ends},
-            "topics": {**before.topics, **self.ids},
+            "inputs": {**before.inputs, **positions, **ends},
+            "topics": {**before.topics, **ids, **self.ids},
             "gaps": self.gaps,
         }
 
@@ -426,6 +429,8 @@ class KafkaSource:
             first = self._first(topic, state)
         elif before.topics[topic] == state.id:
             first = before.inputs[topic]
+        elif of_id(topic, state.id) in before.topics:
+            first = before.inputs[of_id(topic, state.id)]
         else:
             gaps[topic] = {p: (offset, offset) for p, offset in before.inputs[topic].items()}
             # ``latest``, or offsets of the old topic, would skip records of the new one.
