@@ -172,6 +172,63 @@ def test_another_source_for_a_while(take: Any, tmp_path: Path) -> None:
     assert names == [("files", ["1.jsonl"]), versions, ("files", ["2.jsonl"]), versions]
 
 
+def test_another_delta_table_for_a_while(take: Any, store: Any, tmp_path: Path) -> None:
+    """Back at the first one, appended rows go on where they were; changes take the difference."""
+    for mode, kind in (("append", Stream), ("changes", Table)):
+        first, second = (Theirs(tmp_path / mode / name, **FEED) for name in ("first", "second"))
+        first.append(("a", 1))
+        second.append(("b", 2))
+        here, there = (ours(mode, one, mode, kind) for one in (first, second))
+        assert take(here)["in"] == 1
+        with pytest.raises(RecordsGoneError, match="the table was replaced"):
+            take(there)
+        assert take(there, accept_gap=True, accept_shrink=True)["in"] > 0
+        first.append(("c", 3))
+        second.append(("d", 4))
+        if mode == "append":
+            assert (take(here)["in"], take(there)["in"]) == (1, 1)
+            assert [row[0] for row in log_of(store(here))] == ["a", "b", "c", "d"]
+            assert take(here) == {} == take(there)
+            continue
+        with pytest.raises(RecordsGoneError, match="the table was replaced"):
+            take(here)
+        take(here, accept_gap=True, accept_shrink=True)
+        assert {r["id"] for r in store(here).read("current").collect()} == {"a", "c"}
+
+
+def test_a_table_is_loaded_from_another_kind_of_source(
+    take: Any, store: Any, spark: SparkSession, tmp_path: Path
+) -> None:
+    """The end of what it loads first is then that of its source now."""
+    theirs, files = Theirs(tmp_path / "theirs"), tmp_path / "files"
+    files.mkdir()
+    for name in "123":
+        (files / f"{name}.jsonl").write_text(f'{{"id": "{name}", "n": {name}}}\n')
+    for row in "ab":
+        theirs.append((row, 9))
+    first = Theirs(tmp_path / "first")
+    first.append(("z", 0))
+
+    def loaded(name: str, source: Any, **more: Any) -> VersionedTable:
+        about: Any = {"key": "id", "schema": ROW, "timestamp": "timestamp_seconds(n)", **more}
+        return VersionedTable(name, source=source, history_retention=timedelta(days=30), **about)
+
+    of_files = FilesSource(str(files), max_files_per_run=1)
+    of_table = DeltaSource(theirs.path, "append", start="earliest", max_versions_per_run=1)
+    start: dict[str, Any] = {"start": DeltaSource(first.path, "snapshots")}
+    about: tuple[dict[str, Any], ...] = ({"ready": "initial_load"}, start)
+    for number, (one, other) in enumerate(((of_files, of_table), (of_table, of_files))):
+        for name, more in zip(("ready", "begun"), about, strict=True):
+            before, node = (loaded(f"{name}_{number}", source, **more) for source in (one, other))
+            assert take(before)["in"] == 1
+            done = list[bool]()
+            while take(node):
+                commit = store(node).head().commit
+                done.append(bool(commit.ready_at) if name == "ready" else commit.start is not None)
+            assert done == [False] * (len(done) - 1) + [True]
+            assert len(done) == 2 + number
+
+
 def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(*[(k, 1, "x") for k in "abcd"])

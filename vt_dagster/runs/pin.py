@@ -37,7 +37,7 @@ from vt_dagster.errors import (
     SourceError,
     StorageError,
 )
-from vt_dagster.sources.base import Comparing, Pinned, Source, Whole
+from vt_dagster.sources.base import Comparing, End, Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.asset_store import shape_of
@@ -360,17 +360,32 @@ def after_run(
     """
     starts = source is not None and start_of(node) is not None
     if before.ready_at is not None or not waits(node):
-        end = source.source_end if source is not None and starts and not started else None
-        return {"initial_load": before.initial_load or end, "ready_at": before.ready_at}
+        end = before.initial_load
+        if source is not None and starts and not started:
+            end = _end_of(source, end or None)
+        return {"initial_load": end, "ready_at": before.ready_at}
     if source is None:
         return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
     if _begun(node, before):
         return {"ready_at": before.next_offset}
     if isinstance(node, VersionedTable) and node.ready == "initial_load":
-        end = source.source_end if before.initial_load is None else before.initial_load
+        end = _end_of(source, before.initial_load)
         whole = source.reaches(end) and (started or not starts)
         return {"initial_load": end, "ready_at": dict(offsets) if whole else None}
     return {"ready_at": dict(offsets) if _timely(node, times) else None}
+
+
+def _end_of(source: Pinned, first: End | None) -> End:
+    """Returns the end up to which a table is loaded: that of its first run, or, if the table has got
+    another kind of source or other topics since, that of its source now.
+
+    Args:
+        first: ``Commit.initial_load``; None = no run has recorded it.
+    """
+    now = source.source_end
+    if first is None or isinstance(now, str) != isinstance(first, str):
+        return now
+    return first if isinstance(now, str) or {*now} & {*first} else now
 
 
 def _begun(node: Stream, commit: Commit) -> bool:
@@ -517,7 +532,7 @@ def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole 
     if source is None or (commit is not None and commit.start is not None):
         return None
     first = None if commit is None else commit.initial_load
-    return pin_start(source) if pinned.reaches(first or pinned.source_end) else None
+    return pin_start(source) if pinned.reaches(_end_of(pinned, first or None)) else None
 
 
 def start_waits(node: Stream, commit: Commit | None) -> bool:
