@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 from typer.testing import CliRunner
 
-from vt_dagster import FilesSource, Materialized, Stream, VersionedTable, explain, read
+from vt_dagster import FilesSource, Materialized, Stream, TumblingWindow, VersionedTable, explain, read
 from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Explanation
@@ -395,3 +395,36 @@ def test_on_the_command_line(chain: Chain) -> None:
     )
     assert absent.exit_code == 1
     assert "quarantine: 2.jsonl" in absent.output
+
+
+def test_windows_of_runs_that_dropped_no_record(tmp_path: Path, spark: SparkSession) -> None:
+    """With one result a run and without ``count(*)``, such a run took all records of its window."""
+    landing, warehouse = tmp_path / "landing", str(tmp_path / "warehouse")
+    landing.mkdir()
+    schema = StructType([StructField("k", StringType()), StructField("n", IntegerType())])
+    about: dict[str, Any] = {"schema": schema, "timestamp": "timestamp_seconds(n)"}
+    stream = Stream("s", key="k", source=FilesSource(str(landing)), **about)
+    window = TumblingWindow(timedelta(seconds=10), grace=timedelta(seconds=5))
+    sums = stream.group_by().windowed_by(window)
+    node = sums.aggregate({"total": "sum(n)"}, name="w", emit="per_run")
+    stores, arrived = stores_of(warehouse, spark), list[int]()
+    with small_run(spark):
+        for run, times in enumerate(([1, 3], [4, 2, 12], [20, 5, 13, 21], [22, 23])):
+            arrived += times
+            rows = "".join(json.dumps({"k": "k", "n": n}) + "\n" for n in times)
+            (landing / f"{run}.jsonl").write_text(rows)
+            run_once(stream, stores)
+            run_once(node, stores)
+    told = {}
+    for offset in range(6):
+        found = explain("w", offset=(0, offset), warehouse=warehouse)
+        values = [part.record.values["n"] for part in found.made_of]
+        told[offset] = found.record.values["total"], values, bool(found.notes)
+    assert told == {
+        0: (4, [1, 3], False),
+        1: (10, [1, 3, 4, 2], False),
+        2: (12, [12], False),
+        3: (25, [12, 13], False),
+        4: (41, [20, 21], True),  # another window dropped a record
+        5: (86, [20, 21, 22, 23], False),
+    }

@@ -53,6 +53,8 @@ _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
 
 AggregateSpec = spec.StreamAggregateSpec | spec.TableAggregateSpec | spec.WindowedAggregateSpec
+_LATE = "late_records_dropped"
+"""A run's count of records whose windows were closed."""
 WindowRequest = ExplainRequest[spec.WindowedAggregateSpec]
 
 
@@ -316,7 +318,10 @@ def _let_in(request: WindowRequest, near: Sequence[Record], sliding: bool) -> in
     new = [one for one in near if request.is_new(name, one)]
     results = request.results()
     place = [one.offset for one in results].index(request.record.offset)
-    if sliding or (len(results) <= 1 < len(new) and request.of_run.emit == "per_run"):
+    once = len(results) <= 1 < len(new) and request.of_run.emit == "per_run"
+    if once and not sliding and request.commit.counts.get(_LATE) == 0:
+        return earlier + len(new)
+    if sliding or once:
         request.note(
             "which records of its run came too late for the window is not known: its aggregates have "
             "no count(*)"
