@@ -34,6 +34,7 @@ from vt_dagster import (
 from vt_dagster.cli import app
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.provenance.lateness import Choice, LateJoin, Lateness, Match, Records, Versions
+from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
 from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.asset_store import stores_of
@@ -376,3 +377,22 @@ def test_a_retention_refuses_what_a_run_with_it_refuses(lab: Lab) -> None:
     )
     assert found.choices[1].declared
     assert found.choices[2].wrong == 0
+
+
+def test_refused_records_that_were_erased(spark: SparkSession, tmp_path: Path) -> None:
+    """How late they were is not known any more; of the others it is."""
+    source = FilesSource(str(tmp_path / "rates"))
+    about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "source": source}
+    node = VersionedTable("rates", history_retention=timedelta(minutes=4), **about)
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    (tmp_path / "rates").mkdir()
+    with small_run(spark):
+        for name, records in (("1", [("a", 60)]), ("2", [("a", 50), ("b", 50), ("b", 40)])):
+            rows = [{"k": k, "n": 1, "timestamp": f"2024-01-01T00:{m - 1}:00Z"} for k, m in records]
+            (tmp_path / "rates" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            run_once(node, stores)
+        erase(str(tmp_path / "warehouse"), node, spark, key=["a"], reason="asked")
+    lengths = [timedelta(minutes=m) for m in (4, 15, 30)]
+    found = lateness(node, grace=lengths, warehouse=str(tmp_path / "warehouse"))
+    assert [one.wrong for one in found.choices] == [3, 2, 1]
+    assert found.notes[-1].startswith("the number refused with 30 minutes is an upper bound")

@@ -478,7 +478,9 @@ def running_time(home: Any, moment: Any, latest: dict[int, int]) -> Any:
         latest: the maximum of earlier records by partition; updated in place.
     """
     found = np.empty(len(moment), np.int64)
-    starts = np.flatnonzero(np.diff(home, prepend=home[:1] - 1)) if len(home) else []
+    if not len(home):  # for example, all rows of the range have been erased
+        return found
+    starts = np.flatnonzero(np.diff(home, prepend=home[:1] - 1))
     for start, end in zip(starts, [*starts[1:], len(home)], strict=True):
         part = int(home[start])
         so_far = np.maximum.accumulate(moment[start:end])
@@ -1046,12 +1048,15 @@ class LateRecords:
         late = rules.LATE.name
         count = self.log.commit.totals.get(late, 0)
         rows = None if self.log.specification else quarantine(self.log, pc.field("reason") == late)
-        if rows is None or rows.num_rows != count:
+        if rows is None or rows.num_rows > count:
             return np.zeros(count, np.int64), np.full(count, _NEVER)
+        known = rows.num_rows
         moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
         home = rows.column(PARTITION).to_numpy()
         before: dict[int, int] = {}
-        least, most = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        # Of those whose rows were erased, nothing is known.
+        least, most = np.zeros(count, np.int64), np.full(count, _NEVER)
+        most[:known] = 0
         for run in commits(self.log.root):
             for i in np.flatnonzero(batch == run.batch).tolist():
                 time = run.stream_time[int(home[i])]
@@ -1237,7 +1242,7 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
         doubtful = found.doubtful([one.length for one in choices])
         return [
             f"the number refused with {spoken(one)} is an upper bound: how late each refused record "
-            "was is known only to the precision of its run"
+            "was is known only to the precision of its run, and not at all if its row was erased"
             for one in sorted(doubtful)
         ]
     if isinstance(found, LateWindows):
