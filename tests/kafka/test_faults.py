@@ -87,6 +87,7 @@ def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> N
     topics.produce(topic, records(range(4), partition=1))
     node = stream(pipeline, topics, topic)
     pipeline.run(node)
+    old = f"{topic}/{pipeline.head(node).topics[topic]}"
     topics.delete(topic)
     topics.create(topic)
     topics.produce(topic, records(range(100, 105), partition=0))
@@ -96,7 +97,7 @@ def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> N
         pipeline.tick(node)
     done = pipeline.run(node, accept_gap=True)
     assert done["records_in"] == 5
-    assert pipeline.head(node).inputs == {topic: {0: 5}}
+    assert pipeline.head(node).inputs == {topic: {0: 5}, old: {0: 0, 1: 4}}
     pipeline.runs_idle(node)
     assert sorted(r.n for r in pipeline.log(node)) == [0, 1, 2, 3, *range(100, 105)]
 
