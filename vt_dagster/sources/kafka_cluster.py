@@ -687,7 +687,8 @@ def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) 
         if before is not None and old != new:
             texts.append(
                 f"topic {topic} was deleted and recreated since batch {before.batch} (its id "
-                f"was {old}, now {new}): its offsets refer to other records"
+                f"was {old}, now {new}), or the source reads another cluster: its offsets refer to "
+                "other records"
             )
             continue
         texts += [
