@@ -147,6 +147,7 @@ LONG = [
     f'{AT},g,1,"another one',
     f"{AT},h,1,the last of long",
 ]
+NESTED = "[" * 1500 + "]" * 1500
 HALVES = [line("b\ud83d"), line("b\ud83e"), line("c", v="\udc00 halves"), line("\udc00\ud83d")]
 
 
@@ -159,6 +160,7 @@ def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) ->
         "objects": "\n".join([good["objects"], *NO_OBJECT, line("d", v="objects")]).encode(),
         "twice": "\n".join([good["twice"], *TWICE, other]).encode(),
         "halves": "\n".join([line("\U0001f600", v="halves"), *HALVES]).encode(),
+        "nested": f'{{"k": "b", "more": {NESTED}}}\n{line("a", v="nested")}'.encode(),
         "latin": "\n".join(f'{{"k": "{k}", "n": 1, "v": "latin", "at": "{AT}"}}' for k in LATIN).encode(
             "latin-1"
         ),
@@ -203,6 +205,13 @@ def test_half_of_a_surrogate_pair_is_no_text(json_lines: dict[str, Lines]) -> No
     applied, quarantined = json_lines["halves"]
     assert [k for k, _, _ in applied] == ["\U0001f600"]
     assert quarantined == list(enumerate(HALVES, start=2))
+
+
+def test_the_first_line_is_nested_too_deep(json_lines: dict[str, Lines]) -> None:
+    """Neither Python nor Spark reads so many levels."""
+    applied, bad = json_lines["nested"]
+    assert applied == [("a", 1, "nested")]
+    assert [position for position, _ in bad] == [1]
 
 
 def test_csv_with_a_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
@@ -413,7 +422,9 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
         next((tmp_path / name).glob("*.parquet")).rename(where / name)
     clock = pa.table({"k": ["a"], "t": pa.array([1], pa.time64("us"))})
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["k", "K"])
-    for name, table in {"clock": clock, "twice": twice}.items():
+    # pandas writes its times like this.
+    nanos = pa.table({"k": ["a"], "at": pa.array([1_000], pa.timestamp("ns", "UTC"))})
+    for name, table in {"clock": clock, "twice": twice, "nanos": nanos}.items():
         pq.write_table(table, where / name)
     node = sales(where, format="parquet", on_bad_file="quarantine")
     result = run([build_asset(node)], tmp_path / "warehouse")
@@ -422,7 +433,11 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     said = {r["source"]: r["raw"] for r in quarantine.collect()}
-    assert sorted(said) == ["clock", "cut", "less", "other", "text", "twice"]
+    assert sorted(said) == ["clock", "cut", "less", "nanos", "other", "text", "twice"]
+    assert said["nanos"].startswith(
+        "expected times in microseconds or milliseconds, got nanoseconds in ['at']"
+    )
+    assert "coerce_timestamps='us'" in said["nanos"]
     assert said["clock"].startswith("expected columns that Spark can read, got: ")
     sign = "TIME(MICROS" if spark.version.startswith("4.0.") else "[UNSUPPORTED_TIME_TYPE]"
     assert sign in said["clock"]

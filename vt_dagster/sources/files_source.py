@@ -266,7 +266,13 @@ def faults_of_parquet(
         try:
             there = spark.read.parquet(delta.literal(file.path)).schema.fields
         except PySparkException as error:
-            found[file.name] = f"expected columns that Spark can read, got: {one_line(error)}"
+            finer = _nanoseconds_in(file)
+            found[file.name] = (
+                f"expected times in microseconds or milliseconds, got nanoseconds in {finer}; write "
+                "the file with microseconds, in pandas with to_parquet(path, coerce_timestamps='us')"
+                if finer
+                else f"expected columns that Spark can read, got: {one_line(error)}"
+            )
             continue
         types = {c.name: c.dataType for c in there}
         wanted = _in_files(file, schema) if path_columns else schema
@@ -297,7 +303,7 @@ def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[
             with fs.open(local, "rb") as content:
                 return ParquetFile(content).schema_arrow.names
         first = json.loads(next(first_lines(file, options, _LONGEST), "null"))
-    except (ArrowException, OSError, EOFError, ValueError, csv.Error, zlib.error):
+    except (ArrowException, OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error):
         return []
     return list(first) if isinstance(first, dict) else []
 
@@ -362,6 +368,16 @@ def _fault_of_footer(file: FileInfo) -> str | None:
     except (ArrowException, OSError) as error:
         return f"expected a whole Parquet file, got: {one_line(error)}"
     return None
+
+
+def _nanoseconds_in(file: FileInfo) -> list[str]:
+    """Returns the columns of a Parquet file that are times in nanoseconds, which Spark does not read;
+    pandas writes its times like this."""
+    fs, local = delta.filesystem(file.path)
+    with fs.open(local, "rb") as content:
+        schema: Any = ParquetFile(content).schema
+    columns = [schema.column(i) for i in range(len(schema))]
+    return [c.path for c in columns if "timeUnit=nanoseconds" in str(c.logical_type)]
 
 
 def _fault_of_archive(file: FileInfo, format: str) -> str | None:
