@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 
 from assets.topology import PUBLISHED, flights_with_weather, weather
 from tests.market import Market, materialized, record, run, unchanged
 from vt_dagster import Stream, build_asset, build_checks
 from vt_dagster.orchestration import metadata
 from vt_dagster.orchestration.metadata import as_time, describe, summary
-from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.durations import in_utc, parse_time, spoken
 from vt_dagster.topology.model import topological
 
 
@@ -134,6 +135,11 @@ def test_times_that_python_does_not_have(market: Market) -> None:
     assert as_time(-62_135_596_800_000_000) == year_one
     assert as_time(-62_135_596_800_000_001) == dg.MetadataValue.text("before the year 1")
     assert as_time(253_402_300_800_000_000) == dg.MetadataValue.text("after the year 9999")
+
+
+@pytest.mark.parametrize("text", ["0001-01-01T00:00:00Z", "0999-12-31T23:59:59.000001Z"])
+def test_times_before_the_year_1000_are_read_as_they_are_written(text: str) -> None:
+    assert in_utc(parse_time(text)) == text
 
 
 def test_definitions_carry_columns_and_lineage(market: Market) -> None:

@@ -188,7 +188,8 @@ def at_clock(moment: str | None) -> str | None:
 def in_utc(moment: int) -> str:
     """Formats epoch microseconds for :func:`parse_time`; only the year if Python has no such date."""
     try:
-        return f"{_EPOCH + timedelta(microseconds=moment):%Y-%m-%dT%H:%M:%S.%fZ}".replace(".000000", "")
+        # %Y has no leading zeros on Linux, without which Python does not read the years before 1000.
+        return (_EPOCH + timedelta(microseconds=moment)).isoformat().replace("+00:00", "Z")
     except OverflowError:
         return f"the year {1970 + moment // 31_556_952_000_000}"
 
