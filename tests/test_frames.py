@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -117,6 +118,44 @@ def test_times_of_all_kinds() -> None:
     assert found.rows["_reason"].to_pylist() == [None, "unreadable"]
 
 
+YEAR_20000 = pa.scalar(568_971_820_800_000, pa.timestamp("ms", "UTC"))
+LABELLED = T.StructType([T.StructField("a", T.FloatType()), T.StructField("b", T.StringType())])
+COUNTS = pa.map_(pa.string(), pa.int64())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "right"),
+    [
+        # As of a text, the nearest FLOAT is right, but for whole numbers.
+        (T.FloatType(), [0.1, 1e300, 1e-300, 16777217.0, -math.inf], [0.1, *[None] * 3, -math.inf]),
+        (T.ArrayType(T.FloatType()), [[0.1, None], [1e300]], [[0.1, None], None]),
+        (LABELLED, [{"b": "B", "a": 1e300}, {"b": "B", "a": 1.5}], [None, {"a": 1.5, "b": "B"}]),
+        (T.TimestampType(), pa.array([0, YEAR_20000.value], YEAR_20000.type), [0, None]),
+        (
+            T.ArrayType(T.TimestampType()),
+            pa.array([[0], [YEAR_20000]], pa.list_(YEAR_20000.type)),
+            [[0], None],
+        ),
+        (T.DateType(), pa.array([0, 6_585_300], pa.date32()), [0, None]),
+        (
+            T.MapType(T.StringType(), T.LongType()),
+            pa.array([[("a", 1), ("b", 2)], [("a", 1), ("a", 2)]], COUNTS),
+            [[("a", 1), ("b", 2)], None],
+        ),
+    ],
+)
+def test_a_value_is_read_exactly_or_its_row_is_bad(
+    kind: T.DataType, values: Any, right: list[Any]
+) -> None:
+    schema = T.StructType([T.StructField("k", T.StringType()), T.StructField("v", kind)])
+    found = local_frame("made", pa.table({"k": ["x"] * len(right), "v": values}), schema)
+    assert found is not None
+    reasons = [None if one is not None else "unreadable" for one in right]
+    assert found.rows["_reason"].to_pylist() == reasons
+    assert found.rows["v"].to_pylist() == pa.array(right, found.rows["v"].type).to_pylist()
+    assert found.digest()
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -126,6 +165,8 @@ def test_times_of_all_kinds() -> None:
         (PANDAS.assign(d=1.5), r"column 'd' is double, expected decimal128(10, 2)"),
         (PANDAS.assign(n=[1, "x", None]), "values of one type each, got: "),
         (PANDAS.assign(k=AT), "column 'k' is timestamp[us, tz=UTC], expected string"),
+        (pd.concat([PANDAS, PANDAS[["k"]]], axis=1), "got the columns ['k'] more than once"),
+        (ARROW.append_column("k", ARROW["k"]), "got the columns ['k'] more than once"),
         ({"k": ["a"]}, "expected a DataFrame of Spark, pandas, Polars, Arrow or DuckDB, or None, got "),
         (pl.Series([1]), "or None, got polars."),
     ],
@@ -147,6 +188,22 @@ def test_a_spark_column_is_never_narrowed(
     with pytest.raises(ContractError) as raised:
         frame_of(given(None).node, rows)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (LABELLED, [{"A": 1.5, "b": "B"}]),
+        (T.ArrayType(LABELLED), [[{"B": "B", "a": 1.5}]]),
+        (LABELLED, [{"z": 1.5}]),
+        (T.TimestampNTZType(), pa.array([0], pa.timestamp("us", "Europe/Berlin"))),
+    ],
+)
+def test_a_local_column_of_another_type_is_refused(kind: T.DataType, values: Any) -> None:
+    """A field in another case would be null, and a time in a zone one in UTC."""
+    schema = T.StructType([T.StructField("k", T.StringType()), T.StructField("v", kind)])
+    with pytest.raises(ContractError, match=r"column 'v' is .*, expected .*; convert it"):
+        local_frame("made", pa.table({"k": ["x"], "v": values}), schema)
 
 
 def test_no_rows_are_nothing_new(spark: SparkSession) -> None:

@@ -14,11 +14,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import date, timedelta
 from functools import reduce
 from typing import Any, TypeAlias, cast
 
+import pyarrow
 import pyarrow as pa
+import pyarrow.compute  # pyright: ignore[reportMissingTypeStubs]
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, DecimalType, StructType
@@ -31,6 +33,7 @@ from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.sources.base import Limited, Uncounted, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
+from vt_dagster.topology.durations import DAY
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
 from vt_dagster.topology.schema import differences
@@ -38,9 +41,12 @@ from vt_dagster.topology.schema import differences
 # Local frames
 
 
+pc: Any = pyarrow.compute  # has no types
+
 ROW = "_row"
 """Column with the row number in the DataFrame, from 1 (BIGINT); null for Spark, which has no order."""
 _WIDEST = pa.decimal128(38, 0)
+_EPOCH = date(1970, 1, 1).toordinal()
 _KINDS = (
     ("boolean", pa.types.is_boolean),
     ("decimal", pa.types.is_decimal),
@@ -53,6 +59,9 @@ _KINDS = (
     ("struct", pa.types.is_struct),
     ("map", pa.types.is_map),
 )
+_DAYS = date.min.toordinal() - _EPOCH, date.max.toordinal() - _EPOCH
+_MICROS = _DAYS[0] * DAY, (_DAYS[1] + 1) * DAY - 1
+"""The years 1 to 9999, both inclusive, since 1970."""
 _ALSO = {"float": {"integer"}, "decimal": {"integer"}, "integer": {"float", "decimal"}}
 """Other kinds of types that a column accepts if each value converts exactly: pandas stores integers
 with a null as floats."""
@@ -107,6 +116,7 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
     table = _as_arrow(name, value)
     if table is None:
         return None
+    require_once(name, table.column_names)
     extra = require_columns(name, table.column_names, schema)
     wanted, columns, bad = arrow_schema(schema), dict[str, pa.ChunkedArray](), set[int]()
     for target in wanted:
@@ -121,11 +131,20 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
     count = table.num_rows
     raw, reason = [None] * count, [None] * count
     places = pa.array(sorted(bad), pa.int64())
-    for place, row in zip(places.to_pylist(), table.take(places).to_pylist(), strict=True):
+    for place in places.to_pylist():
+        row = {c: _shown(table.column(c)[place]) for c in table.column_names}
         raw[place], reason[place] = json.dumps(row, default=str), Reason.UNREADABLE
     columns[ROW] = pa.array(range(1, count + 1), pa.int64())
     columns[RAW], columns[REASON] = pa.array(raw, pa.string()), pa.array(reason, pa.string())
     return LocalFrame(pa.table(columns), extra)
+
+
+def _shown(value: pa.Scalar) -> Any:
+    """Returns a value for the quarantine, as text if it has a time that Python does not have."""
+    try:
+        return value.as_py()
+    except (OverflowError, ValueError):
+        return pa.array([value], value.type).to_string(skip_new_lines=True)
 
 
 def require_columns(name: str, there: Sequence[str], schema: StructType) -> list[str]:
@@ -141,6 +160,20 @@ def require_columns(name: str, there: Sequence[str], schema: StructType) -> list
             f"{missing}; return them, or remove them from the schema. Nothing was committed"
         )
     return [c for c in there if c not in schema.names]
+
+
+def require_once(name: str, there: Sequence[str]) -> None:
+    """Checks that a DataFrame has each column once.
+
+    Raises:
+        ContractError: it does not.
+    """
+    twice = sorted({c for c in there if there.count(c) > 1})
+    if twice:
+        raise ContractError(
+            f"{name}: expected a DataFrame with each column once, got the columns {twice} more than "
+            "once; rename or drop them before it is returned. Nothing was committed"
+        )
 
 
 def wrong_type(name: str, column: str, got: object, wanted: object) -> ContractError:
@@ -163,6 +196,7 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
         value = value.collect() if hasattr(value, "collect") else value
         return value.to_arrow() if hasattr(value, "get_columns") else None
     if library == "pandas" and hasattr(value, "columns"):
+        require_once(name, [*map(str, value.columns)])
         try:
             return pa.Table.from_pandas(value, preserve_index=False)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -186,13 +220,32 @@ def _kind(kind: pa.DataType) -> str:
 
 
 def _require_kind(name: str, column: str, got: pa.DataType, wanted: pa.DataType) -> None:
-    if pa.types.is_null(got) or _kind(got) in {_kind(wanted), *_ALSO.get(_kind(wanted), ())}:
+    alike = _kind(got) in {_kind(wanted), *_ALSO.get(_kind(wanted), ())}
+    if pa.types.is_null(got) or (alike and _has_names(got, wanted)):
         try:
             pa.array([], got).cast(wanted)
             return
         except pa.ArrowException:
             pass
     raise wrong_type(name, column, got, wanted)
+
+
+def _has_names(got: pa.DataType, wanted: pa.DataType) -> bool:
+    """Returns whether structs at any depth have fields by the wanted names, as in ``differences``, and
+    local times no zone, which Arrow would read as null and as times in UTC."""
+    if pa.types.is_struct(got) and pa.types.is_struct(wanted):
+        there = {f.name: f.type for f in got}
+        both = [f for f in wanted if f.name in there]
+        lowered = {name.lower() for name in there}
+        other_case = any(f.name.lower() in lowered for f in wanted if f.name not in there)
+        return bool(both) and not other_case and all(_has_names(there[f.name], f.type) for f in both)
+    if pa.types.is_map(got) and pa.types.is_map(wanted):
+        return _has_names(got.item_type, wanted.item_type)
+    if _kind(got) == _kind(wanted) == "list":
+        return _has_names(got.value_type, wanted.value_type)
+    if pa.types.is_timestamp(got) and pa.types.is_timestamp(wanted):
+        return got.tz is None or wanted.tz is not None
+    return True
 
 
 def _fitting(column: pa.ChunkedArray, wanted: pa.DataType) -> tuple[pa.ChunkedArray, list[int]]:
@@ -219,7 +272,45 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     done = column.cast(wanted)
     if pa.types.is_date(wanted) and not done.cast(column.type).equals(column):
         raise pa.ArrowInvalid("a time of day is no part of a date")
+    loses = _kind(wanted) in ("float", "time", "list", "struct", "map")
+    if loses and _loses(column.combine_chunks(), done.combine_chunks()):
+        raise pa.ArrowInvalid("the type does not have the value")
     return done
+
+
+def _loses(before: pa.Array, after: pa.Array) -> bool:
+    """Returns whether a cast has rounded a number, or a value is none of Spark's: a time outside the
+    years 1 to 9999, a map with a key twice. Arrow's cast checks neither."""
+    kind = after.type
+    if pa.types.is_struct(kind):
+        both = [f.name for f in kind if before.type.get_field_index(f.name) >= 0]
+        return any(_loses(pc.struct_field(before, n), pc.struct_field(after, n)) for n in both)
+    if pa.types.is_map(kind):
+        # The keys of a slice are those of all rows, unless it is copied.
+        whole = pa.array(range(len(after)), pa.int64())
+        first, second = before.take(whole), after.take(whole)
+        if _loses(first.keys, second.keys) or _loses(first.items, second.items):
+            return True
+        return any(len({repr(k) for k, _ in row}) < len(row) for row in after.to_pylist() if row)
+    if _kind(kind) == "list":
+        return _loses(before.flatten(), after.flatten())
+    if kind == pa.float32() and before.type == pa.float64():
+        return _rounds(before, after)
+    if _kind(kind) == "time":
+        whole = after.cast(pa.int32() if kind == pa.date32() else pa.int64())
+        bounds = pc.min_max(whole).as_py().values()
+        first, last = _DAYS if kind == pa.date32() else _MICROS
+        return not all(one is None or first <= one <= last for one in bounds)
+    return False
+
+
+def _rounds(before: pa.Array, after: pa.Array) -> bool:
+    """Returns whether a DOUBLE is too large or too small for a FLOAT, or a whole number that FLOAT does
+    not have. Otherwise the nearest value is right, as of a text: neither type has 0.1."""
+    near = after.cast(pa.float64())
+    changed = pc.and_(pc.not_equal(near, before), pc.invert(pc.is_nan(before)))
+    none = pc.or_(pc.is_inf(near), pc.or_(pc.equal(near, 0), pc.equal(pc.floor(before), before)))
+    return pc.any(pc.and_(changed, none)).as_py() is True
 
 
 # Frame conversion
