@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +303,28 @@ def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
     driver.pipe("rates", *({"k": k, "g": "x", "n": 1, "timestamp": at(1)} for k in ("b", "a")))
     driver.pipe("rates", {"k": "a", "g": "y", "n": 1, "timestamp": at(2)})
     assert [(r["g"], r["names"]) for r in driver.table("groups")] == [("x", ["b"]), ("y", ["a"])]
+
+
+def test_windows_have_bounds_that_python_has(spark: SparkSession) -> None:
+    """The zero time of Go and .NET lies in windows that begin in the year 0, unknown to Python."""
+    first, last = datetime(1, 1, 1, tzinfo=timezone.utc), datetime.max.replace(tzinfo=timezone.utc)
+    kinds = {
+        "weekly": TumblingWindow(7 * 24 * HOUR),
+        "monthly": TumblingWindow("1 month", zone="Asia/Tokyo"),
+        "hopping": HoppingWindow(2 * HOUR, advance=HOUR),
+    }
+    grouped = stream().group_by("k")
+    counts = [grouped.windowed_by(window).count(name=name) for name, window in kinds.items()]
+    driver = TopologyTestDriver(*counts, spark=spark)
+    for k, moment in (("first", first), ("last", last - HOUR), ("last", last), ("last", last)):
+        driver.pipe("sales", {"k": k, "g": "x", "n": 1, "timestamp": moment})
+    for name, size in {"weekly": 1, "monthly": 1, "hopping": 2}.items():
+        found = driver.table(name)
+        starts = [r["window_start"] for r in found if r["k"] == "first"]
+        newest = [r for r in found if r["k"] == "last"][-size:]
+        assert (len(starts), starts[0]) == (size, first)
+        assert {r["window_end"] for r in newest} == {last}
+        assert [r["count"] for r in newest] == ([3] if size == 1 else [3, 2])
 
 
 def definitions(root: Path, limit: int) -> dg.Definitions:

@@ -94,11 +94,16 @@ from vt_dagster.topology.windows import (
 # Fixed windows
 
 
+_MIN_TIME, _MAX_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999
+"""The years 1 to 9999 in epoch microseconds, both inclusive: Python reads no others."""
+
+
 def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
     """Returns each record once per window that contains it, with the window's start and end.
 
     A record without a key, which is dropped, gives one row without a window. Kafka has no windows that
-    start before 1970; here such windows contain records from before 1970 only.
+    start before 1970; here such windows contain records from before 1970 only. A window begins in the
+    year 1 at the earliest, and ends in the year 9999 at the latest.
     """
     if isinstance(window, TumblingWindow):
         start, end = bounds_of(window)
@@ -109,6 +114,11 @@ def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppin
         every = F.sequence(first, last, micros(window.advance))
         rows = fresh.withColumn(WINDOW_START, F.explode(every))
         rows = rows.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
+    bounds = {
+        WINDOW_START: F.greatest(WINDOW_START, F.lit(_MIN_TIME)),
+        WINDOW_END: F.least(WINDOW_END, F.lit(_MAX_TIME)),
+    }
+    rows = with_columns(rows, bounds)
     return with_columns(rows, dict(zip((WINDOW_START, WINDOW_END), ends(key), strict=True)))
 
 
@@ -164,6 +174,8 @@ def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
 
 def closes_at(window: TumblingWindow | HoppingWindow, end: Column) -> Column:
     """Returns the stream time (epoch microseconds, inclusive) from which on a window is closed."""
+    # The last window contains its end, since no time follows it.
+    end = F.when(end >= _MAX_TIME, F.lit(_MAX_TIME + 1)).otherwise(end)
     return F.try_add(end, micros(window.grace))
 
 
@@ -949,7 +961,7 @@ def state_after(
         least = in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
         closed = F.unix_micros(WINDOW_START) < least
     else:
-        closed = end <= now - micros(window.grace)
+        closed = closes_at(window, end) <= now
     counts = (F.col(OUTCOME) == Outcome.KEPT) | (F.col(OUTCOME) == Outcome.APPLIED)
     alive = rows.where(F.col(_WINDOW_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
     names = [a.name for a in aggregates.accumulators]
