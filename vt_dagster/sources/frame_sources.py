@@ -199,7 +199,7 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
         require_once(name, [*map(str, value.columns)])
         try:
             return pa.Table.from_pandas(value, preserve_index=False)
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
             raise ContractError(
                 f"{name}: expected pandas columns of values of one type each, got: {error}; convert "
                 "that column before it is returned. Nothing was committed"
