@@ -505,6 +505,36 @@ def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
     assert f"{type(error).__name__}: out of memory" in results[found[1]].differences[0]
 
 
+def test_a_foreign_key_join_has_the_partitions_of_its_left_side(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Wherever the right side is: the stream time of another scenario would drop results."""
+    steps: list[dict[str, Any]] = [
+        {"id": "r", "op": "table", "input": "right", "table": PLAIN},
+        {"id": "a", "op": "aggregate", "from": "r", "aggregate": "count"},
+        {"id": "l", "op": "table", "input": "left", "table": PLAIN},
+        {"id": "f", "op": "foreign_key_join", "kind": "left", "left": "l", "right": "a"},
+    ]
+    steps[-1]["materialize"] = {**KEPT, "history_retention": 1}
+    found = [
+        {
+            "name": f"by-{time}",
+            "operator": "chain",
+            "config": {"steps": steps, "output": "f"},
+            "records": [
+                {"input": "left", "key": "a", "value": "y|1", "timestamp": time},
+                {"input": "left", "key": "b", "value": "y|2", "timestamp": time},
+                {"input": "left", "key": "c", "value": "y|3", "timestamp": time},
+            ],
+        }
+        for time in (1000, 10)
+    ]
+    path = write(tmp_path / "moved.json", *map(complete, found))
+    report = run([path], granularity="record", spark=spark, echo=[].append)
+    assert report.ok
+    assert report.identical == len(found)
+
+
 def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Path) -> None:
     broken = scenario("kip889-put-return-codes")
     broken["final_store"] = []

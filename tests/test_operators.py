@@ -610,3 +610,5 @@ def test_when_two_tables_have_a_key_in_the_same_partition() -> None:
     # What is made of them follows: a filter keeps the partitions, another key gives others.
     assert topics[0].filter("a > 0", name="h").partitioning == topics[1].partitioning
     assert topics[0].join(files[0], name="e").partitioning == files[0].partitioning
+    by_reference = topics[0].left_join(files[0], name="e", foreign_key="k")
+    assert by_reference.partitioning == topics[0].partitioning

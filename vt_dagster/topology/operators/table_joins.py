@@ -178,6 +178,12 @@ class ForeignKeyJoin(TableTableJoin):
         self.projection()
 
     @property
+    def copartitioned(self) -> bool:
+        """Returns True: a result is in the partition of its left row, as in Kafka Streams, and a key is
+        in one partition of the left side, wherever the right rows are."""
+        return True
+
+    @property
     def specification(self) -> ForeignKeyJoinSpec:
         return ForeignKeyJoinSpec(
             **self._sides,
