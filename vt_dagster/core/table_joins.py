@@ -105,9 +105,9 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
         return known if self.plan().risen else monotone(known, self.node.key)
 
     def at_home(self, joined: DataFrame) -> DataFrame:
-        """Moves all results of a key to one partition, even if the sides store the key in different
+        """Moves all results of a key to one partition, if the sides may store the key in different
         ones: offsets of two partitions have no common order."""
-        if self.operator.copartitioned:
+        if self.operator.partitioning is not None:
             return joined
         return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
 

@@ -178,10 +178,10 @@ class ForeignKeyJoin(TableTableJoin):
         self.projection()
 
     @property
-    def copartitioned(self) -> bool:
-        """Returns True: a result is in the partition of its left row, as in Kafka Streams, and a key is
-        in one partition of the left side, wherever the right rows are."""
-        return True
+    def partitioning(self) -> tuple[Any, ...]:
+        """That of the left side: a result is in the partition of its left row, as in Kafka Streams,
+        wherever the right row is."""
+        return self.left.partitioning
 
     @property
     def specification(self) -> ForeignKeyJoinSpec:
