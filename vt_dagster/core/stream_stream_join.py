@@ -69,7 +69,7 @@ from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_table_join import CORRECTED, moves_stream_time
 from vt_dagster.core.stream_time import Timed, largest_by_chunk, largest_if_none_late, with_largest
 from vt_dagster.core.table_changes import columns, match_columns, match_names
-from vt_dagster.topology.durations import Duration, length_at
+from vt_dagster.topology.durations import FIRST_TIME, Duration, length_at
 from vt_dagster.topology.operators import CorrectedStreamJoin, StreamStreamJoin
 
 # Window match
@@ -252,8 +252,6 @@ def _c(side: str, column: str) -> Column:
 
 SIDES = (LEFT, RIGHT)
 OPEN, LOOK_WATERMARK = "open", "look"
-LOWEST = -62_135_596_800_000_000
-"""The year 1: no record is earlier."""
 VALID, EXPIRED = "_valid", "_expired"
 _TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_WATERMARK}
 _SEGMENT = 60_000
@@ -312,7 +310,7 @@ class StreamJoinTime(TimePolicy):
                     newest[row[PARTITION]] = row[name]
         seen = {*before.get(OPEN, {}), *(row[PARTITION] for row in found)}
         promise, look = self.processor.operator.promise, watermarks["look"]
-        let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
+        let_go = {p: look[p] - in_micros_at(promise, p) if p in look else FIRST_TIME for p in seen}
         return {**watermarks, OPEN: let_go}
 
 
@@ -346,7 +344,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
                 found.append(own[p] - in_micros_at(operator.reach, p))
             if p in let_go and place in self.preserved_sides:
                 found.append(let_go[p] - in_micros_at(ahead, p) - 1)
-        return max(LOWEST, min(found)) if found else None
+        return max(FIRST_TIME, min(found)) if found else None
 
     def with_largest_times(
         self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False
@@ -797,7 +795,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             IS_TOMBSTONE: F.lit(True),
             IS_LATE: F.lit(False),
             PHASE: F.lit(1),
-            THERE: F.lit(LOWEST),
+            THERE: F.lit(FIRST_TIME),
             RANK: F.lit(0),
             FROM: F.col(offset),
             MATCHED: F.lit(True),

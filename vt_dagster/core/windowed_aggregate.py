@@ -80,7 +80,7 @@ from vt_dagster.core.stream_time import (
     with_stream_time,
     with_time_in_bounds,
 )
-from vt_dagster.topology.durations import DAY, Calendar
+from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME, Calendar
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windows import (
@@ -94,10 +94,6 @@ from vt_dagster.topology.windows import (
 # Fixed windows
 
 
-_MIN_TIME, _MAX_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999
-"""The years 1 to 9999 in epoch microseconds, both inclusive: Python reads no others."""
-
-
 def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
     """Returns each record once per window that contains it, with the window's start and end.
 
@@ -107,18 +103,16 @@ def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppin
     """
     if isinstance(window, TumblingWindow):
         start, end = bounds_of(window)
-        rows = fresh.withColumns({WINDOW_START: start, WINDOW_END: end})
+        rows = fresh
     else:
         first, last = starts(window)
         first = F.when(has_key(key), first).otherwise(last)
         every = F.sequence(first, last, micros(window.advance))
         rows = fresh.withColumn(WINDOW_START, F.explode(every))
-        rows = rows.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
-    bounds = {
-        WINDOW_START: F.greatest(WINDOW_START, F.lit(_MIN_TIME)),
-        WINDOW_END: F.least(WINDOW_END, F.lit(_MAX_TIME)),
-    }
-    rows = with_columns(rows, bounds)
+        start = F.col(WINDOW_START)
+        end = start + micros(window.size)
+    within = F.greatest(start, F.lit(FIRST_TIME)), F.least(end, F.lit(LAST_TIME))
+    rows = with_columns(rows, dict(zip((WINDOW_START, WINDOW_END), within, strict=True)))
     return with_columns(rows, dict(zip((WINDOW_START, WINDOW_END), ends(key), strict=True)))
 
 
@@ -175,7 +169,7 @@ def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
 def closes_at(window: TumblingWindow | HoppingWindow, end: Column) -> Column:
     """Returns the stream time (epoch microseconds, inclusive) from which on a window is closed."""
     # The last window contains its end, since no time follows it.
-    end = F.when(end >= _MAX_TIME, F.lit(_MAX_TIME + 1)).otherwise(end)
+    end = F.when(end >= LAST_TIME, F.lit(LAST_TIME + 1)).otherwise(end)
     return F.try_add(end, micros(window.grace))
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeAlias, cast
 
@@ -33,7 +33,7 @@ from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.sources.base import Limited, Uncounted, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
-from vt_dagster.topology.durations import DAY
+from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
 from vt_dagster.topology.schema import differences
@@ -46,7 +46,6 @@ pc: Any = pyarrow.compute  # has no types
 ROW = "_row"
 """Column with the row number in the DataFrame, from 1 (BIGINT); null for Spark, which has no order."""
 _WIDEST = pa.decimal128(38, 0)
-_EPOCH = date(1970, 1, 1).toordinal()
 _KINDS = (
     ("boolean", pa.types.is_boolean),
     ("decimal", pa.types.is_decimal),
@@ -59,9 +58,6 @@ _KINDS = (
     ("struct", pa.types.is_struct),
     ("map", pa.types.is_map),
 )
-_DAYS = date.min.toordinal() - _EPOCH, date.max.toordinal() - _EPOCH
-_MICROS = _DAYS[0] * DAY, (_DAYS[1] + 1) * DAY - 1
-"""The years 1 to 9999, both inclusive, since 1970."""
 _ALSO = {"float": {"integer"}, "decimal": {"integer"}, "integer": {"float", "decimal"}}
 """Other kinds of types that a column accepts if each value converts exactly: pandas stores integers
 with a null as floats."""
@@ -299,7 +295,8 @@ def _loses(before: pa.Array, after: pa.Array) -> bool:
     if _kind(kind) == "time":
         whole = after.cast(pa.int32() if kind == pa.date32() else pa.int64())
         bounds = pc.min_max(whole).as_py().values()
-        first, last = _DAYS if kind == pa.date32() else _MICROS
+        unit = DAY if kind == pa.date32() else 1
+        first, last = FIRST_TIME // unit, LAST_TIME // unit
         return not all(one is None or first <= one <= last for one in bounds)
     return False
 

@@ -37,6 +37,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import SourceError
+from vt_dagster.topology.durations import FIRST_TIME, LAST_TIME
 
 # Value reader
 
@@ -59,8 +60,6 @@ NAMED_UNITS = {
     "org.apache.kafka.connect.data.Timestamp": "millis",
 }
 """Units by type name in Kafka Connect's schemas."""
-_FIRST, _LAST = -62_135_596_800_000_000, 253_402_300_799_999_999
-"""The years 1 to 9999 in microseconds, both inclusive."""
 _WHOLE = r"\A[+-]?[0-9]+\z"
 _NUMBER = r"\A[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?\z"
 _DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
@@ -349,7 +348,7 @@ def _micros_of(whole: Column, exact: Column | None, unit: str) -> Column:
 
 
 def _moment(micros: Column, kind: DataType) -> Column:
-    inside = micros.between(_FIRST, _LAST)
+    inside = micros.between(FIRST_TIME, LAST_TIME)
     if isinstance(kind, DateType):
         inside = inside & (F.pmod(micros, F.lit(_MICROS["days"])) == 0)
     return F.when(inside, F.timestamp_micros(micros).cast(kind))

@@ -25,6 +25,8 @@ scenarios with different settings side by side as partitions."""
 _LONGEST = timedelta(days=365_000)
 FOREVER = timedelta(days=50_000_000)
 """Longer than any stream of records; in microseconds it still fits a BIGINT."""
+FIRST_TIME, LAST_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999
+"""The years 1 to 9999 in epoch microseconds, both inclusive: Python has no other times."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _NAMES = {"w": "weeks", "d": "days", "h": "hours", "m": "minutes", "s": "seconds", "ms": "milliseconds"}
