@@ -188,17 +188,18 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
         return pa.Table.from_batches([value])
     if isinstance(value, pa.RecordBatchReader):
         return value.read_all()
-    if library == "polars":
+    if library in ("polars", "pandas"):
         value = value.collect() if hasattr(value, "collect") else value
-        return value.to_arrow() if hasattr(value, "get_columns") else None
-    if library == "pandas" and hasattr(value, "columns"):
+        if not hasattr(value, "columns"):
+            return None
         require_once(name, [*map(str, value.columns)])
         try:
-            return pa.Table.from_pandas(value, preserve_index=False)
+            pandas = library == "pandas"
+            return pa.Table.from_pandas(value, preserve_index=False) if pandas else value.to_arrow()
         except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
             raise ContractError(
-                f"{name}: expected pandas columns of values of one type each, got: {error}; convert "
-                "that column before it is returned. Nothing was committed"
+                f"{name}: expected {library} columns of values of one type that Arrow has, got: "
+                f"{error}; convert that column before it is returned. Nothing was committed"
             ) from None
     if library in ("duckdb", "_duckdb"):
         return value.to_arrow_table() if hasattr(value, "to_arrow_table") else None
