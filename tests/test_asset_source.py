@@ -61,6 +61,83 @@ def test_each_materialization_counts_once(
     assert head.commit.taken == {"asset raw/rates": {0: (1, 2)}}
 
 
+@pytest.mark.parametrize("day", [None, "2024-01-01"])
+def test_a_run_that_is_overtaken_does_not_take_what_was_replaced(
+    spark: SparkSession,
+    tmp_path: Path,
+    instance: dg.DagsterInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    day: str | None,
+) -> None:
+    """Two runs at once: before the first commits, the upstream asset is materialized again, and the
+    second run takes that."""
+    partitions = None if day is None else DAYS
+    answers = [rows(("a", "1", 1)), rows(("a", "2", 1))]
+
+    @dg.asset(partitions_def=partitions)
+    def raw() -> pd.DataFrame:
+        return answers.pop(0)
+
+    of_raw = AssetSource("raw", as_type=pd.DataFrame, partitions_def=partitions)
+    rates = Table("rates", source=of_raw, **ABOUT)
+
+    def run(**options: Any) -> Any:
+        return materialize(tmp_path, instance, rates, assets=[raw], partition_key=day, **options)
+
+    commit = AssetStore.commit
+
+    def overtaken(store: AssetStore, *args: Any) -> Any:
+        if len(answers) == 1:
+            assert made(run()) == {"raw", "rates"}
+        return commit(store, *args)
+
+    monkeypatch.setattr(AssetStore, "commit", overtaken)
+    assert made(run()) == {"raw"}
+    assert values(tmp_path, "rates") == ["2"]
+    assert made(run(asset_selection=[dg.AssetKey("rates")])) == set()
+    assert values(tmp_path, "rates") == ["2"]
+
+
+def test_a_partition_that_was_committed_again_is_reported(
+    spark: SparkSession,
+    tmp_path: Path,
+    instance: dg.DagsterInstance,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run fails after its commit; the run of another partition commits before its retry."""
+
+    @dg.asset(partitions_def=DAYS)
+    def raw(context: dg.AssetExecutionContext) -> pd.DataFrame:
+        return rows(("a", context.run.run_id, int(context.partition_key[-2:])))
+
+    of_raw = AssetSource("raw", as_type=pd.DataFrame, partitions_def=DAYS)
+    rates = Table("rates", source=of_raw, **ABOUT)
+
+    def run(day: str, *names: str) -> Any:
+        chosen: Any = [dg.AssetKey(name) for name in names]
+        about: dict[str, Any] = {"asset_selection": chosen, "partition_key": day}
+        return materialize(tmp_path, instance, rates, assets=[raw], **about)
+
+    commit, fails = AssetStore.commit, False
+
+    def committed(store: AssetStore, *args: Any) -> Any:
+        head = commit(store, *args)
+        if fails:
+            raise RuntimeError("the process ends")
+        return head
+
+    monkeypatch.setattr(AssetStore, "commit", committed)
+    assert made(run("2024-01-01", "raw", "rates")) == {"raw", "rates"}
+    fails = True
+    failed = run("2024-01-01", "raw", "rates")
+    assert not failed.success
+    fails = False
+    assert made(run("2024-01-02", "raw", "rates")) == {"raw", "rates"}
+    assert made(run("2024-01-01", "rates")) == {"rates"}
+    assert made(run("2024-01-01", "rates")) == made(run("2024-01-02", "rates")) == set()
+    assert len(values(tmp_path, "rates")) == 3
+
+
 def test_of_a_partitioned_asset_each_partition(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:

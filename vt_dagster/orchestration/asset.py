@@ -48,13 +48,14 @@ from vt_dagster.runs.run import Receipt, Results, Run
 from vt_dagster.sources.base import delivered
 from vt_dagster.sources.delta_source import DeltaSource
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.sources.frame_sources import FrameSource
+from vt_dagster.sources.frame_sources import FrameSource, batch_of_delivery
 from vt_dagster.sources.kafka_cluster import as_ranges
 from vt_dagster.sources.kafka_source import KafkaSource, PinnedTopics
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.catalog import register
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.expressions import tokens
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_arguments, set_options
@@ -423,7 +424,7 @@ def materialized(
     key, last = dg.AssetKey(node.path), None if head is None else head.commit
     if receipt.commit is None:
         if partitions_of(node) is not None:
-            return _of_partition(context, key, last)
+            return _of_partition(context, key, store, head)
         if head is None or not needs_materialization(context, key, head.commit):
             return unchanged(context, key, last, arrival)
         receipt = Receipt(head.commit, head.version)
@@ -477,14 +478,26 @@ def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     return True
 
 
-def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
+def _of_partition(
+    context: Any, key: dg.AssetKey, store: AssetStore, head: Head | None
+) -> dg.MaterializeResult[Any]:
     """Returns the result of an asset with partitions whose run had no new records.
 
     A partition without a materialization gets one (it has no records, or its run died after its
-    commit), because otherwise downstream assets that need all partitions would wait forever.
+    commit), because otherwise downstream assets that need all partitions would wait forever. So does
+    one whose last materialization is older than its last commit.
     """
-    wanted = [dg.AssetRecordsFilter(key, asset_partitions=[one]) for one in context.partition_keys]
-    if all(context.instance.fetch_materializations(one, limit=1).records for one in wanted):
+    last, consumed = None if head is None else head.commit, store.consumed_files(head)
+
+    def reported(partition: str) -> bool:
+        wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition])
+        records = context.instance.fetch_materializations(wanted, limit=1).records
+        made = records[0].asset_materialization if records else None
+        versions = None if made is None else made.metadata.get("versions")
+        at_least = batch_of_delivery(consumed, partition)
+        return made is not None and (versions is None or versions.value["batch"] >= at_least)
+
+    if all(map(reported, context.partition_keys)):
         return unchanged(context, key, last)
     metadata = {"status": "nothing new: no commit", **_standing(last)}
     return dg.MaterializeResult(

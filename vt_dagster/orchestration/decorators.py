@@ -213,7 +213,7 @@ def _of_asset(
 ) -> list[Delivery]:
     last = _materialization(context, node, source, None)
     if last.partition_key is None:
-        return [Delivery("", _version(context, node, source, last), lambda: value)]
+        return [_delivery(context, node, source, last, value)]
     partitions = list(context.asset_partition_keys_for_input(_UPSTREAM))
     if len(partitions) != 1 and not isinstance(value, dict):
         raise SourceError(
@@ -225,17 +225,37 @@ def _of_asset(
     found: list[Delivery] = []
     for one in partitions:
         if one in frames:
-            version = _version(context, node, source, _materialization(context, node, source, one))
-            found.append(Delivery(one, version, lambda frame=frames[one]: frame))
+            last = _materialization(context, node, source, one)
+            found.append(_delivery(context, node, source, last, frames[one]))
     return found
+
+
+def _delivery(
+    context: dg.AssetExecutionContext,
+    node: Stream,
+    source: AssetSource,
+    last: dg.EventLogRecord,
+    value: Any,
+) -> Delivery:
+    def replaced_by() -> set[str]:
+        # By place in the event storage: the clocks of two machines may differ.
+        wanted = _wanted(source, last.partition_key, after_storage_id=last.storage_id)
+        return {*map(_version_of, context.instance.fetch_materializations(wanted, limit=1_000).records)}
+
+    version = _version(context, node, source, last)
+    return Delivery(last.partition_key or "", version, lambda: value, replaced_by)
+
+
+def _wanted(source: AssetSource, partition: str | None, **about: Any) -> dg.AssetRecordsFilter:
+    only = None if partition is None else [partition]
+    return dg.AssetRecordsFilter(dg.AssetKey(source.path), asset_partitions=only, **about)
 
 
 def _materialization(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, partition: str | None
 ) -> dg.EventLogRecord:
     """Returns the last materialization of the upstream asset, or of one of its partitions."""
-    only = None if partition is None else [partition]
-    wanted = dg.AssetRecordsFilter(dg.AssetKey(source.path), asset_partitions=only)
+    wanted = _wanted(source, partition)
     records = context.instance.fetch_materializations(wanted, limit=1).records
     if not records:
         named = "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
@@ -257,7 +277,11 @@ def _version(
             f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "
             "got one; nothing was committed. Run again, or put both assets into one pool"
         )
-    return f"{last.run_id}@{last.timestamp:.6f}"
+    return _version_of(last)
+
+
+def _version_of(materialization: dg.EventLogRecord) -> str:
+    return f"{materialization.run_id}@{materialization.timestamp:.6f}"
 
 
 def _started(context: dg.AssetExecutionContext, node: Stream) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
@@ -430,11 +430,13 @@ class Delivery:
         version: the version under this name; a consumed version is not loaded again. None = the digest
             of its content.
         load: returns the DataFrame.
+        replaced_by: returns the versions that have replaced this one.
     """
 
     name: str
     version: str | None
     load: Callable[[], Any]
+    replaced_by: Callable[[], Collection[str]] = frozenset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -578,7 +580,7 @@ class Given:
         new: list[tuple[Delivery, Frame, str]] = []
         for one in self.deliveries:
             known = memory.get(one.name)
-            if known is not None and known[0] == one.version:
+            if known is not None and (known[0] == one.version or known[0] in one.replaced_by()):
                 continue
             found = self._frame(one)
             if found is None:
@@ -592,7 +594,8 @@ class Given:
                     raise self._changed(one.name, known, found)
             new.append((one, found, version))
         first = 0 if before is None else before.inputs.get(self.source.input, {}).get(0, 0)
-        return PinnedFrames(self.source, new, consumed, first)
+        batch = 1 if before is None else before.batch + 1
+        return PinnedFrames(self.source, new, consumed, first, batch)
 
     def _frame(self, one: Delivery) -> Frame | None:
         if one.name not in self._loaded:
@@ -614,6 +617,12 @@ class Given:
                 found.release()
 
 
+def batch_of_delivery(consumed: Mapping[str, Any], name: str) -> int:
+    """Returns the batch that consumed a delivery last; 0 = none, or a release that did not store it."""
+    _, _, batch, *_ = [*consumed.get(_DELIVERIES, {}).get(name, ()), 0, 0, 0]
+    return batch
+
+
 @dataclass(frozen=True)
 class PinnedFrames(Limited, Uncounted):
     """The deliveries that a run consumes.
@@ -623,12 +632,14 @@ class PinnedFrames(Limited, Uncounted):
         new: each delivery with its rows and the version to store.
         before: the consumed state of earlier runs.
         first: the number of rows consumed by earlier runs.
+        batch: the number of the run's commit.
     """
 
     source: FrameSource
     new: Sequence[tuple[Delivery, Frame, str]]
     before: Mapping[str, Any]
     first: int
+    batch: int
 
     bytes = None
 
@@ -672,11 +683,11 @@ class PinnedFrames(Limited, Uncounted):
         )
 
     def consumed(self) -> dict[str, Any]:
-        """Returns the consumed state after the run: version and number of rows by delivery."""
+        """Returns the consumed state after the run: version, number of rows and batch by delivery."""
         memory = dict(self.before.get(_DELIVERIES, {}))
         for one, found, version in self.new:
-            memory[one.name] = [version, found.count]
-        runs = [name for name, (version, _) in memory.items() if name and not version]
+            memory[one.name] = [version, found.count, self.batch]
+        runs = [name for name, (version, *_) in memory.items() if name and not version]
         for name in runs[:-_MOST_RUNS]:
             del memory[name]
         return {**self.before, _DELIVERIES: memory}
