@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
-from tests.market import Market
-from vt_dagster import HoppingWindow, Stream
+from tests.market import RECORD, Market, lines
+from vt_dagster import FilesSource, HoppingWindow, Stream, VersionedTable
 from vt_dagster.cli import app
 from vt_dagster.cli import tables as of_commands
 from vt_dagster.errors import StorageError, TopologyError
-from vt_dagster.runs.replay import replay
+from vt_dagster.runs.replay import compare, replay
+from vt_dagster.runs.run import run_once
 from vt_dagster.runs.what_if import Changes, this_host, what_if
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import with_settings
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -152,6 +155,29 @@ def test_a_budget_fails_a_ci(market: Market, monkeypatch: pytest.MonkeyPatch) ->
         assert told.exit_code == code, told.output
         shares = [(one["asset"], one["share"]) for one in json.loads(told.output)["assets"]]
         assert shares == [("priced", 0.02), ("other", 0.0)]
+
+
+def test_times_differ_within_a_millisecond(spark: SparkSession, tmp_path: Path) -> None:
+    """Times have microseconds; a comparison that truncates them would call these tables equal."""
+    made: list[AssetStore] = []
+    for name, times in (("one", ("000100", "000300")), ("other", ("000100", "000301"))):
+        (tmp_path / name).mkdir()
+        rows = [{"k": "a", "v": "x", "at": f"2024-01-01T00:00:00.{time}Z"} for time in times]
+        (tmp_path / name / "1.json").write_text(lines(*rows))
+        node = VersionedTable(
+            name,
+            key="k",
+            timestamp="at",
+            schema=RECORD,
+            history_retention=LONG,
+            source=FilesSource(str(tmp_path / name)),
+        )
+        stores = stores_of(str(tmp_path / "warehouse"), spark)
+        run_once(node, stores)
+        made.append(stores(node))
+    found = compare(*made)
+    # The end of the first version, and the second version.
+    assert (found.missing, found.extra) == (2, 2)
 
 
 def test_other_settings(market: Market) -> None:

@@ -196,6 +196,6 @@ def test_the_commands(
     code, text = said("compare", "orders", "less")
     assert code == 1
     assert "3 rows only in orders, 0 only in less" in text
-    assert 'only in orders: {"at":"2020-01-01T00:00:00.000Z"' in text
+    assert 'only in orders: {"at":"2020-01-01T00:00:00.000000Z"' in text
     assert said("swap", "orders", "less")[0] == 0
     assert AssetStore(warehouse, orders, spark).read().count() == 2

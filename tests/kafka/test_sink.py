@@ -90,7 +90,7 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
     found = {place(m): m for m in topics.consume(target, 3)}
     assert sorted(found) == ["t/0/0", "t/0/1", "t/1/0"]
     first, deleted = found["t/0/0"], found["t/0/1"]
-    assert json.loads(first.value() or b"") == {"k": "a", "n": 1, "at": "2020-01-01T00:00:05.000Z"}
+    assert json.loads(first.value() or b"") == {"k": "a", "n": 1, "at": "2020-01-01T00:00:05.000000Z"}
     assert json.loads(first.key() or b"") == {"k": "a"}
     assert first.timestamp()[1] == 1_577_836_805_000
     assert deleted.value() is None

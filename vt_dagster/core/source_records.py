@@ -223,6 +223,23 @@ def _is_odd(value: Column, kind: DataType) -> Column:
     return ~F.year(value).between(1, 9999)
 
 
+_EXACT = {
+    # Spark's own formats truncate to milliseconds: two rows would be one.
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS[XXX]",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+}
+
+
+def as_json(columns: Sequence[str], nulls: bool = False) -> Column:
+    """Returns columns as a text in JSON, with times to the microsecond.
+
+    Args:
+        nulls: whether the text has the columns that are null.
+    """
+    row = F.struct(*[F.col(f"`{c}`") for c in columns])
+    return F.to_json(row, {**_EXACT, "ignoreNullFields": str(not nulls).lower()})
+
+
 def time_of(node: Stream, rows: DataFrame) -> Column:
     """Returns the valid time of a source's rows; null if it cannot be determined."""
     column = node.timestamp in node.schema.names

@@ -56,7 +56,7 @@ from vt_dagster.core.arrival_order import (
 from vt_dagster.core.processor import ResultOrder, RunPlan
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
-from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START, Reason
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START, Reason, as_json
 from vt_dagster.core.versioned_table import is_refused
 from vt_dagster.errors import ContractError
 from vt_dagster.sources.base import Pinned
@@ -666,7 +666,7 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
         for rule in rules:
             if rule.name == name:
                 # Spark Connect has no toJSON.
-                text = F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names]))
+                text = as_json(node.schema.names)
                 found = with_columns_of(rows, [rule]).where(rule.violated).select(text).first()
                 example = f", for example {found[0]}" if found else ""
         lines.append(f"{name}: {count if count >= 0 else 'some'} record(s){example}")

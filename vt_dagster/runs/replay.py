@@ -6,12 +6,12 @@ A replay from truncated logs, or from times before a table's history, is refused
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -27,6 +27,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_records import as_json
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.pin import Stores, times_of
 from vt_dagster.runs.run import run_once
@@ -420,17 +421,14 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
             "columns, or run vt-dagster what-if, which compares the columns that both have"
         )
     columns = sorted(ours.columns)
-    differing = differing_rows(ours.select(as_json(columns)), theirs.select(as_json(columns)))
+    differing = differing_rows(
+        *(side.select(as_json(columns, nulls=True).alias("row")) for side in (ours, theirs))
+    )
     sums = differing.agg(
         F.coalesce(F.sum(F.greatest("_count", F.lit(0))), F.lit(0)),
         F.coalesce(F.sum(F.greatest(-F.col("_count"), F.lit(0))), F.lit(0)),
     ).collect()[0]
     return Differences(sums[0], sums[1], differing)
-
-
-def as_json(columns: Sequence[str], name: str = "row") -> Column:
-    """Returns some columns as one JSON text, because Spark cannot group by maps."""
-    return F.to_json(F.struct(*[f"`{c}`" for c in columns]), {"ignoreNullFields": "false"}).alias(name)
 
 
 def differing_rows(ours: DataFrame, theirs: DataFrame) -> DataFrame:

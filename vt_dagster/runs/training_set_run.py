@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
+from vt_dagster.core.source_records import as_json
 from vt_dagster.core.stream_table_join import Feature, matched_by, with_features
 from vt_dagster.core.table_store import as_read
 from vt_dagster.errors import StorageError
@@ -313,7 +314,7 @@ def content_of(rows: DataFrame, matched: Sequence[str] = ()) -> tuple[int, str, 
     values = list[Column]()
     for name, kind in rows.drop(*matched).dtypes:
         value = F.col(f"`{name}`")
-        values.append(F.to_json(F.struct(value)) if "map<" in kind else value)
+        values.append(as_json([name]) if "map<" in kind else value)
         values.append(value.isNull())  # the hash of a row leaves out nulls
     total = F.sum(F.xxhash64(*values).cast("decimal(38,0)"))
     found = [F.count_if(_quoted(name)) for name in matched]

@@ -18,10 +18,10 @@ from pyspark.sql.types import NumericType
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_records import as_json
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.plan import plan, to_replay
 from vt_dagster.runs.replay import (
-    as_json,
     comparable,
     differing_rows,
     from_beginning,
@@ -274,8 +274,10 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
         timed = [TIMESTAMP]
     identity = [*key, *timed]
     shown = sorted(c for c in common if c not in identity) or identity
+    texts = {"key": key, "id": identity, "row": shown}
     both = [
-        one.select(as_json(key, "key"), as_json(identity, "id"), as_json(shown, "row")) for one in sides
+        one.select(*[as_json(of, nulls=True).alias(name) for name, of in texts.items()])
+        for one in sides
     ]
     differing = differing_rows(*both).persist()
     try:

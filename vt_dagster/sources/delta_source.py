@@ -33,6 +33,7 @@ from vt_dagster.core.source_records import (
     RECORD_TIME,
     SOURCE,
     VERSION,
+    as_json,
     changes,
 )
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError, StorageError
@@ -447,7 +448,7 @@ class PinnedVersions(Uncounted):
     def _records(self, rows: DataFrame, node: Stream) -> DataFrame:
         """Adds the columns that every source provides."""
         moment = F.timestamp_micros(F.col(_TIME))
-        raw = F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names]))
+        raw = as_json(node.schema.names)
         timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
         none = F.lit(None).cast("string")
         gone = {} if DELETED in rows.columns else {DELETED: F.lit(False)}

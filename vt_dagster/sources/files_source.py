@@ -28,7 +28,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, LongType, MapType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.base import (
     End,
@@ -470,7 +470,7 @@ def parquet_rows(
         (F.col(START) + F.col(_LINE)).alias(ARRIVAL),
         F.col(FILE).alias(SOURCE),
         (F.col(_LINE) + 1).alias(POSITION),
-        F.to_json(F.struct(*schema.names)).alias(RAW),
+        as_json(schema.names).alias(RAW),
         F.when(broken, Reason.UNREADABLE).alias(REASON),
     )
 

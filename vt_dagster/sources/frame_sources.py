@@ -28,7 +28,7 @@ from pyspark.sql.types import DataType, DecimalType, StructType
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.log_columns import arrow_schema, spark_schema
-from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, time_of
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json, time_of
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.sources.base import Limited, Uncounted, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
@@ -334,7 +334,7 @@ class SparkFrame:
 
     def digest(self) -> str:
         """Returns a digest of the rows, independent of their order."""
-        row = F.to_json(F.struct(*self._rows.columns), {"ignoreNullFields": "false"})
+        row = as_json(self._rows.columns, nulls=True)
         hashed = F.xxhash64(row)
         sums = self._rows.agg(
             F.coalesce(F.bit_xor(hashed), F.lit(0)),
@@ -667,7 +667,7 @@ class PinnedFrames(Limited, Uncounted):
             for place, (one, found, _) in enumerate(self.new)
         ]
         rows = reduce(DataFrame.unionByName, parts)
-        content = F.to_json(F.struct(*node.schema.names))
+        content = as_json(node.schema.names)
         of_spark = [F.when(F.col(ROW).isNull(), F.col(f"`{c}`")) for c in node.key]
         of_spark.append(F.when(F.col(ROW).isNull(), content))
         order = [F.col(_DELIVERY), time_of(node, rows), F.col(ROW), *of_spark]

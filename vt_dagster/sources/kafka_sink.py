@@ -21,10 +21,11 @@ from typing import Any, Literal
 import pyarrow as pa
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.core.source_records import as_json
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError
 from vt_dagster.sources.kafka_cluster import (
     KafkaCluster,
@@ -474,8 +475,8 @@ class Publication:
         return rows.select(
             PARTITION,
             OFFSET,
-            _json(list(node.key)).alias("key"),
-            F.when(~F.col(IS_TOMBSTONE), _json(node.schema.names)).alias("value"),
+            as_json(node.key, nulls=True).alias("key"),
+            F.when(~F.col(IS_TOMBSTONE), as_json(node.schema.names, nulls=True)).alias("value"),
             millis.alias("millis"),
             F.concat_ws("/", F.lit(node.name), PARTITION, OFFSET, F.lit(log)).alias("place"),
         )
@@ -510,10 +511,6 @@ class Publication:
                     f"{advice_for(error)}"
                 )
         return {partition: count for partition, count, _ in acknowledged}
-
-
-def _json(columns: list[str]) -> Column:
-    return F.to_json(F.struct(*columns), {"ignoreNullFields": "false"})
 
 
 __all__ = ["HEADER", "KafkaSink", "Publication"]

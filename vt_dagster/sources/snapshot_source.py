@@ -30,6 +30,7 @@ from vt_dagster.core.source_records import (
     RESTATES,
     SOURCE,
     Reason,
+    as_json,
     difference,
 )
 from vt_dagster.errors import ContractError, SourceError, TopologyError
@@ -196,7 +197,7 @@ def records_of(
     if found["lost"]:
         news = news.where(~F.col(DELETED))
     moment = F.timestamp_micros(F.lit(time))
-    raw = F.coalesce(F.col(UNREAD), F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names])))
+    raw = F.coalesce(F.col(UNREAD), as_json(node.schema.names))
     timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
     return news.withColumns(
         {
