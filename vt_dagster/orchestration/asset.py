@@ -468,14 +468,19 @@ def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     event = context.instance.get_latest_materialization_event(key)
     made = None if event is None else event.asset_materialization
     if made is not None:
-        versions = made.metadata.get("versions")
         same = (made.tags or {}).get(DATA_VERSION) == data_version(last).value
-        batch = None if versions is None else versions.value["batch"]
+        batch = _batch_of(made)
         if same and batch is not None and (batch == last.batch or last.upkeep):
             return False
     name = key.to_user_string()
     context.log.info(f"{name}: reports batch {last.batch}, committed but not yet reported to Dagster")
     return True
+
+
+def _batch_of(made: dg.AssetMaterialization) -> int | None:
+    """Returns the batch that a materialization reports; None = it names none."""
+    versions: Any = made.metadata.get("versions")
+    return None if versions is None else versions.value["batch"]
 
 
 def _of_partition(
@@ -493,9 +498,8 @@ def _of_partition(
         wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition])
         records = context.instance.fetch_materializations(wanted, limit=1).records
         made = records[0].asset_materialization if records else None
-        versions = None if made is None else made.metadata.get("versions")
-        at_least = batch_of_delivery(consumed, partition)
-        return made is not None and (versions is None or versions.value["batch"] >= at_least)
+        batch = None if made is None else _batch_of(made)
+        return made is not None and (batch is None or batch >= batch_of_delivery(consumed, partition))
 
     if all(map(reported, context.partition_keys)):
         return unchanged(context, key, last)

@@ -619,8 +619,8 @@ class Given:
 
 def batch_of_delivery(consumed: Mapping[str, Any], name: str) -> int:
     """Returns the batch that consumed a delivery last; 0 = none, or a release that did not store it."""
-    _, _, batch, *_ = [*consumed.get(_DELIVERIES, {}).get(name, ()), 0, 0, 0]
-    return batch
+    found = consumed.get(_DELIVERIES, {}).get(name, ())
+    return found[2] if len(found) > 2 else 0
 
 
 @dataclass(frozen=True)
