@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -23,6 +24,10 @@ from tests.market import Market, messages, run
 from tests.written import Written
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import COMMANDS, app
+from vt_dagster.cli import explain as of_explain
+from vt_dagster.cli import run as of_run
+from vt_dagster.cli import setup as of_setup
+from vt_dagster.conformance import runner as of_conformance
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc
@@ -159,6 +164,69 @@ def test_help_names_every_command_and_no_value_of_a_flag() -> None:
         said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"})
         assert said.exit_code == 0
         assert "bool" not in said.output
+
+
+SCENARIO = Path(__file__).parent / "conformance" / "worked" / "kip328-final-results.json"
+WRITES = [
+    (["lateness", "prices", "--picture"], "x.svg"),
+    (["check", "--junit"], "x.xml"),
+    (["conformance", str(SCENARIO), "--json"], "x.json"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [*WRITES, (["spark", "jars", "--to"], "x")],
+    ids=["lateness", "check", "conformance", "jars"],
+)
+@pytest.mark.parametrize("unfit", ["below a file", "itself"])
+def test_what_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], file: str, unfit: str
+) -> None:
+    def works(*_: Any, **__: Any) -> None:
+        raise AssertionError("it worked before it found that it cannot write")
+
+    monkeypatch.setattr(of_explain, "find_lateness", works)
+    monkeypatch.setattr(of_run, "load_definitions", works)
+    monkeypatch.setattr(of_conformance, "read_scenarios", works)
+    monkeypatch.setattr(of_setup, "resolve_jars", works)
+    place = tmp_path / "there"
+    if unfit == "below a file":
+        place.write_text("a file")
+        place /= file
+    elif file == "x":
+        place.write_text("a file")
+    else:
+        place.mkdir()
+    done = CliRunner().invoke(app, [*arguments, str(place)])
+    assert isinstance(done.exception, StorageError), done.exception
+    said = str(done.exception)
+    assert re.match(r"expected a (file to write|directory to write to), got '\S*/there(/x)?'", said), (
+        said
+    )
+    assert re.search("; name another (file|one)$", said)
+
+
+def test_a_project_in_a_directory_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:  # root may write everywhere
+        raise PermissionError(errno.EACCES, "Permission denied", "my_shop_of_test")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refused)
+    done = CliRunner().invoke(app, ["init", "my_shop_of_test"])
+    assert isinstance(done.exception, StorageError), done.exception
+    assert "got 'my_shop_of_test': Permission denied" in str(done.exception)
+
+
+def test_a_picture_in_a_directory_that_is_missing(tmp_path: Path) -> None:
+    Written(tmp_path).run([("apple", "1", 0)], 1)
+    picture = tmp_path / "out" / "of" / "x.svg"
+    arguments = ["lateness", "prices", "--picture", str(picture), "--warehouse", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.exception
+    assert picture.read_text().startswith("<svg")
 
 
 def test_the_version() -> None:

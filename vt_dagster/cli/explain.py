@@ -28,6 +28,7 @@ from vt_dagster.provenance.lateness import Choice, Lateness, share
 from vt_dagster.provenance.lateness import lateness as find_lateness
 from vt_dagster.provenance.lateness import picture as drawn
 from vt_dagster.rules import RULES
+from vt_dagster.storage.delta import require_writable
 from vt_dagster.topology.durations import spoken
 
 _VALUES = 12
@@ -167,6 +168,8 @@ def lateness(
     With --at-most, exits with 1 if the length of the last run has more wrong results, or if every
     length has more.
     """
+    if picture is not None:
+        require_writable(picture)
     lengths = [one.strip() for one in grace.split(",") if one.strip()]
     found = find_lateness(table, grace=lengths, at_most=at_most, warehouse=warehouse)
     if picture is not None:

@@ -46,7 +46,7 @@ from vt_dagster.columns import (
 from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
-from vt_dagster.storage.delta import address
+from vt_dagster.storage.delta import address, require_writable
 from vt_dagster.storage.read import read
 from vt_dagster.storage.values import texts
 from vt_dagster.topology.model import Stream
@@ -103,6 +103,8 @@ def check(
 
     Without --file and --module, uses ./workspace.yaml, or the dg project in the working directory.
     """
+    if junit is not None:
+        require_writable(junit)
     started = time.monotonic()
     results = [
         result for defs in load_definitions(file, module) for result in run_checks(defs, selection)
@@ -114,7 +116,6 @@ def check(
         )
     _print(results, Console())
     if junit is not None:
-        junit.parent.mkdir(parents=True, exist_ok=True)
         write_junit(results, junit, time.monotonic() - started)
     raise typer.Exit(1 if any(result.stops for result in results) else 0)
 

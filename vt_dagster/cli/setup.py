@@ -20,6 +20,7 @@ from vt_dagster.errors import DefinitionsError, SparkUnavailableError
 from vt_dagster.spark import server
 from vt_dagster.spark.jars import JARS_ENV, resolve_jars, resolve_maven_jars
 from vt_dagster.spark.session import FEW_QUERIES
+from vt_dagster.storage.delta import require_directory
 
 # Project
 
@@ -46,6 +47,7 @@ def init(
     """Create a project that runs at once, with data, a join, a check, a test and a Makefile."""
     _check(name)
     where = Path(name)
+    require_directory(where)
     for folder in ("any", "yaml" if yaml else "python"):
         _write(_TEMPLATES / folder, where, name)
     typer.echo(_NEXT.format(where=where), nl=False)
@@ -151,7 +153,7 @@ def jars(
     ] = None,
 ) -> None:
     """Copy the jars that Spark needs into a directory, for an image; set VT_DAGSTER_JARS there."""
-    to.mkdir(parents=True, exist_ok=True)
+    require_directory(to)
     found = [*resolve_jars(), *(resolve_maven_jars(*more) if more else ())]
     for jar in found:
         shutil.copyfile(jar, to / jar.name)

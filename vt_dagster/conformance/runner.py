@@ -48,6 +48,7 @@ from vt_dagster.errors import (
     TopologyError,
 )
 from vt_dagster.spark.session import build_session
+from vt_dagster.storage.delta import require_writable
 from vt_dagster.testing import REFUSED, TopologyTestDriver, VersionedStore
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -368,7 +369,10 @@ def run(
 
     Raises:
         SourceError: a missing or invalid scenario file, no scenario, or an unknown operator.
+        StorageError: ``json_file`` cannot be written.
     """
+    if json_file is not None:
+        require_writable(json_file)
     if granularity not in ("record", "run"):
         raise SourceError(f"expected the granularity 'record' or 'run', got {granularity!r}")
     unknown = sorted(set(operators or ()) - set(OPERATORS))

@@ -17,6 +17,7 @@ counts in the log ensures that all rows are read.
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -260,6 +261,35 @@ def require_place(path: str) -> None:
             f"expected a warehouse path that is also valid as a URL, got {path!r}: {odd[0]!r} "
             "would not stay the same there; use another directory"
         )
+
+
+def require_directory(place: Path) -> None:
+    """Creates a local directory if it is missing, for files that a command is to write.
+
+    Raises:
+        StorageError: it cannot be created, or must not be written to.
+    """
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        refused = None if os.access(place, os.W_OK | os.X_OK) else "it must not be written to"
+    except OSError as error:
+        refused = error.strerror or str(error)
+    if refused is not None:
+        raise StorageError(
+            f"expected a directory to write to, got {str(place)!r}: {refused}; name another one"
+        )
+
+
+def require_writable(file: Path) -> None:
+    """Checks before a command computes that it can write its result; creates the directory.
+
+    Raises:
+        StorageError: the file is a directory, must not be written to, or cannot be created.
+    """
+    require_directory(file.parent)
+    if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
+        found = "a directory" if file.is_dir() else "which must not be written to"
+        raise StorageError(f"expected a file to write, got {str(file)!r}, {found}; name another file")
 
 
 # --------------------------------------------------------------------------------- the log of a table
