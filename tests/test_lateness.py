@@ -21,6 +21,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 from typer.testing import CliRunner
 
+from tests.written import Written
 from vt_dagster import (
     FilesSource,
     HoppingWindow,
@@ -32,7 +33,7 @@ from vt_dagster import (
     lateness,
 )
 from vt_dagster.cli import app
-from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.errors import ContractError, StorageError, TopologyError
 from vt_dagster.provenance.lateness import Choice, LateJoin, Lateness, Match, Records, Versions
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
@@ -332,6 +333,32 @@ def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:
         assert "image/svg+xml" in str(one.metadata["picture"].value)
     with pytest.raises(TopologyError, match="orders: expected a join of a stream"):
         build_lateness_check(lab.orders, at_most="1%")
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (timedelta(minutes=-1), "prices: grace must be between 0 and 365,000 days, got -1 day, 23:59"),
+        ("-1m", "expected a length of time like 7d, 1h30m"),
+        (timedelta.max, "prices: grace must be between 0 and 365,000 days, got 999999999 days"),
+        ("400000d", "prices: grace must be between 0 and 365,000 days, got 400000 days"),
+        ("1000000000d", "expected a length of at most 999,999,999 days, got '1000000000d'"),
+    ],
+)
+def test_lengths_that_no_asset_can_have(tmp_path: Path, length: str | timedelta, said: str) -> None:
+    Written(tmp_path).run([("apple", "1", 0)], 1)
+    with pytest.raises((ContractError, TopologyError), match=said):
+        lateness("prices", grace=["1m", length], warehouse=str(tmp_path))
+    prices = VersionedTable(
+        "prices",
+        key="k",
+        timestamp="timestamp",
+        history_retention=RETENTION,
+        schema=SCHEMA,
+        source=FilesSource("landing"),
+    )
+    with pytest.raises((ContractError, TopologyError), match=said):
+        build_lateness_check(prices, at_most="1%", grace=["1m", length])
 
 
 def test_an_inner_join_has_no_result_of_a_record_without_a_key(lab: Lab) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,7 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
     [
         ({"format": "xml"}, "must be 'jsonl', 'csv' or 'parquet', got 'xml'"),
         ({"max_bad_share": 2}, "max_bad_share must be between 0 and 1, got 2"),
+        ({"max_clock_skew": -timedelta(days=1)}, "max_clock_skew must be 0 or more, got -1 day"),
         ({"max_files_per_run": 0}, "max_files_per_run must be 1 or more, got 0"),
     ],
 )

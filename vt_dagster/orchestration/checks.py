@@ -31,7 +31,15 @@ from vt_dagster.orchestration.resources import (
     warehouse_of,
 )
 from vt_dagster.provenance.expressions import plain
-from vt_dagster.provenance.lateness import Choice, Lateness, lateness, parse_share, picture, share
+from vt_dagster.provenance.lateness import (
+    Choice,
+    Lateness,
+    lateness,
+    parse_lengths,
+    parse_share,
+    picture,
+    share,
+)
 from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import head_of, require_in_place
@@ -385,8 +393,10 @@ def build_lateness_check(
         pool, resource_prefix: as in :func:`build_checks`.
 
     Raises:
-        TopologyError: no record can be late for the node, or ``lateness`` cannot count its results.
+        TopologyError: no record can be late for the node, ``lateness`` cannot count its results, or a
+            length in ``grace`` is negative or too long.
         StorageError: the budget is invalid.
+        ContractError: a text in ``grace`` is not a length.
     """
     why = _not_counted(node)
     if why is not None:
@@ -395,10 +405,11 @@ def build_lateness_check(
             f"tumbling or hopping windows, or a versioned table, got one {why}; remove the check"
         )
     parse_share(at_most)
+    lengths = parse_lengths(node.name, grace)
 
     def found(context: dg.AssetCheckExecutionContext, warehouse: str) -> dict[str, Any]:
         started = time.monotonic()
-        result = lateness(node, grace=grace, at_most=at_most, warehouse=warehouse)
+        result = lateness(node, grace=lengths, at_most=at_most, warehouse=warehouse)
         metadata = _metadata(result)
         context.log.info(
             f"{node.name}: {metadata['result'].value} ({time.monotonic() - started:.1f} s)"

@@ -50,7 +50,14 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros, name_of
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
 from vt_dagster.topology import specification as spec
-from vt_dagster.topology.durations import DAY, Calendar, parse_length, spoken, starts_near
+from vt_dagster.topology.durations import (
+    DAY,
+    Calendar,
+    check_duration,
+    parse_length,
+    spoken,
+    starts_near,
+)
 from vt_dagster.topology.options import Consumer, check_arguments, refused_option
 from vt_dagster.topology.version_rules import EVER
 
@@ -1149,10 +1156,11 @@ def lateness(
     Raises:
         StorageError: there is no such asset, its inputs are missing, or it has no such length.
         ContractError: a text in ``grace`` is not a length.
+        TopologyError: a length is negative or too long.
     """
     name = name_of(table)
     log, share = Log.open(str(warehouse), name), parse_share(at_most)
-    requested = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
+    requested = parse_lengths(name, grace)
     operator, notes = log.specification, list[str]()
     found: LateJoin | LateWindows | LateRecords
     if isinstance(operator, spec.StreamTableJoinSpec):
@@ -1196,6 +1204,22 @@ def lateness(
     by_length = {one.length: replace(one, declared=one.length == declared) for one in choices}
     ordered = tuple(by_length[one] for one in sorted(by_length))
     return Lateness(name, log.operator, what, ordered, share, suggested, tuple(notes))
+
+
+def parse_lengths(name: str, grace: Sequence[str | timedelta]) -> list[timedelta]:
+    """Returns lengths that are timedeltas or texts.
+
+    Args:
+        name: of the asset, for messages.
+
+    Raises:
+        ContractError: a text is not a length.
+        TopologyError: a length is negative or too long.
+    """
+    found = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
+    for one in found:
+        check_duration(name, "grace", one)
+    return found
 
 
 def parse_share(at_most: str | float | None) -> float | None:

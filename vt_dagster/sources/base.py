@@ -391,3 +391,8 @@ def require_limits(max_bad_share: float, max_clock_skew: timedelta) -> None:
             f"max_clock_skew must be a timedelta, got {given!r}; to accept any time, set a long one, "
             "for example timedelta(days=36500)"
         )
+    if given < timedelta(0):
+        raise SourceError(
+            f"max_clock_skew must be 0 or more, got {given}: it would refuse records of the present; "
+            "set for example timedelta(days=1)"
+        )

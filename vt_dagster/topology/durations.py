@@ -139,7 +139,7 @@ def parse_length(text: str) -> timedelta:
     """Parses a duration: ``7d``, ``1h30m``, ``250ms``.
 
     Raises:
-        ContractError: another text.
+        ContractError: another text, or a length that no timedelta has.
     """
     amounts = list(_AMOUNT.finditer(text.strip()))
     if not amounts or "".join(a.group() for a in amounts) != text.strip():
@@ -150,7 +150,12 @@ def parse_length(text: str) -> timedelta:
     units = [_NAMES[a.group(2)] for a in amounts]
     if len(set(units)) < len(units):
         raise ContractError(f"expected each unit once, got {text!r}")
-    return timedelta(**{u: float(a.group(1)) for u, a in zip(units, amounts, strict=True)})
+    try:
+        return timedelta(**{u: float(a.group(1)) for u, a in zip(units, amounts, strict=True)})
+    except OverflowError:
+        raise ContractError(
+            f"expected a length of at most {timedelta.max.days:,} days, got {text!r}; shorten it"
+        ) from None
 
 
 def parse_time(text: str) -> int:
