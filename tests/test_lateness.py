@@ -422,4 +422,6 @@ def test_refused_records_that_were_erased(spark: SparkSession, tmp_path: Path) -
     lengths = [timedelta(minutes=m) for m in (4, 15, 30)]
     found = lateness(node, grace=lengths, warehouse=str(tmp_path / "warehouse"))
     assert [one.wrong for one in found.choices] == [3, 2, 1]
+    assert [one.of for one in found.choices] == [3, 3, 3], "the accepted record was erased"
+    assert found.notes[0].startswith("records of rates that were erased (1) are not counted")
     assert found.notes[-1].startswith("the number refused with 30 minutes is an upper bound")

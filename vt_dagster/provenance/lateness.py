@@ -382,7 +382,8 @@ class Choice:
     Args:
         length: the grace period or history retention.
         of: the total that ``wrong`` refers to. Join: records with a value (inner join: and a key).
-            Windows: windows. Table: accepted and refused records.
+            Windows: windows. Table: accepted and refused records. Accepted records that were erased
+            are not counted.
         wrong: Join: results that differ from the join by current knowledge. Windows: windows that
             lack a record. Table: refused records.
         late: late records. Join: joined at once. Windows: dropped from at least one window. Table:
@@ -1043,12 +1044,6 @@ class LateRecords:
         self.log = log
         self.refused_least, self.refused_most = self._refused()
 
-    @property
-    def total(self) -> int:
-        """The number of records that the table received."""
-        carried = self.log.commit.totals.get(rules.CARRIED.name, 0)
-        return self.log.commit.total - carried + len(self.refused_most)
-
     def _refused(self) -> tuple[Any, Any]:
         """Returns lower and upper bounds of the refused records' lateness: how far each was behind
         stream time, microseconds."""
@@ -1100,11 +1095,12 @@ class LateRecords:
         of refused records is only known as a range."""
         every = [length // _ONE for length in lengths]
         counts = [int((self.refused_most > one).sum()) for one in every]
+        of = len(self.refused_most)
         for behind in self.behind():
+            of += len(behind)
             counts = [n + int((behind > one).sum()) for n, one in zip(counts, every, strict=True)]
         return [
-            Choice(length, of=self.total, wrong=n, late=n)
-            for length, n in zip(lengths, counts, strict=True)
+            Choice(length, of=of, wrong=n, late=n) for length, n in zip(lengths, counts, strict=True)
         ]
 
     def doubtful(self, lengths: Sequence[timedelta]) -> list[timedelta]:
@@ -1116,9 +1112,12 @@ class LateRecords:
     def smallest(self, at_most: float) -> Choice | None:
         """Returns the shortest retention that would have refused at most a given share; None = not
         known, because a larger share was refused and the lateness of those records is not known."""
-        found = [self.refused_most, *(b[b > 0] for b in self.behind())]
+        of, found = len(self.refused_most), [self.refused_most]
+        for behind in self.behind():
+            of += len(behind)
+            found.append(behind[behind > 0])
         needed = np.sort(np.concatenate(found))
-        place = len(needed) - int(at_most * self.total + 1e-9) - 1
+        place = len(needed) - int(at_most * of + 1e-9) - 1
         length = int(needed[place]) if place >= 0 else 0
         return None if length == _NEVER else self.cost([length * _ONE])[0]
 
@@ -1262,17 +1261,23 @@ def _declared(table: Any, of_last_run: spec.LatenessOption) -> spec.LatenessOpti
 
 
 def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice]) -> list[str]:
+    counted = found.log if isinstance(found, LateRecords) else found.stream
+    erased = sum(counted.commit.erased.values())
+    notes = [
+        f"records of {counted.name} that were erased ({erased:,}) are not counted, and records that "
+        "came after one of them may seem less late than they were"
+    ] * bool(erased)
     if isinstance(found, LateRecords):
         doubtful = found.doubtful([one.length for one in choices])
-        return [
+        return notes + [
             f"the number refused with {spoken(one)} is an upper bound: how late each refused record "
             "was is known only to the precision of its run, and not at all if its row was erased"
             for one in sorted(doubtful)
         ]
     if isinstance(found, LateWindows):
-        return []
+        return notes
     retention, first = found.table.head.shape.retention(), found.runs[0].batch
-    notes = [
+    notes += [
         f"{spoken(one.length)} is longer than the history retention {spoken(retention)} of "
         f"{found.table.name}: lengthen that with it"
         for one in choices
