@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    DecimalType,
+    DoubleType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from vt_dagster import (
     Materialized,
+    SessionWindow,
+    SlidingWindow,
     Stream,
     Table,
     TopologyError,
     TumblingWindow,
     VersionedTable,
 )
-from vt_dagster.errors import NullArrayError
+from vt_dagster.errors import ContractError, NullArrayError
+from vt_dagster.runs.pin import sum_too_large
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.windows import Window
 
 SCHEMA = StructType(
     [
@@ -253,3 +266,50 @@ def test_all_records_of_a_key_are_counted_whatever_their_time(spark: SparkSessio
     assert [r["timestamp"].microsecond // 1000 for r in driver.table("totals")] == [30, 45]
     # Of the group x: 2, then 6 with the time of the group, then 7.
     assert seen(driver.versions("kept"), "g", "total") == [("x", 6), ("x", 7), ("y", 5)]
+
+
+DAY = timedelta(days=1)
+BIG = {"n": 2**63 - 1, "d": Decimal(9) * 10**37, "timestamp": 1}
+SUMMED = StructType([*SCHEMA, StructField("d", DecimalType(38, 0)), StructField("x", DoubleType())])
+
+
+def summed(column: str, windows: Window | None) -> tuple[Stream, Table]:
+    sales = stream(schema=SUMMED)
+    by = sales.group_by()
+    grouped = by if windows is None else by.windowed_by(windows)
+    aggregates = {"many": "count(*)", "total": f"sum({column})", "mean": "avg(n)"}
+    return sales, grouped.aggregate(aggregates, name="totals")
+
+
+@pytest.mark.parametrize(
+    ("windows", "column", "said", "wider"),
+    [
+        (None, "n", "total = sum(n) (bigint)", "DECIMAL(38, 0)"),
+        (None, "n + 0", "total = sum(n + 0)", "DOUBLE"),
+        (TumblingWindow(DAY), "d", "total = sum(d) (decimal(38,0))", "DOUBLE"),
+        (SessionWindow(DAY), "n", "total = sum(n) (bigint)", "DECIMAL(38, 0)"),
+        (SlidingWindow(DAY), "d", "total = sum(d) (decimal(38,0))", "DOUBLE"),
+    ],
+)
+def test_a_sum_that_its_type_cannot_hold(
+    spark: SparkSession, windows: Window | None, column: str, said: str, wider: str
+) -> None:
+    driver = TopologyTestDriver(*summed(column, windows), spark=spark)
+    sales = [{"k": "a", "g": "x", **BIG}, {"k": "a", "g": "y", **BIG}]
+    with pytest.raises(ContractError) as refused:
+        driver.run({"sales": sales})
+    assert str(refused.value).startswith("totals: expected sums that their types can hold, got")
+    assert f"{said}; nothing was committed. Sum in a wider type" in str(refused.value)
+    assert f"sum(CAST(x AS {wider}))" in str(refused.value)
+    driver = TopologyTestDriver(*summed(f"CAST({column} AS {wider})", windows), spark=spark)
+    driver.run({"sales": sales})
+    assert driver.table("totals")[-1]["total"] > 2**63
+
+
+def test_other_errors_of_an_aggregate_are_not_those_of_its_sums() -> None:
+    totals = summed("n", None)[1]
+    assert sum_too_large(totals, Exception("[DIVIDE_BY_ZERO] Division by zero.")) is None
+    overflow = Exception("[ARITHMETIC_OVERFLOW] overflow.")
+    assert sum_too_large(totals, overflow) is not None
+    assert sum_too_large(summed("x", None)[1], overflow) is None, "a sum of DOUBLE is infinite"
+    assert sum_too_large(stream(), overflow) is None

@@ -11,6 +11,7 @@ into runs.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,6 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import DataType, DoubleType, NullType
 
 from vt_dagster.columns import FINAL, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import CHUNK, Outcome
@@ -32,6 +34,7 @@ from vt_dagster.core.stream_time import Bounds
 from vt_dagster.core.table_store import meets_versions, start_of
 from vt_dagster.errors import (
     ConcurrentRunError,
+    ContractError,
     NeedsReplayError,
     RefusedRecordsError,
     SourceError,
@@ -723,7 +726,7 @@ def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) ->
 
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:
-    """Returns a clearer error, if an input or its files caused this one; else None."""
+    """Returns a clearer error, if an input, its files or its values caused this one; else None."""
     if (elsewhere := unseen(error)) is not None:
         return elsewhere
     explanation = None
@@ -731,7 +734,13 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
         explanation = arrival.source.explain(error)
     if explanation is None and arrival.start is not None:
         explanation = arrival.start.explain(error)
-    return explanation or gone_meanwhile(arrival.node, error) or unreadable(arrival.node.name, error)
+    node = arrival.node
+    return (
+        explanation
+        or gone_meanwhile(node, error)
+        or unreadable(node.name, error)
+        or sum_too_large(node, error)
+    )
 
 
 def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
@@ -743,3 +752,30 @@ def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
         "key was erased during this run, or a clean-up removed too much. Nothing was committed: run "
         "again"
     )
+
+
+_OVERFLOW = re.compile(
+    r"ARITHMETIC_OVERFLOW|NUMERIC_VALUE_OUT_OF_RANGE"
+    r"|\bOverflowError: Python int|\bArrowInvalid: Decimal type with precision"
+)
+"""Errors of Spark, and of Arrow for the sums of sessions and sliding windows."""
+
+
+def sum_too_large(node: Stream, error: Exception) -> ContractError | None:
+    """Returns an error, if a sum of an aggregate does not fit its type; else None."""
+    sums = {} if node.operator is None else node.operator.sums
+    types = {c: node.schema[c].dataType for c in sums}
+    # A sum of floating-point numbers becomes infinite. Of an expression only Spark knows the type.
+    exact = {c: kind for c, kind in types.items() if not isinstance(kind, DoubleType)}
+    if not exact or not _OVERFLOW.search(str(error)):
+        return None
+    shown = [f"{c} = sum({sums[c]}) {_type_name(kind)}".rstrip() for c, kind in exact.items()]
+    return ContractError(
+        f"{node.name}: expected sums that their types can hold, got a larger number in "
+        f"{' or '.join(shown)}; nothing was committed. Sum in a wider type, which needs a replay: "
+        "sum(CAST(x AS DECIMAL(38, 0))), or sum(CAST(x AS DOUBLE)), which rounds; or correct the values"
+    )
+
+
+def _type_name(kind: DataType) -> str:
+    return "" if isinstance(kind, NullType) else f"({kind.simpleString()})"

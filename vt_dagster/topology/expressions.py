@@ -787,6 +787,11 @@ class Aggregates:
         object.__setattr__(self, "accumulators", tuple(kept.values()))
 
     @property
+    def sums(self) -> dict[str, str]:
+        """The result columns that are sums, each with the expression that it adds up."""
+        return {call.column: call.inside for call in self._calls() if call.function == "sum"}
+
+    @property
     def invertible(self) -> bool:
         """Whether a record can be subtracted: every accumulator is a sum."""
         return all(a.merge == "sum" for a in self.accumulators)

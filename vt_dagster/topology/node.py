@@ -220,6 +220,11 @@ class Operator(ABC):
         return {}
 
     @property
+    def sums(self) -> dict[str, str]:
+        """The result columns that are sums, each with the SQL expression that it adds up."""
+        return {}
+
+    @property
     def stored(self) -> bool:
         """Whether the result has a store of its own, which gives the latest and previous row of a key;
         otherwise its input gives both (filter, map_values)."""

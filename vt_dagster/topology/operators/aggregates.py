@@ -78,6 +78,10 @@ class Aggregate(OneInput, ABC):
         assert not isinstance(self.aggregates, Aggregator)
         return Aggregates(self.name, self.aggregates)
 
+    @property
+    def sums(self) -> dict[str, str]:
+        return {} if isinstance(self.aggregates, Aggregator) else self.parsed().sums
+
     def result(self, **shown: Any) -> Any:
         keys, values = self._key_fields(), self._value_fields()
         check_not_time(self.name, [f.name for f in values])
