@@ -426,14 +426,21 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     nanos = pa.table({"k": ["a"], "at": pa.array([1_000], pa.timestamp("ns", "UTC"))})
     for name, table in {"clock": clock, "twice": twice, "nanos": nanos}.items():
         pq.write_table(table, where / name)
+    for codec in ("zstd", "lz4", "gzip", "none", "brotli"):
+        rows = good.withColumn("k", F.lit(codec)).toArrow()
+        pq.write_table(rows, where / codec, compression=codec)
     node = sales(where, format="parquet", on_bad_file="quarantine")
     result = run([build_asset(node)], tmp_path / "warehouse")
     assert result.success, messages(result)
-    assert keys(tmp_path, node, spark) == ["a", "b"]
+    assert keys(tmp_path, node, spark) == ["a", "gzip", "lz4", "b", "none", "zstd"]
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     said = {r["source"]: r["raw"] for r in quarantine.collect()}
-    assert sorted(said) == ["clock", "cut", "less", "nanos", "other", "text", "twice"]
+    assert sorted(said) == ["brotli", "clock", "cut", "less", "nanos", "other", "text", "twice"]
+    assert said["brotli"].startswith(
+        "expected a compression that Spark has a codec for, got BROTLI "
+        "(Class org.apache.hadoop.io.compress.BrotliCodec was not found); "
+    )
     assert said["nanos"].startswith(
         "expected times in microseconds or milliseconds, got nanoseconds in ['at']"
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import posixpath
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,9 @@ from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from py4j.protocol import Py4JJavaError
 from pyarrow.lib import ArrowException
-from pyarrow.parquet import ParquetFile
+from pyarrow.parquet import FileMetaData, ParquetFile
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -259,7 +261,7 @@ def faults_of_parquet(
     types."""
     found: dict[str, str] = {}
     for file in files:
-        broken = _fault_of_name(file) or _fault_of_footer(file)
+        broken = _fault_of_name(file) or _fault_of_footer(spark, file)
         if broken:
             found[file.name] = broken
             continue
@@ -352,7 +354,7 @@ def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) 
     )
 
 
-def _fault_of_footer(file: FileInfo) -> str | None:
+def _fault_of_footer(spark: SparkSession, file: FileInfo) -> str | None:
     fs, local = delta.filesystem(file.path)
     try:
         other = known(*ends_of(file)) if file.size else None
@@ -362,11 +364,33 @@ def _fault_of_footer(file: FileInfo) -> str | None:
                 "format"
             )
         with fs.open(local, "rb") as content:
-            ParquetFile(content)
+            footer = ParquetFile(content).metadata
     except FileNotFoundError:
         return None
     except (ArrowException, OSError) as error:
         return f"expected a whole Parquet file, got: {one_line(error)}"
+    return _fault_of_codec(spark, file, footer)
+
+
+_CODECS = {"UNCOMPRESSED", "SNAPPY", "GZIP", "ZSTD", "LZ4"}
+"""The compressions of Parquet that each Spark reads."""
+
+
+def _fault_of_codec(spark: SparkSession, file: FileInfo, footer: FileMetaData) -> str | None:
+    """Checks that Spark has the codecs of a Parquet file: it reads a footer without them."""
+    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    codecs = {group.column(i).compression for group in groups for i in range(group.num_columns)}
+    if codecs <= _CODECS:
+        return None
+    try:
+        spark.read.parquet(delta.literal(file.path)).head(1)
+    except (PySparkException, Py4JJavaError) as error:
+        # Any other error may be one of the file system, which the next run does not have.
+        found = re.search(r"\bClass \S+Codec was not found\b", str(error))
+        return found and (
+            f"expected a compression that Spark has a codec for, got {', '.join(codecs - _CODECS)} "
+            f"({found[0]}); write the file with zstd or snappy, or add the codec to Spark's jars"
+        )
     return None
 
 
