@@ -820,6 +820,37 @@ def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession) -> 
     assert keys(tmp_path, node, spark) == ["a"]
 
 
+@pytest.mark.parametrize("blocked", ["view", "quarantine"])
+def test_what_is_written_after_the_commit_and_cannot_be(
+    tmp_path: Path, spark: SparkSession, blocked: str
+) -> None:
+    """The run fails, but its commit stands: the next run, without records, writes the rest."""
+    where = landing(tmp_path, jan=f"{line('a')}\nbad\n".encode())
+    source = FilesSource(str(where), max_bad_share=1)
+    node = Table("sales", key="k", schema=SHAPE, timestamp="at", source=source)
+    door = tmp_path / "warehouse" / "sales" / blocked
+    door.parent.mkdir(parents=True)
+    door.touch()
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert not result.success
+    said = messages(result)
+    assert (
+        "sales: batch 1 is committed to its log, but then its view or quarantine could not be" in said
+    )
+    assert f"expected to write to {door}, got: " in said
+    assert (
+        "free disk space, and run again. The next run, also without new records, writes them;" in said
+    )
+    door.unlink()
+    assert run([build_asset(node)], tmp_path / "warehouse").success
+    assert keys(tmp_path, node, spark) == ["a"]
+    store = AssetStore(str(tmp_path / "warehouse"), node, spark)
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert (store.read("current").count(), quarantine.count()) == (1, 1)
+    assert len(DeltaTable(store.view_path).file_uris()) == 1
+
+
 def test_names_that_differ_in_capitals_alone(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     result = run([build_asset(replace(copy.sales, name="Sales"))], copy.warehouse)

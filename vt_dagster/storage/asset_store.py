@@ -17,11 +17,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 from uuid import uuid4
 
+from deltalake.exceptions import DeltaError
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small, look_up_of_few, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place
@@ -33,6 +37,9 @@ from vt_dagster.topology.model import Stream, Table
 from vt_dagster.topology.schema import noted
 
 __all__ = ["AssetStore", "shape_of", "stores_of"]
+
+
+_FAILED_WRITES = (StorageError, PySparkException, Py4JJavaError, DeltaError, OSError)
 
 
 class AssetStore(AssetReader):
@@ -248,6 +255,9 @@ class AssetStore(AssetReader):
             now: updates the view regardless of ``freshness``.
             written: cached log rows of that commit, so that they are not read again.
             most_keys: upper bound of the keys with rows in that commit; None = unknown.
+
+        Raises:
+            StorageError: a table cannot be written; after a commit, the message says that it stands.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
         just_made, head = head is not None, head or self.head()
@@ -255,15 +265,26 @@ class AssetStore(AssetReader):
         if head is None:
             require_in_place(self.warehouse, "/".join(self.node.path))
             return found
-        self._publish_rejected(head)
-        if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
-            return found
         try:
-            return Snapshot(head, self._update_view(head, written=written, most_keys=most_keys))
-        except ConcurrentRunError:
+            self._publish_rejected(head)
+            if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
+                return found
+            try:
+                return Snapshot(head, self._update_view(head, written=written, most_keys=most_keys))
+            except ConcurrentRunError:
+                if not just_made:
+                    raise
+                return found  # the run has committed; the concurrent writer updates the view
+        except _FAILED_WRITES as error:
             if not just_made:
                 raise
-            return found  # the run has committed; the concurrent writer updates the view
+            batch = head.commit.batch
+            why = str(error) if isinstance(error, StorageError) else one_line(error)
+            raise StorageError(
+                f"{self.node.name}: batch {batch} is committed to its log, but then its view or "
+                f"quarantine could not be written: {why}. The next run, also without new records, "
+                f"writes them; it takes no record of batch {batch} again"
+            ) from error
 
     def _publish_rejected(self, head: Head) -> None:
         try:
