@@ -21,7 +21,9 @@ from vt_dagster import FilesSource, TopologyError, VersionedTable, build_asset, 
 from vt_dagster.errors import StorageError
 from vt_dagster.orchestration.asset import data_version
 from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.durations import parse_time
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -273,6 +275,28 @@ def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> N
     assert "expected bi.prices to be a new name in the catalog" in messages(result)
     assert not (tmp_path / "rates").exists()
     spark.sql("DROP SCHEMA bi CASCADE")
+
+
+def test_a_run_that_another_one_overtakes_exports_the_rest(
+    copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, write = str(tmp_path / "sales"), ExportRun._write
+    stores = stores_of(str(copy.warehouse), copy.spark)
+    before = copy.store(copy.sales).read("log").count()
+
+    def overtaken(*args: Any) -> str:
+        monkeypatch.setattr(ExportRun, "_write", write)
+        assert exporting(copy, copy.sales, "log", Path(to)).run() is not None
+        copy.land("sales", "9.jsonl", record("a", "s9", "3 06:00"))
+        run_once(copy.sales, stores)
+        return write(*args)
+
+    monkeypatch.setattr(ExportRun, "_write", overtaken)
+    result = run([build_export(copy.sales, to=to)], copy.warehouse)
+    assert result.success, messages(result)
+    assert materialized(result, "sales_export")["records_in"] == 1
+    assert DeltaTable(to).version() == 1
+    assert len(pl.read_delta(to)) == before + 1
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,32 @@ def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> N
         assert ended.get_asset_materialization_events() == []
 
 
+@pytest.mark.usefixtures("few_rows")
+def test_a_run_that_another_one_overtakes_makes_the_set_anew(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warehouse, to, write = str(tmp_path / "warehouse"), str(tmp_path / "set"), TrainingRun._write
+    rates = table(tmp_path, "rates")
+    visits = Stream("visits", key="k", schema=schema("k"), source=FilesSource(str(tmp_path / "visits")))
+    land(tmp_path, rates, 0, [{"k": "a", "n": 1, "timestamp": EPOCH}], spark)
+    land(tmp_path, visits, 0, [{"k": "a", "timestamp": EPOCH}], spark)
+    views = (FeatureView(rates, as_known="now"),)
+
+    def overtaken(*args: Any) -> None:
+        monkeypatch.setattr(TrainingRun, "_write", write)
+        other = TrainingRun(TrainingSet("examples", visits, views), to, warehouse, spark)
+        assert other.run() is not None
+        land(tmp_path, visits, 1, [{"k": "b", "timestamp": EPOCH}], spark)
+        write(*args)
+
+    monkeypatch.setattr(TrainingRun, "_write", overtaken)
+    asset = build_training_set(visits, views, name="examples", to=to)
+    ended = dg.materialize([asset], resources=vt_dagster.build_resources(warehouse))
+    (event,) = ended.get_asset_materialization_events()
+    assert event.materialization.metadata["versions"].value == {"batch": 2}
+    assert sorted(pl.read_delta(to)["k"]) == ["a", "b"]
+
+
 def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import Parameter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import dagster as dg
 from pyspark.sql.types import StringType, StructField, StructType
@@ -253,6 +253,7 @@ DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that holds its data version."""
 _TRIES = 20
 """How often a run tries again after another run of the asset, or of another partition, has won."""
+_Result = TypeVar("_Result")
 _NO_EVENT = "__source_asset_observation__"
 """Dagster's metadata key for observations of sources: it records no materialization of such outputs."""
 
@@ -337,23 +338,40 @@ def _of_frames(
 def _run(
     context: dg.AssetExecutionContext, node: Stream, prefix: str, pin_arguments: Mapping[str, Any]
 ) -> dg.MaterializeResult[Any]:
-    """Runs an asset. If another run wins, as when the sensors of two sources request the same join, it
-    tries again with the records that are left: without that, they would wait for the next input."""
     stores = stores_for(context, prefix)
+
+    def last() -> Commit | None:
+        head = stores(node).head()
+        return None if head is None else head.commit
+
+    def once() -> dg.MaterializeResult[Any]:
+        return _run_once(context, node, stores, prefix, pin_arguments)
+
+    return retried(context, last, once)
+
+
+def retried(context: Any, last: Callable[[], Commit | None], once: Callable[[], _Result]) -> _Result:
+    """Runs an asset. If another run wins, as when the sensors of two sources request the same join, it
+    tries again with the records that are left: without that, they would wait for the next input.
+
+    Args:
+        last: returns the asset's last commit.
+        once: runs the asset, and returns its result.
+    """
+
+    def attempt() -> str:
+        commit = last()
+        return "" if commit is None else commit.attempt
+
     for _ in range(_TRIES):
-        before = _last_run(stores(node))
+        before = attempt()
         try:
-            return _run_once(context, node, stores, prefix, pin_arguments)
+            return once()
         except ConcurrentRunError as error:
-            if _last_run(stores(node)) == before:  # an erase, a swap of an input or a clean-up
+            if attempt() == before:  # an erase, a swap of an input or a clean-up
                 raise
             context.log.info(f"tries again, because of: {error}")
-    return _run_once(context, node, stores, prefix, pin_arguments)
-
-
-def _last_run(store: AssetStore) -> str:
-    head = store.head()
-    return "" if head is None else head.commit.attempt
+    return once()
 
 
 def _run_once(

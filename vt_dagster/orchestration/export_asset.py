@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import dagster as dg
 from typing_extensions import Unpack
 
-from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
+from vt_dagster.orchestration.asset import data_version, needs_materialization, retried, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of, with_types
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
@@ -145,8 +145,14 @@ def _lineage(export: Export) -> dg.TableColumnLineage:
 def _run(
     context: dg.AssetExecutionContext, export: Export, key: dg.AssetKey, prefix: str
 ) -> dg.MaterializeResult[Any]:
-    started, spark = time.monotonic(), spark_for(context, prefix)
-    way = ExportRun(export, warehouse_of(context, prefix), spark, context.log.info)
+    way = ExportRun(export, warehouse_of(context, prefix), spark_for(context, prefix), context.log.info)
+    return retried(context, way.head, lambda: _run_once(context, way, export, key))
+
+
+def _run_once(
+    context: dg.AssetExecutionContext, way: ExportRun, export: Export, key: dg.AssetKey
+) -> dg.MaterializeResult[Any]:
+    started = time.monotonic()
     commit = way.run(context.run.run_id)
     if commit is not None:
         return _materialized(export, commit, started)

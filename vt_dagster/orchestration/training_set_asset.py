@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
+from vt_dagster.orchestration.asset import data_version, needs_materialization, retried, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of, types_of, with_types
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
@@ -109,7 +109,7 @@ def build_training_set(
         warehouse = warehouse_of(context, resource_prefix)
         way = TrainingRun(declared, to, warehouse, spark, context.log.info)
         pinned = read_manifest(config.manifest) if config.manifest else None
-        commit = way.run(pinned, context.run.run_id)
+        commit = retried(context, way.head, lambda: way.run(pinned, context.run.run_id))
         if commit is not None:
             _warn(context, declared, manifest_of(commit))
         last = commit or way.head()
