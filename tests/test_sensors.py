@@ -12,9 +12,14 @@ from typing import Any
 import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
 
 from tests.market import RECORD, Market, checks, materialized, record, unchanged
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
+from vt_dagster.errors import RecordsGoneError
+from vt_dagster.kafka import KafkaCluster, KafkaSource
+from vt_dagster.sources.kafka_cluster import TopicState
+from vt_dagster.storage.commit_log import Commit, Shape
 
 
 def evaluate(market: Market, node: Stream | None = None, cursor: str | None = None, **more: Any) -> Any:
@@ -203,3 +208,66 @@ def test_no_partitions_downstream(market: Market) -> None:
         requests = defs.resolve_sensor_def("prices_sensor").evaluate_tick(tick).run_requests or []
         chosen = requests[0].asset_selection
         assert (chosen and [key.to_user_string() for key in chosen]) == expected
+
+
+GONE = "topic t, partition 0: 2 offsets are gone: 5 is the next offset to consume, 7 the first"
+OTHER = (
+    "topic t was deleted and recreated since batch 1 (its id was A, now B), or the source reads another"
+)
+
+
+@pytest.mark.parametrize(
+    ("id", "consumed", "start", "said", "logged"),
+    [
+        (
+            "A",
+            {"t": "A"},
+            "earliest",
+            [GONE, ". Run once with accept_gap: true to continue without the offsets that are gone ("],
+            "!continues without {'t': {0: (5, 7)}} (accept_gap)",
+        ),
+        (
+            "B",
+            {"t": "A"},
+            "latest",
+            [
+                OTHER,
+                "If it is the wrong cluster, correct its address. If not, run once with accept_gap: "
+                "true to continue with the new t from the earliest offset (the commit records the gap)",
+            ],
+            "!continues with another topic t (id B), from {0: 7} (accept_gap)",
+        ),
+        (
+            "A",
+            {"t": "B", "t/A": "A"},
+            "earliest",
+            [GONE, ". Run once with accept_gap: true to continue without the offsets that are gone ("],
+            "!continues without {'t': {0: (5, 7)}} (accept_gap)",
+        ),
+    ],
+    ids=["retention", "another cluster", "back at the first cluster"],
+)
+def test_what_accept_gap_continues_with(
+    id: str,
+    consumed: dict[str, str],
+    start: Any,
+    said: list[str],
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = {"t": TopicState(id, {0: 7}, {0: 9}, {0: 9})}
+    monkeypatch.setattr(KafkaCluster, "topics", lambda *_: there)
+    source = KafkaSource(KafkaCluster("localhost:1"), "t", start=start)
+    inputs = {topic: {0: 5} for topic in consumed}
+    before = Commit(
+        asset="s",
+        batch=1,
+        attempt="a",
+        shape=Shape(kind="stream", key=[]),
+        inputs=inputs,
+        topics=consumed,
+    )
+    with pytest.raises(RecordsGoneError) as refused:
+        source.pin(before)
+    assert all(some in str(refused.value) for some in said), refused.value
+    assert logged in source.pin(before, accept_gap=True).describe(StructType())

@@ -300,7 +300,8 @@ def _runs_of(
         for topic in _recreated(head.commit, ids):
             raise SourceError(
                 f"{live.node.name}: expected the topic {topic} that its last run consumed, got one "
-                "that was deleted and recreated since; run it once with accept_gap: true first"
+                "that was deleted and recreated since, or is of another cluster; correct the source's "
+                "address, or run it once with accept_gap: true first"
             )
         for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
             if _recreated(commit, ids):  # only with a start position in the new topic

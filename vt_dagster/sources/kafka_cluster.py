@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import import_module
@@ -23,6 +23,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.base import of_id
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.options import check_types
 
@@ -674,6 +675,17 @@ def reached(ranges: Ranges, ends: Mapping[str, Offsets]) -> bool:
     return all(ranges.get(t, {}).get(p, (0, end))[1] >= end for t, p, end in places)
 
 
+def of_other_ids(topics: Iterable[str], ids: Mapping[str, str], before: Commit | None) -> list[str]:
+    """Returns the topics with an id that no commit has consumed: recreated ones, or ones of another
+    cluster."""
+    known = {} if before is None else before.topics
+    return [
+        topic
+        for topic in topics
+        if known.get(topic, ids[topic]) != ids[topic] and of_id(topic, ids[topic]) not in known
+    ]
+
+
 def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
     """Returns a description of lost offsets for an error message.
 
@@ -681,14 +693,13 @@ def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) 
         before: the asset's last commit; None = no commit yet.
     """
     texts: list[str] = []
+    others = of_other_ids(gaps, {topic: state.id for topic, state in states.items()}, before)
     for topic, missing in gaps.items():
-        new = states[topic].id
-        old = new if before is None else before.topics.get(topic, new)
-        if before is not None and old != new:
+        if before is not None and topic in others:
             texts.append(
                 f"topic {topic} was deleted and recreated since batch {before.batch} (its id "
-                f"was {old}, now {new}), or the source reads another cluster: its offsets refer to "
-                "other records"
+                f"was {before.topics[topic]}, now {states[topic].id}), or the source reads another "
+                "cluster: its offsets refer to other records"
             )
             continue
         texts += [

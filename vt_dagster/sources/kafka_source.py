@@ -48,6 +48,7 @@ from vt_dagster.sources.kafka_cluster import (
     bounded,
     in_order_of_arrival,
     lost,
+    of_other_ids,
     reached,
     read_messages,
     reason_of,
@@ -159,8 +160,16 @@ class PinnedTopics(Limited):
         taken = {topic: sum(e - s for s, e in some.values()) for topic, some in self.taken.items()}
         # Not all are records: a topic is compacted, and a transaction has markers.
         lines = ["takes offsets: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
-        if self.gaps:
-            lines.append(f"!continues without {self.gaps} (accept_gap)")
+        others = of_other_ids(self.gaps, self.ids, self.before)
+        gone = {topic: some for topic, some in self.gaps.items() if topic not in others}
+        if gone:
+            lines.append(f"!continues without {gone} (accept_gap)")
+        for topic in others:
+            starts = {p: start for p, (start, _) in self.ranges[topic].items()}
+            lines.append(
+                f"!continues with another topic {topic} (id {self.ids[topic]}), from {starts} "
+                "(accept_gap)"
+            )
         inputs = {} if self.before is None else self.before.inputs
         for topic, some in self.ranges.items():
             new = sorted(set(some) - set(inputs[topic])) if topic in inputs else []
@@ -378,8 +387,8 @@ class KafkaSource:
         ranges = {topic: self._ranges(topic, state, before, gaps) for topic, state in states.items()}
         if gaps and not accept_gap:
             raise RecordsGoneError(
-                f"{lost(gaps, states, before)}. Run once with accept_gap: true to continue without "
-                "them (the commit records the gap), or reprocess into a new asset"
+                f"{lost(gaps, states, before)}. {self._way_on(gaps, states, before)} (the commit "
+                "records the gap), or reprocess into a new asset"
             )
         if wanted is not None:
             ranges = {
@@ -454,6 +463,16 @@ class KafkaSource:
                 )
             found[partition] = (start, end)
         return found
+
+    def _way_on(self, gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
+        """Returns what a run with ``accept_gap`` does, and what else may be wrong."""
+        others = of_other_ids(gaps, {t: state.id for t, state in states.items()}, before)
+        goes_on = ["without the offsets that are gone"] if {*gaps} - {*others} else []
+        if others:
+            start = "the time in start" if isinstance(self.start, datetime) else "the earliest offset"
+            goes_on.append(f"with the new {' and '.join(others)} from {start}")
+        wrong = "If it is the wrong cluster, correct its address. If not, run" if others else "Run"
+        return f"{wrong} once with accept_gap: true to continue {' and '.join(goes_on)}"
 
     def _first(self, topic: str, state: TopicState) -> Offsets:
         if self.start == "earliest":
