@@ -72,6 +72,25 @@ def test_the_model_leaves_out_limits_in_bytes_only() -> None:
         assert scenario["operator"] in OPERATORS
 
 
+def test_a_left_join_of_a_table_with_itself_deletes() -> None:
+    """What Kafka Streams 4.1.1 emitted in its TopologyTestDriver."""
+    source = {"id": "t", "op": "table", "input": "table", "table": {"versioned": False}}
+    join = {"id": "j", "op": "table_join", "kind": "left", "left": "t", "right": "t"}
+    values = ["1", "2", None, None]
+    found = complete(
+        {
+            "operator": "chain",
+            "config": {"steps": [source, join], "output": "j"},
+            "records": [
+                {"input": "table", "key": "a", "value": value, "timestamp": at}
+                for at, value in enumerate(values)
+            ],
+        }
+    )
+    emitted = [(e["trigger"], e["value"]) for e in found["expected"]]
+    assert emitted == [(0, "(1,1)"), (0, "(1,1)"), (1, "(2,2)"), (1, "(2,2)"), (2, None)]
+
+
 def test_random_scenarios_are_reproducible_and_complete() -> None:
     for operator in ALL:
         found = scenarios(7, operator, configs=8, sequences=2)

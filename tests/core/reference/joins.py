@@ -36,16 +36,19 @@ class TableJoin(Table):
         return None if right is None and self.needs_right else joined(left, right)
 
     def left_changed(self, change: Change) -> None:
-        self.changed(change, self.left, self.right, lambda mine, other: self.result(mine, other))
+        sides = self.left, self.right
+        self.changed(change, *sides, self.needs_right, lambda mine, other: self.result(mine, other))
 
     def right_changed(self, change: Change) -> None:
-        self.changed(change, self.right, self.left, lambda mine, other: self.result(other, mine))
+        sides = self.right, self.left
+        self.changed(change, *sides, self.needs_left, lambda mine, other: self.result(other, mine))
 
     def changed(
         self,
         change: Change,
         this: Table,
         that: Table,
+        needs_that: bool,
         result: Callable[[str | None, str | None], str | None],
     ) -> None:
         if this.versioned and not change.latest:
@@ -53,10 +56,7 @@ class TableJoin(Table):
             return
         row = that.get(change.key)
         other = row and row.value
-        if other is None and (
-            (self.needs_left if that is self.left else self.needs_right)
-            or (change.new is None and change.old is None)
-        ):
+        if other is None and (needs_that or (change.new is None and change.old is None)):
             return
         at = change.timestamp if row is None else max(change.timestamp, row.timestamp)
         new, old = result(change.new, other), result(change.old, other)
