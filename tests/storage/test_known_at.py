@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +27,7 @@ import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import StorageError
+from vt_dagster.explore.table_diff import Side, table_diff
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
@@ -192,6 +195,68 @@ def test_as_known_at_is_what_a_copy_of_then_gives(
                 found = [answer(root, "t", moment(known), **q) for q in questions(kind)]
                 assert found == answers, moment(known)
         assert "no data existed before it" in answer(root, "t", moment(then[0][0] - 1))
+
+
+def versions_by_the_rules(rows: Sequence[dict[str, Any]], now: dict[int, int]) -> Counter[Any]:
+    """FORMAT 4.1 for a log, a record at a time: ``k, n, valid_from, valid_to`` (n is null: deleted)."""
+    found = Counter[Any]()
+    for k in {row["k"] for row in rows}:
+        at = {row["timestamp"]: row["n"] for row in rows if row["k"] == k}
+        horizon = now[ord(k) % 2] - RETENTION
+        for begin, end in zip(sorted(at), [*sorted(at)[1:], None], strict=True):
+            if (end or horizon + 1) > horizon and (at[begin] is not None or begin >= horizon):
+                found[k, at[begin], begin, end] += 1
+    return found
+
+
+def gets_by_the_rules(versions: Counter[Any], at: int, now: dict[int, int]) -> Counter[Any]:
+    """FORMAT 4.1.4: before the horizon only a version that is still current."""
+    return Counter(
+        (k, n, begin, end)
+        for k, n, begin, end in versions
+        if n is not None and begin <= at
+        if end is None or (at < end and at >= now[ord(k) % 2] - RETENTION)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_versions_known_then_and_their_differences_are_those_of_the_rules(seed: int) -> None:
+    chance, then = random.Random(seed), list[tuple[int, dict[int, int], Counter[Any]]]()
+
+    def known(at: int, **asked: Any) -> Counter[Any]:
+        rows = vt_dagster.read("t", warehouse=root, as_known_at=moment(at), **asked).to_pylist()
+        times = [[micros_of(row[c]) for c in ("valid_from", "valid_to")] for row in rows]
+        return Counter((row["k"], row["n"], *of) for row, of in zip(rows, times, strict=True))
+
+    with a_log("versioned") as log:
+        root, records = str(log.root), list[dict[str, Any]]()
+        for run in range(4):
+            some = [
+                (chance.choice("abc"), chance.choice([None, 1, 2]), 6 * run + chance.randint(-6, 6))
+                for _ in range(8)
+            ]
+            commit = log.run(some)
+            records = vt_dagster.read("t", warehouse=root, what="log").to_pylist()
+            records = [{**row, "timestamp": micros_of(row["timestamp"])} for row in records]
+            records.sort(key=lambda row: (row["partition"], row["offset"]))
+            now = dict(log.stream_time)
+            then.append((log.recorded, now, versions_by_the_rules(records, now)))
+            if chance.random() < 0.5:
+                log.write_view(commit)
+        for recorded, now, versions in then:
+            assert known(recorded, what="versions") == versions
+            edges = {h + more for h in (t - RETENTION for t in now.values()) for more in (-1, 0, 1)}
+            for at in edges | {t for _, _, t, _ in versions}:
+                about: dict[str, Any] = {"as_of": moment(at), "partial": True}
+                assert known(recorded, **about) == gets_by_the_rules(versions, at, now)
+            for other, _, others in then:
+                told = table_diff(root, Side("t", moment(recorded)), Side("t", moment(other)))
+                assert told.rows == (versions.total(), others.total())
+                assert told.only == ((versions - others).total(), (others - versions).total())
+
+
+def micros_of(time: datetime | None) -> int | None:
+    return None if time is None else (time - EPOCH) // timedelta(microseconds=1) + START
 
 
 def test_nothing_was_known_yet(tmp_path: Path) -> None:

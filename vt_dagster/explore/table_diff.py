@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vt_dagster.columns import IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import IS_TOMBSTONE, NOT_COMPARED, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log
 from vt_dagster.storage.arrow_reader import look_up
@@ -109,7 +109,8 @@ def _rows(warehouse: str, side: Side, log: Log, what: str | None) -> pa.Table:
     rows = look_up(warehouse, side.name, what, as_known_at=side.known)
     declared = {*(log.head.shape.columns or rows.column_names)}
     ours = (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
-    return rows.select([c for c in rows.column_names if c in declared or c in ours])
+    own = [c for c in rows.column_names if c in declared or c in ours]
+    return rows.select([c for c in own if c not in NOT_COMPARED])
 
 
 def _more(ours: pa.Table, theirs: pa.Table, columns: Sequence[str]) -> pa.Table:

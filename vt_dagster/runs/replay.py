@@ -15,13 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
-    IS_LATE,
-    IS_LATEST,
     IS_TOMBSTONE,
-    OFFSET,
-    OLD,
-    PARTITION,
-    RECORDED_AT,
+    NOT_COMPARED,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -460,8 +455,7 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     own = [
         c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
     ]
-    left_out = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, OLD)
-    return rows.select(*[f"`{c}`" for c in own if c not in left_out])
+    return rows.select(*[f"`{c}`" for c in own if c not in NOT_COMPARED])
 
 
 def swap(warehouse: str, live: str, other: str) -> None:
