@@ -62,7 +62,7 @@ def get(
     ] = None,
     partial: Annotated[
         bool,
-        typer.Option(help="If the history begins after --as-of: print the row if it still exists."),
+        typer.Option(help="If the history begins after --as-of: print a current row valid by then."),
     ] = False,
     as_known_at: Known = None,
     as_json: AsJson = False,

@@ -77,7 +77,7 @@ class TablesIOManager(dg.IOManager):
     - ``log`` (default for streams): the append-only records;
     - with ``"vt_dagster/as_of": "2013-07-01T00:00:00Z"``: a versioned table as of that time
       (inclusive; UTC if it has no offset); a time before the table's history is an error, but with
-      ``"vt_dagster/partial": True`` returns the rows that remain;
+      ``"vt_dagster/partial": True`` returns the current rows that were valid by then;
     - with ``"vt_dagster/as_of": "now"``: as of the clock's time when the input is read, for tables with
       future-dated rows;
     - with ``"vt_dagster/as_of": "partition_end"``: as of the end of the run's partition (exclusive: a

@@ -496,7 +496,7 @@ def require_remembered(
         raise StorageError(
             f"{name}: expected a time from {in_utc(horizon)} on, where its history begins (its newest "
             f"record is of {in_utc(max(stream_time.values()))}), got {in_utc(moment)}; use a later "
-            "time, set a longer history_retention, or accept the versions that have not expired "
+            "time, set a longer history_retention, or accept only the current versions "
             '("vt_dagster/partial": True, --partial)'
         )
 

@@ -42,8 +42,8 @@ def read(
             current one.
         what: ``current`` (default for tables; without deleted keys), ``versions`` (with tombstones) or
             ``log`` (default for streams).
-        partial: for an ``as_of`` before the history horizon, return the versions that have not expired;
-            otherwise such a time is an error.
+        partial: for an ``as_of`` before the history horizon, return the current versions that were
+            valid by then, as Kafka Streams does; otherwise such a time is an error.
         into: ``arrow``: a ``pyarrow.Table``; ``pandas``, ``polars``: a DataFrame; ``duckdb``: a
             relation; ``spark``: a lazy DataFrame of the active session. All but Spark's are in memory.
         as_known_at: system time, ISO 8601 or datetime; uses the records up to it (inclusive) and the

@@ -630,8 +630,8 @@ class AssetReader:
         Args:
             what: ``current``, ``versions`` or ``log``; None = current of a table, log of a stream.
             as_of: valid time, ISO 8601; returns the row of every key as of it (inclusive).
-            partial: for an ``as_of`` before the history horizon, return the versions that have not
-                expired; otherwise such a time is an error.
+            partial: for an ``as_of`` before the history horizon, return the current versions that were
+                valid by then, as Kafka Streams does; otherwise such a time is an error.
             as_known_at: system time, ISO 8601; uses the records up to it (inclusive) and the stream
                 time of then, with the history retention that is declared now.
             at: a known snapshot of the last commit; None = it is looked up, again if the log was
