@@ -257,6 +257,19 @@ def test_two_tables_compared(warehouse: Path) -> None:
     assert known.only == (2, 4)  # two versions end earlier, a version and a tombstone came
 
 
+def test_a_truncated_stream_is_compared_with_itself_only(tmp_path: Path) -> None:
+    whole = Written(tmp_path, "whole", kind="stream")
+    cut = {"batch": 0, "recorded_at": 0, "next_offset": {}, "log_retention": 60_000_000}
+    rest = Written(tmp_path, "rest", kind="stream", truncation=cut)
+    for one in (whole, rest):
+        one.run([("apple", "1", 0)], recorded=100)
+        one.run([("apple", "2", 5)], recorded=200)
+    then = table_diff.Side("rest", moment(150).isoformat())
+    assert table_diff.table_diff(str(tmp_path), then, table_diff.Side("rest")).only == (0, 1)
+    with pytest.raises(StorageError, match="rest: expected a stream with its whole log to compare"):
+        table_diff.table_diff(str(tmp_path), table_diff.Side("whole"), table_diff.Side("rest"))
+
+
 def test_what_is_too_large_for_a_page_names_the_command(warehouse: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(lateness_curves, "MOST", 4)
     monkeypatch.setattr(table_diff, "MOST", 4)

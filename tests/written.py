@@ -35,6 +35,7 @@ def document(
     retention: timedelta = timedelta(days=3650),
     made_by: Specification | None = None,
     logs: Mapping[str, str] | None = None,
+    truncation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a commit says; times are epoch microseconds."""
     shape: dict[str, Any] = {"kind": kind, "key": ["k"], "columns": ["k", "v"]}
@@ -53,6 +54,7 @@ def document(
         "recorded_at": recorded,
         "next_offset": dict(next_offset),
         "stream_time": dict(stream_time),
+        "truncation": None if truncation is None else dict(truncation),
     }
     return delta.with_format(said)
 

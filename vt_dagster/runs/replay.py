@@ -32,7 +32,7 @@ from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Commit, require_not_truncated
+from vt_dagster.storage.commit_log import Commit, require_not_truncated, require_whole_stream
 from vt_dagster.storage.rewrite import exchange
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
@@ -445,12 +445,8 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
         what: see ``AssetStore.read``.
     """
     rows, head = store.read(what), store.head()
-    if head is not None and head.commit.truncation is not None and not store.node.is_table:
-        raise StorageError(
-            f"{store.node.name}: expected a stream with its whole log to compare, but "
-            f"{head.commit.truncation.description()}; leave it out, and compare the assets derived "
-            "from it"
-        )
+    if head is not None:
+        require_whole_stream(store.node.name, head.commit)
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [
         c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)

@@ -841,6 +841,20 @@ def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) ->
         )
 
 
+def require_whole_stream(name: str, commit: Commit) -> None:
+    """Checks that a log to compare is not that of a truncated stream: its other records are unknown.
+
+    Raises:
+        StorageError: the stream's log was truncated.
+    """
+    if commit.truncation is not None and commit.shape.kind == "stream":
+        raise StorageError(
+            f"{name}: expected a stream with its whole log to compare, but "
+            f"{commit.truncation.description()}; leave it out, and compare the assets derived "
+            "from it"
+        )
+
+
 def consumed_commits(logs: Mapping[str, Commit]) -> dict[str, Consumed]:
     """Returns the consumed commits of logs in the form of ``Commit.consumed``."""
     return {n: Consumed(batch=one.batch, attempt=one.attempt) for n, one in logs.items()}
