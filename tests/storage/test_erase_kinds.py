@@ -3,6 +3,7 @@ to start with. Nobody else's answers change."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from datetime import timedelta
@@ -12,10 +13,19 @@ from typing import Any
 import polars as pl
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.types import (
+    DataType,
+    DateType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from tests.test_new_version_on import Live, at, change
 from tests.test_start import Accounts
-from vt_dagster import Materialized, Stream
+from vt_dagster import FilesSource, Materialized, Stream
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
@@ -215,3 +225,27 @@ def test_of_a_snapshot_to_start_with_it_is_told_where_it_is(started: Accounts) -
     versions = [v for v in started.versions() if v[0] == "d"]
     assert versions == [("d", 10, 21, "d0"), ("d", 21, 22, "d21"), ("d", 22, float("inf"), None)]
     assert failed(started.store()) == []
+
+
+def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, tmp_path: Path) -> None:
+    """The search for other places of the key compares what has another type as text."""
+    warehouse = str(tmp_path / "warehouse")
+
+    def run(name: str, kind: DataType, *values: Any) -> Stream:
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"id": v, "at": "2024-01-01T00:00:00Z"}) for v in values]
+        (tmp_path / name / "1.jsonl").write_text("\n".join(lines))
+        schema = StructType([StructField("id", kind), StructField("at", TimestampType())])
+        source = FilesSource(str(tmp_path / name))
+        node = Stream(name, key="id", schema=schema, timestamp="at", source=source)
+        run_once(node, stores_of(warehouse, spark))
+        return node
+
+    numbers = run("numbers", LongType(), 7, 8)
+    run("texts", StringType(), "A-7", "7", "7")
+    run("days", DateType(), "2024-01-07")
+    for about in ({"key": [7]}, {"where": "id = 7"}):
+        told = erase(warehouse, numbers, spark, reason="asked to", **about)
+        assert told.finished is not None
+        (found,) = told.elsewhere
+        assert found.startswith("texts: 2 rows have the key in id")

@@ -41,10 +41,19 @@ from pydantic import Field
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, StringType, StructField, StructType
+from pyspark.sql.types import (
+    AtomicType,
+    CharType,
+    DataType,
+    NumericType,
+    StringType,
+    StructField,
+    StructType,
+    VarcharType,
+)
 
 from vt_dagster.columns import IS_TOMBSTONE, LOG_COLUMNS, OFFSET, OLD, TIMESTAMP, VALID_FROM, VALID_TO
-from vt_dagster.core.arrival_order import Outcome, by_partition
+from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import RAW, SOURCE
@@ -440,10 +449,12 @@ def elsewhere(
     for name in asset_names(warehouse):
         path = posixpath.join(warehouse, name, "log")
         rows = left.get(name)
-        columns = _suspects(parquet.schema(path) if rows is None else rows.schema, key)
+        schema = parquet.schema(path) if rows is None else rows.schema
+        columns = _suspects(schema, key)
         if not columns:
             continue
         rows = parquet.read(spark, path) if rows is None else rows
+        rows = with_columns(rows, _of_other_types(schema, key))
         counted = [F.count_if(hit).alias(column) for column, hit in columns.items()]
         counts = rows.agg(*counted).collect()[0]
         found += [
@@ -466,7 +477,28 @@ def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
         return {c.replace("`", ""): F.col(c).eqNullSafe(F.lit(key.values[0])) for c in texts}
     if not {*key.types} <= {*types}:
         return {}
+    unlike = [kind for c, kind in key.types.items() if not _alike(types[c], kind)]
+    if not all(isinstance(kind, AtomicType) for kind in unlike):
+        return {}  # no text has such a value
     return {", ".join(key.types): key.condition()}
+
+
+def _of_other_types(columns: StructType, key: Key) -> dict[str, Column]:
+    """Returns columns with the key's names, but types that Spark may refuse to compare with the key's,
+    as values of the key's types; null = no such value."""
+    types = {f.name: f.dataType for f in columns.fields}
+    unlike = {c: kind for c, kind in key.types.items() if c in types and not _alike(types[c], kind)}
+    texts = {c: F.col(f"`{c}`").cast("string") for c in unlike}
+    return {c: text if _is_text(unlike[c]) else text.try_cast(unlike[c]) for c, text in texts.items()}
+
+
+def _alike(one: DataType, other: DataType) -> bool:
+    numbers = isinstance(one, NumericType) and isinstance(other, NumericType)
+    return numbers or (_is_text(one) and _is_text(other)) or one.simpleString() == other.simpleString()
+
+
+def _is_text(kind: DataType) -> bool:
+    return isinstance(kind, StringType | CharType | VarcharType)
 
 
 # Erased validity
