@@ -142,20 +142,22 @@ def test_of_a_partitioned_asset_each_partition(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A table without partitions takes those that were materialized since; one with the same takes its
-    own, also as a table that has it as a node."""
+    own, also of a range in one run. Dagster's file IO manager returns a dict of several."""
 
     @dg.asset(partitions_def=DAYS)
     def raw(context: dg.AssetExecutionContext) -> pl.DataFrame:
         day = int(context.partition_key[-2:])
         return pl.from_pandas(rows(("a", f"of {day}", day)))
 
-    whole = Stream("whole", source=AssetSource("raw"), **ABOUT)
-    daily = Table("daily", source=AssetSource("raw", partitions_def=DAYS), **ABOUT)
+    typed: Any = {"as_type": pl.DataFrame}
+    whole = Stream("whole", source=AssetSource("raw", **typed), **ABOUT)
+    daily = Table("daily", source=AssetSource("raw", partitions_def=DAYS, **typed), **ABOUT)
+    texts = Stream("texts", source=AssetSource("raw", as_type=str), **ABOUT)
 
-    def run(*names: str, day: str | None = None) -> Any:
+    def run(*names: str, day: str | None = None, **options: Any) -> Any:
         chosen: Any = [dg.AssetKey(name) for name in names]
-        about: dict[str, Any] = {"asset_selection": chosen, "partition_key": day}
-        return materialize(tmp_path, instance, whole, daily, assets=[raw], **about)
+        about: dict[str, Any] = {"asset_selection": chosen, "partition_key": day, **options}
+        return materialize(tmp_path, instance, whole, daily, texts, assets=[raw], **about)
 
     assert made(run("raw", "daily", day="2024-01-03")) == {"raw", "daily"}
     assert made(run("raw", "daily", day="2024-01-01")) == {"raw", "daily"}
@@ -169,6 +171,12 @@ def test_of_a_partitioned_asset_each_partition(
     assert values(tmp_path, "daily") == ["of 3", "of 1"]
     missing = run("daily", day="2024-01-04")
     assert not missing.success
+    bounds = {"start": "2024-01-01", "end": "2024-01-03"}
+    days = {f"dagster/asset_partition_range_{name}": day for name, day in bounds.items()}
+    assert made(run("daily", tags=days)) == {"daily"}
+    assert values(tmp_path, "daily") == ["of 3", "of 1", "of 2"]
+    assert made(run("daily", tags=days)) == set()
+    assert 'expected type "str for texts"' in messages(run("texts"))
 
 
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import dagster as dg
 from typing_extensions import TypedDict, Unpack
@@ -130,11 +130,30 @@ class Inputs:
         about: dict[str, Any] = {"metadata": only, "partition_mapping": source.partition_mapping}
         if source.input_manager_key is not None:
             about["input_manager_key"] = source.input_manager_key
-        kind = inspect.Parameter.empty if source.as_type is None else source.as_type
+        kind = source.as_type
+        if isinstance(kind, type) and get_origin(kind) is None:
+            about["dagster_type"] = _one_or_by_partition(node, kind)
         upstream = inspect.Parameter(
-            _UPSTREAM, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind
+            _UPSTREAM,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=inspect.Parameter.empty if kind is None else kind,
         )
         return cls({_UPSTREAM: dg.AssetIn(dg.AssetKey(source.path), **about)}, _signature([upstream]))
+
+
+def _one_or_by_partition(node: Stream, as_type: type) -> dg.DagsterType:
+    """Returns the type of an input that is a value of a class, or a dict of such values by partition:
+    Dagster's file IO managers return one for a run that loads several partitions."""
+
+    def check(_: Any, value: Any) -> dg.TypeCheck:
+        found = dg.check_dagster_type(as_type, value)
+        if found.success or not isinstance(value, dict):
+            return found
+        each = [dg.check_dagster_type(as_type, one) for one in value.values()]
+        return next((one for one in each if not one.success), dg.TypeCheck(success=True))
+
+    name = f"{as_type.__name__} for {'/'.join(node.path)}"
+    return dg.DagsterType(check, name=name, typing_type=as_type)
 
 
 def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:

@@ -503,8 +503,8 @@ class AssetSource(FrameSource):
     Args:
         key: the key of the upstream asset: ``"rates"``, ``"shop/rates"`` or its parts.
         as_type: the class to load, like a type annotation of an input; None = the IO manager's choice.
-            Where a run loads several partitions, Dagster's file IO managers return a dict: then
-            ``dict[str, polars.DataFrame]``, for example.
+            A dict of such values by partition is accepted too, which Dagster's file IO managers return
+            for a run of several partitions.
         input_manager_key: the IO manager that loads the value; None = the one that stored it.
         metadata: the metadata of the input, for the IO manager.
         partition_mapping: the mapping of upstream partitions to a run; None = Dagster's default.
