@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from datetime import timedelta
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ import polars as pl
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
     DataType,
     DateType,
+    DecimalType,
+    DoubleType,
     LongType,
     StringType,
     StructField,
@@ -25,7 +31,7 @@ from pyspark.sql.types import (
 
 from tests.test_new_version_on import Live, at, change
 from tests.test_start import Accounts
-from vt_dagster import FilesSource, Materialized, Stream
+from vt_dagster import FilesSource, Materialized, Stream, read
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
@@ -227,25 +233,55 @@ def test_of_a_snapshot_to_start_with_it_is_told_where_it_is(started: Accounts) -
     assert failed(started.store()) == []
 
 
+def stream_of(tmp_path: Path, spark: SparkSession, name: str, kind: DataType, *values: Any) -> Stream:
+    """A stream with these keys, and a record that is not one."""
+    (tmp_path / name).mkdir()
+    lines = [json.dumps({"id": v, "at": "2024-01-01T00:00:00Z"}) for v in values]
+    lines.append(json.dumps({"id": values[0], "at": "never"}))
+    (tmp_path / name / "1.jsonl").write_text("\n".join(lines))
+    schema = StructType([StructField("id", kind), StructField("at", TimestampType())])
+    source = FilesSource(str(tmp_path / name), max_bad_share=1.0)
+    node = Stream(name, key="id", schema=schema, timestamp="at", source=source)
+    run_once(node, stores_of(str(tmp_path / "warehouse"), spark))
+    return node
+
+
 def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, tmp_path: Path) -> None:
     """The search for other places of the key compares what has another type as text."""
+    numbers = stream_of(tmp_path, spark, "numbers", LongType(), 7, 8)
+    stream_of(tmp_path, spark, "texts", StringType(), "A-7", "7", "7")
+    stream_of(tmp_path, spark, "days", DateType(), "2024-01-07")
+    for about in ({"key": [7]}, {"where": "id = 7"}):
+        told = erase(str(tmp_path / "warehouse"), numbers, spark, reason="asked to", **about)
+        assert told.finished is not None
+        assert [at for at in told.elsewhere if at.startswith("texts: 2 rows have the key in id")]
+        assert not [at for at in told.elsewhere if at.startswith("days")]
+
+
+def test_keys_that_are_no_plain_literals(spark: SparkSession, tmp_path: Path) -> None:
+    """A record in quarantine has the key as its source wrote it."""
     warehouse = str(tmp_path / "warehouse")
 
-    def run(name: str, kind: DataType, *values: Any) -> Stream:
-        (tmp_path / name).mkdir()
-        lines = [json.dumps({"id": v, "at": "2024-01-01T00:00:00Z"}) for v in values]
-        (tmp_path / name / "1.jsonl").write_text("\n".join(lines))
-        schema = StructType([StructField("id", kind), StructField("at", TimestampType())])
-        source = FilesSource(str(tmp_path / name))
-        node = Stream(name, key="id", schema=schema, timestamp="at", source=source)
-        run_once(node, stores_of(warehouse, spark))
-        return node
+    def rejected(node: Stream) -> int:
+        found = AssetStore(warehouse, node, spark).quarantine()
+        return 0 if found is None else found.count()
 
-    numbers = run("numbers", LongType(), 7, 8)
-    run("texts", StringType(), "A-7", "7", "7")
-    run("days", DateType(), "2024-01-07")
-    for about in ({"key": [7]}, {"where": "id = 7"}):
-        told = erase(warehouse, numbers, spark, reason="asked to", **about)
+    pair = StructType([StructField("a", LongType()), StructField("day", DateType())])
+    first, half = date(1, 1, 1), datetime(2024, 1, 1, 5, 0, 0, 500_000, timezone.utc)
+    for name, kind, given, gone, stays in (
+        ("days", DateType(), first, "0001-01-01", "1024-01-01"),
+        ("pairs", pair, {"a": 1, "day": first}, {"a": 1, "day": "0001-01-01"}, {"a": 1, "day": None}),
+        ("lists", ArrayType(StringType()), ["x", None], ["x", None], ["x", "y"]),
+        ("times", TimestampType(), half, "2024-01-01 05:00:00.5Z", "2024-01-01"),
+        ("flags", BooleanType(), True, True, False),
+        ("prices", DecimalType(9, 2), Decimal("1.10"), 1.1, 1.11),
+        ("ratios", DoubleType(), 20.0, 20, 2.5),
+        ("bytes", BinaryType(), b"ab?", "YWI/", "YWI="),
+    ):
+        node = stream_of(tmp_path, spark, name, kind, gone, stays)
+        assert rejected(node) == 1
+        told = erase(warehouse, node, spark, key=[given], reason="asked to")
         assert told.finished is not None
-        (found,) = told.elsewhere
-        assert found.startswith("texts: 2 rows have the key in id")
+        (left,) = read(name, warehouse=warehouse, what="log")["id"].to_pylist()
+        assert left != given
+        assert rejected(node) == 0

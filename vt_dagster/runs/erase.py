@@ -28,9 +28,11 @@ import json
 import posixpath
 import re
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
 from functools import partial, reduce
 from typing import Any
 from uuid import uuid4
@@ -42,6 +44,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
+    ArrayType,
     AtomicType,
     CharType,
     DataType,
@@ -111,7 +114,7 @@ class Key:
     def condition(self) -> Column:
         """Returns the condition on rows that have the key columns."""
         given = zip(self.types.items(), self.values or (), strict=False)
-        found = [F.col(f"`{c}`").eqNullSafe(F.lit(v).cast(kind)) for (c, kind), v in given]
+        found = [F.col(f"`{c}`").eqNullSafe(_literal(v, kind)) for (c, kind), v in given]
         if self.where is not None:
             found.append(F.expr(f"({self.where})"))
         return F.coalesce(reduce(lambda a, b: a & b, found), F.lit(False))
@@ -139,7 +142,7 @@ class Key:
         """Returns the condition that texts contain each value of the key as a word; false without
         ``values``."""
         whole = F.concat_ws("\n", *texts)
-        words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values or ()]
+        words = [rf"(?<!\w){_written(one)}(?!\w)" for one in _parts(self.values or ())]
         return reduce(lambda a, b: a & b, [whole.rlike(word) for word in words] or [F.lit(False)])
 
     def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
@@ -147,6 +150,45 @@ class Key:
         row = F.struct(*[F.col(f"`{c}`") for c in rows.columns]).alias("_row")
         keys = [F.col(place).alias(k) for k, place in places.items()]
         return rows.select(row, *keys).withColumn(name, self.condition()).select("_row.*", name)
+
+
+def _literal(value: Any, kind: DataType) -> Column:
+    """Returns a value as an expression. ``F.lit`` takes no struct, and no date before the year 1000."""
+    if value is not None and isinstance(kind, StructType):
+        return F.struct(*[_literal(value[f.name], f.dataType).alias(f.name) for f in kind.fields])
+    if value is not None and isinstance(kind, ArrayType):
+        return F.array(*[_literal(one, kind.elementType) for one in value]).cast(kind)
+    return F.lit(value.isoformat() if type(value) is date else value).cast(kind)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns the atomic values in a value; a null is none."""
+    if isinstance(value, dict):
+        return _parts([*value.values()])
+    if isinstance(value, list | tuple):
+        return [part for one in value for part in _parts(one)]
+    return [] if value is None else [value]
+
+
+def _written(value: Any) -> str:
+    """Returns a pattern of a value as sources write it."""
+    if isinstance(value, bool):
+        return f"(?i:{value})"
+    if isinstance(value, bytes):
+        return _quoted(b64encode(value).decode())
+    if isinstance(value, float | Decimal):
+        text = f"{Decimal(str(value)):f}"
+        bare = text.rstrip("0").rstrip(".") if "." in text else text
+        return _quoted(bare) + ("0*" if "." in bare else r"(?:\.0+)?")
+    if isinstance(value, datetime):
+        day, clock = value.replace(tzinfo=None).isoformat(timespec="seconds").split("T")
+        part, whole = f"{value.microsecond:06}".rstrip("0"), r"(?:\.0+)?"
+        if part or value.second:
+            clock += rf"\.{part}0*" if part else whole
+        else:
+            clock = f"{clock[:-3]}(?::00{whole})?"
+        return f"{_quoted(day)}[T ]{clock}Z?"
+    return _quoted(str(value))
 
 
 def _quoted(text: str) -> str:
