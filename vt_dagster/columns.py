@@ -84,8 +84,6 @@ OUTCOME = "_outcome"
 """The outcome of a record in a run, a name of ``Outcome``. Only inside a run."""
 
 LOG_COLUMNS = (TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
-NOT_COMPARED = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, OLD)
-"""What a comparison of two assets leaves out: where and when a log recorded the rows."""
 RESERVED = frozenset(
     {
         *(PARTITION, OFFSET, IS_TOMBSTONE, RECORDED_AT, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO),

@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vt_dagster.columns import IS_TOMBSTONE, NOT_COMPARED, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log
 from vt_dagster.storage.arrow_reader import look_up
-from vt_dagster.storage.commit_log import require_whole_stream
+from vt_dagster.storage.commit_log import columns_to_compare, require_whole_stream
 from vt_dagster.storage.values import texts
 from vt_dagster.topology.durations import parse_time
 
@@ -111,10 +111,7 @@ def _rows(warehouse: str, side: Side, log: Log, what: str | None) -> pa.Table:
     if side.known is not None:
         parse_time(side.known)
     rows = look_up(warehouse, side.name, what, as_known_at=side.known)
-    declared = {*(log.head.shape.columns or rows.column_names)}
-    ours = (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
-    own = [c for c in rows.column_names if c in declared or c in ours]
-    return rows.select([c for c in own if c not in NOT_COMPARED])
+    return rows.select(columns_to_compare(rows.column_names, log.head))
 
 
 def _more(ours: pa.Table, theirs: pa.Table, columns: Sequence[str]) -> pa.Table:

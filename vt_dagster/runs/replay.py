@@ -14,13 +14,7 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import (
-    IS_TOMBSTONE,
-    NOT_COMPARED,
-    TIMESTAMP,
-    VALID_FROM,
-    VALID_TO,
-)
+from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import as_json
 from vt_dagster.errors import SourceError, StorageError
@@ -32,7 +26,12 @@ from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import swap_folder
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import Commit, require_not_truncated, require_whole_stream
+from vt_dagster.storage.commit_log import (
+    Commit,
+    columns_to_compare,
+    require_not_truncated,
+    require_whole_stream,
+)
 from vt_dagster.storage.rewrite import exchange
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
@@ -447,11 +446,8 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     rows, head = store.read(what), store.head()
     if head is not None:
         require_whole_stream(store.node.name, head.commit)
-    declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
-    own = [
-        c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
-    ]
-    return rows.select(*[f"`{c}`" for c in own if c not in NOT_COMPARED])
+    own = columns_to_compare(rows.columns, None if head is None else head.commit)
+    return rows.select(*[f"`{c}`" for c in own])
 
 
 def swap(warehouse: str, live: str, other: str) -> None:

@@ -20,7 +20,7 @@ import re
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, Literal
@@ -28,6 +28,18 @@ from uuid import uuid4
 
 from pydantic import BaseModel, Field
 
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
 from vt_dagster.errors import ClockWarning, NeedsReplayError, StorageError
 from vt_dagster.rules import WAITING
 from vt_dagster.storage import delta
@@ -839,6 +851,20 @@ def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) ->
             f"{of} from its inputs to get a whole log (vt-dagster replay {of} --into …, swap), "
             "and run maintenance with the definitions of all consumers, so that it waits for them"
         )
+
+
+def columns_to_compare(columns: Collection[str], commit: Commit | None) -> list[str]:
+    """Returns the columns by which rows of two assets are compared: without those that say where and
+    when a log recorded the rows.
+
+    Args:
+        columns: of the rows that are read.
+        commit: the asset's last commit; None = nothing was committed.
+    """
+    times = (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
+    recorded = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, OLD)
+    declared = () if commit is None else commit.shape.columns or columns
+    return [c for c in columns if (c in declared or c in times) and c not in recorded]
 
 
 def require_whole_stream(name: str, commit: Commit) -> None:
