@@ -1068,7 +1068,9 @@ class LateRecords:
         return least, most
 
     def behind(self) -> Iterator[Any]:
-        """Yields how far the accepted records were behind stream time, microseconds."""
+        """Yields how far the records were behind stream time, microseconds: the refused ones at most,
+        then the accepted ones."""
+        yield self.refused_most
         latest: dict[int, int] = {}
         # Not from the source: versions that a late partial update changed and that were written again.
         parts = self.log.head.shape.has_partial_updates
@@ -1094,8 +1096,7 @@ class LateRecords:
         """Returns how many records each retention would have refused; an upper bound where the lateness
         of refused records is only known as a range."""
         every = [length // _ONE for length in lengths]
-        counts = [int((self.refused_most > one).sum()) for one in every]
-        of = len(self.refused_most)
+        of, counts = 0, [0] * len(every)
         for behind in self.behind():
             of += len(behind)
             counts = [n + int((behind > one).sum()) for n, one in zip(counts, every, strict=True)]
@@ -1112,7 +1113,7 @@ class LateRecords:
     def smallest(self, at_most: float) -> Choice | None:
         """Returns the shortest retention that would have refused at most a given share; None = not
         known, because a larger share was refused and the lateness of those records is not known."""
-        of, found = len(self.refused_most), [self.refused_most]
+        of, found = 0, list[Any]()
         for behind in self.behind():
             of += len(behind)
             found.append(behind[behind > 0])
