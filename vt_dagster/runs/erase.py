@@ -519,8 +519,7 @@ def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
         return {c.replace("`", ""): F.col(c).eqNullSafe(F.lit(key.values[0])) for c in texts}
     if not {*key.types} <= {*types}:
         return {}
-    unlike = [kind for c, kind in key.types.items() if not _alike(types[c], kind)]
-    if not all(isinstance(kind, AtomicType) for kind in unlike):
+    if not all(isinstance(kind, AtomicType) for kind in _unlike(columns, key).values()):
         return {}  # no text has such a value
     return {", ".join(key.types): key.condition()}
 
@@ -528,10 +527,15 @@ def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
 def _of_other_types(columns: StructType, key: Key) -> dict[str, Column]:
     """Returns columns with the key's names, but types that Spark may refuse to compare with the key's,
     as values of the key's types; null = no such value."""
-    types = {f.name: f.dataType for f in columns.fields}
-    unlike = {c: kind for c, kind in key.types.items() if c in types and not _alike(types[c], kind)}
+    unlike = _unlike(columns, key)
     texts = {c: F.col(f"`{c}`").cast("string") for c in unlike}
     return {c: text if _is_text(unlike[c]) else text.try_cast(unlike[c]) for c, text in texts.items()}
+
+
+def _unlike(columns: StructType, key: Key) -> dict[str, DataType]:
+    """Returns the key's types of columns with its names, but types that Spark may refuse to compare."""
+    types = {f.name: f.dataType for f in columns.fields}
+    return {c: kind for c, kind in key.types.items() if c in types and not _alike(types[c], kind)}
 
 
 def _alike(one: DataType, other: DataType) -> bool:
