@@ -34,7 +34,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.frame_sources import Delivery, Given
-from vt_dagster.storage.asset_store import stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -183,6 +183,59 @@ def test_a_step_that_is_tried_again(
     result = job.execute_in_process(instance=instance, run_config=QUIET, raise_on_error=False)
     assert made(result) == {"flaky"}
     assert values(tmp_path, "flaky") == ["x"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_partition_that_is_tried_again(
+    spark: SparkSession,
+    tmp_path: Path,
+    instance: dg.DagsterInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    again: bool,
+) -> None:
+    """After its commit, before it is reported. The function returns other rows at each call."""
+    calls, forget, faults = [0], AssetStore.forget, [0]
+
+    def fails(store: AssetStore, previous: Any) -> None:
+        forget(store, previous)
+        if faults[0]:
+            faults[0] -= 1
+            raise OSError("no connection")
+
+    monkeypatch.setattr(AssetStore, "forget", fails)
+
+    @stream(partitions_def=DAYS, **ABOUT)
+    def daily() -> pd.DataFrame:
+        calls[0] += 1
+        return rows(("a", f"call {calls[0]}", 1))
+
+    def run(retries: int, **tags: str) -> Any:
+        asset = build_asset(daily, retry_policy=dg.RetryPolicy(max_retries=retries))
+        resources = build_resources(str(tmp_path), SparkResource(master="local[2]"))
+        job = dg.Definitions([asset], resources=resources).resolve_implicit_global_asset_job_def()
+        about: Any = {"run_config": QUIET, "raise_on_error": False, "instance": instance}
+        return job.execute_in_process(partition_key="2024-01-01", tags=tags, **about)
+
+    expected = ["call 1"]
+    if again:
+        assert made(run(0)) == {"daily"}
+        expected = ["call 1", "call 2"]
+    tags = {"vt_dagster/take_again": "true"} if again else {}
+    faults[0] = 1
+    assert made(run(1, **tags)) == {"daily"}, "a retry of its step"
+    assert values(tmp_path, "daily") == expected
+    if again:
+        return
+    # Not reported in any run: the next one does it, also if it is no retry.
+    key = dg.AssetKey("daily")
+    instance.wipe_assets([key])
+    assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(run(0))
+    faults[0] = 1
+    assert not run(0, **{"vt_dagster/take_again": "true"}).success
+    assert not instance.get_materialized_partitions(key)
+    assert made(run(0)) == {"daily"}
+    assert instance.get_materialized_partitions(key) == {"2024-01-01"}
+    assert values(tmp_path, "daily") == ["call 1", "call 3"]
 
 
 def test_each_partition_counts_once(

@@ -24,7 +24,13 @@ from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
-from vt_dagster.orchestration.decorators import Inputs, delivered_frames, partitions_of
+from vt_dagster.orchestration.decorators import (
+    Inputs,
+    delivered_frames,
+    is_reported,
+    partitions_of,
+    reported_batch,
+)
 from vt_dagster.orchestration.metadata import (
     comments_of,
     lag_metadata,
@@ -487,18 +493,12 @@ def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     made = None if event is None else event.asset_materialization
     if made is not None:
         same = (made.tags or {}).get(DATA_VERSION) == data_version(last).value
-        batch = _batch_of(made)
+        batch = reported_batch(made)
         if same and batch is not None and (batch == last.batch or last.upkeep):
             return False
     name = key.to_user_string()
     context.log.info(f"{name}: reports batch {last.batch}, committed but not yet reported to Dagster")
     return True
-
-
-def _batch_of(made: dg.AssetMaterialization) -> int | None:
-    """Returns the batch that a materialization reports; None = it names none."""
-    versions: Any = made.metadata.get("versions")
-    return None if versions is None else versions.value["batch"]
 
 
 def _of_partition(
@@ -513,11 +513,7 @@ def _of_partition(
     last, consumed = None if head is None else head.commit, store.consumed_files(head)
 
     def reported(partition: str) -> bool:
-        wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition])
-        records = context.instance.fetch_materializations(wanted, limit=1).records
-        made = records[0].asset_materialization if records else None
-        batch = None if made is None else _batch_of(made)
-        return made is not None and (batch is None or batch >= batch_of_delivery(consumed, partition))
+        return is_reported(context, key, partition, batch_of_delivery(consumed, partition))
 
     if all(map(reported, context.partition_keys)):
         return unchanged(context, key, last)

@@ -177,8 +177,7 @@ def delivered_frames(
     else:
         assert isinstance(source, AssetSource)
         deliveries = _of_asset(context, node, source, values[_UPSTREAM])
-    again = context.run.tags.get(TAKE_AGAIN, "").lower() == "true"
-    made = Given(node, source, deliveries, again)
+    made = Given(node, source, deliveries, _takes_again(context))
     try:
         yield made
     finally:
@@ -195,7 +194,45 @@ def _of_function(
             values = {**values, one.name: getattr(context.resources, one.name)}
     if source.partitions_def is None:
         return Delivery(_origin(context), "", lambda: function(*first, **values))
-    return Delivery(one_partition(context, node), None, lambda: function(*first, **values))
+    partition, origin = one_partition(context, node), _origin(context)
+
+    def is_retry(batch: int, run: str) -> bool:
+        """Whether the partition was consumed by this run, or by one that has failed, and is not yet
+        reported: asked again, the function may return other rows."""
+        if run != origin and (_takes_again(context) or not _has_failed(context, run)):
+            return False
+        return not is_reported(context, dg.AssetKey(node.path), partition, batch)
+
+    def load() -> Any:
+        return function(*first, **values)
+
+    return Delivery(partition, None, load, run=origin, is_retry=is_retry)
+
+
+def _takes_again(context: dg.AssetExecutionContext) -> bool:
+    return context.run.tags.get(TAKE_AGAIN, "").lower() == "true"
+
+
+def _has_failed(context: dg.AssetExecutionContext, run_id: str) -> bool:
+    """Whether a run has not succeeded: one whose process was killed may count as unfinished."""
+    run = context.instance.get_run_by_id(run_id)
+    return run is not None and run.status != dg.DagsterRunStatus.SUCCESS
+
+
+def is_reported(context: Any, key: dg.AssetKey, partition: str, batch: int) -> bool:
+    """Whether this Dagster instance has a materialization of a partition that is at least as new as a
+    batch of its asset."""
+    wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition])
+    records = context.instance.fetch_materializations(wanted, limit=1).records
+    made = records[0].asset_materialization if records else None
+    reported = None if made is None else reported_batch(made)
+    return made is not None and (reported is None or reported >= batch)
+
+
+def reported_batch(made: dg.AssetMaterialization) -> int | None:
+    """Returns the batch that a materialization reports; None = it names none."""
+    versions: Any = made.metadata.get("versions")
+    return None if versions is None else versions.value["batch"]
 
 
 def one_partition(context: Any, node: Stream) -> str:

@@ -431,12 +431,17 @@ class Delivery:
             of its content.
         load: returns the DataFrame.
         replaced_by: returns the versions that have replaced this one.
+        run: the run that consumes it, the first one of a chain of retries; "" = unknown.
+        is_retry: whether a consumed delivery of this name is this one, which is not loaded again. Takes
+            its batch and its run.
     """
 
     name: str
     version: str | None
     load: Callable[[], Any]
     replaced_by: Callable[[], Collection[str]] = frozenset
+    run: str = ""
+    is_retry: Callable[[int, str], bool] = lambda batch, run: False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -584,6 +589,8 @@ class Given:
             known = memory.get(one.name)
             if known is not None and (known[0] == one.version or known[0] in one.replaced_by()):
                 continue
+            if known is not None and len(known) > 3 and one.is_retry(*known[2:4]):
+                continue
             found = self._frame(one)
             if found is None:
                 continue
@@ -685,10 +692,10 @@ class PinnedFrames(Limited, Uncounted):
         )
 
     def consumed(self) -> dict[str, Any]:
-        """Returns the consumed state after the run: version, number of rows and batch by delivery."""
+        """Returns the consumed state after the run: version, rows, batch and run by delivery."""
         memory = dict(self.before.get(_DELIVERIES, {}))
         for one, found, version in self.new:
-            memory[one.name] = [version, found.count, self.batch]
+            memory[one.name] = [version, found.count, self.batch, one.run]
         runs = [name for name, (version, *_) in memory.items() if name and not version]
         for name in runs[:-_MOST_RUNS]:
             del memory[name]
