@@ -58,6 +58,7 @@ def run(
     run_config: dict[str, Any] | None = None,
     raise_on_error: bool = False,
     selection: Any = None,
+    tags: dict[str, str] | None = None,
 ) -> dg.ExecuteInProcessResult:
     """Materializes assets with their checks in this process."""
     return dg.materialize(
@@ -67,6 +68,7 @@ def run(
         instance=instance,
         run_config={**QUIET, **(run_config or {})},
         raise_on_error=raise_on_error,
+        tags=tags,
     )
 
 

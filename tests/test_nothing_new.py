@@ -13,7 +13,15 @@ import dagster as dg
 import pytest
 
 from tests.market import Market, checks, materialized, record, run, unchanged
-from vt_dagster import build_asset, build_checks, build_resources
+from vt_dagster import (
+    FeatureView,
+    build_asset,
+    build_checks,
+    build_export,
+    build_resources,
+    build_training_set,
+)
+from vt_dagster.orchestration.asset import DATA_VERSION
 from vt_dagster.storage import parquet
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -92,6 +100,42 @@ def test_nothing_downstream_is_asked_for(copy: Market, instance: dg.DagsterInsta
     materialized(run(sold, copy.warehouse, instance=instance), "priced")
     number, _ = asked(cursor)
     assert number == 1
+
+
+def test_a_backfill_has_a_materialization_of_each_asset(
+    copy: Market, instance: dg.DagsterInstance
+) -> None:
+    """Without one, Dagster counts the asset as failed, and does not run what is downstream of it."""
+    export = build_export(copy.prices, to=str(copy.root / "export"))
+    features = [FeatureView(copy.prices, prefix="p_", as_known="now")]
+    training = build_training_set(copy.sales, features, name="training", to=str(copy.root / "training"))
+    names = {*(node.name for node in copy.nodes), "prices_export", "training"}
+    assert copy.run(None, export, training, instance=instance).success
+    assets = [*map(build_asset, copy.nodes), *map(build_checks, copy.nodes), export, training]
+
+    def version(event: dg.AssetMaterialization | None) -> str:
+        return ((event and event.tags) or {})[DATA_VERSION]
+
+    last = {n: instance.get_latest_materialization_event(dg.AssetKey(n)) for n in names}
+    before = {n: version(event and event.asset_materialization) for n, event in last.items()}
+    result = run(assets, copy.warehouse, instance=instance, tags={"dagster/backfill": "b"})
+    assert result.success
+    made = {
+        str(event.asset_key.to_user_string()): event.materialization
+        for event in result.get_asset_materialization_events()
+        if event.asset_key is not None
+    }
+    assert {*made} == names
+    assert {name: version(event) for name, event in made.items()} == before
+    assert {str(event.metadata["status"].value) for event in made.values()} == {
+        "nothing new: no commit"
+    }
+    looked_at = {str(one.metadata["looked_at"].value) for one in checks(result).values()}
+    assert {one.partition(":")[0] for one in looked_at} == {"nothing"}
+    for name in sorted(names):  # a run beside a backfill has nothing to report
+        assert not run(
+            assets, copy.warehouse, instance=instance, selection=[name]
+        ).get_asset_materialization_events()
 
 
 def test_who_has_news_of_another_input_is_not_skipped(copy: Market) -> None:

@@ -260,6 +260,8 @@ DATA_VERSION = "dagster/data_version"
 _TRIES = 20
 """How often a run tries again after another run of the asset, or of another partition, has won."""
 _Result = TypeVar("_Result")
+_BACKFILL = "dagster/backfill"
+"""Dagster's tag of the runs of a backfill."""
 _NO_EVENT = "__source_asset_observation__"
 """Dagster's metadata key for observations of sources: it records no materialization of such outputs."""
 
@@ -538,10 +540,16 @@ def unchanged(
     A missing output would skip all downstream assets, also those with new records of another input; a
     normal output would be a materialization. Dagster's observation key avoids both. If Dagster drops
     that key, the output is a materialization again.
+
+    In a backfill, it is a materialization too: Dagster counts an asset without one as failed, and does
+    not run the assets downstream of it.
     """
     metadata: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
     if arrival is not None and arrival.not_ready:
         metadata["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"
         metadata["records_held"] = arrival.waiting
     context.log_event(dg.AssetObservation(key, metadata=metadata))
+    if _BACKFILL in context.run.tags:
+        version = None if last is None else data_version(last)
+        return dg.MaterializeResult(metadata=metadata, data_version=version)
     return dg.MaterializeResult(metadata={_NO_EVENT: True})

@@ -117,7 +117,8 @@ def build_training_set(
         checks = [] if min_match_rate is None else [_checked(spec.key, rates, min_match_rate)]
         if last is None or (commit is None and not needs_materialization(context, spec.key, last)):
             idle = unchanged(context, spec.key, last)
-            return dg.MaterializeResult(metadata=idle.metadata, check_results=checks)
+            about: Any = {"metadata": idle.metadata, "data_version": idle.data_version}
+            return dg.MaterializeResult(**about, check_results=checks)
         return _materialized(declared, to, last, started, checks)
 
     return cast(dg.AssetsDefinition, of_training_set)
