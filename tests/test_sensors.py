@@ -94,6 +94,38 @@ def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
     assert files(again) == files(first)
 
 
+@pytest.mark.usefixtures("few_rows")
+def test_a_table_that_was_removed_behind_the_cursor(spark: SparkSession, tmp_path: Path) -> None:
+    """The cursor was reset, or has seen no tick after the run. Dagster ignores requests with the key of
+    an earlier run."""
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    with dg.DagsterInstance.ephemeral() as instance:
+        keys: list[str] = []
+        for wiped in (False, False, True, False):
+            request = evaluate(market, instance=instance)
+            assert request.run_key not in keys
+            keys.append(request.run_key)
+            about = {"run_config": request.run_config, "instance": instance}
+            tags = {**request.tags, "dagster/run_key": request.run_key}
+            result = market.run([market.prices], tags=tags, **about)
+            assert materialized(result, "prices")["records_in"] == 1
+            assert "no new jsonl files" in evaluate(market, instance=instance)
+            if wiped:
+                instance.wipe_assets([dg.AssetKey("prices")])
+            shutil.rmtree(market.warehouse)
+
+        @dg.job
+        def others() -> None: ...
+
+        # A run of other assets has not consumed the input: it is requested once, as before.
+        instance.wipe_assets([dg.AssetKey("prices")])
+        last = evaluate(market, instance=instance)
+        done = {"status": dg.DagsterRunStatus.SUCCESS, "tags": {"dagster/run_key": last.run_key}}
+        instance.create_run_for_job(others, **done)
+        assert evaluate(market, instance=instance).run_key == last.run_key
+
+
 def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> None:
     """It is not requested again, and the tick says so, until a file is repaired."""
     market = Market(tmp_path, spark)

@@ -9,13 +9,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
 
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError, VtDagsterError
+from vt_dagster.orchestration.decorators import reported_batch
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
 from vt_dagster.orchestration.resources import PREFIX, asset_op, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of, start_waits
@@ -191,6 +192,11 @@ def build_sensor(
         tags["vt_dagster/batch"] = str(batch + 1)
         chosen = _without_partitions(context, selection)
         request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
+        while _consumed_before(context, node, batch, request):
+            # The cursor did not see it, as when it was lost: Dagster would ignore the request.
+            seen = replace(seen, epoch=seen.epoch + 1)
+            context.update_cursor(seen.text)
+            request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         failed = _run_of(context, {_RUN_KEY: str(request.run_key)}, _FAILED)
         if failed:
             return dg.SkipReason(
@@ -228,6 +234,28 @@ def _request(
         tags=tags,
         asset_selection=chosen,
     )
+
+
+def _consumed_before(
+    context: dg.SensorEvaluationContext, node: Stream, batch: int, request: dg.RunRequest
+) -> bool:
+    """Whether a run has consumed the input of a request, and the table went back since: it was removed,
+    or restored from a backup.
+
+    Args:
+        batch: the table's last one.
+    """
+    run_id = _run_of(context, {_RUN_KEY: str(request.run_key)}, [dg.DagsterRunStatus.SUCCESS])
+    if run_id is None:
+        return False
+    event = context.instance.get_latest_materialization_event(dg.AssetKey(node.path))
+    made = None if event is None else event.asset_materialization
+    if made is not None:
+        return (reported_batch(made) or 0) > batch
+    # The materializations were wiped too. Or the run was of other assets: then it has not this step.
+    found = context.instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.STEP_SUCCESS)
+    steps = {one.event_log_entry.step_key for one in found.records}
+    return asset_op(node) in steps
 
 
 def _run_of(
