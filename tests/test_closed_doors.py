@@ -453,6 +453,31 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     assert said["other"].startswith("n is double, expected bigint")
 
 
+@pytest.mark.parametrize("policy", ["fail", "quarantine"])
+def test_a_parquet_file_with_a_damaged_page(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
+    """Its footer is whole: only a read of all its pages shows it, and the run names the file."""
+    where = tmp_path / "landing"
+    where.mkdir()
+    node = sales(where, format="parquet", on_bad_file=policy)
+    for name, count in ("1.parquet", 1), ("2.parquet", 5_000):
+        keys_ = [f"k{i * 7919 % 100_003}" for i in range(count)]
+        table = pa.table({"k": keys_, "n": range(count), "v": ["x"] * count})
+        at = pa.array([1_000_000] * count, pa.timestamp("us", "UTC"))
+        pq.write_table(table.append_column("at", at), where / name, compression="zstd")
+    damaged = where / "2.parquet"
+    content = bytearray(damaged.read_bytes())
+    content[200:4_000] = bytes(3_800)
+    whole = damaged.read_bytes()
+    damaged.write_bytes(content)
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert not result.success
+    said = messages(result)
+    assert f"2.parquet in {where} could not be read: " in said
+    assert "nothing was committed. Repair the file, or move it away, and run again" in said
+    damaged.write_bytes(whole)
+    assert run([build_asset(node)], tmp_path / "warehouse").success
+
+
 def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:
     """Two keys do not become one; a text in an array or a map is one too. So is a time outside the
     years 1 to 9999."""
