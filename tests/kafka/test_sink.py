@@ -104,6 +104,28 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
     assert [(r.k, r.n) for r in pipeline.current(again)] == [("b", 2)]
 
 
+def test_a_publication_that_another_one_overtakes_sends_the_rest(
+    topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, target = topics.create(), topics.create()
+    topics.produce(origin, [record("a", 1, 5)])
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    sink, send = KafkaSink(topics.cluster, target), Publication._send  # pyright: ignore[reportPrivateUsage]
+
+    def overtaken(publication: Publication, messages: Any) -> Any:
+        monkeypatch.setattr(Publication, "_send", send)
+        counted = send(publication, messages)
+        assert publication.run() is not None
+        topics.produce(origin, [record("a", 2, 6)])
+        pipeline.run(node)
+        return counted
+
+    monkeypatch.setattr(Publication, "_send", overtaken)
+    assert publish(pipeline, node, sink)["records_published"] == 1
+    assert numbers(topics, target) == [1, 2]
+
+
 def test_killed_publications_repeat_nothing(
     topics: Topics, broker: Broker, pipeline: Pipeline, connect_server: ConnectServer
 ) -> None:

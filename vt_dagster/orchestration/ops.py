@@ -43,6 +43,7 @@ from vt_dagster.orchestration.asset import (
     needs_materialization,
     records_type,
     results_type,
+    retried,
     unchanged,
     with_config,
 )
@@ -418,7 +419,7 @@ def publish_op(
     def publish(context: dg.OpExecutionContext, config: PublicationConfig) -> dg.Output[None]:
         started, spark = time.monotonic(), spark_for(context, resource_prefix)
         way = Publication(warehouse_of(context, resource_prefix), publication, node, sink, spark)
-        commit = way.run(context.run_id, config.from_start)
+        commit = retried(context, way.head, lambda: way.run(context.run_id, config.from_start))
         seconds = time.monotonic() - started
         last, key = commit or way.head(), dg.AssetKey(publication)
         if commit is None:
