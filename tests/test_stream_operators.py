@@ -313,3 +313,32 @@ def test_other_errors_of_an_aggregate_are_not_those_of_its_sums() -> None:
     assert sum_too_large(totals, overflow) is not None
     assert sum_too_large(summed("x", None)[1], overflow) is None, "a sum of DOUBLE is infinite"
     assert sum_too_large(stream(), overflow) is None
+
+
+@pytest.mark.parametrize(
+    ("expression", "got"),
+    [
+        ("max(n + 1)", "overflow. Use 'try_add' to tolerate overflow and return NULL instead. "),
+        ("min(cast(n AS int))", "The value 9223372036854775807L of the type "),
+        (
+            "max(1 / (n - 9223372036854775807))",
+            "Division by zero. Use `try_divide` to tolerate divisor being 0 ",
+        ),
+        (
+            "max(timestampadd(DAY, if(n = 1, 1, 2147483647), timestamp))",
+            "Datetime operation overflow: ",
+        ),
+    ],
+)
+def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str, got: str) -> None:
+    sales = stream(schema=SUMMED)
+    totals = sales.group_by().aggregate({"m": expression}, name="totals")
+    driver = TopologyTestDriver(sales, totals, spark=spark)
+    with pytest.raises(ContractError) as refused:
+        driver.run({"sales": [{"k": "a", "g": "x", **BIG}]})
+    said = str(refused.value)
+    assert said.startswith("totals: expected values of which its expressions can be computed, got: ")
+    assert got in said
+    assert ". Nothing was committed. Compute in a wider type, or with try_add" in said
+    assert "spark.sql" not in said
+    driver.run({"sales": [{"k": "a", "g": "x", "n": 1, "timestamp": 1}]})

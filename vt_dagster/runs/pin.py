@@ -740,6 +740,7 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
         or gone_meanwhile(node, error)
         or unreadable(node.name, error)
         or sum_too_large(node, error)
+        or value_refused(node, error)
     )
 
 
@@ -774,6 +775,22 @@ def sum_too_large(node: Stream, error: Exception) -> ContractError | None:
         f"{node.name}: expected sums that their types can hold, got a larger number in "
         f"{' or '.join(shown)}; nothing was committed. Sum in a wider type, which needs a replay: "
         "sum(CAST(x AS DECIMAL(38, 0))), or sum(CAST(x AS DOUBLE)), which rounds; or correct the values"
+    )
+
+
+_REFUSED_VALUE = re.compile(r"\[[A-Z_.]+\] ([^\n]*?) (?:If necessary set [^\n]*? )?SQLSTATE: 22\w{3}")
+"""Errors of Spark about a value (class 22 of SQL's states), without its advice to set the session."""
+
+
+def value_refused(node: Stream, error: Exception) -> ContractError | None:
+    """Returns an error, if an expression of the operator cannot be computed of a value; else None."""
+    found = None if node.operator is None else _REFUSED_VALUE.search(str(error))
+    if found is None:
+        return None
+    return ContractError(
+        f"{node.name}: expected values of which its expressions can be computed, got: {found[1]} "
+        "Nothing was committed. Compute in a wider type, or with try_add, try_multiply, try_divide or "
+        "try_cast, which return null; or correct the values"
     )
 
 
