@@ -22,6 +22,7 @@ from pyspark.sql.types import (
     DateType,
     DecimalType,
     DoubleType,
+    FloatType,
     LongType,
     StringType,
     StructField,
@@ -33,7 +34,7 @@ from tests.test_new_version_on import Live, at, change
 from tests.test_start import Accounts
 from vt_dagster import FilesSource, Materialized, Stream, read
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.erase import erase
+from vt_dagster.runs.erase import HIT, Key, erase
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
@@ -285,3 +286,42 @@ def test_keys_that_are_no_plain_literals(spark: SparkSession, tmp_path: Path) ->
         (left,) = read(name, warehouse=warehouse, what="log")["id"].to_pylist()
         assert left != given
         assert rejected(node) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "written", "other"),
+    [
+        (
+            TimestampType(),
+            datetime(2024, 1, 1, tzinfo=timezone.utc),
+            ["2024-01-01T01:00:00+01:00", "2023-12-31 19:00:00.000-05:00", "2024-01-01"],
+            ["2024-01-01T01:00:00Z", "2024-01-01T00:00:00+01:00", "2024-01-01T00:00:00.000001Z"],
+        ),
+        (LongType(), 1000, ["1E3", "1000.0", "+1000"], ["1E4", "10000", "-1000", "1000.5", "x1000"]),
+        (
+            LongType(),
+            7,
+            ["7", "7."],
+            ["2024-01-07 07:07:07.7", "2024-07-07T07:07Z", "-7", "1.7", "7.1x"],
+        ),
+        (LongType(), 2**53 + 1, [f"{2**53 + 1}"], [f"{2**53}", f"{2**53 + 2}"]),
+        (
+            DecimalType(9, 2),
+            Decimal("0.10"),
+            ["0.1", ".1", "1e-1"],
+            ["0.101", "0.10000000000000001", "1"],
+        ),
+        (DoubleType(), 2e-7, ["0.0000002", "2.0E-7", "2e-07"], ["2", "7", "2E-8"]),
+        (FloatType(), 0.5, ["0.50", "5e-1"], ["5", "0.51"]),
+    ],
+)
+def test_quarantined_keys_that_are_written_in_another_way(
+    spark: SparkSession, kind: DataType, given: Any, written: list[str], other: list[str]
+) -> None:
+    key = Key({"id": kind}, (given,))
+    lines = [(text, json.dumps({"at": "never", "id": text})) for text in written + other]
+    lines += [(text, f"a,{text},never") for text in written + other]
+    lines += [(text, f'{{"id": {text}}}') for text in written + other]
+    rows = key.in_text(spark.createDataFrame(lines, "text STRING, raw STRING"))
+    found = [r["text"] for r in rows.where(HIT).collect()]
+    assert sorted(found) == sorted(written * 3)

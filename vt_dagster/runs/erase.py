@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from functools import partial, reduce
+from math import isfinite
 from typing import Any
 from uuid import uuid4
 
@@ -48,6 +49,7 @@ from pyspark.sql.types import (
     AtomicType,
     CharType,
     DataType,
+    DecimalType,
     NumericType,
     StringType,
     StructField,
@@ -142,8 +144,9 @@ class Key:
         """Returns the condition that texts contain each value of the key as a word; false without
         ``values``."""
         whole = F.concat_ws("\n", *texts)
-        words = [rf"(?<!\w){_written(one)}(?!\w)" for one in _parts(self.values or ())]
-        return reduce(lambda a, b: a & b, [whole.rlike(word) for word in words] or [F.lit(False)])
+        given = zip(self.types.values(), self.values or (), strict=False)
+        found = [_among(whole, *part) for kind, value in given for part in _parts(value, kind)]
+        return reduce(lambda a, b: a & b, found or [F.lit(False)])
 
     def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
         # The row is packed into a struct: one of its columns may have the name of a key column.
@@ -161,34 +164,46 @@ def _literal(value: Any, kind: DataType) -> Column:
     return F.lit(value.isoformat() if type(value) is date else value).cast(kind)
 
 
-def _parts(value: Any) -> list[Any]:
-    """Returns the atomic values in a value; a null is none."""
-    if isinstance(value, dict):
-        return _parts([*value.values()])
-    if isinstance(value, list | tuple):
-        return [part for one in value for part in _parts(one)]
-    return [] if value is None else [value]
+def _parts(value: Any, kind: DataType) -> list[tuple[Any, DataType]]:
+    """Returns the atomic values in a value, with their types; a null is none."""
+    if value is None:
+        return []
+    if isinstance(kind, StructType):
+        return [part for f in kind.fields for part in _parts(value[f.name], f.dataType)]
+    if isinstance(kind, ArrayType):
+        return [part for one in value for part in _parts(one, kind.elementType)]
+    return [(value, kind)]
 
 
-def _written(value: Any) -> str:
-    """Returns a pattern of a value as sources write it."""
+# Not the numbers in a date or a time, which every record has.
+_NUMBER = r"(?<![\w.])(?<!\d[-:])[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?!\.?\w|[-:]\d)"
+_TIME = (
+    r"(?<!\w)[-+]?\d{4,}-\d\d?-\d\d?(?:[T ]\d\d?:\d\d?(?::\d\d?(?:\.\d+)?)?)?"
+    r"(?: ?(?:Z|UTC|GMT|[-+]\d\d?(?::?\d\d)?))?(?!\w)"
+)
+
+
+def _among(text: Column, value: Any, kind: DataType) -> Column:
+    """Returns the condition that a text contains an atomic value as a word. Numbers and times are
+    compared as values: sources may write them in several ways."""
     if isinstance(value, bool):
-        return f"(?i:{value})"
+        return text.rlike(rf"(?<!\w)(?i:{value})(?!\w)")
     if isinstance(value, bytes):
-        return _quoted(b64encode(value).decode())
-    if isinstance(value, float | Decimal):
-        text = f"{Decimal(str(value)):f}"
-        bare = text.rstrip("0").rstrip(".") if "." in text else text
-        return _quoted(bare) + ("0*" if "." in bare else r"(?:\.0+)?")
+        return text.rlike(rf"(?<!\w){_quoted(b64encode(value).decode())}(?!\w)")
     if isinstance(value, datetime):
-        day, clock = value.replace(tzinfo=None).isoformat(timespec="seconds").split("T")
-        part, whole = f"{value.microsecond:06}".rstrip("0"), r"(?:\.0+)?"
-        if part or value.second:
-            clock += rf"\.{part}0*" if part else whole
-        else:
-            clock = f"{clock[:-3]}(?::00{whole})?"
-        return f"{_quoted(day)}[T ]{clock}Z?"
-    return _quoted(str(value))
+        return _has_value(text, _TIME, value, kind)
+    if isinstance(value, int | Decimal):
+        # As many digits after the point as fit: neither number is rounded to the other.
+        whole = max(Decimal(value).adjusted() + 1, 1)
+        return _has_value(text, _NUMBER, value, DecimalType(38, max(38 - whole, 0)))
+    if isinstance(value, float) and isfinite(value):
+        return _has_value(text, _NUMBER, value, kind)
+    return text.rlike(rf"(?<!\w){_quoted(str(value))}(?!\w)")
+
+
+def _has_value(text: Column, pattern: str, value: Any, kind: DataType) -> Column:
+    found = F.regexp_extract_all(text, F.lit(pattern), F.lit(0))
+    return F.exists(found, lambda word: word.try_cast(kind).eqNullSafe(_literal(value, kind)))
 
 
 def _quoted(text: str) -> str:
