@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +19,20 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from pyspark.sql import Column, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import to_avro
-from pyspark.sql.types import ArrayType, IntegerType, LongType, MapType, StringType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructType,
+)
 
 from tests.registry import Registry, framed
 from tests.storage.test_values import with_columns
 from vt_dagster.core.source_records import REASON, Reason, prepare
-from vt_dagster.errors import SourceError
+from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.kafka import (
     Avro,
     Debezium,
@@ -222,11 +231,29 @@ def test_raw(spark: SparkSession) -> None:
         (Raw("name"), [b"x", b"", b"\xff"], WANTED),
         (Raw("id"), [b"12", b"12x"], WANTED),
         (Raw("b"), [b"\xff"], binary),
+        (Raw("name"), [b"\0\0\0\x05", b"\0\0\0\0\x02apple", b"a\0"], WANTED),
+        (Raw("name", "string"), [b"a\0"], WANTED),
     ) == [
         [{"name": "x"}, {"name": ""}, bad],
         [{"id": 12}, bad],
         [{"b": bytearray(b"\xff")}],
+        [bad, bad, bad],
+        [{"name": "a\0"}],
     ]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ArrayType(StringType()), MapType(StringType(), StringType()), StructType().add("a", "long")],
+)
+def test_raw_reads_no_nested_column(kind: DataType) -> None:
+    told = (
+        f"a message cannot fill these columns: tags is {kind.simpleString()}, and Raw reads one value"
+    )
+    source = KafkaSource(KafkaCluster("kafka:9092"), "orders", key=Raw("id"), value=Raw("tags"))
+    wanted = StructType().add("id", "long").add("tags", kind)
+    with pytest.raises(TopologyError, match=re.escape(told)):
+        Stream("orders", key="id", schema=wanted, timestamp="timestamp", source=source)
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -261,6 +288,11 @@ def test_avro(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
     ]
     key = StructType().add("id", "string")
     assert decoded(spark, Avro('"string"'), [b"\x06abc"], key) == [{"id": "abc"}]
+    # Of a message with another schema, or in a frame, the first values would be read.
+    bad = {"reason": "unreadable"}
+    odd = [framed(3, orders[0]), orders[0] + b"x", orders[0] + orders[0], orders[0][:-1], b""]
+    assert decoded(spark, Avro(json.dumps(V1)), odd) == [bad] * 5
+    assert decoded(spark, Avro('"string"'), [framed(3, b"\x06abc"), b"\x06abcd"], key) == [bad, bad]
     with pytest.raises(SourceError, match="either a schema or a registry"):
         Avro()
 

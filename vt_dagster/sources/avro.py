@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -43,6 +44,9 @@ from vt_dagster.topology.schema import was
 
 READ = "_vt_read"
 """Field of a row: true if the message is readable."""
+_ROW, _END = "_vt_row", "_vt_end"
+_MARK = uuid4().bytes
+"""What follows a message: 16 bytes that no message ends with."""
 _UNITS = {
     "date": "days",
     "timestamp-millis": "millis",
@@ -169,38 +173,37 @@ def _plain(schema: Any) -> Any:
 
 
 def read_avro(message: Column, schema: str) -> Column:
-    """Returns all fields of an Avro message, and a field ``READ``, true if the message is readable.
+    """Returns an Avro message as a struct: ``_ROW`` with all its fields, and the bytes that follow it.
 
-    Spark returns a row of nulls for an unreadable message, but a readable message may also have nulls
-    only. ``READ`` exists only in the reader schema with a default of true, so it is null if reading
-    failed.
+    Spark returns nulls for an unreadable message, but a readable one may also have nulls only. And it
+    ignores what follows a message: of the messages of another schema, for example in Confluent's
+    framing, it reads values that nobody wrote. So a mark is appended to the message, as a last field of
+    its schema: a message that does not end where its schema ends gives other bytes there, or null.
     """
     from pyspark.sql.avro.functions import from_avro
 
-    declared = _plain(json.loads(schema))
-    if not _is_record(declared):
-        return from_avro(message, json.dumps(declared), {"mode": "PERMISSIVE"})
-    marked = {"name": READ, "type": ["boolean", "null"], "default": True}
-    reader = {**declared, "fields": [*declared["fields"], marked]}
-    options = {"mode": "PERMISSIVE", "avroSchema": json.dumps(reader)}
-    return from_avro(message, json.dumps(declared), options)
+    end = {"type": "fixed", "name": _END, "size": len(_MARK)}
+    fields = [{"name": _ROW, "type": _plain(json.loads(schema))}, {"name": _END, "type": end}]
+    marked = {"type": "record", "name": "_vt_message", "fields": fields}
+    return from_avro(F.concat(message, F.lit(_MARK)), json.dumps(marked), {"mode": "PERMISSIVE"})
 
 
 def row_of(
     value: Column, schema: str, wanted: StructType, how: Reading, newest: str = "null"
 ) -> Column:
-    """Returns the wanted fields of a result of ``read_avro``, and ``READ``.
+    """Returns the wanted fields of a result of ``read_avro``, and ``READ``: null if it is unreadable.
 
     Args:
         newest: the newest schema, with defaults of fields that ``schema`` lacks, and aliases.
     """
-    node = node_of(schema)
+    node, read = node_of(schema), F.when(value[_END] == F.lit(_MARK), True)
+    value = value[_ROW]
     if node.type != "record":
         if len(wanted.fields) != 1:
             raise SourceError(f"Avro: {misfits(schema, wanted, how)[0]}; give another schema")
         only = wanted.fields[0]
         found, misfit = _fitted(value, node, only.dataType, how, (only.name,))
-        there = F.when(~misfit, value.isNotNull())
+        there = F.when(~misfit & value.isNotNull(), read)
         return F.struct(found.alias(only.name), there.alias(READ))
     written = _written(json.loads(schema), wanted, newest)
     defaults = _defaults(newest)
@@ -217,7 +220,7 @@ def row_of(
         columns.append(found.alias(f.name))
     if newest != "null" and not {*written} & node.fields.keys():
         lost.append(F.lit(True))  # with a single schema, ``misfits`` fails when definitions load
-    return F.struct(*columns, F.when(~any_of(lost), value[READ]).alias(READ))
+    return F.struct(*columns, F.when(~any_of(lost), read).alias(READ))
 
 
 def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:

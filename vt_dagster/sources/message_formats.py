@@ -121,7 +121,8 @@ def serialized(message: Column, serializer: Serializer | None, kind: DataType, h
     if serializer == "uuid":
         return of_text(F.when(F.rlike(text, F.lit(_UUID)), text), kind, how)
     if serializer is None:
-        text = _unquoted(text)
+        # No text has a zero byte, but numbers and messages in Confluent's framing are valid UTF-8.
+        text = _unquoted(F.when(~F.contains(text, F.lit("\0")), text))
     value = of_text(text, kind, how)
     if isinstance(kind, StringType):
         return value
@@ -278,7 +279,8 @@ class Raw(Format):
         column: its name in the schema.
         serializer: the Kafka serializer of the message: ``short``, ``integer``, ``long``, ``float`` and
             ``double`` (big-endian), ``boolean`` (one byte), ``uuid``, ``string`` (UTF-8) or ``bytes``.
-            None: the column's value as text; the quotes of a JSON string are removed.
+            None: the column's value as text; the quotes of a JSON string are removed, and bytes with a
+            zero byte are unreadable: they are a number, or a message in Confluent's framing.
         timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column:
             ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``. None: such a number is
             unreadable.
@@ -299,6 +301,11 @@ class Raw(Format):
 
     def columns(self, wanted: StructType) -> list[str]:
         return [n for n in wanted.names if n == self.column]
+
+    def misfits(self, wanted: StructType) -> list[str]:
+        own = [f for f in wanted.fields if f.name == self.column]
+        nested = [f for f in own if isinstance(f.dataType, StructType | ArrayType | MapType)]
+        return [f"{f.name} is {f.dataType.simpleString()}, and Raw reads one value" for f in nested]
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         kind = wanted[self.column].dataType
