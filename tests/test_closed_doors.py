@@ -480,23 +480,24 @@ def test_a_parquet_file_with_a_damaged_page(tmp_path: Path, spark: SparkSession,
 
 def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:
     """Two keys do not become one; a text in an array or a map is one too. So is a time outside the
-    years 1 to 9999."""
+    years 1 to 9999, and a map with a key twice."""
 
     def texts(*values: bytes) -> Any:
         offsets = [sum(map(len, values[:i])) for i in range(len(values) + 1)]
         buffers = [None, pa.py_buffer(struct.pack(f"{len(offsets)}i", *offsets))]
         return pa.Array.from_buffers(pa.utf8(), len(values), [*buffers, pa.py_buffer(b"".join(values))])
 
-    good = texts(*6 * [b"x"])
-    each = pa.array(range(7), pa.int32())
+    good = texts(*8 * [b"x"])
+    each = pa.array(range(8), pa.int32())
+    twice = pa.array([*range(7), 8], pa.int32())
     table = pa.table(
         {
-            "k": texts(b"a", b"caf\xe9", b"caf\xe8", b"caf\xc3\xa9", b"b", b"c"),
+            "k": texts(b"a", b"caf\xe9", b"caf\xe8", b"caf\xc3\xa9", b"b", b"c", b"d"),
             "times": pa.array(
-                [[0, None], [], None, [], [], [10**18]], pa.list_(pa.timestamp("us", "UTC"))
+                [[0, None], [], None, [], [], [10**18], []], pa.list_(pa.timestamp("us", "UTC"))
             ),
-            "many": pa.ListArray.from_arrays(each, texts(b"x", b"x", b"x", b"x", b"\xff", b"x")),
-            "named": pa.MapArray.from_arrays(each, good, good),
+            "many": pa.ListArray.from_arrays(each, texts(b"x", b"x", b"x", b"x", b"\xff", b"x", b"x")),
+            "named": pa.MapArray.from_arrays(twice, good, good),
         }
     )
     where = landing(tmp_path)
@@ -512,7 +513,7 @@ def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     found = sorted((r["position"], r["reason"]) for r in quarantine.collect())
-    assert found == [(n, "unreadable") for n in (2, 3, 5, 6)]
+    assert found == [(n, "unreadable") for n in (2, 3, 5, 6, 7)]
 
 
 def test_a_separator_of_several_characters(tmp_path: Path, spark: SparkSession) -> None:

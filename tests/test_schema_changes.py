@@ -17,6 +17,7 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, Transaction
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
+    ArrayType,
     BooleanType,
     DataType,
     DecimalType,
@@ -395,6 +396,13 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
         strict = replace(source, optional=()).pin(None)
         with pytest.raises(SourceError, match=r"expected columns \['note'\]"):
             strict.read(spark, orders)
+    pq.write_table(pa.table({"k": ["a"], "Note": ["x"]}), folder / "other.parquet")
+    cased = FilesSource(str(folder), "parquet", "other.*", optional=["n", "at", "note"])
+    with pytest.raises(SourceError, match=r"note is named 'Note', expected the same case"):
+        cased.pin(None).read(spark, replace(orders, source=cased))
+    nested, lines = schema({**kinds, "tags": ArrayType(StringType())}), replace(source, format="csv")
+    with pytest.raises(TopologyError, match=r"no struct, array or map among .* \{'tags': 'array<st"):
+        replace(orders, schema=nested, source=lines)
     with pytest.raises(TopologyError, match=r"expected optional columns of the source among"):
         replace(orders, source=replace(source, optional=("k",)))
 

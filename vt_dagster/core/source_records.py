@@ -132,7 +132,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     reason = reason.when(~sane, Reason.IMPOSSIBLE_TIMESTAMP)
     if latest is not None:
         reason = reason.when(F.col(TIMESTAMP) > latest, Reason.FUTURE_TIMESTAMP)
-    reason = reason.when(_odd_year(node), Reason.UNREADABLE)
+    reason = reason.when(_has_odd_value(node), Reason.UNREADABLE)
     tombstone = F.lit(False)
     if node.tombstone is not None:
         deletes = _attempt(F.coalesce(F.expr(node.tombstone), F.lit(False)), "boolean")
@@ -194,22 +194,24 @@ def takes_unchanged(node: Stream) -> bool:
     return whole and getattr(node.source, "orders_changes", False)
 
 
-def _odd_year(node: Stream) -> Column:
-    """Returns whether a column has a time outside the years 1 to 9999, at any depth, see ``_FIRST``."""
+def _has_odd_value(node: Stream) -> Column:
+    """Returns whether a column has a time outside the years 1 to 9999, see ``_FIRST``, or a map with a
+    key twice, at any depth. Files may contain both."""
     found = F.lit(False)
     for f in node.schema.fields:
-        if f.name != node.timestamp and _has_times(f.dataType):
+        if f.name != node.timestamp and _may_be_odd(f.dataType):
             found = found | F.coalesce(_is_odd(F.col(f"`{f.name}`"), f.dataType), F.lit(False))
     return found
 
 
-def _has_times(kind: DataType) -> bool:
-    return any(isinstance(k, DateType | TimestampType | TimestampNTZType) for k in types_in(kind))
+def _may_be_odd(kind: DataType) -> bool:
+    odd = DateType | TimestampType | TimestampNTZType | MapType
+    return any(isinstance(k, odd) for k in types_in(kind))
 
 
 def _is_odd(value: Column, kind: DataType) -> Column:
     if isinstance(kind, StructType):
-        inner = [f for f in kind.fields if _has_times(f.dataType)]
+        inner = [f for f in kind.fields if _may_be_odd(f.dataType)]
         no = F.lit(False)
         each = [F.coalesce(_is_odd(value[f.name], f.dataType), no) for f in inner]
         return reduce(lambda one, other: one | other, each)
@@ -218,8 +220,9 @@ def _is_odd(value: Column, kind: DataType) -> Column:
         return F.exists(value, lambda one: F.coalesce(_is_odd(one, element), F.lit(False)))
     if isinstance(kind, MapType):
         pairs = [(F.map_keys(value), kind.keyType), (F.map_values(value), kind.valueType)]
-        each = [_is_odd(some, ArrayType(k)) for some, k in pairs if _has_times(k)]
-        return reduce(lambda one, other: one | other, each)
+        twice = F.size(F.map_keys(value)) != F.size(F.array_distinct(F.map_keys(value)))
+        each = [_is_odd(some, ArrayType(k)) for some, k in pairs if _may_be_odd(k)]
+        return reduce(lambda one, other: one | other, each, twice)
     return ~F.year(value).between(1, 9999)
 
 

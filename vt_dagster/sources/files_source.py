@@ -279,6 +279,8 @@ def faults_of_parquet(
         types = {c.name: c.dataType for c in there}
         wanted = _in_files(file, schema) if path_columns else schema
         missing = _missing(list(types), wanted, optional)
+        if odd := _in_other_case(list(types), wanted):  # which Spark would read
+            missing = f"{odd}: correct the file, or the names in the schema"
         if path_columns:
             missing = missing or fault_of_path(file.name, schema, list(types))
         wrong = [
@@ -329,14 +331,17 @@ def _fault_of_header(
         return f"expected a header line of CSV that ends with a line feed, got: {error}"
     if not header:
         return None
-    others = [(c, other_case(c, header, schema)) for c in schema.names]
-    odd = [in_other_case(column, other) for column, other in others if other]
-    if odd:
-        return f"{'; '.join(odd)}: correct the header, or the names in the schema"
+    if odd := _in_other_case(header, schema):
+        return f"{odd}: correct the header, or the names in the schema"
     twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
     if twice:
         return f"expected each column once in the header, got {twice} more than once"
     return _missing(header, schema, optional)
+
+
+def _in_other_case(there: Sequence[str], schema: StructType) -> str:
+    others = [(c, other_case(c, there, schema)) for c in schema.names]
+    return "; ".join(in_other_case(column, other) for column, other in others if other)
 
 
 def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) -> str | None:
@@ -464,6 +469,22 @@ def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -
 
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
+
+
+def require_flat(name: str, format: FileFormat, schema: StructType) -> None:
+    """Checks that no column of CSV files is nested.
+
+    Raises:
+        TopologyError: a column is a struct, an array or a map.
+    """
+    kinds = StructType | ArrayType | MapType
+    nested = {f.name: f.dataType.simpleString() for f in schema.fields if isinstance(f.dataType, kinds)}
+    if format == "csv" and nested:
+        raise TopologyError(
+            f"{name}: expected no struct, array or map among the columns of CSV files, got {nested}; "
+            "declare the columns as STRING and convert them in map_values, for example with from_json"
+        )
+
 
 _LINE = "_line"
 _MANY_BYTES = 1 << 22
@@ -722,10 +743,12 @@ class FilesSource:
         """Checks the settings against the schema; missing columns of a file show when it is read.
 
         Raises:
-            TopologyError: ``optional`` names a key column or no column; ``recorded_at`` is not valid.
+            TopologyError: ``optional`` names a key column or no column; ``recorded_at`` is not valid; a
+                column of CSV is nested.
         """
         require_source_recorded_at(name, self.recorded_at, _WORDS, schema)
         require_units(name, self.timestamps, schema)
+        require_flat(name, self.format, schema)
         odd = [c for c in self.optional if c not in schema.names or c in key]
         if odd:
             raise TopologyError(
