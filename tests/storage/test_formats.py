@@ -479,6 +479,42 @@ def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
     ) == [[row, *[bad] * 4], [row | more], [row]]
 
 
+@pytest.mark.usefixtures("few_rows")
+def test_decimals_of_connect_in_other_columns(spark: SparkSession) -> None:
+    """The number, as Avro gives it, and not the base64 of its bytes."""
+    numbers = [(570, 3), (-150, 2), (0, 2), (5, 2), (-7, 0), (12, -2), (2**100, 5)]
+    texts = ["0.570", "-1.50", "0.00", "0.05", "-7", "1200", "12676506002282294014967032.05376"]
+    names = [f"d{n}" for n in range(len(numbers))]
+    decimal = {"type": "bytes", "name": "org.apache.kafka.connect.data.Decimal"}
+    fields = [
+        decimal | {"field": name, "parameters": {"scale": str(scale)}}
+        for name, (_, scale) in zip(names, numbers, strict=True)
+    ]
+    fields += [decimal | {"field": n, "parameters": {"scale": "2"}} for n in ("near", "bare")]
+    fields += [
+        decimal | {"field": "whole", "parameters": {"scale": "0"}},
+        {"field": "s", "type": "string"},
+    ]
+    encoded = [base64.b64encode(n.to_bytes(14, "big", signed=True)).decode() for n, _ in numbers]
+    payload: dict[str, Any] = dict(zip(names, encoded, strict=True))
+    payload |= {"near": "AJY=", "whole": "AMg=", "bare": 1.5, "s": "AJY="}
+    message = {"schema": {"type": "struct", "fields": fields}, "payload": payload}
+    none = {"schema": message["schema"], "payload": dict.fromkeys(payload) | {"s": "x"}}
+    wanted = StructType()
+    for name in (*names, "bare", "s"):
+        wanted = wanted.add(name, "string")
+    wanted = wanted.add("near", "double").add("whole", "long")
+    right = dict(zip(names, texts, strict=True)) | {
+        "bare": "1.5",
+        "s": "AJY=",
+        "near": 1.5,
+        "whole": 200,
+    }
+    messages = [json.dumps(one).encode() for one in (message, none)]
+    found = each_decoded(spark, (Json(), messages, wanted))
+    assert found == [[right, dict.fromkeys(right) | {"s": "x"}]]
+
+
 def test_json_keys(spark: SparkSession) -> None:
     """A key is often a value and no object."""
     text, bad = StructType().add("id", "string"), {"reason": "unreadable"}

@@ -50,6 +50,7 @@ from vt_dagster.sources.value_reader import (
     of_unscaled,
     rarely,
     read_row,
+    text_of_unscaled,
     texts_of,
 )
 from vt_dagster.spark.settings import in_one_task
@@ -889,13 +890,16 @@ def read_object(
             schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in exact])
         )
 
-    bare = {
-        f.name: F.replace(texts[f.name], F.lit(NUMBER), F.lit(""))
-        for f in wanted.fields
-        if isinstance(f.dataType, _BARE)
-    }
-    plain = f"{into}_plain"
-    fields = [bare.get(name, texts[name]).alias(name) for name in wanted.names]
+    plain, numbers, own = f"{into}_plain", f"{into}_numbers", {n: texts[n] for n in wanted.names}
+    others = [f.name for f in wanted.fields if isinstance(f.dataType, (StringType, *INTEGERS, *FLOATS))]
+    if others and _enveloped(wanted):
+        columns[numbers] = _with_decimals({name: texts[name] for name in others}, schema)
+        found = F.col(numbers)
+        for n, name in enumerate(others):
+            own[name] = F.when(found.isNotNull(), F.get(found, F.lit(n))).otherwise(own[name])
+    bare = [f.name for f in wanted.fields if isinstance(f.dataType, _BARE)]
+    own |= {name: F.replace(own[name], F.lit(NUMBER), F.lit("")) for name in bare}
+    fields = [text.alias(name) for name, text in own.items()]
     columns[plain] = F.when(texts.isNotNull(), F.struct(*fields))
 
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
@@ -905,6 +909,22 @@ def read_object(
         return value_of(text, kind, how, path, F.col(named)[path[0]] if known else None)
 
     return columns | read_row(F.col(plain), wanted, leaf, into), F.col(f"{into}_row")
+
+
+def _with_decimals(texts: Mapping[str, Column], schema: Column) -> Column:
+    """Returns an array of the texts of columns: of a decimal in Connect's schema, the number instead of
+    its bytes. Null if the schema has no decimal."""
+
+    def with_decimal(one: Column) -> Column:
+        of_column = F.filter(decimals, lambda field: field["field"] == one["column"])
+        scale = F.get(of_column, F.lit(0))["parameters"]["scale"]
+        is_encoded = (F.size(of_column) > 0) & ~one["text"].startswith(NUMBER)
+        number = F.when(is_encoded, text_of_unscaled(one["text"], scale))
+        return F.coalesce(number, one["text"])
+
+    decimals = F.filter(schema["fields"], lambda field: field["name"] == DECIMAL)
+    each = [F.struct(F.lit(name).alias("column"), text.alias("text")) for name, text in texts.items()]
+    return F.when(F.size(decimals) > 0, F.transform(F.array(*each), with_decimal))
 
 
 def _named(schema: Column, name: str) -> Column:

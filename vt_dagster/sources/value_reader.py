@@ -249,15 +249,37 @@ def _of_base64(text: Column) -> Column:
 
 def of_unscaled(text: Column, scale: int | Column, kind: DecimalType) -> Column:
     """Returns a decimal from base64 of its unscaled number in two's complement, big-endian."""
+    power = F.lit(scale).cast("string") if isinstance(scale, int) else scale.cast("string")
+    return _decimal(_scaled(_unscaled(text).cast("string"), power), kind)
+
+
+def text_of_unscaled(text: Column, scale: Column) -> Column:
+    """Returns the text of such a decimal, with all digits of its scale: ``1.50``."""
+    places, none = F.greatest(scale.try_cast("int"), F.lit(0)), F.lit("")
+
+    def with_point(digits: Column) -> Column:
+        whole = F.substring(digits, F.lit(1), F.length(digits) - places)
+        return F.when(places > 0, F.concat(whole, F.lit("."), F.right(digits, places))).otherwise(whole)
+
+    def written(number: Column) -> Column:
+        zeros = F.when(number != 0, F.repeat(F.lit("0"), -scale.try_cast("int"))).otherwise(none)
+        digits = F.concat(F.abs(number).cast("string"), zeros)
+        digits = F.lpad(digits, F.greatest(F.lit(39), places + 1), F.lit("0"))
+        bare = F.regexp_replace(rarely(digits, with_point), r"\A0+(?=[0-9])", "")
+        return F.concat(F.when(number < 0, F.lit("-")).otherwise(none), bare)
+
+    return rarely(_unscaled(text), written)
+
+
+def _unscaled(text: Column) -> Column:
+    """Returns the number in base64 of its two's complement, big-endian, of at most 16 bytes."""
     digits = F.hex(_of_base64(text))
     negative = F.substring(digits, 1, 1) >= "8"
     padded = F.when(negative, F.lpad(digits, 32, "F")).otherwise(F.lpad(digits, 32, "0"))
-    fits = F.length(digits).between(2, 32)
     high = F.conv(F.substring(padded, 1, 16), 16, -10).try_cast("decimal(19,0)")
     low = F.conv(F.substring(padded, 17, 16), 16, 10).try_cast("decimal(20,0)")
     number = F.try_add(F.try_multiply(high, F.lit(Decimal(2**64))), low).try_cast("decimal(38,0)")
-    power = F.lit(scale).cast("string") if isinstance(scale, int) else scale.cast("string")
-    return F.when(fits, _decimal(_scaled(number.cast("string"), power), kind))
+    return F.when(F.length(digits).between(2, 32), number)
 
 
 def _scaled(digits: Column, scale: Column) -> Column:
