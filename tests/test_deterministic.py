@@ -211,7 +211,7 @@ PLACES: dict[str, Callable[[str], Any]] = {
     "deleted_at": lambda e: table(deleted_at=f"timestamp_seconds({e})"),
     "only_columns": lambda e: table(only_columns=f"if({e} > 0, 's', null)"),
     "dump_time": lambda e: table(
-        source=SnapshotSource("/x", "csv", pattern="*", dump_time=f"timestamp_seconds({e})")
+        source=SnapshotSource("/x", "jsonl", pattern="*", dump_time=f"timestamp_seconds({e})")
     ),
     "predicate": lambda e: table().filter(f"{e} > 0", name="f"),
     "predicate (not)": lambda e: table().filter_not(f"{e} > 0", name="f"),
