@@ -519,17 +519,17 @@ def _of_partition(
 
     if all(map(reported, context.partition_keys)):
         return unchanged(context, key, last)
-    metadata = {"status": "nothing new: no commit", **_standing(last)}
+    return _standing(last)
+
+
+def _standing(last: Commit | None) -> dg.MaterializeResult[Any]:
+    """Returns the materialization of an asset without new records: its last batch and positions."""
+    metadata: dict[str, Any] = {"status": "nothing new: no commit"}
+    if last is not None and last.batch:
+        metadata |= {"versions": {"batch": last.batch}, "positions": positions_of(last)}
     return dg.MaterializeResult(
         metadata=metadata, data_version=None if last is None else data_version(last)
     )
-
-
-def _standing(last: Commit | None) -> dict[str, Any]:
-    """Returns the batch and positions of an asset, as metadata."""
-    if last is None or not last.batch:
-        return {}
-    return {"versions": {"batch": last.batch}, "positions": positions_of(last)}
 
 
 def unchanged(
@@ -544,12 +544,12 @@ def unchanged(
     In a backfill, it is a materialization too: Dagster counts an asset without one as failed, and does
     not run the assets downstream of it.
     """
-    metadata: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
+    standing = _standing(last)
+    metadata: dict[str, Any] = {**(standing.metadata or {})}
     if arrival is not None and arrival.not_ready:
         metadata["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"
         metadata["records_held"] = arrival.waiting
     context.log_event(dg.AssetObservation(key, metadata=metadata))
     if _BACKFILL in context.run.tags:
-        version = None if last is None else data_version(last)
-        return dg.MaterializeResult(metadata=metadata, data_version=version)
+        return dg.MaterializeResult(metadata=metadata, data_version=standing.data_version)
     return dg.MaterializeResult(metadata={_NO_EVENT: True})
