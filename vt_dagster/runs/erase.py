@@ -186,19 +186,17 @@ _TIME = (
 def _among(text: Column, value: Any, kind: DataType) -> Column:
     """Returns the condition that a text contains an atomic value as a word. Numbers and times are
     compared as values: sources may write them in several ways."""
-    if isinstance(value, bool):
-        return text.rlike(rf"(?<!\w)(?i:{value})(?!\w)")
-    if isinstance(value, bytes):
-        return text.rlike(rf"(?<!\w){_quoted(b64encode(value).decode())}(?!\w)")
     if isinstance(value, datetime):
         return _has_value(text, _TIME, value, kind)
-    if isinstance(value, int | Decimal):
+    if isinstance(value, int | Decimal) and not isinstance(value, bool):
         # As many digits after the point as fit: neither number is rounded to the other.
         whole = max(Decimal(value).adjusted() + 1, 1)
         return _has_value(text, _NUMBER, value, DecimalType(38, max(38 - whole, 0)))
     if isinstance(value, float) and isfinite(value):
         return _has_value(text, _NUMBER, value, kind)
-    return text.rlike(rf"(?<!\w){_quoted(str(value))}(?!\w)")
+    written = _quoted(b64encode(value).decode() if isinstance(value, bytes) else str(value))
+    word = f"(?i:{value})" if isinstance(value, bool) else written
+    return text.rlike(rf"(?<!\w){word}(?!\w)")
 
 
 def _has_value(text: Column, pattern: str, value: Any, kind: DataType) -> Column:
