@@ -204,6 +204,11 @@ def _has_odd_value(node: Stream) -> Column:
     return found
 
 
+def are_once(values: Column) -> Column:
+    """Returns whether no value of an array occurs twice; null if the array is."""
+    return F.size(values) == F.size(F.array_distinct(values))
+
+
 def _may_be_odd(kind: DataType) -> bool:
     odd = DateType | TimestampType | TimestampNTZType | MapType
     return any(isinstance(k, odd) for k in types_in(kind))
@@ -220,7 +225,7 @@ def _is_odd(value: Column, kind: DataType) -> Column:
         return F.exists(value, lambda one: F.coalesce(_is_odd(one, element), F.lit(False)))
     if isinstance(kind, MapType):
         pairs = [(F.map_keys(value), kind.keyType), (F.map_values(value), kind.valueType)]
-        twice = F.size(F.map_keys(value)) != F.size(F.array_distinct(F.map_keys(value)))
+        twice = ~are_once(F.map_keys(value))
         each = [_is_odd(some, ArrayType(k)) for some, k in pairs if _may_be_odd(k)]
         return reduce(lambda one, other: one | other, each, twice)
     return ~F.year(value).between(1, 9999)

@@ -35,7 +35,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.source_records import POSITION, RAW
+from vt_dagster.core.source_records import POSITION, RAW, are_once
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.consumed_files import FileInfo, byte_order, chunks_of
 from vt_dagster.sources.value_reader import (
@@ -809,16 +809,11 @@ def has_names_of(text: Column, wanted: StructType) -> Column:
     """Returns whether an object has no field twice, and no name that differs from a wanted one only in
     case; never null."""
     keys = F.json_object_keys(text)
-    return F.coalesce(_are_once(keys) & _are_alike(keys, wanted), F.lit(True))
+    return F.coalesce(are_once(keys) & _are_alike(keys, wanted), F.lit(True))
 
 
 def _known(keys: Column, wanted: StructType) -> Column:
     return F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
-
-
-def _are_once(keys: Column) -> Column:
-    """Returns whether no name occurs twice."""
-    return F.size(keys) == F.size(F.array_distinct(keys))
 
 
 def _are_alike(keys: Column, wanted: StructType) -> Column:
@@ -843,7 +838,7 @@ def _texts(
     unnamed = keys.isNull()
     # The fast path: most messages have exactly the columns, in order.
     same = F.coalesce(keys == F.array(*map(F.lit, wanted.names)), F.lit(False))
-    whole = whole & (same | unnamed | _are_once(keys))
+    whole = whole & (same | unnamed | are_once(keys))
     if by_itself is not None:
         whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
     no_schema = F.lit(None).cast(_connect(2)).alias(SCHEMA_OF)

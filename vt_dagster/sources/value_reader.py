@@ -36,6 +36,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from vt_dagster.core.source_records import are_once
 from vt_dagster.errors import SourceError
 from vt_dagster.topology.durations import FIRST_TIME, LAST_TIME
 
@@ -496,7 +497,7 @@ def map_of(
         keys, values: the converted arrays, each with whether a part of it is unreadable.
     """
     (own, bad_key), (theirs, bad_value) = keys, values
-    twice = F.coalesce(F.size(own) != F.size(F.array_distinct(own)), F.lit(False))
+    twice = F.coalesce(~are_once(own), F.lit(False))
     bad = bad_key | bad_value | twice
     return F.when(~bad & value.isNotNull(), F.map_from_arrays(own, theirs)), bad
 
