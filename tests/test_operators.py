@@ -40,6 +40,7 @@ from vt_dagster import (
     build_definitions,
     explain,
 )
+from vt_dagster.errors import ContractError
 from vt_dagster.kafka import KafkaCluster, KafkaSource
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.run import run_once
@@ -303,6 +304,65 @@ def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
     driver.pipe("rates", *({"k": k, "g": "x", "n": 1, "timestamp": at(1)} for k in ("b", "a")))
     driver.pipe("rates", {"k": "a", "g": "y", "n": 1, "timestamp": at(2)})
     assert [(r["g"], r["names"]) for r in driver.table("groups")] == [("x", ["b"]), ("y", ["a"])]
+
+
+def joined_names(adder: Any, subtractor: Any = None, initializer: Any = None) -> Table:
+    """The names of each group, by an ``Aggregator`` of the given functions."""
+    from pyspark.sql.types import ArrayType
+
+    schema = StructType([StructField("names", ArrayType(StringType()))])
+    initializer = initializer or (lambda: {"names": []})
+    names = Aggregator(adder, subtractor or adder, initializer, schema)
+    return plain().group_by("g").aggregate(names, name="groups")
+
+
+def test_an_aggregator_may_change_its_aggregate_in_place(spark: SparkSession) -> None:
+    """As Python code often does; each update has the aggregate as it was then, each group its own."""
+    empty: dict[str, Any] = {"names": []}
+
+    def add(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+        names["names"].append(row["k"])
+        return names
+
+    def take(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+        names["names"].remove(row["k"])
+        return names
+
+    groups = joined_names(add, take, lambda: empty)
+    driver = TopologyTestDriver(groups, spark=spark)
+    one = {"n": 1, "timestamp": at(1)}
+    driver.pipe("rates", *({"k": k, "g": g, **one} for k, g in ("bx", "ax", "cy", "ay")))
+    assert [(r["g"], r["names"]) for r in driver.read("groups")] == [
+        ("x", ["b"]),
+        ("x", ["b", "a"]),
+        ("y", ["c"]),
+        ("x", ["b"]),
+        ("y", ["c", "a"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda row, names: row["k"] + 1, "add raised TypeError: can only concatenate str"),
+        (lambda row, names: {**names, "nmes": 1}, "add returned a dict with nmes"),
+        (lambda row, names: [row["k"]], "add returned a list"),
+        (lambda row, names: {"names": 5}, "aggregates of another type: Could not convert 5"),
+    ],
+)
+def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said: str) -> None:
+    def add(row: dict[str, Any], names: dict[str, Any]) -> Any:
+        return made(row, names)
+
+    driver = TopologyTestDriver(joined_names(add), spark=spark)
+    with pytest.raises(ContractError) as failed:
+        driver.pipe("rates", {"k": "a", "g": "x", "n": 1, "timestamp": at(1)})
+    message = str(failed.value)
+    assert message.startswith(
+        "groups: expected its Aggregator to return dicts of names array<string>, got: "
+    )
+    assert said in message
+    assert message.endswith("; nothing was committed. Correct the functions, then run again")
 
 
 def test_windows_have_bounds_that_python_has(spark: SparkSession) -> None:

@@ -6,6 +6,7 @@ aggregate adds each record to its group.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -47,6 +48,8 @@ Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 TAKE, ADD, _CHANGE = "_take", "_add", "_change"
 _FIRST, _LAST, ABSENT = "_first", "_last", "_absent"
+FAILED = "AGGREGATOR_FAILED({})"
+"""The text by which a run finds what an ``Aggregator`` did wrong in an error of Spark."""
 
 
 def _plus(x: Column, y: Column) -> Column:
@@ -337,14 +340,17 @@ def aggregate_by(
     key: Sequence[str],
     names: Sequence[str],
     initializer: Callable[[], Aggregate] | None,
-    adder: Callable[[Aggregate, Aggregate], Aggregate],
-    subtractor: Callable[[Aggregate, Aggregate], Aggregate],
+    adder: Callable[[Aggregate, Aggregate], Aggregate | None],
+    subtractor: Callable[[Aggregate, Aggregate], Aggregate | None],
     schema: StructType | None,
 ) -> DataFrame:
     """Returns every update of every group, computed by user functions.
 
     Python functions are called row by row, in a kernel over sorted batches that holds the aggregate of
-    one group at a time.
+    one group at a time. Each gets a copy of the aggregate, which it may change in place.
+
+    Where a function raises, or does not return a dict of the aggregate's columns or None, the query
+    fails with a text of ``FAILED``.
 
     Plan: one shuffle and sort by group, together with one row per group of ``state``; Arrow batches
     through Python.
@@ -372,7 +378,28 @@ def aggregate_by(
 
     arrow: Any = arrow_schema(StructType([StructField("_acc", result)]))
     # Plain values only: the kernel runs on Spark's workers, which need not have this package.
-    applied_fate = Outcome.APPLIED
+    applied_fate, failed, columns_of = Outcome.APPLIED, FAILED, {*result.names}
+
+    def called(function: Callable[..., Any], *given: Any) -> Aggregate | None:
+        name = getattr(function, "__qualname__", None) or type(function).__qualname__
+        name = name.rpartition("<locals>.")[2]
+        try:
+            made: Any = function(*given)
+        except Exception as error:
+            raise ValueError(failed.format(f"{name} raised {type(error).__name__}: {error}")) from error
+        if not isinstance(made, dict | None):
+            raise TypeError(failed.format(f"{name} returned a {type(made).__name__}"))
+        aggregate = cast(Aggregate | None, made)
+        if unknown := {*(aggregate or ())} - columns_of:
+            more = ", ".join(sorted(map(str, unknown)))
+            raise ValueError(failed.format(f"{name} returned a dict with {more}"))
+        return aggregate
+
+    def typed(results: list[Aggregate | None]) -> Any:
+        try:
+            return pa.array(results, type=arrow.field("_acc").type)
+        except (pa.ArrowException, OverflowError) as error:
+            raise TypeError(failed.format(f"aggregates of another type: {error}")) from error
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         acc: Aggregate | None = None
@@ -385,12 +412,14 @@ def aggregate_by(
                     base, newest = row[_BASE], row[_BASE_TIME]
                     acc = None if base is None else base["_acc"]
                 if row[OUTCOME] == applied_fate:
+                    # Copies, because results are written after later calls, which may change them.
                     if row[TAKE] is not None and acc is not None:
-                        acc = subtractor(row[TAKE], acc)
+                        acc = called(subtractor, row[TAKE], copy.deepcopy(acc))
                     if row[ADD] is not None:
                         if acc is None and initializer is not None:
-                            acc = initializer()
-                        acc = row[ADD] if acc is None else adder(row[ADD], acc)
+                            acc = called(initializer)
+                        own = copy.deepcopy(acc)
+                        acc = row[ADD] if own is None else called(adder, row[ADD], own)
                     newest = row[TIMESTAMP] if newest is None else max(newest, row[TIMESTAMP])
                 results.append(acc)
                 times.append(newest)
@@ -398,7 +427,7 @@ def aggregate_by(
             stamp = pa.array(times, type=batch.schema.field(TIMESTAMP).type)
             at = out.schema.get_field_index(TIMESTAMP)
             out = out.set_column(at, TIMESTAMP, stamp)
-            yield out.append_column("_acc", pa.array(results, type=arrow.field("_acc").type))
+            yield out.append_column("_acc", typed(results))
 
     made = cast(Any, ordered).mapInArrow(run, StructType([*kept, StructField("_acc", result)]))
     applied = F.col(OUTCOME) == Outcome.APPLIED

@@ -25,6 +25,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, DoubleType, NullType
 
 from vt_dagster.columns import FINAL, PARTITION, TIMESTAMP
+from vt_dagster.core.aggregates import FAILED
 from vt_dagster.core.arrival_order import CHUNK, Outcome
 from vt_dagster.core.processor import RunPlan, RunTimes, earliest
 from vt_dagster.core.processor_registry import processor_of
@@ -741,6 +742,7 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
         or unreadable(node.name, error)
         or sum_too_large(node, error)
         or value_refused(node, error)
+        or aggregator_failed(node, error)
     )
 
 
@@ -791,6 +793,24 @@ def value_refused(node: Stream, error: Exception) -> ContractError | None:
         f"{node.name}: expected values of which its expressions can be computed, got: {found[1]} "
         "Nothing was committed. Compute in a wider type, or with try_add, try_multiply, try_divide or "
         "try_cast, which return null; or correct the values"
+    )
+
+
+_AGGREGATOR_FAILED = re.compile(
+    re.escape(FAILED.format("@")).replace("@", "(.*?)") + r"$", re.DOTALL | re.MULTILINE
+)
+
+
+def aggregator_failed(node: Stream, error: Exception) -> ContractError | None:
+    """Returns an error, if an ``Aggregator`` raised or returned no aggregate; else None."""
+    found = _AGGREGATOR_FAILED.search(str(error))
+    if found is None:
+        return None
+    columns = [f for f in node.schema.fields if f.name not in node.key]
+    shown = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in columns)
+    return ContractError(
+        f"{node.name}: expected its Aggregator to return dicts of {shown}, got: {found[1]}; nothing "
+        "was committed. Correct the functions, then run again"
     )
 
 

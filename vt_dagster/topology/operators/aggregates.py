@@ -164,8 +164,12 @@ Row = dict[str, Any]
 class Aggregator:
     """A user-defined aggregation in Python, called once for each added or subtracted row.
 
-    Rows and aggregates are dicts. It runs in Spark's Python workers over sorted batches, with the
+    Rows and aggregates are dicts of columns. A function may change in place what it gets. If it returns
+    None, the group has no row. It runs in Spark's Python workers over sorted batches, with the
     aggregate of one group in memory.
+
+    A run fails with ``ContractError``, and commits nothing, where a function raises, or returns other
+    than a dict with columns of ``schema``; a column that the dict lacks is null.
 
     Args:
         adder: ``(row, aggregate) -> aggregate``, for a new row.
@@ -175,8 +179,8 @@ class Aggregator:
         schema: columns of the aggregate, a StructType; None: those of the row (``reduce``).
     """
 
-    adder: Callable[[Row, Row], Row]
-    subtractor: Callable[[Row, Row], Row]
+    adder: Callable[[Row, Row], Row | None]
+    subtractor: Callable[[Row, Row], Row | None]
     initializer: Callable[[], Row] | None = None
     schema: Any = None
 
