@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from vt_dagster import (
     explain,
     ops,
 )
+from vt_dagster.contracts import contract
+from vt_dagster.errors import ContractError
 from vt_dagster.runs.gate import contract_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.testing import TopologyTestDriver
@@ -328,7 +331,7 @@ def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
     tested = frame.withColumn("is_tombstone", F.lit(False))
     counted = tested.agg(*[F.count_if(r.violated).alias(r.name) for r in rules]).collect()[0].asDict()
     ours = {name for name, count in counted.items() if count and not name.endswith("_not_null")}
-    ours |= {p.name for p in probes if not p.holds(frame)}
+    ours |= {p.name for p in probes if not p.holds(tested)}
     assert ours == pandera_says
     assert bool(counted["present_not_null"]) == ("present" in nulls and "null" in nulls.lower())
     bad = sum(row is BAD for row in rows)
@@ -385,3 +388,62 @@ def test_tombstones_are_exempt(spark: SparkSession, tmp_path: Path) -> None:
         "at_not_null": 0,
         "price_names_its_shop": 0,
     }
+
+
+def test_tombstones_are_exempt_from_checks_of_all_rows(spark: SparkSession) -> None:
+    """A run of tombstones alone has no row to check, and a check need not expect null."""
+
+    class Prices(pa.DataFrameModel):
+        k: T.StringType
+        n: T.IntegerType = pa.Field(unique_values_eq={"values": [1, 2], "name": "one_and_two"})
+        at: T.TimestampType
+
+        @pa.dataframe_check
+        def below_five(cls, df: DataFrame) -> bool:
+            return df.agg(F.max("n")).collect()[0][0] < 5
+
+    prices = Table("prices", key="k", schema=Prices, timestamp="at", tombstone="n is null")
+    driver = TopologyTestDriver(prices, spark=spark)
+    driver.pipe("prices", {"k": "a", "at": 1}, {"k": "b", "at": 1})
+    both = {"k": "a", "n": 1, "at": 2}, {"k": "b", "n": 2, "at": 2}
+    driver.pipe("prices", *both, {"k": "c", "at": 2})
+    assert [(r["k"], r["n"]) for r in driver.table("prices")] == [("a", 1), ("b", 2)]
+    with pytest.raises(ContractError, match="one_and_two: some record"):
+        driver.pipe("prices", {"k": "a", "n": 1, "at": 3})
+    columns = "k string, n int, at timestamp, is_tombstone boolean"
+    now = datetime(2026, 1, 1)
+    for numbers, broken in (([1, 2], False), ([1, 1], True)):
+        rows = [(k, n, now, n is None) for k, n in zip("abc", [*numbers, None], strict=True)]
+        validated = contract(prices).validate(spark.createDataFrame(rows, columns))
+        assert bool(validated.pandera.errors) == broken
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda df: 1 // (df.count() - df.count()), "ZeroDivisionError: "),
+        (lambda df: df.where("n < 0"), "DataFrame["),
+        (lambda df: df.where("n < 0").count(), "0;"),
+        (lambda df: F.col("n") > 0, "Column<"),
+    ],
+)
+def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -> None:
+    """A DataFrame counts as true, and so would pass whatever its rows are."""
+
+    class Prices(pa.DataFrameModel):
+        k: T.StringType
+        n: T.IntegerType
+        at: T.TimestampType
+
+        @pa.dataframe_check
+        def positive(cls, df: DataFrame) -> Any:
+            return made(df)
+
+    prices = Table("prices", key="k", schema=Prices, timestamp="at")
+    driver = TopologyTestDriver(prices, spark=spark)
+    with pytest.raises(ContractError) as refused:
+        driver.pipe("prices", {"k": "a", "n": 1, "at": 1})
+    assert str(refused.value).startswith(
+        f"prices: expected the check positive of its schema to return True or False, got {said}"
+    )
+    assert str(refused.value).endswith("; nothing was committed. Correct the check, then run again")

@@ -121,7 +121,7 @@ def _of_values(node: Stream) -> list[pa.Check]:
             found.append(pa.Check(_with_value(_present(name)), name=f"{name}_not_null"))
         for check in declared.checks:
             label = check_name(check, name, taken)
-            run = _with_value(on_column(check, name))
+            run = _with_value(on_column(check, name, schema))
             found.append(pa.Check(run, name=label, raise_warning=check.raise_warning))
     for check in schema.checks:
         run, label = _with_value(on_frame(check)), check.name or str(check.error)

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -421,7 +422,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Probe:
-    """A check that has no condition: a function of the DataFrame that must return true.
+    """A check that has no condition: a function of the DataFrame that must return true. It gets the
+    rows that are no tombstones, and is not called if there are none.
 
     Args:
         warns: see ``Rule``.
@@ -505,13 +507,9 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
 
     def add(name: str, check: Callable[[Any], Any], warns: bool, of: str = "") -> None:
         found = rule_of(name, check, [*node.schema.names, *columns])
-        if found is None:
-            probes.append(Probe(name, check, warns))
-        elif found.columns:
-            # A window must not mix applied rows with rejected ones or tombstones: filter first.
-            probes.append(
-                Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE)))), warns)
-            )
+        if found is None or found.columns:
+            # A window must not mix rows with rejected ones or tombstones: they are filtered out first.
+            probes.append(Probe(name, partial(_passes, node, name, check), warns))
         else:
             violated = found.violated & ~F.col(IS_TOMBSTONE)
             rules.append(Rule(name, violated, of=of, warns=warns))
@@ -525,7 +523,7 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
             rules.append(Rule(f"{column}_not_null", absent, of=column))
         for check in declared.checks:
             name = check_name(check, column, taken)
-            add(name, on_column(check, column), check.raise_warning, column)
+            add(name, on_column(check, column, schema), check.raise_warning, column)
     for check in schema.checks:
         add(check.name or str(check.error), on_frame(check), check.raise_warning)
     return rules, probes
@@ -570,12 +568,40 @@ def check_name(check: Any, column: str, taken: set[str]) -> str:
     return name
 
 
-def on_column(check: Any, column: str) -> Callable[[Any], Any]:
-    """Returns a check of a column as a function of the whole DataFrame."""
+def _passes(node: Stream, name: str, check: Callable[[Any], Any], rows: DataFrame) -> bool:
+    """Returns whether the rows with a value pass a check.
+
+    Raises:
+        ContractError: the check raises, or returns something else. A DataFrame counts as true, and
+            would pass whatever its rows are.
+    """
+    broken: Exception | None = None
+    try:
+        passed = check(rows.where(~F.col(IS_TOMBSTONE)))
+        # Those of numpy too.
+        if str(passed) in ("True", "False"):
+            return bool(passed)
+        got = repr(passed)
+    except Exception as error:
+        broken, got = error, f"{type(error).__name__}: {error}"
+    raise ContractError(
+        f"{node.name}: expected the check {name} of its schema to return True or False, got {got}; "
+        "nothing was committed. Correct the check, then run again"
+    ) from broken
+
+
+def on_column(check: Any, column: str, schema: Any) -> Callable[[Any], Any]:
+    """Returns a check of a column as a function of the whole DataFrame.
+
+    Args:
+        schema: of the model; some of pandera's checks look up the column's type in the DataFrame's.
+    """
     # Importing pandera takes half a second: nodes without a contract must not wait for it.
     from pandera.api.pyspark.types import PysparkDataframeColumnObject
 
     def run(frame: Any) -> Any:
+        if hasattr(frame, "pandera"):
+            frame.pandera.add_schema(schema)
         on = PysparkDataframeColumnObject(frame, column)
         return _function_of(check, PysparkDataframeColumnObject)(on, **check._check_kwargs)
 
@@ -789,6 +815,8 @@ def gate(
     }
     if IS_LATEST in rows.columns:
         wanted["_earliest"] = F.min(F.when(applied & ~F.col(IS_LATEST), F.unix_micros(TIMESTAMP)))
+    if probes:
+        wanted["_valued"] = F.count_if(applied & ~F.col(IS_TOMBSTONE))
     first_rows = not few and node.is_table and not node.versioned and OLD in rows.columns
     if first_rows:
         wanted["_first_rows"] = F.count_if(applied & F.col(OLD).isNull())
@@ -819,7 +847,7 @@ def gate(
     }
     counts = {name: sum(some[name] for some in by_partition.values()) for name in names}
     broken = _broken(rules, found)
-    if probes:
+    if probes and any(row["_valued"] for row in found):
         kept = rows.where(applied)
         broken.update({p.name: -1 for p in probes if not p.holds(kept)})
     strict = {one.name for one in (*rules, *probes) if not one.warns}
