@@ -33,7 +33,6 @@ ALLOWED = {
     "spark/session.py": {"sparkContext", "_jvm"},  # of a session of this process
     "orchestration/resources.py": {"sparkContext"},  # where it is not remote
     "spark/settings.py": {"sparkContext"},  # where it is not remote
-    "testing/driver.py": {"newSession"},  # else the user's own session
 }
 SURE = {"core/arrival_order.py", "storage/schema_evolution.py"}
 """Where ``withColumns`` is called only with columns."""

@@ -342,3 +342,18 @@ def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str
     assert ". Nothing was committed. Compute in a wider type, or with try_add" in said
     assert "spark.sql" not in said
     driver.run({"sales": [{"k": "a", "g": "x", "n": 1, "timestamp": 1}]})
+
+
+def test_a_function_of_the_session_that_fails(spark: SparkSession) -> None:
+    def shop(number: int) -> int:
+        raise KeyError(f"shop {number}")
+
+    spark.udf.register("shop_of", shop, "long")
+    totals = stream(schema=SUMMED).group_by().aggregate({"m": "max(shop_of(n))"}, name="totals")
+    driver = TopologyTestDriver(totals, spark=spark)
+    with pytest.raises(ContractError) as failed:
+        driver.run({"sales": [{"k": "a", "g": "x", "n": 7, "timestamp": 1}]})
+    assert str(failed.value) == (
+        "totals: expected its Python functions to return values, got: KeyError: 'shop 7'; nothing was "
+        "committed. Correct the functions, then run again"
+    )

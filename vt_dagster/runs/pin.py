@@ -742,7 +742,7 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
         or unreadable(node.name, error)
         or sum_too_large(node, error)
         or value_refused(node, error)
-        or aggregator_failed(node, error)
+        or function_failed(node, error)
     )
 
 
@@ -799,18 +799,26 @@ def value_refused(node: Stream, error: Exception) -> ContractError | None:
 _AGGREGATOR_FAILED = re.compile(
     re.escape(FAILED.format("@")).replace("@", "(.*?)") + r"$", re.DOTALL | re.MULTILINE
 )
+_FUNCTION_FAILED = re.compile(
+    r"^An exception was thrown from the Python worker:.*\n(\w[^\n]*)", re.DOTALL
+)
+"""A traceback, whose last line is the error."""
 
 
-def aggregator_failed(node: Stream, error: Exception) -> ContractError | None:
-    """Returns an error, if an ``Aggregator`` raised or returned no aggregate; else None."""
-    found = _AGGREGATOR_FAILED.search(str(error))
+def function_failed(node: Stream, error: Exception) -> ContractError | None:
+    """Returns an error, if an ``Aggregator`` raised or returned no aggregate, or a Python function that
+    is registered in the session raised; else None."""
+    if (found := _AGGREGATOR_FAILED.search(str(error))) is not None:
+        columns = [f for f in node.schema.fields if f.name not in node.key]
+        shown = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in columns)
+        wanted = f"its Aggregator to return dicts of {shown}"
+    elif "vt_dagster" not in str(error):  # not of this library
+        found, wanted = _FUNCTION_FAILED.search(str(error)), "its Python functions to return values"
     if found is None:
         return None
-    columns = [f for f in node.schema.fields if f.name not in node.key]
-    shown = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in columns)
     return ContractError(
-        f"{node.name}: expected its Aggregator to return dicts of {shown}, got: {found[1]}; nothing "
-        "was committed. Correct the functions, then run again"
+        f"{node.name}: expected {wanted}, got: {found[1]}; nothing was committed. Correct the "
+        "functions, then run again"
     )
 
 

@@ -8,8 +8,8 @@ computed from them. A versioned table has the methods of KIP-889: put, get, dele
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -63,7 +62,7 @@ from vt_dagster.runs.pin import Store
 from vt_dagster.runs.run import Receipt, run_once
 from vt_dagster.sources.base import Uncounted
 from vt_dagster.spark.session import FEW_QUERIES, build_session
-from vt_dagster.spark.settings import SETTINGS, small_run
+from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import Progress
@@ -77,8 +76,8 @@ class TopologyTestDriver:
 
     Args:
         nodes: streams and tables; their inputs are included.
-        spark: the session to use; None starts a small local one. The driver uses a new session of the
-            same application (with Spark Connect: this session), tuned for a few rows per run.
+        spark: the session to use; None starts a small local one. While the driver computes, the
+            session's settings are those for a few rows.
 
     Example:
         >>> driver = TopologyTestDriver(flights_with_weather)
@@ -94,8 +93,7 @@ class TopologyTestDriver:
             spark = build_session("vt_dagster test driver", master="local[2]", conf=FEW_QUERIES)
         self.nodes = {n.name: n for n in topological(nodes)}
         self.spark = spark
-        self._own = _own_session(spark)
-        self._stores = {name: MemoryStore(node, self._own) for name, node in self.nodes.items()}
+        self._stores = {name: MemoryStore(node, spark) for name, node in self.nodes.items()}
         self._fates = {name: Counter[tuple[int, str]]() for name in self.nodes}
         self._read = dict.fromkeys(self.nodes, 0)
 
@@ -248,25 +246,8 @@ class TopologyTestDriver:
             )
         return node
 
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        """Restores the user's session as the active one: creating a DataFrame activates its session."""
-        try:
-            yield
-        finally:
-            if self._own is not self.spark:
-                self.spark.createDataFrame([], "nothing int")
-
-
-def _own_session(spark: SparkSession) -> SparkSession:
-    """Returns a new session for the driver's settings; the user's session with Spark Connect."""
-    try:
-        own = spark.newSession()
-    except PySparkException:
-        return spark
-    for key, value in SETTINGS.items():
-        own.conf.set(key, value)
-    return own
+    def _session(self) -> AbstractContextManager[None]:
+        return small_run(self.spark)
 
 
 def _rows_of(view: DataFrame, node: Table) -> list[Row]:
@@ -417,9 +398,7 @@ class MemoryStore(Store):
     # -- writing ---------------------------------------------------------------------------------
 
     def planner_settings(self, small: bool, records: int = 0) -> AbstractContextManager[None]:
-        few = self._spark.conf.get("spark.sql.codegen.factoryMode", None) == "NO_CODEGEN"
-        # The driver's session has them already.
-        return nullcontext() if few else small_run(self._spark, small, records)
+        return small_run(self._spark, small, records)
 
     def look_up_settings(self) -> AbstractContextManager[None]:
         return nullcontext()
