@@ -18,13 +18,13 @@ Terms, here and in messages:
 - *outcome* of a record: *applied*, *late*, *duplicate* (of a stream with ``unique_by``), *waiting* (in
   a buffer, for example of a grace period), *dropped* (unusable; counted), *quarantined* (bad; kept
   aside), or *no result* (produced no output).
-- *released*: buffered records that were emitted, and the time up to which they were.
+- *released*: of buffered records: emitted; of a time: up to which records were emitted.
 - *arrival*: the input of a run, pinned when the run starts.
 - *delivery*: one input of a source of DataFrames: of one run of a function, of one partition, or of one
   materialization of an upstream asset; each is consumed once.
 - *processor*: the implementation of an operator in a run; *state*: what it keeps between runs.
-- *run*: read an arrival, operate, commit; *commit*: the one atomic write to the log: all of a run takes
-  effect with it, or nothing; *batch*: the number of a commit.
+- *run*: reads an arrival, applies the operator and commits; *commit*: the one atomic write to the log:
+  a run takes effect as a whole or not at all; *batch*: the number of a commit.
 """
 
 from importlib import import_module

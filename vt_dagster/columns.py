@@ -21,7 +21,7 @@ commit: operators do not see it."""
 IS_LATEST = "is_latest"
 """False for a table's record that was out of order for its key on arrival. BOOLEAN."""
 IS_LATE = "is_late"
-"""True for a record that arrived later than the grace period allows: it was joined at once. BOOLEAN."""
+"""True for a record that arrived later than the grace period allows and was joined at once. BOOLEAN."""
 VALID_FROM = "valid_from"
 """Start of a version, inclusive: the record's timestamp."""
 VALID_TO = "valid_to"
@@ -56,16 +56,18 @@ PROVIDED_COLUMNS = "provided_columns"
 """In a table with partial updates: the value columns that a row's own records provided, ARRAY<STRING>;
 null = all."""
 PROPAGATED_FROM = "propagated_from"
-"""In a table with partial updates, INT: 0 for a record; for a version that a late record changed, and
-that is in the log again, the number of such rows since that record, which is at
-``offset - propagated_from``."""
+"""In a table with partial updates, INT: 0 for a record. A version that a late record changed is in the
+log again, after that record: 1 for the first such version, 2 for the second, and so on. The late record
+is at ``offset - propagated_from``."""
 BY_COLUMN = "_by_column"
-"""In a table with partial updates and ``tie_break``, behind the name of that column: MAP of a row's
-columns that a record with a smaller value of ``tie_break`` provides to this value; null = none."""
+"""In a table with partial updates and ``tie_break``: the suffix of a column whose name begins with that
+of ``tie_break``. A MAP from the names of columns to the ``tie_break`` of the record that provides each,
+if that is smaller than the row's own; null = none."""
 LEFT_PARTITION, LEFT_OFFSET = "left_partition", "left_offset"
 """In a corrected join: the position of the row's record in the stream's log, INT and BIGINT."""
 RIGHT_PARTITION, RIGHT_OFFSET = "right_partition", "right_offset"
-"""The position in the right side's log, where that is a stream too; -1 where a side has no record."""
+"""In a corrected join of two streams: the position of the right record in its log, INT and BIGINT; -1
+if a side has no record."""
 
 ARRIVAL = "_arrival"
 """Order of arrival of a record: BIGINT. Its offset; where inputs are merged, the stream time of its

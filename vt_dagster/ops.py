@@ -1,5 +1,4 @@
-"""The ops that make up assets, for graphs of your own; see ``vt_dagster.orchestration.ops`` and
-``vt_dagster.orchestration.ops``."""
+"""The ops that make up assets, for graphs of your own; see ``vt_dagster.orchestration.ops``."""
 
 from vt_dagster.orchestration.asset import FilesConfig, TopicsConfig
 from vt_dagster.orchestration.ops import (

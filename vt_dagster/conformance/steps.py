@@ -91,9 +91,9 @@ class Layout:
         later records."""
         limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
         fails = any(s.get("null_value") == "no_list" for s in self.steps.values())
-        return fails or any(n is not None for n in limits) or self._meets_again()
+        return fails or any(n is not None for n in limits) or self._has_paths_that_rejoin()
 
-    def _meets_again(self) -> bool:
+    def _has_paths_that_rejoin(self) -> bool:
         above: dict[str, set[str]] = {}
         for name, step in self.steps.items():
             inputs = [above[i] for i in inputs_of(step)]

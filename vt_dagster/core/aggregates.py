@@ -203,7 +203,7 @@ def aggregate(
 
     Args:
         rows: of ``table_entries`` whose ``inputs`` are the accumulators, after ``refuse``; ``_absent``:
-            the group is not there after the update, which then is a tombstone.
+            the group does not exist after the update, so the update is a tombstone.
         state: ``group key columns, accumulators, timestamp``: the groups before the run.
         once: whether only the last update of each group is needed; others may be returned.
 
@@ -272,9 +272,9 @@ def refuse(
     """Marks the updates that a versioned result refuses: they do not change the group.
 
     The time of an update is the larger of its own and its group's. It is refused if that is older than
-    the result's history retention. Refused updates are older than all that count, so they are known
-    before anything is aggregated. A group is not there until a row that is added counts: nothing is
-    subtracted from it.
+    the result's history retention. Refused updates are older than all accepted ones, so they are known
+    before anything is aggregated. A group exists from its first accepted row on; before that, nothing
+    is subtracted from it.
 
     Plan: ``with_stream_time``, then one shuffle and sort by group.
 
@@ -283,8 +283,8 @@ def refuse(
         chunk: see ``with_stream_time``.
 
     Returns:
-        the rows with ``_outcome`` and ``_absent``, whether the group is not there after the update;
-        ``_take`` is null if it is not there before it.
+        the rows with ``_outcome`` and ``_absent``: whether the group does not exist after the update;
+        ``_take`` is null if the group does not exist before the update.
 
     Source: FORMAT 4.1.1, 4.2.3, 4.8.4, 4.8.6; kip889-grace-rejects-old-writes,
     kip914-aggregate-group-not-there.
@@ -299,7 +299,7 @@ def refuse(
     late = is_refused(time, rules, F.col(STREAM_TIME))
     known = known.withColumn(OUTCOME, F.when(late, Outcome.LATE).otherwise(Outcome.APPLIED))
     counts = F.col(ADD).isNotNull() & (F.col(OUTCOME) == Outcome.APPLIED)
-    # The accumulators of a group that is not there are null.
+    # The accumulators of a group that does not exist are null.
     kept = F.col(_BASE)[held[0]].isNotNull() if held else F.col(_BASE_TIME).isNotNull()
     before = F.max(counts).over(in_order.rowsBetween(W.unboundedPreceding, -1))
     there = kept | F.coalesce(before, F.lit(False))

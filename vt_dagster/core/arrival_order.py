@@ -21,34 +21,34 @@ from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, RECORDED_AT, TURN
 from vt_dagster.topology.durations import Duration
 
 CHUNK = 100_000
-"""Arrivals that one task processes."""
+"""Number of arrivals that one task processes."""
 
 FINE = 1_000
-"""Arrivals in a small chunk, for which bounds are computed before exact values."""
+"""Number of arrivals in a small chunk: the chunk has bounds before any exact value is computed."""
 
 BLOCK = 64
-"""Arrivals in a block, as many as BIGINT has bits."""
+"""Number of arrivals in a block: one for each bit of a BIGINT."""
 MOST_BLOCKS, LAST_BLOCK = 250_000, 1 << 42
-"""Blocks that are sent to every task: some 10 MB. The largest number of a block: together with its
-partition it is one BIGINT."""
+"""Limits: how many blocks are sent to every task (about 10 MB); and the number of a block, which with
+its partition must fit one BIGINT."""
 
 HOUR = 3_600_000_000
-"""Microseconds of arrivals that one task processes where ``_arrival`` is a time."""
+"""The time span of a chunk in microseconds, if ``_arrival`` is a time: one task processes a chunk."""
 
 SHORTEST, LONGEST = 15, 32
-"""Levels of chunks of results in an order by time: a chunk covers 2**level microseconds, that is 33 ms
-to 72 minutes."""
+"""The smallest and the largest level of a chunk of results that are ordered by time: a chunk covers
+2**level microseconds, from 33 ms to 72 minutes."""
 
 _ROWS_OF_A_CHUNK = 256
-"""Results in such a chunk, of all partitions. With fewer, a sort compares fewer rows in full, but there
-are more chunks to count."""
+"""Intended number of results in such a chunk, over all partitions. Smaller chunks compare fewer rows in
+full during a sort, but there are more chunks to count."""
 
 STRIDE = 1 << 30
-"""More rows than a file or a bucket of :func:`in_order_of_keys` has."""
+"""Upper bound of the rows in a file, or in a bucket of :func:`in_order_of_keys`."""
 MOST_BUCKETS = 64
 
 _PARTITIONS = 1 << 20
-"""More partitions than a run has; their numbers may be larger, by ``partition_by``."""
+"""Upper bound of the partitions in a run. Their numbers may be larger (``partition_by``)."""
 _CHUNK = "_chunk"
 _BEFORE = "_before"
 _EXACT = "_exact"
@@ -112,7 +112,7 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
 
 
 def by_reference(value: int, of: str) -> Column:
-    """Returns a number that differs from run to run, as BIGINT.
+    """Returns a number that differs from run to run as a BIGINT column, not as a literal.
 
     Spark writes a plain number into the code that it generates. So for each run it would compile the
     code of the whole expression anew, and the JVM would interpret that code at first.
@@ -149,10 +149,10 @@ def arrival_block() -> Column:
 
 
 def chunk_level(rows: int, span: tuple[int, int] | None) -> int:
-    """Returns the level of the chunks of results in an order by time.
+    """Returns the level of the chunks of results that are ordered by time.
 
     Args:
-        rows: how many there are.
+        rows: the number of results.
         span: their smallest and largest time, epoch microseconds; None = unknown.
     """
     if span is None or not rows:
@@ -251,8 +251,8 @@ def number_by_blocks(rows: DataFrame, first: Column, partitions: Collection[int]
 
 
 def _chunked(rows: DataFrame, chunk: Column, partitions: Collection[int]) -> DataFrame:
-    """Adds chunk and partition as one number: it takes less to group, look up and compare. A sort
-    compares its first column alone, in place, unless two rows are equal in it."""
+    """Adds chunk and partition as one number, which is faster to group, look up and compare. A sort
+    compares only its first column in place, unless two rows are equal in that column."""
     partition = F.col(PARTITION)
     if not all(0 <= one < _PARTITIONS for one in partitions):
         partition = by_partition({one: i for i, one in enumerate(sorted(partitions))}, "long")
@@ -298,7 +298,8 @@ class InPlace:
         taken: the offset range that the run reads of each partition: first (inclusive), end
             (exclusive).
         complete: whether every record in the range has all its results.
-        of_record: the most results of a record; if more than one, ``_turn`` counts them from 0.
+        of_record: maximum number of results of a record; if more than one, ``_turn`` counts them from
+            0.
     """
 
     taken: Mapping[int, tuple[int, int]]

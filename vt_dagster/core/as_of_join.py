@@ -51,8 +51,8 @@ INSTANT = timedelta(microseconds=1)
 """The smallest difference between two times."""
 FOUND = "_found"
 ANSWERS_FROM, ANSWERS_TO = "_answers_from", "_answers_to"
-"""The times of records that a version answers, if not those at which it is valid: from (inclusive), to
-(exclusive; null = open)."""
+"""The bounds of the record times that a version answers, if these differ from its validity: from
+(inclusive), to (exclusive; null = open)."""
 _BEGIN, _END, _HORIZON = "_begin", "_end", "_horizon"
 _VERSION, _SIDE = "_version", "_side"
 _BUCKET, _LEVEL = "_bucket", "_level"
@@ -164,7 +164,7 @@ def with_answers(
             (exclusive). ``nearest``: a version answers the times around its start at which no other is
             nearer; the version before it only those at which it is valid; halfway the earlier answers.
         first: whether a key's first version with a value also answers the times before all versions of
-            the key; it is then there twice.
+            the key; the result then has that version twice.
 
     Source: ``StreamTableJoin``.
     """
@@ -197,7 +197,7 @@ def with_answers(
 
 
 def _interval(versions: DataFrame) -> tuple[Column, Column]:
-    """Returns when a version begins and ceases to answer."""
+    """Returns the start and the end of the times that a version answers."""
     has_answers = ANSWERS_FROM in versions.columns
     names = (ANSWERS_FROM, ANSWERS_TO) if has_answers else (VALID_FROM, VALID_TO)
     return F.col(names[0]), F.col(names[1])
@@ -205,12 +205,12 @@ def _interval(versions: DataFrame) -> tuple[Column, Column]:
 
 def still_answers(moment: Column, end: Column, horizon: Column) -> Column:
     """Returns whether a version that began at or before a time answers for it: it has not ended by then
-    (it may end before the next one begins), and if it has ended since, the time is not before the
-    horizon, even if the version is still stored.
+    (a version may end before the next one begins). If the version has ended since, the time must not be
+    before the horizon, even if the version is still stored.
 
     Args:
         end: exclusive; null = current.
-        horizon: inclusive; null = the table has no records, or remembers all.
+        horizon: inclusive; null = the table has no records, or retains all versions.
 
     Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
     """
@@ -227,8 +227,8 @@ def _span(begin: Column, end: Column) -> Column:
 
 
 def _turn(one: Column, next_one: Column, end: Column) -> Column:
-    """Returns when a version ceases to be the nearest: once the next one is nearer, or at its end; null
-    = never."""
+    """Returns the time from which on a version is no longer the nearest: the next one is nearer, or the
+    version has ended; null = never."""
     middle = F.shiftright(F.unix_micros(one) + F.unix_micros(next_one), 1)
     return F.least(end, F.timestamp_micros(middle + 1))
 
@@ -620,7 +620,8 @@ def _shifted(number: Column, level: Column) -> Column:
 
 
 def _remembered(best: DataFrame, horizons: DataFrame | None) -> DataFrame:
-    """Adds ``_forgotten``: whether the row's time lies before the horizon at its cut.
+    """Adds ``_forgotten``: whether the table no longer answered the row's time at its cut, because the
+    time lies before the horizon.
 
     A version that was its key's newest at the cut still answers.
     """

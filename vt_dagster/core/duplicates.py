@@ -2,9 +2,9 @@
 
 A record is a *duplicate* if an earlier record of its partition has the same value, and stream time as
 of the record is at most ``within`` ahead of the latest such record. Duplicates count as well: a value
-that is sent again and again stays remembered. A record that is further behind stream time, and whose
-value is not remembered, is *late*: its value may have been forgotten. So a value whose records have one
-timestamp is never in the log twice.
+that is sent again and again stays remembered. A record that is further behind stream time is *late*,
+unless its value is remembered: an earlier record with the value may no longer be remembered. So a value
+whose records have one timestamp is never in the log twice.
 
 All of it is per partition. Offsets of two partitions have no common order: which of their records is
 the first would depend on how arrivals are cut into runs.
@@ -30,8 +30,8 @@ from vt_dagster.topology.model import Stream
 LATEST = "_latest"
 """The largest timestamp of the records with a value: BIGINT, epoch microseconds."""
 _ALONE = "_alone"
-"""A number of its own for each record that is compared with no other: a null value would put all of
-them into one task."""
+"""A distinct number for each record that is compared with no other: with null, one task would get all
+of them."""
 
 
 def mark_duplicates(
@@ -98,8 +98,8 @@ def remembered_after(
 
 
 def remembered_of_log(node: Stream, log: DataFrame, stream_time: Column) -> DataFrame:
-    """Returns the state that the records of a log make: where ``unique_by`` or a longer ``within`` is
-    new, no run has kept it. Duplicates are not in the log, and do not count.
+    """Returns the state computed from the records of a log, for a new ``unique_by`` or a longer
+    ``within``: no run has stored that state. Duplicates are not in the log, so they do not count.
 
     Args:
         stream_time: that of a row's partition at the end of the log.

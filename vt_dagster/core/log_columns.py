@@ -129,7 +129,8 @@ def ties_by_column(node: Stream) -> StructField | None:
 
 
 def _widest(kind: DataType) -> DataType:
-    """Returns the widest type that a column of a type may get later: a type in a map cannot change."""
+    """Returns the widest type that a column may get by schema evolution, because a type inside a map
+    cannot change later."""
     if isinstance(kind, DecimalType):
         return DecimalType(38, kind.scale)
     if isinstance(kind, CharType | VarcharType):
@@ -176,7 +177,7 @@ def _field(node: Stream, name: str, own: Mapping[str, DataType]) -> StructField:
 # PySpark's own functions, whose arguments and defaults differ between the supported series.
 _to_arrow, _from_arrow = cast(Any, types.to_arrow_schema), cast(Any, types.from_arrow_schema)  # pyright: ignore[reportUnknownMemberType]
 _UTC = {"timezone": "UTC"} if "timezone" in signature(_to_arrow).parameters else {}
-"""PySpark 4.2 asks for the time zone; it is UTC before."""
+"""Arguments with the time zone, which only PySpark 4.2 takes; earlier ones always use UTC."""
 
 
 def comparable(value: Column, kind: DataType) -> Column:

@@ -59,8 +59,8 @@ _MOST = 100_000
 
 
 def with_always(versions: DataFrame, always: Sequence[str]) -> DataFrame:
-    """Adds to the ``provided_columns`` of versions the columns that each record provides: those from
-    before the table had ``tie_break`` do not list them."""
+    """Adds the columns that each record provides to the ``provided_columns`` of versions. Versions from
+    before the table had ``tie_break`` do not list these columns."""
     given = F.array_union(PROVIDED_COLUMNS, F.array(*map(F.lit, always)))
     return versions.withColumn(PROVIDED_COLUMNS, given)
 
@@ -75,12 +75,12 @@ def without_lost_columns(
     parts: Mapping[str, Sequence[str]],
     ties: StructField,
 ) -> DataFrame:
-    """Leaves of each record the columns that it wins against the records of its key and timestamp.
+    """Keeps only the columns of each record that win against other records of its key and timestamp.
 
     A record loses a column against an earlier arrival that provides it with a larger value of
-    ``tie_break``; with an equal value it wins. A record that loses all columns is ``lost_tie``. Of each
-    column, the accepted records of a key and timestamp therefore ascend. A deletion that loses some
-    columns is an update that sets the others to null, since the row exists.
+    ``tie_break``; with an equal value it wins. A record that loses all columns is ``lost_tie``. So for
+    each column, ``tie_break`` never decreases among the accepted records of a key and timestamp. A
+    deletion that loses some columns is an update that sets the others to null, since the row exists.
 
     Plan: as ``versioned_table.without_lost_ties``, with a maximum for each part in the same window.
 
@@ -220,8 +220,8 @@ def merge_forward(
 
 
 class _Columns(NamedTuple):
-    """The value columns: those that a record may omit (``parts``), the numbers of all their names, and
-    those that belong to each version alone (``own``)."""
+    """The value columns: those that a record may omit (``parts``), the part that each of their names
+    belongs to, and the columns that each version has alone (``own``)."""
 
     parts: tuple[str, ...]
     numbers: Mapping[str, int]
@@ -440,8 +440,8 @@ class _Batch:
     def _same(self, number: int, one: Any, other: Any) -> Any:
         """Returns whether values of a part are equal; -1 = null.
 
-        0.0 and -0.0 are not: a later record of the run inherits the one, and a record of the next run
-        what the log has.
+        0.0 and -0.0 are not equal: later records inherit the exact value, in this run and in later
+        ones.
         """
         column = self.rows.column(self.whose.parts[number])
         left, right = (column.take(pa.array(self.active[rows], mask=rows < 0)) for rows in (one, other))
@@ -537,10 +537,10 @@ class _Versions(NamedTuple):
     """Versions to output.
 
     Args:
-        record: of each the record that makes it or changes it.
-        place: its place: its own columns are those of the row there.
-        source: for each part the row of its value; -1 = null.
-        carried: its number among the rows of that record.
+        record: the record that makes or changes each version.
+        place: the place of each version; the row there has the columns that the version has alone.
+        source: the row that has the value of each part; -1 = null.
+        carried: ``propagated_from``: 0 for a record, then 1, 2, … among the rows of one record.
     """
 
     record: Any

@@ -115,8 +115,9 @@ class RunContext:
         emitted_up_to_after: the time up to which they are emitted at the end of the run.
         persist_rows: persists rows that are read several times; None if that is not worth it.
         look_up: see ``table_store.LookUp``; None: ``view`` has the rows. Not set together with it.
-        rows_of_keys: returns few records, persisted, and the rows of the view with their keys, lazily;
-            its second argument are the columns with the keys. None = the view has not many more keys.
+        rows_of_keys: takes few records and the names of their key columns; returns the records,
+            persisted, and lazily the rows of the view with these keys. None = the view does not have
+            many more keys than the records.
         watermarks, watermarks_after: before and after the run, see ``TimePolicy.watermarks``.
         bounds: of the processor's own stream time, if it is computed by bounds.
         none_late: whether it is known that none of the run's records is late.
@@ -451,8 +452,9 @@ class RunPlan:
         results_of_record: the most results of a record, if they keep the order; if more than one,
             ``_turn`` counts them from 0.
         monotonic: whether the timestamps of a key's results never decrease.
-        risen: the column of :meth:`Processor.process` by which the store lets these timestamps never
-            decrease; None = the store takes them as they are.
+        risen: the column of :meth:`Processor.process` with the largest earlier timestamp of a key,
+            which the store applies so that these timestamps never decrease; None = the store does not
+            change them.
         emits_once: whether each key has at most one result.
         drops_late: whether late records are dropped; otherwise they are joined at once.
         quarantined_outcomes: the outcomes whose results go to the quarantine.

@@ -41,7 +41,7 @@ _PLACE, _GONE, _AHEAD, _SINCE = "_place", "_gone", "_ahead", "_since"
 def follows_source(node: Stream) -> bool:
     """Returns whether a table holds the last record of a key in source order, whatever its time.
 
-    This is so if the source defines the content of the table and each record is a whole row.
+    It does if the source defines the content of the table and each record is a whole row.
     """
     table = isinstance(node, VersionedTable) and not node.has_partial_updates
     return table and getattr(node.source, "orders_changes", False)
@@ -50,7 +50,7 @@ def follows_source(node: Stream) -> bool:
 def deletions_yield(node: Stream) -> bool:
     """Returns whether deletions without a stated time yield to later records with an earlier time.
 
-    This is so if the source sends such deletions along with records that have a time of their own.
+    They do if the source also sends records that have a time of their own.
     """
     if not isinstance(node, VersionedTable) or node.has_partial_updates or node.deleted_at is not None:
         return False
@@ -59,13 +59,14 @@ def deletions_yield(node: Stream) -> bool:
 
 
 def restates(node: Stream) -> bool:
-    """Returns whether its source may repeat a row that the table holds already: ``nothing_new``."""
+    """Returns whether the source of a table may repeat a row that the table holds already:
+    ``nothing_new``."""
     return follows_source(node) and getattr(node.source, "restates", False)
 
 
 def carries(node: Stream) -> bool:
-    """Returns whether its log has rows besides its source's records, each directly after its record:
-    those of ``core.partial_updates`` or of this module."""
+    """Returns whether the log of a table has added rows besides the source's records, each directly
+    after its record, by ``core.partial_updates`` or by this module."""
     return bool(partial_columns(node)) or follows_source(node) or deletions_yield(node)
 
 

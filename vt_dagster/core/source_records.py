@@ -34,7 +34,7 @@ from vt_dagster.topology.schema import types_in
 
 
 REASON = "_reason"
-"""Why a row is quarantined, one of the ``Reason`` codes; null for a record."""
+"""Why a row is quarantined, a code of ``Reason``; null for a good record."""
 
 
 SOURCE = "_source"

@@ -83,7 +83,7 @@ AT = "_at"
 LOW, HIGH = "_low", "_high"
 """The range of times of matching records of the other side, both inclusive."""
 END = "_end"
-"""The stream time after which a record's window is over: no record in time matches it any more."""
+"""The stream time at which a record's window ends: after it, no record that is in time matches."""
 NEW = "_new"
 """Whether a record is of this run; if not, the columns below are null."""
 NOW = "_now"
@@ -93,9 +93,9 @@ LOOK = "_look"
 HORIZON = "_horizon"
 """A late record matches only records later than this."""
 LATE = "_late"
-"""Whether a record came too late to be guaranteed all its matches."""
+"""Whether a record is so late that it may miss some of its matches."""
 ONCE = "_once"
-"""Whether the record's window was over on its arrival."""
+"""Whether the record's window had ended when the record arrived."""
 FROM = "_from"
 """The offset of a match's earlier record by arrival; for an unmatched record its own."""
 THERE = "_there"
@@ -315,7 +315,8 @@ class StreamJoinTime(TimePolicy):
 
 
 class StreamJoinProcessor(Processor[StreamStreamJoin]):
-    """The records of both streams with their windows, their lateness and the times as of them."""
+    """Prepares the records of both streams: their windows, their lateness, and stream time as of
+    each."""
 
     @property
     def preserved_sides(self) -> tuple[int, ...]:
@@ -349,7 +350,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
     def with_largest_times(
         self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False
     ) -> DataFrame:
-        """Returns the new records of both sides with all times as of them.
+        """Returns the new records of both sides with stream time and all watermarks as of each record.
 
         If no record is late, the times that only late records need are null.
 
@@ -552,7 +553,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         """Returns the results of unmatched records.
 
         Args:
-            once: records emitted on arrival; the others are emitted first of all, by time.
+            once: whether a record is emitted on arrival; all others are emitted before these, by time.
         """
         leaving = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
         first = {c: F.when(F.col(PHASE) == 0, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
@@ -779,10 +780,10 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         found = found_by(others, emitted, 1 - place, on=on, width=width)
         first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
         row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
-        return [self._end(row, place)]
+        return [self._tombstones_of_unmatched(row, place)]
 
-    def _end(self, pairs: DataFrame, place: int) -> DataFrame:
-        """Returns the tombstones of records' unmatched rows, from pairs of record and match."""
+    def _tombstones_of_unmatched(self, pairs: DataFrame, place: int) -> DataFrame:
+        """Returns the tombstones of unmatched rows, from pairs of a record and its first match."""
         (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
         alone = with_columns(pairs, self._record_alone(pairs, place))
         at, name = F.timestamp_micros(THERE), F.lit(self.node.inputs[1 - place].name)
@@ -806,11 +807,11 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             *nothing,
             *ORDER,
             *_corrected_named(ends),
-            *_corrected_named(self._besides(place, partition, offset) | added),
+            *_corrected_named(self._unmatched_key(place, partition, offset) | added),
         )
 
     def _record_alone(self, pairs: DataFrame, place: int) -> dict[str, Column]:
-        """Returns both sides of a pair as in one record's unmatched row: the other side is null."""
+        """Returns both sides of a pair as in the record's unmatched row: the other side is null."""
 
         def only(side: str, names: Sequence[str]) -> Column:
             kind: Any = pairs.schema[side].dataType
@@ -828,12 +829,12 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         if matched:
             places = {name: F.col(name) for names in _PLACES for name in names}
             return _corrected_named(places | self._new())
-        one, other = (self._besides(i, PARTITION, FROM) for i in (0, 1))
+        one, other = (self._unmatched_key(i, PARTITION, FROM) for i in (0, 1))
         of_left = F.col(SIDE) == 0
         places = {n: F.when(of_left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
         return _corrected_named(places | self._new())
 
-    def _besides(self, place: int, partition: str, offset: str) -> dict[str, Column]:
+    def _unmatched_key(self, place: int, partition: str, offset: str) -> dict[str, Column]:
         """Returns the key of a record's unmatched row, and ``is_latest`` (true)."""
         mine, other = _PLACES[place], _PLACES[1 - place]
         values = (F.col(partition), F.col(offset), F.lit(-1), F.lit(-1))
@@ -846,8 +847,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return {IS_LATEST: F.lit(True), **added}
 
     def _row(self, at: Column) -> Column:
-        """Returns a row's values and timestamp, nullable: otherwise Arrow cannot write a null
-        struct."""
+        """Returns the values and the timestamp of a row as a struct of nullable fields: Arrow cannot
+        write a null struct of other fields."""
         values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
         chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
         added = {name: F.when(there, chosen[name]) for name in values}

@@ -366,7 +366,7 @@ def _reach(operator: StreamTableJoin) -> timedelta | None:
 
 
 def _waiting_from(times: RunTimes) -> int | None:
-    """Returns the time after which all waiting records of the stream are; None = none waits."""
+    """Returns a time that is before all waiting records of the stream; None = no record waits."""
     held = any(times.stream_time[p] > moment for p, moment in times.emitted_up_to.items())
     return min(times.emitted_up_to.values()) if held else None
 
@@ -514,7 +514,7 @@ def affected_times(
     chunk: Column | None,
     broadcastable: bool,
 ) -> DataFrame:
-    """Returns the interval in which each new record of a table is valid for the rows that it corrects.
+    """Returns for each new record of a table the interval in which it corrects rows.
 
     A record corrects rows whose timestamp is at or after its *edge*: the stream time of its partition
     on its own arrival, less the promise. A row before the edge ignores the record and keeps the last
@@ -598,7 +598,8 @@ _BACK, _AHEAD, _WAS_BACK, _WAS_AHEAD = "_back", "_ahead", "_was_back", "_was_ahe
 _LATE_BACK, _LATE_VALUE, _LATE_AHEAD = "_late_back", "_late_value", "_late_ahead"
 _MATCH, _WAS, _FOUND_OUT = "_match", "_was", "_found_out"
 _ALWAYS = -(2**62)
-"""The edge of records that a table had before the run: all rows that can be corrected know them."""
+"""The edge of records that a table had before the run: earlier than all times, because every row that
+can be corrected knows these records."""
 
 
 def affected_matches(
@@ -626,8 +627,8 @@ def affected_matches(
 
     Plan: a semi-join of the earlier log rows by key, a window by key and time over them, then a
     semi-join of the records with the changes by key and tile, an equi-join by key and tile, and an
-    aggregate by record. A tile is one to two times as long as ``max_age``, so a record meets only the
-    log rows of its key that are at most twice as far from it.
+    aggregate by record. A tile is one to two times as long as ``max_age``, so a record is compared only
+    with log rows of its key that are at most twice that far away.
 
     Args:
         records: log rows of the stream that earlier runs have joined.
@@ -749,8 +750,8 @@ def _nearer(back: Column, ahead: Column) -> Column:
 
 
 def _too_late_by(nearest: bool) -> Column:
-    """Returns the place of a record of the table that alone would change the match of a joined record
-    that does not know it; null = there is none."""
+    """Returns the partition and offset of the table's record that comes too late for a joined record,
+    but would change its match; null = there is none."""
     at, match, back = F.col(_AT_MICROS), F.col(_MATCH), F.col(_BACK)
     late, value, ahead = F.col(_LATE_BACK), F.col(_LATE_VALUE), F.col(_LATE_AHEAD)
     of_back = F.lit(nearest) & (match[FROM] <= at)
@@ -1016,12 +1017,12 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         changes = table.rows.select(PARTITION, F.lit(Outcome.CHANGE).alias(OUTCOME))
         if earlier is None or context.since is None or context.view is None:
             return union(new, changes)
-        again = self._again(earlier, table, context)
+        again = self._affected(earlier, table, context)
         return union(
             union(new, again if context.persist_rows is None else context.persist_rows(again)), changes
         )
 
-    def _again(self, earlier: DataFrame, table: Input, context: RunContext) -> DataFrame:
+    def _affected(self, earlier: DataFrame, table: Input, context: RunContext) -> DataFrame:
         """Returns earlier joined records that new table records affect: those to re-join, with their
         rows, and those whose correction comes too late."""
         operator, right = self.operator, self.operator.right
@@ -1063,9 +1064,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             cause.cast(POSITION_TYPE).alias(CAUSE),
             ANSWER,
         )
-        return self._with_rows(self._first_refused(met, context), context)
+        return self._with_rows(self._without_quarantined(met, context), context)
 
-    def _first_refused(self, met: DataFrame, context: RunContext) -> DataFrame:
+    def _without_quarantined(self, met: DataFrame, context: RunContext) -> DataFrame:
         """Drops records already in quarantine for a late correction: each is quarantined once."""
         if context.refused is None:
             return met
@@ -1117,7 +1118,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if not self.operator.key:
             return found
         looked_up = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.AGAIN))
-        return self._with_twice(found, looked_up, context)
+        return self._with_repeated_keys(found, looked_up, context)
 
     def _decided(self, rows: DataFrame) -> DataFrame:
         """Decides the result of each lookup: a new row, an update, a tombstone or nothing."""
@@ -1158,11 +1159,11 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             again.alias(_AGAIN),
             outcome.alias(OUTCOME),
             F.col(_RECORD),
-            *([_CORRECTED_ROW, *self._place()] if _CORRECTED_ROW in rows.columns else []),
+            *([_CORRECTED_ROW, *self._quarantine_columns()] if _CORRECTED_ROW in rows.columns else []),
         )
 
-    def _place(self) -> list[Column]:
-        """Returns the quarantine columns, without values, of a row whose correction is too late."""
+    def _quarantine_columns(self) -> list[Column]:
+        """Returns the quarantine columns of a row whose correction came too late; the raw text is null."""
         source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
         added = {
             REASON: F.lit(Outcome.TOO_LATE),
@@ -1172,7 +1173,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         }
         return [c.alias(name) for name, c in added.items()]
 
-    def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
+    def _with_repeated_keys(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
         """Adds ``_TWICE``: whether another record has a row with the same key.
 
         Plan: one shuffle and sort by key, and a join with the existing rows by key.
@@ -1209,7 +1210,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
 
 def _has_row() -> Column:
-    """Returns whether the row of a record's key is the record's own; null-safe if there is none."""
+    """Returns whether the existing row of a key belongs to this record; never null."""
     place = [F.col(_CORRECTED_ROW).getField(c).eqNullSafe(F.col(c)) for c in (PARTITION, _RECORD)]
     return F.col(_CORRECTED_ROW).isNotNull() & place[0] & place[1]
 

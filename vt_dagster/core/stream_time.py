@@ -324,8 +324,9 @@ def with_time_in_bounds(
 
 
 def passed_in_one_task(records: DataFrame, deadline: Column, before: Column, moves: Column) -> Column:
-    """Returns the column of :func:`passed` for records that one task can sort: a window. Each further
-    step of a plan is analysed, which costs most of a run with few records.
+    """Returns the column of :func:`passed` for records that one task can sort, as one window
+    expression. A plan with fewer steps is analysed faster, which matters most in a run with few
+    records.
 
     Arguments: see :func:`passed`.
     """

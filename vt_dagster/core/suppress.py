@@ -128,7 +128,7 @@ def emit_early(
     schema = schema.add(PLACE, LongType()).add(RANK, LongType()).add(NTH, LongType())
 
     def kernel(batches: Iterator[Any]) -> Iterator[Any]:
-        return _let_out(batches, kept)
+        return _emit_batches(batches, kept)
 
     return cast(Any, ordered).mapInArrow(kernel, schema)
 
@@ -193,7 +193,7 @@ class _Buffer:
         return rows
 
 
-def _let_out(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
+def _emit_batches(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
     buffer, carried = _Buffer(), None
     for batch in batches:
         rows, start = pa.Table.from_batches([batch]), 0
@@ -459,8 +459,8 @@ def suppress(
     buffer, a run emits the same updates, in the same order, as record-by-record processing.
 
     ``window_closes``: the last update of a window is emitted once T has passed its end + duration. A
-    tombstone keeps its place until then, as in Kafka Streams, but is not emitted. Sliding windows are
-    still open at that very moment: each later update of theirs is emitted too, as in Kafka Streams.
+    tombstone keeps its place until then, as in Kafka Streams, but is not emitted. A sliding window is
+    still open at that moment: each of its later updates is emitted too, as in Kafka Streams.
 
     With ``emit_early`` the limits are checked after each update (see ``emit_early``). Otherwise all
     waiting updates are kept; the caller checks their :func:`fullness` at the end of the run.
@@ -468,10 +468,9 @@ def suppress(
     Plan, ``window_closes``: one shuffle and sort by key of updates and buffer; for sliding windows
     ``with_stream_time`` before it. ``time_limit``: ``with_stream_time`` (one aggregate, one shuffle and
     sort by partition and chunk), then one shuffle and sort by key and a Python kernel, since the start
-    of a period depends on the end of the previous one; the kernel holds one row of one key in memory. A
-    duration of 0: none. Emitting early: one shuffle and two sorts by partition, and a kernel, instead
-        of those by
-    key.
+    of a period depends on the end of the previous one; the kernel holds one row of one key in memory.
+    With a duration of 0: no shuffle. With ``emit_early``: one shuffle and two sorts by partition and a
+    Python kernel, instead of the shuffle and sort by key.
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
@@ -482,9 +481,9 @@ def suppress(
         before: T of the row's partition before the run (TIMESTAMP; null = no update yet); for
             ``window_closes`` used for sliding windows only.
         after: T at the end of the run.
-        window_end_inclusive: the windows are sessions. A window is emitted iff ``window_end <= T -
-            duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
-        open_when_due: the windows are sliding ones; used for ``window_closes`` only.
+        window_end_inclusive: whether the windows are sessions. A window is emitted iff ``window_end <=
+            T - duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
+        open_when_due: whether the windows are sliding ones; used for ``window_closes`` only.
         max_records, max_bytes: limits of each partition's buffer; bytes as in ``_bytes``.
         chunk: see ``with_stream_time``.
 
@@ -587,7 +586,8 @@ def _judged(kept: Sequence[str], out: Column, place: Column) -> list[Column]:
 def _together(
     changes: DataFrame, buffer: DataFrame | None, kept: Sequence[str], *more: Column
 ) -> DataFrame:
-    """Unites updates (``_fresh``) and waiting ones; ``_at`` is the place in epoch microseconds."""
+    """Returns new updates (``_fresh``) and waiting ones together; ``_at`` is the place, epoch
+    microseconds."""
     fresh = changes.select(
         *kept, *ORDER, F.unix_micros(TIMESTAMP).alias(AT), F.lit(True).alias(FRESH), *more
     )

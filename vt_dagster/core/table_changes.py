@@ -40,7 +40,7 @@ REPEATS = "_repeats"
 EXISTS = "_exists"
 _STATE, _ROW = "state", "_row"
 _BEHIND = 2**63 - 1
-"""The ``_arrival`` of a current row: after all changes."""
+"""The ``_arrival`` of a current row: larger than that of any change."""
 
 
 @dataclass(frozen=True)

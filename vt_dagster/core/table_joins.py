@@ -127,12 +127,11 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
 
 
 def last_changes(sides: Sequence[TableInput], logs: Sequence[DataFrame]) -> list[TableInput]:
-    """Leaves out changes that do not change the last result of a key in the run.
+    """Omits changes that do not affect the last result of a key in the run.
 
-    After a key's last change, the states of both sides are those of their last changes; if that gives
-    no result, no earlier change has given one. This is so only for keys without a tombstone in the run:
-    all changes of the others are kept, as are those of keys that have moved to another partition, whose
-    offsets have no order.
+    After a key's last change, the state of each side is that after its own last change. If these states
+    give no result, no earlier change has given one. That holds only for keys without a tombstone in the
+    run, and for keys that stay in one partition: all changes of other keys are kept.
 
     Plan: one hash aggregate over the keys of both logs, broadcast, before both sides are shuffled by
     key.
@@ -308,7 +307,7 @@ _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
 _PLACE, _CHANGES, _TIME = "_place", "_changes", "_time"
 _UNTIL, _SPAN = "_until", "_span"
 _FEW_CHANGES = 64
-"""Every left row is compared with so many changes of its right row at most."""
+"""Maximum number of changes of a right row that each of its left rows is compared with."""
 
 
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
@@ -392,9 +391,9 @@ def _while_both_last(
 ) -> DataFrame:
     """Returns the results of both sides' changes in a run that has all of them.
 
-    A row of a side is there from its change to the next change of its key. Each pair of rows that are
-    there at the same time is a result: of the later one's change. So is a left row before its right key
-    has any row, or without one.
+    A row of a side exists from its change to the next change of its key. Each pair of rows that exist
+    at the same time gives one result, caused by the later of the two changes. A left row whose right
+    key has no row yet, or never has one, gives a result too.
 
     Plan: see :func:`join_by_foreign_key`; by key and in order, as the result's store needs them.
     """

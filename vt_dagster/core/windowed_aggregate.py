@@ -145,8 +145,8 @@ def windows_of_record(window: HoppingWindow) -> int | None:
 def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
     """Returns start and end of the local day, week or month of a record, in epoch microseconds.
 
-    Local times are kept as timestamps of the same digits in UTC, and their days as dates: functions of
-    whole days alone, since those of timestamps would read the session's time zone.
+    Local times are represented as UTC timestamps with the same digits, and their days as dates. Only
+    functions of dates are used, because functions of timestamps would read the session's time zone.
     """
     size, zone = calendar
     at, local = F.unix_micros(TIMESTAMP), F.unix_micros(F.from_utc_timestamp(TIMESTAMP, zone))
@@ -205,8 +205,8 @@ def place_in(rows: DataFrame) -> list[str]:
 def in_order_of(rows: DataFrame) -> list[str]:
     """Returns the order of the records of the only input; rows of the state, with nulls, are first.
 
-    Without ``INPUT``, which is a constant: Spark leaves constants out of a sort, and then does not see
-    that a window with them needs the same one.
+    Leaves out ``INPUT``, which is a constant: Spark removes constants from a sort, and then does not
+    recognize that a window with the constant needs the same sort.
     """
     return [c for c in place_in(rows) if c != INPUT]
 
@@ -431,11 +431,11 @@ def merge_sliding_windows(
 def with_largest(rows: DataFrame, *, key: Sequence[str]) -> DataFrame:
     """Adds the largest start of the windows that a record updates or creates if no window is hidden.
 
-    Which windows are hidden depends on all keys: on the largest start so far. Conversely, hiding
-    neither creates nor omits a window with a later start. The exception is a grace period of at most 1
-    ms and a key whose records arrive exactly when its windows close and are hidden: the start can then
-        be one record
-    too large. No random scenario has shown that.
+    Which windows are hidden depends on the largest start so far, over all keys. Hiding a window neither
+    creates nor omits a window with a later start, so the largest start can be computed first. There is
+    one exception: with a grace period of at most 1 ms, if the records of a key arrive exactly when its
+    windows close and are hidden, the start can be that of one record too many. No random scenario has
+    shown that.
 
     Plan: one shuffle and sort by key; the kernel reads the sorted rows.
 
@@ -679,10 +679,11 @@ def with_hidden(
     window: SlidingWindow,
     chunk: Column | None,
 ) -> DataFrame:
-    """Adds the start up to which windows are hidden from a record: largest start so far - retention.
+    """Adds the start up to which windows are hidden from a record: the largest start of a window so
+    far, minus the retention.
 
-    That start is the partition's, over all keys and just before the record. The latest window before
-    the run is still open, so the state contains it.
+    The largest start is that of the partition, over all keys, just before the record. The latest window
+    before the run is still open, so the state contains it.
     """
     found = with_largest(union(records, earlier), key=key).where(FRESH)
     if earlier is not None:
@@ -790,13 +791,14 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether partition and offset of a record are its place in the run; others need ``ORDER``."""
+        """Whether partition and offset give a record's place in the run; otherwise ``ORDER`` is
+        needed."""
         return not self.merges and self.operator.emit != "per_run"
 
     @property
     def windows_of_record(self) -> int | None:
-        """The number of windows that each record belongs to; None = it varies, or not every one of
-        them has a result."""
+        """The number of windows that each record belongs to; None = it varies, or some of the windows
+        may have no result."""
         window = self.operator.window
         if isinstance(window, HoppingWindow) and self.operator.emit != "per_run":
             return windows_of_record(window)
