@@ -144,7 +144,7 @@ NEWEST, MADE_OF = 50, 8
 """Maximum number of listed records, and of named inputs of a record."""
 _LENGTH = re.compile(r"[0-9a-z. ]{1,40}")
 _UTC = re.compile(r"(?<=\d\d:\d\d:\d\d)(\.\d{1,6})?(\+00:00)?")
-"""What follows the seconds of a time in a text."""
+"""The fraction of a second and the zone of a time in a text."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 

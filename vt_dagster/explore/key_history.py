@@ -272,7 +272,8 @@ def key_history(
 
 
 def _outside(found: RecordSearch, moment: int) -> bool:
-    """Returns whether a time is outside the shown records, where records were left out."""
+    """Returns whether a time lies outside of the shown records, on a side where records are left
+    out."""
     if not found.records:
         return False
     first, last = found.records[0].micros, found.records[-1].micros
@@ -523,7 +524,8 @@ def row_text(record: Record) -> str:
 
 
 def value_text(value: object) -> str:
-    """Returns a value for the eye; a number with a fraction has some 6 digits, a time whole seconds."""
+    """Returns a value in short form: a number with a fraction has about 6 digits, a time whole
+    seconds."""
     if isinstance(value, float) and isfinite(value) and value != int(value):
         digits = 5 - floor(log10(abs(value)))
         return f"{value:.6g}" if digits > 10 else f"{value:.{max(1, digits)}f}".rstrip("0")

@@ -39,7 +39,7 @@ class Difference:
     """A row that one table has more often than the other.
 
     Args:
-        first: whether the first table has it more often.
+        first: whether it is the first table that has the row more often.
         values: the row's values.
         differs: the columns in which it differs from the row above, if that has the same key and time.
     """

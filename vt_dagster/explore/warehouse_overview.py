@@ -79,7 +79,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Facts:
-    """An asset at a glance.
+    """The facts about an asset that the overview shows.
 
     Args:
         kind: stream, table or versioned table.

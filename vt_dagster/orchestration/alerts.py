@@ -29,7 +29,8 @@ from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_arguments
 
 _HISTORY = 20
-"""A tick reads this many results of a check: more between two ticks may hide a recovery."""
+"""Number of results of a check that a tick reads. With more results between two ticks, the sensor may
+miss that the check has passed in between."""
 _PLAIN = (
     dg.BoolMetadataValue,
     dg.FloatMetadataValue,

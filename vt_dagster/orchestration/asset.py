@@ -234,7 +234,7 @@ def config_of(node: Stream) -> type[SourceConfig] | None:
 def with_config(
     config_type: type[SourceConfig] | None, compute: Callable[[Any, dict[str, Any]], Any]
 ) -> Callable[..., Any]:
-    """Returns the function of an op: with a config, if there is a class of it.
+    """Returns the function of an op: it takes a config if there is a config class.
 
     Args:
         compute: takes the context, and the arguments of ``Source.pin``.
@@ -258,7 +258,8 @@ def with_config(
 DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that holds its data version."""
 _TRIES = 20
-"""How often a run tries again after another run of the asset, or of another partition, has won."""
+"""How often a run tries again after another run of the asset, or of another partition, has committed
+first."""
 _Result = TypeVar("_Result")
 _BACKFILL = "dagster/backfill"
 """Dagster's tag of the runs of a backfill."""
@@ -359,8 +360,9 @@ def _run(
 
 
 def retried(context: Any, last: Callable[[], Commit | None], once: Callable[[], _Result]) -> _Result:
-    """Runs an asset. If another run wins, as when the sensors of two sources request the same join, it
-    tries again with the records that are left: without that, they would wait for the next input.
+    """Runs an asset. If another run commits first, for example because the sensors of two sources
+    request the same join, it tries again with the remaining records, which would otherwise wait for the
+    next input.
 
     Args:
         last: returns the asset's last commit.
@@ -519,11 +521,12 @@ def _of_partition(
 
     if all(map(reported, context.partition_keys)):
         return unchanged(context, key, last)
-    return _standing(last)
+    return _without_new_records(last)
 
 
-def _standing(last: Commit | None) -> dg.MaterializeResult[Any]:
-    """Returns the materialization of an asset without new records: its last batch and positions."""
+def _without_new_records(last: Commit | None) -> dg.MaterializeResult[Any]:
+    """Returns the materialization of a run without new records: last batch and positions of the
+    asset."""
     metadata: dict[str, Any] = {"status": "nothing new: no commit"}
     if last is not None and last.batch:
         metadata |= {"versions": {"batch": last.batch}, "positions": positions_of(last)}
@@ -544,7 +547,7 @@ def unchanged(
     In a backfill, it is a materialization too: Dagster counts an asset without one as failed, and does
     not run the assets downstream of it.
     """
-    standing = _standing(last)
+    standing = _without_new_records(last)
     metadata: dict[str, Any] = {**(standing.metadata or {})}
     if arrival is not None and arrival.not_ready:
         metadata["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"

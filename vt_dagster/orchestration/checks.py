@@ -170,9 +170,9 @@ def build_freshness_check(
     pool: str | None = None,
     resource_prefix: str = PREFIX,
 ) -> dg.AssetChecksDefinition:
-    """Returns a check that fails if the newest record is older than a limit: if stream time, the
-    largest timestamp of all partitions, is further behind the clock, or there is no record yet. Needs
-    no Spark; it does not block.
+    """Returns a check that fails if the newest record is older than a limit, or if there is no record
+    yet. The newest record is that with the largest timestamp of all partitions; its age is compared
+    with the clock. The check needs no Spark and does not block.
 
     Dagster's ``FreshnessPolicy`` uses the time of the last materialization instead: a run today with
     records of last week does not make a table fresh, and a run without new records does not make it

@@ -197,8 +197,8 @@ def _of_function(
     partition, origin = one_partition(context, node), _origin(context)
 
     def is_retry(batch: int, run: str) -> bool:
-        """Whether the partition was consumed by this run, or by one that has failed, and is not yet
-        reported: asked again, the function may return other rows."""
+        """Whether this run, or a failed one, has consumed the partition without reporting it. Then the
+        function is not called again, because it might return other rows."""
         if run != origin and (_takes_again(context) or not _has_failed(context, run)):
             return False
         return not is_reported(context, dg.AssetKey(node.path), partition, batch)

@@ -135,16 +135,16 @@ class TablesIOManager(dg.IOManager):
             at = store.snapshot()
             rows = store.read(what, as_of, partial, known, at)
             assert at.head is not None
-            _tell(context, Read.of(name, at.head.commit, what, as_of, known))
+            _record_read(context, Read.of(name, at.head.commit, what, as_of, known))
             return rows
         head = head_of(warehouse, name)
         rows = as_frame(look_up(warehouse, name, what, None, as_of, partial, known, head), library)
-        _tell(context, Read.of(name, head[1], what, as_of, known))
+        _record_read(context, Read.of(name, head[1], what, as_of, known))
         return rows.lazy() if annotated.endswith(".LazyFrame") else rows
 
 
-def _tell(context: dg.InputContext, read: Read) -> None:
-    """Adds a read to the metadata of the materializations of the input's step."""
+def _record_read(context: dg.InputContext, read: Read) -> None:
+    """Adds a read to the metadata of all materializations of the step that loads the input."""
     try:
         step = context.step_context
     except dg.DagsterInvariantViolationError:  # loaded outside of a step

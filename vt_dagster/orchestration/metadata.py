@@ -149,7 +149,7 @@ def sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
     Drops keys from the end until the text is short enough to be shown without a click.
 
     Args:
-        odd: what a cross stands for.
+        odd: the meaning of a cross, for the legend.
         of: how many records the run has; the legend shows how many are drawn.
     """
     made = ""
@@ -375,7 +375,7 @@ def _page(node: Stream) -> str | None:
 
 
 def _numbers(node: Stream) -> str:
-    """Returns the rules behind the counts of its materializations, as a Markdown list."""
+    """Returns the rules behind the counts in a node's materializations, as a Markdown list."""
     plan = processor_of(node).plan()
     counted = {f"records_{name}" for name in plan.counts.shown}
     if plan.stream_time is not None and plan.stream_time.reports_lateness:
@@ -399,8 +399,8 @@ def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
 
 
 def summary(node: Stream) -> str:
-    """Returns the description of an asset in a list such as ``dg list defs``: the one it is given, else
-    one line; ``describe`` says more."""
+    """Returns the short description of an asset for lists such as ``dg list defs``: the declared
+    ``description``, else one generated line. ``describe`` returns the long one."""
     if node.description:
         return node.description
     if node.operator is not None:
@@ -508,12 +508,12 @@ def _ranges(ranges: Mapping[str, Mapping[int, tuple[int, int]]]) -> dict[str, di
 
 
 def _is_shown(node: Stream, name: str, state: Commit) -> bool:
-    """Whether a count is shown for each run: if it was ever above zero, so that its plot returns to
-    zero, and if its zero is information by itself.
+    """Whether a count is shown for each run: once it was above zero, so that its plot returns to zero;
+    or if its zero is information by itself.
 
-    The latter are quarantined and late records: an alert on ``records_quarantined`` or ``records_late``
-    must tell zero from a missing count. Only where the count is possible: a plain table, and a stream
-    without ``unique_by``, accept every record, whatever its time.
+    An alert on ``records_quarantined`` or ``records_late`` must distinguish zero from a missing count.
+    Late, refused and waiting records are shown only for nodes that can have them: for example, a plain
+    table, and a stream without ``unique_by``, accept every record.
     """
     waits = bool(getattr(node.operator, "waits", False))
     if name == Outcome.LATE:
@@ -807,7 +807,7 @@ def timeline(lanes: Sequence[Lane], odd: str, of: int) -> str:
     """Returns a picture with a lane for each key: versions as bars, the run's records as dots.
 
     Args:
-        odd: what a red dot stands for.
+        odd: the meaning of a red dot, for the legend.
         of: how many records the run has; the legend shows how many are drawn.
     """
     times = [moment for lane in lanes for moment, _ in lane.marks]

@@ -115,7 +115,7 @@ class SparkResource(dg.ConfigurableResource[None]):
             conf=conf,
             create=lambda settings: LazyPySparkResource(spark_config=settings).spark_session,
         )
-        _tell(session, (remote or "").partition("/;")[0], started)
+        _log_session(session, (remote or "").partition("/;")[0], started)
         return session
 
 
@@ -176,15 +176,15 @@ def session_of(spark: PySpark) -> Any:
         close_when_interrupted(session)
         silence_connect()
         _logged.add(session)
-        _tell(session, "", started, f" of {kind}")
+        _log_session(session, "", started, f" of {kind}")
     return session
 
 
 _logged: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Foreign sessions that a run's log has named already."""
+"""Sessions of other resources that are already in a run's log."""
 
 
-def _tell(session: Any, where: str, started: float, whose: str = "") -> None:
+def _log_session(session: Any, where: str, started: float, whose: str = "") -> None:
     """Logs the Spark version, address and start time of a session."""
     local = None if is_remote() else session.sparkContext
     where = where if local is None else local.master
@@ -261,15 +261,17 @@ def spark_for(context: Any, prefix: str) -> Callable[[], Any]:
 
 
 _FEW_ROWS = 1_000_000
-"""Up to this size of its log, what a run does beside its records is small, such as writing the view."""
+"""Maximum rows of a log with which the other work of a run, such as writing the view, counts as
+small."""
 
 
 _NODES: weakref.WeakKeyDictionary[Any, tuple[Stream, str]] = weakref.WeakKeyDictionary()
-"""Of each op of an asset or of its checks: the asset, and the prefix of its resource keys."""
+"""By op of an asset or of its checks: the asset, and the prefix of the op's resource keys."""
 
 
 def node_of_op(op: Any, node: Stream, prefix: str) -> None:
-    """Records whose op this is, see :func:`expect_few_rows` and :func:`declared_nodes`."""
+    """Records the node and the prefix of an op, for :func:`expect_few_rows` and
+    :func:`declared_nodes`."""
     _NODES[op] = node, prefix
 
 
@@ -281,9 +283,9 @@ def declared_nodes(defs: dg.Definitions) -> list[tuple[Stream, str]]:
 
 
 def expect_few_rows(context: Any, prefix: str, node: Stream, rows: int) -> None:
-    """Lets Spark start for few rows if every step of the process has few rows: the JVM cannot change
-    its compiler later. Other ops than those of assets and their checks, and assets of another prefix,
-    count as steps with many rows, since nothing is known of them.
+    """Lets Spark start for few rows if every step of the process has few rows, because the JVM cannot
+    change its compiler later. Other ops than those of assets and their checks, and assets of another
+    prefix, count as steps with many rows: their size is unknown.
 
     Args:
         rows: of the asset's log.

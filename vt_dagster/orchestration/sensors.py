@@ -305,7 +305,8 @@ class _Cursor:
 
 _PARTITION_PAGE, _AT_ONCE = 1000, 500
 _UNKNOWN = "unknown"
-"""The reason for a partition whose reads are unknown: it is requested once, whatever its run gives."""
+"""The reason for a partition whose reads are unknown. It is requested once, whatever the run results
+in."""
 _WHY = "vt_dagster/why"
 
 
@@ -376,12 +377,12 @@ def build_partition_sensor(
         made, last = known.made(context.instance)
         cursor, now = _PartitionCursor.of(context.cursor), _PartitionCursor(position, last)
         if cursor == now:
-            return dg.SkipReason(f"nothing new in {reads.name}: {_standing(head[1])}")
+            return dg.SkipReason(f"nothing new in {reads.name}: {_position_text(head[1])}")
         wrong = _stale_partitions(warehouse, head, made, cursor)
         there = set(partitions.get_partition_keys(dynamic_partitions_store=context.instance))
         wrong = {partition: why for partition, why in wrong.items() if partition in there}
         wrong = known.only_there(context.instance, wrong)
-        _tell(context, key.to_user_string(), reads.name, wrong)
+        _warn_of_partitions(context, key.to_user_string(), reads.name, wrong)
         # The run key is the same while the reason is.
         requests = [
             dg.RunRequest(f"{named}:{one}:{why.why}:{why.by}", partition_key=one, tags={_WHY: why.why})
@@ -391,7 +392,7 @@ def build_partition_sensor(
         if not requests:
             context.update_cursor(now.text)
             return dg.SkipReason(
-                f"no partition of {len(made)} is wrong: {reads.name} has {_standing(head[1])}"
+                f"no partition of {len(made)} is wrong: {reads.name} has {_position_text(head[1])}"
             )
         reasons = Counter(request.tags[_WHY] for request in requests)
         context.log.info(", ".join(f"{count} {why}" for why, count in reasons.items()))
@@ -465,7 +466,8 @@ class _Materializations:
         self._last: tuple[int, float] | None = None
 
     def made(self, instance: dg.DagsterInstance) -> tuple[Mapping[str, _Made], int]:
-        """Returns them by partition, and the storage id of the last one of any partition; 0 = none."""
+        """Returns the last materializations by partition, and the storage id of the newest of them; 0 =
+        none."""
         if self._last is not None and not self._read(instance, self._last[0] - 1):
             self._made, self._last = {}, None
         if self._last is None:
@@ -495,7 +497,7 @@ class _Materializations:
     def only_there(
         self, instance: dg.DagsterInstance, wrong: dict[str, StaleRead]
     ) -> dict[str, StaleRead]:
-        """Returns the partitions whose last materialization was not wiped meanwhile."""
+        """Returns only the partitions whose last materialization has not been wiped since."""
         ids = {self._made[partition].storage_id: partition for partition in wrong}
         in_order, there = sorted(ids), set[str]()
         for start in range(0, len(in_order), _AT_ONCE):
@@ -536,14 +538,15 @@ def _stale_partitions(
     return wrong
 
 
-def _standing(commit: Commit) -> str:
+def _position_text(commit: Commit) -> str:
     return f"batch {commit.batch}, {commit.total:,} records"
 
 
-def _tell(
+def _warn_of_partitions(
     context: dg.SensorEvaluationContext, asset: str, table: str, wrong: Mapping[str, StaleRead]
 ) -> None:
-    """Warns in the tick's log of partitions that are undecidable or cannot be recomputed."""
+    """Warns in the tick's log about partitions that cannot be recomputed, or may or may not be
+    stale."""
     gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
     if gone:
         context.log.warning(

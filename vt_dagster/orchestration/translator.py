@@ -24,7 +24,7 @@ _ARGUMENTS = (
     *("key", "deps", "description", "group_name", "owners", "kinds", "metadata", "code_version"),
     *("automation_condition", "freshness_policy", "partitions_def"),
 )
-"""The attributes of a spec that ``dagster.asset`` takes, besides its tags."""
+"""The attributes of a spec, besides tags, that are arguments of ``dagster.asset``."""
 
 
 class SpecAttributes(TypedDict, total=False):
