@@ -197,9 +197,9 @@ def test_while_it_starts_its_process_tells_that_it_runs(
     try:
         made = server.Server(process.pid, port, "token", "local", str(log))
         assert not made.alive, "its command is not that of a server"
-        server._until_it_answers(made, process)  # pyright: ignore[reportPrivateUsage]
+        server._wait_for_answer(made, process)  # pyright: ignore[reportPrivateUsage]
     finally:
         process.kill()
         process.wait()
     with pytest.raises(SparkUnavailableError, match="Error: nothing"):
-        server._until_it_answers(made, process)  # pyright: ignore[reportPrivateUsage]
+        server._wait_for_answer(made, process)  # pyright: ignore[reportPrivateUsage]

@@ -39,7 +39,7 @@ SURE = {"core/arrival_order.py", "storage/schema_evolution.py"}
 LATER = {
     "runs/erase.py: _literal",
     "runs/erase.py: _of_other_types",
-    "runs/erase.py: _suspects",
+    "runs/erase.py: _conditions_by_column",
     "contracts.py: _with_value",
     "runs/audit.py: _of_log",
     "runs/audit.py: _sample",

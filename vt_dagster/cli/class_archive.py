@@ -30,14 +30,16 @@ from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.windows import TumblingWindow
 
 _LIMIT_SECONDS, _EXIT_SECONDS = 1_800, 600
-"""Of low priority on a busy machine."""
+"""Limits for making an archive, and for the end of its JVM: long, because a process of low priority is
+slow on a busy machine."""
 _RECORDS = 100
 
 
 def class_archive() -> None:
     """Make the archive of Spark's classes, with which Spark starts faster.
 
-    A first run on a machine makes it when it ends; for a container, call this when you build its image.
+    The first run on a machine makes the archive when it ends. For a container, call this command when
+    you build the image.
     """
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(_LIMIT_SECONDS)
@@ -60,8 +62,8 @@ def class_archive() -> None:
 
 
 def write(file: Path, work: Callable[[SparkSession, Path], object]) -> None:
-    """Starts Spark in this process, lets it work in an empty directory, and ends its JVM, which then
-    writes an archive of the classes that it has loaded."""
+    """Starts Spark in this process, calls ``work`` with an empty directory, and ends the JVM. The JVM
+    then writes an archive of the classes that it has loaded."""
     dump = f'{FEW_QUERIES[JVM_OPTIONS]} "-XX:ArchiveClassesAtExit={file}" {QUIET}'
     spark = build_session("vt_dagster classes", master="local[2]", conf={JVM_OPTIONS: dump})
     gateway: Any = SparkContext._gateway
@@ -97,13 +99,13 @@ def work(spark: SparkSession, root: Path) -> None:
     stores = stores_of(str(root / "warehouse"), spark)
     for start in (0, _RECORDS):
         for name in ("prices", "orders"):
-            _land(root / name / f"{start}.jsonl", range(start, start + _RECORDS))
+            _write_records(root / name / f"{start}.jsonl", range(start, start + _RECORDS))
         for node in nodes:
             run_once(node, stores, run_id=f"run {start}")
             audit(stores(node), f"run {start}")
 
 
-def _land(file: Path, numbers: Iterable[int]) -> None:
+def _write_records(file: Path, numbers: Iterable[int]) -> None:
     began = datetime(2024, 1, 1, tzinfo=timezone.utc)
     file.parent.mkdir(exist_ok=True)
     with file.open("w", encoding="utf-8") as lines:

@@ -177,11 +177,11 @@ def lateness(
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
-        _tell(found)
+        _print_lateness(found)
     raise typer.Exit(0 if found.passed else 1)
 
 
-def _tell(found: Lateness) -> None:
+def _print_lateness(found: Lateness) -> None:
     what = found.what.replace("_", " ")
     several = found.what == "grace_period"
     wrong = _RESULTS.get(found.what, "refused")

@@ -148,5 +148,5 @@ def _require(rows: Sequence[Any], table: str, key: list[str], what: str, when: s
 
 
 def shown(value: Any) -> str:
-    """Returns a value as text."""
+    """Returns a value as text; None as ``null``."""
     return "null" if value is None else str(value)

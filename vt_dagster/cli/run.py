@@ -352,7 +352,7 @@ def module_of(name: str) -> Any:
     """Imports a module of the user, also from the working directory.
 
     Raises:
-        DefinitionsError: there is no such module; what fails within it is raised as it is.
+        DefinitionsError: there is no such module. An error inside the module is raised unchanged.
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -552,9 +552,9 @@ def _totals(results: list[CheckResult]) -> dict[str, str]:
 
 
 _OURS = {*RESERVED, CAUSE, REVISION, TIMESTAMP}
-"""The library's own columns: not shown."""
+"""The columns of the library: the output leaves them out."""
 _READ = 1_000_000
-"""Logs of more rows are not read: showing new rows reads the whole log."""
+"""New rows of a log with more rows are not shown: that would read the whole log."""
 WAREHOUSE = "data/warehouse"
 """The default warehouse of the commands."""
 

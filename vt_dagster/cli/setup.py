@@ -111,7 +111,9 @@ def start(
     """Start the server if it is not running; runs use it if VT_DAGSTER_SPARK=server is set."""
     settings = {**(FEW_QUERIES if few_rows else {}), **_settings(conf)}
     there = server.running()
-    _tell(there or server.start(master, settings), "was already running" if there else "started")
+    _print_server(
+        there or server.start(master, settings), "was already running" if there else "started"
+    )
 
 
 @spark.command()
@@ -121,7 +123,7 @@ def status() -> None:
     if found is None:
         typer.echo("no Spark server is running")
         raise typer.Exit(1)
-    _tell(found, "is running")
+    _print_server(found, "is running")
 
 
 @spark.command()
@@ -170,7 +172,7 @@ def _settings(conf: list[str] | None) -> dict[str, str]:
     return found
 
 
-def _tell(found: server.Server, what: str) -> None:
+def _print_server(found: server.Server, what: str) -> None:
     typer.echo(
         f"the Spark server {what}: process {found.pid} on {found.master}, localhost:{found.port}, "
         f"log {found.log}"

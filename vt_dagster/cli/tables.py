@@ -383,7 +383,7 @@ def what_if(
         )
     topology = load_topology(file, module, warehouse)
     # SIGTERM becomes an exception, so that the scratch tables are removed.
-    signal.signal(signal.SIGTERM, lambda *_: _leave())
+    signal.signal(signal.SIGTERM, lambda *_: _exit_as_terminated())
     how: Any = {"scratch": scratch, "tell": None if as_json else typer.echo}
     if asset is None:
         nodes = [*topology.nodes.values()]
@@ -405,7 +405,7 @@ def what_if(
     raise typer.Exit(1 if allowed is not None and any(one.share > allowed for one in found) else 0)
 
 
-def _leave() -> Any:
+def _exit_as_terminated() -> Any:
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -443,7 +443,7 @@ def _number(value: float | None) -> str:
 
 
 STOPS = 3
-"""The exit code if a run of some asset would fail: 1 is that of a crash, 2 of wrong arguments."""
+"""The exit code if the next run of an asset would fail; 1 means a crash, 2 wrong arguments."""
 _WORDS = {"goes_on": "goes on", "needs_replay": "needs a replay"}
 _WIDTH = 80
 

@@ -279,11 +279,11 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
     start, end = bounds_of(request.record.values)
     near = [one for one in found if not sliding or not one.is_tombstone]
     near = [one for one in near if start <= _time_in_window(one, sliding) < end + sliding]
-    taken = _let_in(request, near, sliding)
+    taken = _count_accepted_by_then(request, near, sliding)
     inside = near[:taken]
     if inside:
         request.decide(rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window")
-    late = near[_let_in_until_now(request, near, sliding) :]
+    late = near[_count_accepted_until_now(request, near, sliding) :]
     left = _just_left(request, found, inside, start, end) if sliding else []
     return _with_late(request, [one.place for one in inside], late, left)
 
@@ -308,7 +308,7 @@ def _time_in_window(record: Record, sliding: bool) -> int:
     return record.micros // _MILLISECOND * _MILLISECOND if sliding else record.micros
 
 
-def _let_in(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
+def _count_accepted_by_then(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
     """Returns how many records the window contains at the explained result."""
     counted = _counted(request)
     if counted is not None:
@@ -343,7 +343,7 @@ def _counted(request: WindowRequest) -> int | None:
     )
 
 
-def _let_in_until_now(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
+def _count_accepted_until_now(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
     """Returns how many records the window contains as of the last commit; all if that is not known."""
     end = request.here(request.log.commit.next_offset)
     every = request.log.records(request.same_key(request.log), end=end)

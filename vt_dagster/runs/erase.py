@@ -145,7 +145,7 @@ class Key:
         ``values``."""
         whole = F.concat_ws("\n", *texts)
         given = zip(self.types.values(), self.values or (), strict=False)
-        found = [_among(whole, *part) for kind, value in given for part in _parts(value, kind)]
+        found = [_has_word(whole, *part) for kind, value in given for part in _parts(value, kind)]
         return reduce(lambda a, b: a & b, found or [F.lit(False)])
 
     def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
@@ -183,7 +183,7 @@ _TIME = (
 )
 
 
-def _among(text: Column, value: Any, kind: DataType) -> Column:
+def _has_word(text: Column, value: Any, kind: DataType) -> Column:
     """Returns the condition that a text contains an atomic value as a word. Numbers and times are
     compared as values: sources may write them in several ways."""
     if isinstance(value, datetime):
@@ -225,13 +225,13 @@ class Places:
         return posixpath.join(*self.node.path)
 
     @property
-    def _under_it(self) -> bool:
+    def _is_keyed_by_it(self) -> bool:
         return {*self.columns.values()} <= {*self.node.key}
 
     @property
     def way_of_log(self) -> Way:
         """A table's row under another key becomes a tombstone: that key's versions must not change."""
-        return "empty" if isinstance(self.node, Table) and not self._under_it else "remove"
+        return "empty" if isinstance(self.node, Table) and not self._is_keyed_by_it else "remove"
 
     @property
     def way_of_view(self) -> Way:
@@ -505,7 +505,7 @@ def elsewhere(
         path = posixpath.join(warehouse, name, "log")
         rows = left.get(name)
         schema = parquet.schema(path) if rows is None else rows.schema
-        columns = _suspects(schema, key)
+        columns = _conditions_by_column(schema, key)
         if not columns:
             continue
         rows = parquet.read(spark, path) if rows is None else rows
@@ -521,7 +521,7 @@ def elsewhere(
     return found
 
 
-def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
+def _conditions_by_column(columns: StructType, key: Key) -> dict[str, Column]:
     """Returns, by column, the condition that a row has the key there."""
     types = {f.name: f.dataType for f in columns.fields}
     if key.values is not None and [*map(type, key.values)] == [str]:
@@ -548,10 +548,12 @@ def _of_other_types(columns: StructType, key: Key) -> dict[str, Column]:
 def _unlike(columns: StructType, key: Key) -> dict[str, DataType]:
     """Returns the key's types of columns with its names, but types that Spark may refuse to compare."""
     types = {f.name: f.dataType for f in columns.fields}
-    return {c: kind for c, kind in key.types.items() if c in types and not _alike(types[c], kind)}
+    return {
+        c: kind for c, kind in key.types.items() if c in types and not _are_comparable(types[c], kind)
+    }
 
 
-def _alike(one: DataType, other: DataType) -> bool:
+def _are_comparable(one: DataType, other: DataType) -> bool:
     numbers = isinstance(one, NumericType) and isinstance(other, NumericType)
     return numbers or (_is_text(one) and _is_text(other)) or one.simpleString() == other.simpleString()
 

@@ -337,7 +337,7 @@ def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | No
         return None if commit is None else commit.ready_at
     if node.operator is None:
         # A table with runs before ``ready`` was declared has no recorded end: it counts as loaded.
-        ready = _begun(node, commit) or _timely(node, commit.stream_time)
+        ready = _ran_before_ready(node, commit) or _timely(node, commit.stream_time)
         return commit.next_offset if ready else None
     ready = _taken(node, commit.inputs, upstream(node, commit, heads))
     return commit.next_offset if ready else None
@@ -370,7 +370,7 @@ def after_run(
         return {"initial_load": end, "ready_at": before.ready_at}
     if source is None:
         return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
-    if _begun(node, before):
+    if _ran_before_ready(node, before):
         return {"ready_at": before.next_offset}
     if isinstance(node, VersionedTable) and node.ready == "initial_load":
         end = _end_of(source, before.initial_load)
@@ -392,7 +392,7 @@ def _end_of(source: Pinned, first: End | None) -> End:
     return first if isinstance(now, str) or {*now} & {*first} else now
 
 
-def _begun(node: Stream, commit: Commit) -> bool:
+def _ran_before_ready(node: Stream, commit: Commit) -> bool:
     """Returns whether the table had runs before ``ready="initial_load"`` was declared."""
     wanted = isinstance(node, VersionedTable) and node.ready == "initial_load"
     return wanted and commit.batch > 0 and commit.initial_load is None
@@ -439,7 +439,7 @@ def require_covered(arrival: Arrival, stores: Stores) -> None:
                 found = {r[PARTITION]: r["first"] for r in earliest.collect()}
             now = arrival.tables[table.name].stream_time
             alike = _partitioned_alike(stream, commit.commit.stream_time, table, now)
-            _require_remembered(node, table, now, found, alike)
+            _require_history(node, table, now, found, alike)
 
 
 def _partitioned_alike(
@@ -450,7 +450,7 @@ def _partitioned_alike(
     return stream.partitioning == table.partitioning and (inside or own.keys() == theirs.keys())
 
 
-def _require_remembered(
+def _require_history(
     node: Stream, table: Stream, now: Mapping[int, int], earliest: Mapping[int, int], alike: bool
 ) -> None:
     """Refuses a run with records from before the table's history.
@@ -567,7 +567,7 @@ def from_logs(
         if found.head is None:
             continue
         heads[up.name] = found.head.commit
-        if isinstance(up, Table) and _looks_into(plan, up, names):
+        if isinstance(up, Table) and _reads_rows_of(plan, up, names):
             tables[up.name] = found
             rows_read += found.reach() if up.name in names and plan.reads_tables else 0
         if up.name not in names:
@@ -608,7 +608,7 @@ def _last(node: Stream, pinned: Mapping[str, Commit], stores: Stores) -> Commit 
     return None if head is None else head.commit
 
 
-def _looks_into(plan: RunPlan, table: Table, consumed: Collection[str]) -> bool:
+def _reads_rows_of(plan: RunPlan, table: Table, consumed: Collection[str]) -> bool:
     of_times = plan.looked_up is not None and plan.looked_up.name == table.name
     return plan.reads_tables or of_times or table.name not in consumed
 

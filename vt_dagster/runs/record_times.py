@@ -243,17 +243,17 @@ class TableSystemTimeHistory:
         known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["known_at"]))
         rows = rows.where(known)
         # Later rows are needed too: a version expires only once its key has a later one.
-        if ends or self._forgets:
+        if ends or self._may_read_before_retention:
             return rows
         return rows.where(F.col(TIMESTAMP) <= _at(found["last"]))
 
     @property
-    def _forgets(self) -> bool:
+    def _may_read_before_retention(self) -> bool:
         """Whether a row may be from before the table's history retention."""
         return self._since < self.table.version_rules.horizon(self.head.commit.stream_time)
 
     def horizons(self) -> DataFrame | None:
-        if not self._forgets:
+        if not self._may_read_before_retention:
             return None
         rows = list[tuple[int, int, int | None, int]]()
         for partition, steps in self._steps().items():

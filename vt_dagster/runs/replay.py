@@ -151,7 +151,7 @@ def lost_records(live: AssetStore, new: AssetStore) -> tuple[int, int] | None:
     return (taken, found) if found + erased < taken else None
 
 
-def erased_again(live: AssetStore) -> str:
+def erased_keys_warning(live: AssetStore) -> str:
     """Returns a warning if a replay reads the source of an asset from which a key was erased; empty
     otherwise. An operator reads logs, from which the key was erased too."""
     head = live.head()
@@ -236,7 +236,7 @@ def replay(
         require_inputs(node, stores)
         require_logs(copy, processor_of(copy).plan().consumed, stores, None)
         require_history(copy, stores, None, LONGER)
-    if tell is not None and (warning := erased_again(live)):
+    if tell is not None and (warning := erased_keys_warning(live)):
         tell(warning)
     repeat_runs(copy, stores, live, whose, keep_recorded)
     return AssetStore(warehouse, copy, spark)

@@ -34,7 +34,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
 from vt_dagster.runs.replay import (
-    erased_again,
+    erased_keys_warning,
     lost_records,
     repeat_runs,
     require_files,
@@ -236,7 +236,7 @@ class _Restatement:
             )
         if node.operator is None:
             require_same_topics(self._live(node))
-            if warning := erased_again(self._live(node)):
+            if warning := erased_keys_warning(self._live(node)):
                 self.say(warning)
             return Step(path=path_of(node), why="its source is read again")
         require_inputs(node, self._live)
@@ -291,7 +291,7 @@ class _Restatement:
             commit = Commit.model_validate(found.document)
             if commit.log != last.log or commit.state:
                 break
-            if all(_not_past(commit.inputs.get(name, {}), ends) for name, ends in limits.items()):
+            if all(_ends_within(commit.inputs.get(name, {}), ends) for name, ends in limits.items()):
                 return commit, ""
         return None, "no batch with only older records is kept in its commit log"
 
@@ -502,7 +502,7 @@ def _least(one: Offsets, other: Offsets) -> Offsets:
     return {p: min(one.get(p, 0), other.get(p, 0)) for p in {*one, *other}}
 
 
-def _not_past(taken: Offsets, ends: Offsets) -> bool:
+def _ends_within(taken: Offsets, ends: Offsets) -> bool:
     return all(end <= ends.get(p, 0) for p, end in taken.items())
 
 

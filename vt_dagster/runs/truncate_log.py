@@ -220,7 +220,7 @@ class _Log:
         with store.planner_settings(is_small(head.commit.total, 0)):
             if isinstance(self.node, Table):
                 # Before the commit: after it no other table has the rows of the removed batches.
-                self._put_aside(store, self.node, head, upto, attempt)
+                self._write_base(store, self.node, head, upto, attempt)
             after = store.successor(
                 head,
                 attempt,
@@ -230,10 +230,10 @@ class _Log:
                 truncation=cut,
                 upkeep=True,
             )
-            self._take_out(store, head, after, cut)
+            self._remove_batches(store, head, after, cut)
         store.forget(head)
 
-    def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
+    def _write_base(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
         """Writes a table's rows as of the last removed batch."""
         at = store.as_of(upto.model_copy(update={"truncation": head.commit.truncation}))
         rules = node.version_rules
@@ -264,7 +264,7 @@ class _Log:
         kept = {p: end - truncation.next_offset.get(p, 0) for p, end in commit.next_offset.items()}
         return {p: n for p, end in kept.items() if (n := end - there.get(p, 0))}
 
-    def _take_out(self, store: AssetStore, head: Head, after: Commit, cut: Truncation) -> None:
+    def _remove_batches(self, store: AssetStore, head: Head, after: Commit, cut: Truncation) -> None:
         files = delta.files(store.log_path, head.version, _both(cut))
         rows = parquet.read(self.spark, store.log_path, head.version, _both(cut))
         replace(

@@ -234,7 +234,7 @@ def _clean(fs: Any, folder: str) -> None:
         return
     for found in fs.ls(folder, detail=False, refresh=True):
         what, *about = posixpath.basename(found.rstrip("/")).split(".")
-        if what != _RUN or len(about) != 3 or about[0] != this_host() or _lives(about[1]):
+        if what != _RUN or len(about) != 3 or about[0] != this_host() or _is_running(about[1]):
             continue
         fs.rm(found, recursive=True)
 
@@ -244,7 +244,7 @@ def this_host() -> str:
     return "".join(c if c.isalnum() else "-" for c in socket.gethostname())
 
 
-def _lives(process: str) -> bool:
+def _is_running(process: str) -> bool:
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:

@@ -387,8 +387,8 @@ class KafkaSource:
         ranges = {topic: self._ranges(topic, state, before, gaps) for topic, state in states.items()}
         if gaps and not accept_gap:
             raise RecordsGoneError(
-                f"{lost(gaps, states, before)}. {self._way_on(gaps, states, before)} (the commit "
-                "records the gap), or reprocess into a new asset"
+                f"{lost(gaps, states, before)}. {self._ways_to_continue(gaps, states, before)} "
+                "(the commit records the gap), or reprocess into a new asset"
             )
         if wanted is not None:
             ranges = {
@@ -464,7 +464,9 @@ class KafkaSource:
             found[partition] = (start, end)
         return found
 
-    def _way_on(self, gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
+    def _ways_to_continue(
+        self, gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None
+    ) -> str:
         """Returns what a run with ``accept_gap`` does, and what else may be wrong."""
         others = of_other_ids(gaps, {t: state.id for t, state in states.items()}, before)
         goes_on = ["without the offsets that are gone"] if {*gaps} - {*others} else []

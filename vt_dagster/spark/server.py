@@ -104,7 +104,7 @@ def start(master: str = "local[*]", conf: Mapping[str, str] = {}) -> Server:
             return found
         made, process = _launch(master, conf)
         try:
-            _until_it_answers(made, process)
+            _wait_for_answer(made, process)
         except BaseException:
             _end(made)
             raise
@@ -227,7 +227,7 @@ def _command(home: Path, place: Path, settings: Mapping[str, str]) -> tuple[list
     return [*submit, "--class", _CLASS, "spark-internal"], environment
 
 
-def _until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_answer(server: Server, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + _START_SECONDS
     while not is_open("localhost", server.port):
         # Not server.alive: while the launcher becomes the JVM, ps may show no command for a moment.

@@ -50,7 +50,7 @@ from vt_dagster.storage.commit_log import (
     file_before,
     known_at,
     require_history,
-    require_remembered,
+    require_within_retention,
     usable,
 )
 from vt_dagster.storage.delta import require_files
@@ -441,7 +441,7 @@ def _look_up(
     if what == "log":
         return asset.log(None)
     if moment is not None and not partial and shape.version_rules is not None:
-        require_remembered(name, shape.version_rules, commit.stream_time, moment)
+        require_within_retention(name, shape.version_rules, commit.stream_time, moment)
     rows = asset.table(what, moment)
     return with_finality(rows, commit.watermarks[FINAL]) if FINAL in commit.watermarks else rows
 

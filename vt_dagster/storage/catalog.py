@@ -219,8 +219,8 @@ class _Catalog:
             raise StorageError(
                 f"{node.name}: expected {full} to be a new name in the catalog, or "
                 f"one of the asset in {self._root}, got one of "
-                f"{f'the asset in {whose}' if whose else 'somebody else'}. {self._standing()}Give "
-                "WarehouseResource(catalog=…) another schema, or drop that one, and run again"
+                f"{f'the asset in {whose}' if whose else 'somebody else'}. {self._committed_so_far()}"
+                "Give WarehouseResource(catalog=…) another schema, or drop that one, and run again"
             )
         if there is not None and there.get(_DEFINITION) == digest:
             return
@@ -239,9 +239,9 @@ class _Catalog:
         return self._try(f"take {statement[:300]!r}", lambda: self._spark.sql(statement))
 
     def _try(self, what: str, done: Callable[[], _T]) -> _T:
-        return _call(self._catalog, what, done, self._store.node.name, self._standing())
+        return _call(self._catalog, what, done, self._store.node.name, self._committed_so_far())
 
-    def _standing(self) -> str:
+    def _committed_so_far(self) -> str:
         return "" if self._batch is None else f"Batch {self._batch} is committed. "
 
 

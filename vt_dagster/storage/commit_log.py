@@ -491,7 +491,7 @@ class Checkpoint(BaseModel):
         return same and max(self.lengthened(rules), default=0) <= 0
 
 
-def require_remembered(
+def require_within_retention(
     name: str, rules: VersionRules, stream_time: Mapping[int, int], moment: int
 ) -> None:
     """Checks that a time is within the history retention of a table.
@@ -644,7 +644,7 @@ def last_that(root: str, early: Callable[[dict[str, Any]], bool]) -> Commit | No
     """
     path = posixpath.join(root, "log")
     try:
-        found = _bisected(path, delta.versions(path), early) or _kept_that(root, early)
+        found = _bisected(path, delta.versions(path), early) or _last_archived(root, early)
     except FileNotFoundError:  # a concurrent maintenance has archived and removed the commit: try again
         return last_that(root, early)
     return None if found is None else Commit.model_validate(found)
@@ -730,15 +730,15 @@ def keep(root: str, versions: Sequence[int]) -> None:
     fs.mv(aside, posixpath.join(folder, name))
 
 
-def _kept_that(root: str, early: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-    for name in reversed(_kept(root)):
+def _last_archived(root: str, early: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    for name in reversed(_archive_files(root)):
         documents = _documents(root, name)
         if early(documents[0]):
             return [document for document in documents if early(document)][-1]
     return None
 
 
-def _kept(root: str) -> list[str]:
+def _archive_files(root: str) -> list[str]:
     """Returns the names of the archive files, ordered by the system time of their first commit."""
     fs, folder = delta.filesystem(posixpath.join(root, "commits"))
     try:
@@ -759,7 +759,7 @@ def _documents(root: str, name: str) -> list[dict[str, Any]]:
 def commits(root: str) -> Iterator[Commit]:
     """Yields the known commits of an asset's log, oldest first."""
     path, last = posixpath.join(root, "log"), 0
-    kept = (document for name in _kept(root) for document in _documents(root, name))
+    kept = (document for name in _archive_files(root) for document in _documents(root, name))
     there = (
         one.document for v in delta.versions(path) if (one := delta.our_commit(path, v)) is not None
     )

@@ -46,7 +46,7 @@ from vt_dagster.storage.commit_log import (
     choose,
     file_at_or_after,
     file_before,
-    require_remembered,
+    require_within_retention,
 )
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.schema_evolution import (
@@ -677,7 +677,7 @@ class AssetReader:
         if moment is None or not isinstance(node, VersionedTable):
             return view
         if not partial:
-            require_remembered(node.name, node.version_rules, at.stream_time, moment)
+            require_within_retention(node.name, node.version_rules, at.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.stream_time))
         return versioned_table.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 

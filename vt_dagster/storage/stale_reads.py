@@ -465,7 +465,7 @@ class _Changes(AssetRows):
     def last(self, reads: _Reads, horizon: int) -> list[str | None]:
         """Returns for each read, in the given order, the last record that changed it."""
         last = np.full(len(reads.times), -1)
-        rows = self._that_may_matter(reads)
+        rows = self._relevant_records(reads)
         if not rows.num_rows:
             return [None] * len(last)
         keys = rows.select(self.key)
@@ -490,7 +490,7 @@ class _Changes(AssetRows):
             None if row < 0 else f"{recorded[row]}:{homes[row]}:{offsets[row]}" for row in last.tolist()
         ]
 
-    def _that_may_matter(self, reads: _Reads) -> pa.Table:
+    def _relevant_records(self, reads: _Reads) -> pa.Table:
         opened = delta.require_table(self.log_path, self.version)
         ends, only = self.commit.next_offset, [*self.key, PARTITION, OFFSET, TIMESTAMP]
         late, early = file_at_or_after(reads.first, ends), file_before(ends)
