@@ -216,7 +216,7 @@ def ends_of(rows: pa.Table) -> Any:
 def answered_times(rows: pa.Table, limits: Mapping[int, int]) -> tuple[Any, Any]:
     """Returns the as-of times that each version answers: from (inclusive), to (exclusive). A version
     that has ended does not answer for times before its partition's horizon, even if it is still stored;
-    the current one does. A tombstone has such times too: as of them there is no row.
+    the current one does. A tombstone has such times too: an as-of read at them returns no row.
 
     Args:
         rows: clipped at ``valid_until``.
@@ -470,7 +470,7 @@ RESTATED = "old"
 
 
 def swap_folder(live: str, other: str) -> str:
-    """Returns the folder of a warehouse that has the tables of ``live`` during a swap."""
+    """Returns the folder of a warehouse in which the tables of ``live`` are during a swap."""
     return f"_{live}{_SWAP}{other}".replace("/", ".")
 
 
@@ -480,8 +480,8 @@ def restate_folder(path: Sequence[str]) -> str:
 
 
 def require_in_place(warehouse: str, name: str) -> None:
-    """Checks that no swap or restatement has moved the tables of an asset away, without the new ones in
-    their place yet: the asset would look as if it had never run.
+    """Checks that no swap or restatement has moved the tables of an asset away before putting the new
+    ones in place: the asset would look as if it had never run.
 
     Raises:
         StorageError: the tables were moved away.
@@ -708,12 +708,13 @@ def rows_of(
 
 
 _RELEASED = 5.0
-"""At most so many seconds a read waits for Arrow's threads."""
+"""Maximum number of seconds that a read waits for Arrow's threads."""
 
 
 def _by_python(fs: Any, rows: Callable[[pafs.FileSystem], pa.Table]) -> pa.Table:
-    """Reads through a file system in Python, and waits until Arrow's threads have released it: one that
-    releases it while the process ends aborts the process, and with it a step that has succeeded."""
+    """Reads through a file system in Python, and waits until Arrow's threads have released it. A thread
+    that releases it while the process ends would abort the process, and so a step that has
+    succeeded."""
     handler = pafs.FSSpecHandler(fs)
     held = weakref.ref(handler)
     found = rows(pafs.PyFileSystem(handler))

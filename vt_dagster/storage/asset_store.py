@@ -186,11 +186,11 @@ class AssetStore(AssetReader):
         return head.commit.successor(attempt, run_id, staged=staged, **changes)
 
     def require_staged(self, commit: Commit) -> None:
-        """Checks right before a commit that the staged data which it names is there: the next run needs
-        it, and maintenance may have removed it while this process was suspended.
+        """Checks right before a commit that the staged data which the commit names exists: the next run
+        needs it, and maintenance may have removed it while this process was suspended.
 
         Raises:
-            ConcurrentRunError: some is gone.
+            ConcurrentRunError: a part of the staged data is gone.
         """
         there = self.staged(commit.attempt)
         gone = [what for what, size in commit.staged.items() if there.get(what) != size]
@@ -201,8 +201,8 @@ class AssetStore(AssetReader):
         """Checks that a run may write a batch of the log. Does not use Spark.
 
         Raises:
-            StorageError: for the first batch, another asset is in the way of the name; for others,
-                another program has changed the log.
+            StorageError: for the first batch, another asset already uses the folder or the name; for
+                others, another program has changed the log.
         """
         if batch > 1:
             # Consumers' positions are offsets of this log: rows of another writer would shift their
@@ -257,7 +257,8 @@ class AssetStore(AssetReader):
             most_keys: upper bound of the keys with rows in that commit; None = unknown.
 
         Raises:
-            StorageError: a table cannot be written; after a commit, the message says that it stands.
+            StorageError: a table cannot be written; the message says that the commit, if there was one,
+                is valid.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
         just_made, head = head is not None, head or self.head()

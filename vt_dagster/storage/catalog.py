@@ -46,7 +46,7 @@ from vt_dagster.topology.version_rules import new_version_on_of
 
 _T = TypeVar("_T")
 _ASSET, _DEFINITION = "vt_dagster.asset", "vt_dagster.definition"
-"""Properties of a view: the asset's directory, and a digest of what the view is."""
+"""Properties of a view: the asset's directory, and a digest of the view's definition."""
 _COMMENT = 255
 """The maximal length of a column's comment in Hive's metastore and in Glue."""
 _SUFFIXES = {"current": "", "versions": "_versions", "log": "_log"}
@@ -103,13 +103,13 @@ def register(
     Makes the schema, if it does not exist.
 
     Args:
-        catalog: ``schema`` or ``catalog.schema``. The catalog must have views: the session's own
-            (in memory, Hive, Glue) has.
-        comments: of columns, by name; of more than 255 characters the beginning.
+        catalog: ``schema`` or ``catalog.schema``. The catalog must support views, as the session's own
+            (in memory, Hive, Glue) does.
+        comments: of columns, by name; truncated to 255 characters.
         batch: the last commit, for messages.
 
     Raises:
-        StorageError: a name is taken by a table of somebody else, or the catalog refuses.
+        StorageError: another table has a name already, or the catalog refuses.
     """
     _Catalog(store, catalog, batch).register(comments)
 
@@ -147,7 +147,7 @@ def drop(spark: SparkSession, catalog: str, names: Iterable[str]) -> None:
 def drop_without_tables(spark: SparkSession, catalog: str, warehouse: str) -> list[str]:
     """Drops the names of assets whose tables are no longer in the warehouse, and returns these names.
 
-    Drops nothing if the warehouse has no asset at all: its storage may be away.
+    Drops nothing if the warehouse has no asset at all: its storage may be unavailable.
 
     Raises:
         StorageError: the catalog refuses.

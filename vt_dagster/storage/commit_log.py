@@ -57,7 +57,7 @@ Ranges = dict[str, dict[int, tuple[int, int]]]
 """Input -> partition -> [start, end)."""
 
 AHEAD = 60_000_000
-"""Clock difference without a warning, microseconds."""
+"""Maximum clock difference without a warning, microseconds."""
 _NOTED = 64
 """Maximum entries of ``Commit.disorder``."""
 
@@ -282,7 +282,7 @@ class Commit(BaseModel):
     """The id (``log``) of each log that was read, or whose view was: ``reads`` are versions of its
     tables. Commits older than this field have none."""
     counts: dict[str, int] = Field(default_factory=dict)
-    """Of this run: rows in, applied, late, quarantined, …"""
+    """Of this run, by name: records in, applied, late, quarantined, and so on."""
     gauges: dict[str, float] = Field(default_factory=dict)
     """Of this run, values that cannot be summed: lateness, sizes of buffers."""
     totals: dict[str, int] = Field(default_factory=dict)
@@ -830,7 +830,7 @@ def usable(
 
 
 def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) -> None:
-    """Checks that a consumer does not start at truncated offsets: it must read every record.
+    """Checks that a consumer does not start at truncated offsets, because it must read every record.
 
     Args:
         name: the consumer, for the message.
@@ -854,8 +854,8 @@ def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) ->
 
 
 def columns_to_compare(columns: Collection[str], commit: Commit | None) -> list[str]:
-    """Returns the columns by which rows of two assets are compared: without those that say where and
-    when a log recorded the rows.
+    """Returns the columns by which rows of two assets are compared: all but those for the place and the
+    time at which a log recorded a row.
 
     Args:
         columns: of the rows that are read.
@@ -868,7 +868,8 @@ def columns_to_compare(columns: Collection[str], commit: Commit | None) -> list[
 
 
 def require_whole_stream(name: str, commit: Commit) -> None:
-    """Checks that a log to compare is not that of a truncated stream: its other records are unknown.
+    """Checks that a log to compare is not that of a truncated stream, whose removed records are
+    unknown.
 
     Raises:
         StorageError: the stream's log was truncated.
@@ -978,8 +979,9 @@ def file_at_or_after(start: Offsets, ends: Offsets, consumed: int = 0) -> Wanted
 
     Args:
         start, ends: by partition, the first offset to read and the first free one.
-        consumed: a batch of the log with all rows before ``start``, and no other; 0 = not known. Few
-            partitions end at one offset, so statistics let some file of earlier batches pass.
+        consumed: a batch of the log with all rows before ``start``, and no other; 0 = not known. The
+            batch is needed because statistics alone may let files of earlier batches pass, if the
+            partitions end at different offsets.
     """
     first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
     least = min(first.values(), default=None)

@@ -332,8 +332,8 @@ def open_table(path: str, version: int | None = None, *, to_read: bool = False) 
 
 @lru_cache(_OPEN)
 def _shared(path: str, version: int, state: tuple[str, ...]) -> DeltaTable:
-    """Opens a version of a table once for each ``state``: the names in its log, and the newest commit,
-    which names its run."""
+    """Opens a version of a table once per ``state``: the file names in the table's log and its newest
+    commit, which names its run."""
     return DeltaTable(location(path), version=version)
 
 

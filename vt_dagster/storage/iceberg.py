@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 DOCUMENT = f"{MARK}.commit"
 """The property of a table that has our last document."""
 ASSET, BATCH, ATTEMPT = f"{MARK}.asset", f"{MARK}.batch", f"{MARK}.attempt"
-"""In the summary of each snapshot of ours."""
+"""Keys in the summary of each snapshot that this module commits."""
 NAME = re.compile(r"\w+(\.\w+)+")
 CATALOG = re.compile(r"[a-zA-Z][\w-]+")
 _REFERENCE = re.compile(rf"({CATALOG.pattern}):({NAME.pattern})")
@@ -65,7 +65,7 @@ _TIMES = (DateType, TimestampType, TimestampNTZType)
 
 
 def is_installed() -> bool:
-    """Returns whether PyIceberg is there, without importing it."""
+    """Returns whether PyIceberg is installed, without importing it."""
     return find_spec("pyiceberg") is not None
 
 
@@ -97,8 +97,8 @@ class IcebergTable:
         """Returns our last document; None = there is no table.
 
         Raises:
-            StorageError: the catalog does not answer; the table, or the directory, is somebody else's;
-                or somebody else has changed the table's rows since.
+            StorageError: the catalog does not answer; another writer owns the table or the directory;
+                or another writer has changed the table's rows since.
         """
         table = _open(self.catalog, self.name)
         if table is None:
@@ -126,8 +126,8 @@ class IcebergTable:
         return document
 
     def _require_empty(self) -> None:
-        """Refuses a directory with files that no export has left: one that was dropped or killed leaves
-        ``metadata``, and its folders in ``data``."""
+        """Refuses a directory with files of anybody else. An export that was dropped or killed leaves
+        only ``metadata``, and its folders in ``data``."""
         fs, root = filesystem(self.place)
         found = _names(fs, root) - {"data", "metadata"}
         found |= {n for n in _names(fs, f"{root}/data") if not _OWN_FOLDER.fullmatch(n)}
@@ -245,7 +245,8 @@ class IcebergTable:
 
         Args:
             bounds_of_times: whether the statistics of files have the smallest and largest date or time
-                of a column, which PyIceberg computes as Python's.
+                of a column. PyIceberg computes them as values of Python, whose range of years is
+                smaller.
         """
         from pyiceberg.io.pyarrow import parquet_file_to_data_file
 
@@ -302,7 +303,7 @@ class IcebergTable:
         """Returns whether a commit was made; False = the table has changed, so the catalog refused it.
 
         Raises:
-            StorageError: the catalog did not say, and the table does not have the commit.
+            StorageError: the catalog gave no clear answer, and the table does not have the commit.
         """
         from pyiceberg.exceptions import (
             CommitFailedException,
@@ -349,14 +350,14 @@ class IcebergTable:
 
 def last_document(reference: str) -> dict[str, Any] | None:
     """Returns our last document in the table ``catalog:schema.table``; None = there is no such table,
-    or it is somebody else's."""
+    or another writer owns it."""
     table = _open(*_parts(reference))
     return None if table is None else _document(table)
 
 
 def renew(reference: str) -> None:
-    """Has the next run write the whole table ``catalog:schema.table``: the rows of its commits have
-    changed, by an erase."""
+    """Makes the next run write the whole table ``catalog:schema.table``, because an erase has changed
+    rows that are already committed there."""
     table = _open(*_parts(reference))
     document = None if table is None else _document(table)
     if table is None or document is None:
@@ -398,8 +399,8 @@ def _document(table: Table) -> dict[str, Any] | None:
 
 
 def _changed(table: Table, attempt: str) -> str | None:
-    """Returns how somebody else has changed the rows since our commit; None = not at all: rewriting
-    files (``replace``) changes none."""
+    """Returns how another writer has changed the rows since our commit; None = not at all. Rewriting
+    files (``replace``) changes no rows."""
     from pyiceberg.table.snapshots import Operation
 
     snapshot = table.current_snapshot()

@@ -72,9 +72,10 @@ _REFUSALS = (
 )
 """Signs in error messages that a file system refuses writes."""
 ROWS_OF_A_FILE, ROWS_FOR_OTHERS = 250_000, 1_000_000
-"""Rows per file: in logs and views, which are pruned by key and time; in tables read as a whole."""
+"""Rows per file: in logs and views, which are pruned by key and time; and in tables that are read as a
+whole."""
 _ROWS_OF_A_TASK, _FEW_TASKS = 100_000, 4
-"""Logs and views have more files, up to four, if each task then still writes so many rows."""
+"""Logs and views get more files, up to this many, if each task then still writes this many rows."""
 TRIES = 20
 """Number of attempts to commit beside concurrent commits."""
 _PROPERTIES: dict[str, str | None] = {
@@ -366,8 +367,8 @@ def _adds(path: str, folder: str) -> list[AddAction]:
 
 
 def _require_count(asset: str, adds: list[AddAction], expected: int) -> None:
-    """Checks that the files have the rows that were counted: Spark computes rows again if it has lost
-    an executor."""
+    """Checks that the files have as many rows as were counted, because Spark computes rows again after
+    it has lost an executor."""
     found = sum(json.loads(one.stats)["numRecords"] for one in adds)
     if found != expected:
         raise StorageError(
@@ -442,8 +443,8 @@ def writing(path: str) -> Iterator[None]:
 
 
 def _require_last(path: str, asset: str, last: Committed | None, attempt: str) -> None:
-    """Checks that the newest commit of a table is the one that a run continues. It is another one if
-    the table was exchanged or restored during the run; its offsets then mean other records."""
+    """Checks that the newest commit of a table is the one that a run continues. If the table was
+    exchanged or restored during the run, it is another one, and the offsets mean other records."""
     found = "" if last is None else last.document["attempt"]
     if found == attempt:
         return
@@ -456,7 +457,7 @@ def _require_last(path: str, asset: str, last: Committed | None, attempt: str) -
 
 
 def conflict(asset: str, batch: int) -> ConcurrentRunError:
-    """Returns the error of a run that another one has overtaken."""
+    """Returns the error of a run, if another run has committed the same batch first."""
     return ConcurrentRunError(
         f"{asset}: expected to be the only run that writes batch {batch}, but another run committed "
         "at the same time and won; nothing of this run was written. Run again to process the remaining "

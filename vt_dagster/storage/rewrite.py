@@ -39,7 +39,7 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.maintenance import forget_commits
 
 Way = Literal["remove", "empty"]
-"""Rows with the key are removed, or emptied: they become tombstones without values."""
+"""What an erase does with rows that have the key: ``remove``, or ``empty``: make them tombstones."""
 HIT, OLD_HIT, _FILE = "_hit", "_old_hit", "_file"
 
 # Several steps
@@ -52,7 +52,7 @@ class Intent(BaseModel):
 
     @property
     def path(self) -> str:
-        """The file; empty if it has none, as of a dry run."""
+        """The path of the file; empty if there is no file, as for a dry run."""
         return self._path
 
     @classmethod
@@ -138,9 +138,11 @@ class Target:
         name: its name in reports.
         path: its directory.
         asset: the name that its batches are counted under.
-        marked: adds ``_hit`` (the row is erased) and ``_old_hit`` (its old row is) to rows.
+        marked: adds to rows ``_hit`` (whether the row is erased) and ``_old_hit`` (whether its ``old``
+            is).
         like: the declared columns.
-        way: what becomes of such a row; ``values``: the columns that are null in an emptied one.
+        way: what happens to an erased row, see ``Way``.
+        values: the columns that become null in an emptied row.
         parted: whether files are partitioned by segment.
     """
 
@@ -159,10 +161,10 @@ class Found:
     """The rows of one table that an erase finds.
 
     Args:
-        of: the table version that was searched.
+        of: the Delta version that was searched.
         searched: number of scanned rows.
         rows: number of rows to remove or empty.
-        old: number of rows whose old row is emptied.
+        old: number of rows whose ``old`` is erased.
         by_partition: ``rows`` by partition.
         first: of a log, smallest timestamp of ``rows`` that are not tombstones, epoch microseconds;
             None = no such row.

@@ -8,9 +8,9 @@ number reads as the wider type. Tested with Spark, Arrow, ``deltalake``, Polars 
 - Wider integers, float to double, and decimals with more digits before the point work everywhere. More
   digits *after* the point are refused, because Polars cannot read such files.
 - Files identify columns by name, and few engines read column mapping. So a renamed column is a new
-  column of the table, and its field lists the earlier names; this library's readers return the value of
-  whichever name a row has under the new name. A name belongs to one column for ever: else old rows
-  would have two of one name.
+  column of the table, and its field lists the earlier names. A row has its value under one of these
+  names; this library's readers return it under the new name. A name is never used for another column:
+  old rows would then have two columns of one name.
 - A column that is no longer declared remains in the table, null in new rows. If it were removed, a
   later column of that name would bring its old values back.
 - Types within a struct, an array or a map cannot change, except in ``old``, which holds the columns.
@@ -338,8 +338,8 @@ def require_declared_renames(name: str, found: Evolution, inputs: Sequence[Struc
 
 
 def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> list[str]:
-    """Returns a reason for each dropped and added column of one type: it may be an undeclared rename,
-    after which old rows would have null."""
+    """Returns a reason for refusal for each pair of a dropped and an added column of one type: the pair
+    may be an undeclared rename, after which old rows would have null."""
     found: list[str] = []
     for old in dropped:
         for new in added:

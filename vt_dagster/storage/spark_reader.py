@@ -121,7 +121,7 @@ class Snapshot:
 
 
 MANY = 64
-"""With more distinct offsets than this, one map look-up replaces a term per offset."""
+"""Number of distinct offsets above which one lookup in a map replaces a term for each offset."""
 
 
 def at_or_after(start: Offsets, ends: Offsets) -> Column:
@@ -156,8 +156,8 @@ def before(ends: Offsets) -> Column:
 
 
 def _any_of(conditions: Iterable[tuple[Sequence[int], str]]) -> str:
-    """Returns whether the condition of the row's partition holds, as a text: each step of a column is a
-    call of the JVM."""
+    """Returns, as SQL text, whether the condition of the row's partition holds. A column expression
+    would need a call of the JVM for each of its steps."""
     terms = [f"`{PARTITION}` IN ({', '.join(map(str, some))}) AND {text}" for some, text in conditions]
     return " OR ".join(f"({term})" for term in terms) or "false"
 

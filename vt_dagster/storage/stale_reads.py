@@ -296,7 +296,7 @@ class Read(Position):
         return parse_time(self.as_of or "")
 
     def looked_at(self, upto: Position) -> Read:
-        """Returns the read as if made at a later position, up to which it is known to be right, or was
+        """Returns the read with a later position: up to there, the read is known to be right, or was
         requested again."""
         return self.model_copy(update=vars(upto))
 
@@ -385,7 +385,7 @@ def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[
 
 
 def _stale_by_removal(read: Read, commit: Commit) -> _Why:
-    """Returns why a read is, or may be, stale by rows that are no longer in the log."""
+    """Returns why a read is or may be stale because of rows that are no longer in the log."""
     later = [one for one in commit.erasures if one.batch > read.batch]
     touched = [one.batch for one in later if one.touched(read.moment, read.next_offset)]
     if touched:

@@ -1,10 +1,11 @@
-"""The view of a table: a checkpoint of its log, and the rules when it is updated from the log.
+"""The view of a table: a checkpoint of its log, and the rules that decide when it is updated from the
+log.
 
 **File layout** of a versioned table's view: current rows in one segment, history segmented by valid_to.
-The layout of KIP-889's store, as partitions of a Delta table. A run with records in order rewrites the
-current rows and appends to the history. Records out of order rewrite all segments from the earliest
-such record on. Expired history is dropped by whole segments, without reading them. So an expired
-version may remain in a live segment after the history retention; readers filter it out.
+This is the layout of KIP-889's store, as partitions of a Delta table. A run with records in order
+rewrites the current rows and appends to the history. Records out of order rewrite all segments from the
+earliest such record on. Expired history is dropped by whole segments, without reading them. So an
+expired version may remain in a live segment after the history retention; readers filter it out.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def segment_of(layout: Segments) -> Column:
     """Returns the segment of a row by its ``valid_to``: INT, null for current rows."""
 
     def later(first: int, last: int) -> str:
-        """Halves the ends that a row may be after; Spark would interpret a lambda over all of them."""
+        """Returns the search among segments by halves as nested IFs of SQL. A lambda over all segments
+        would be slower, because Spark interprets it."""
         if first == last:
             return str(first)
         middle = (first + last) // 2
@@ -203,8 +205,8 @@ _TRIES = 3
 
 
 def are_few_keys(keys: int, rows: int) -> bool:
-    """Returns whether rows have so few keys that all of them can be sent to every task, and so many
-    rows of each that it pays to find the last ones before anything else."""
+    """Returns whether rows have so few keys that all keys can be sent to every task, and so many rows
+    per key that finding the last row of each key first saves time."""
     return keys <= min(_FEW_KEYS, rows // _ROWS_OF_EACH)
 
 
@@ -549,7 +551,7 @@ class View:
         """Folds the log's tail into stored rows.
 
         Args:
-            few: whether the stored rows are few, whatever the files have.
+            few: whether the stored rows are few, regardless of the row counts of the files.
         """
         node, stream_time = self.node, by_partition(commit.stream_time)
         assert isinstance(node, Table)
