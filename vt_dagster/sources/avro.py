@@ -57,7 +57,8 @@ _UNITS = {
     "local-timestamp-nanos": "nanos",
 }
 _MOST_DIGITS = 38
-"""Of a DECIMAL. Kafka Connect's converter declares 64, unless the connector declares less."""
+"""Maximum digits of a DECIMAL in Spark. Kafka Connect's converter declares 64, unless the connector
+declares less."""
 _NUMBERS = (*INTEGERS, *FLOATS, DecimalType, StringType)
 _FITTING = {
     **dict.fromkeys(("int", "long", "float", "double", "decimal", "unscaled"), _NUMBERS),
@@ -175,10 +176,11 @@ def _plain(schema: Any) -> Any:
 def read_avro(message: Column, schema: str) -> Column:
     """Returns an Avro message as a struct: ``_ROW`` with all its fields, and the bytes that follow it.
 
-    Spark returns nulls for an unreadable message, but a readable one may also have nulls only. And it
-    ignores what follows a message: of the messages of another schema, for example in Confluent's
-    framing, it reads values that nobody wrote. So a mark is appended to the message, as a last field of
-    its schema: a message that does not end where its schema ends gives other bytes there, or null.
+    Spark returns nulls for an unreadable message, but a readable one may also have nulls only. Spark
+    also ignores bytes that follow a message: from a message of another schema, for example in
+    Confluent's framing, it reads values that nobody wrote. Therefore a mark is appended to the message,
+    and to the schema as its last field. If the message does not end where its schema ends, that field
+    has other bytes, or null.
     """
     from pyspark.sql.avro.functions import from_avro
 

@@ -68,8 +68,8 @@ End: TypeAlias = dict[str, Offsets] | str
 
 
 def of_id(name: str, id_: str) -> str:
-    """Returns the name in commits for the position in a topic or Delta table that another one of its
-    name has replaced.
+    """Returns the name under which commits keep the position in a topic or Delta table after another
+    one of the same name has replaced it.
 
     Args:
         id_: its id, as in ``Commit.topics``.
@@ -78,8 +78,9 @@ def of_id(name: str, id_: str) -> str:
 
 
 def replaced(before: Commit, ids: Mapping[str, str]) -> tuple[dict[str, Offsets], dict[str, str]]:
-    """Returns the positions in what a run replaces, and its ids, as fields ``inputs`` and ``topics`` of
-    a commit: an asset that comes back, for example to the first of two clusters, goes on there.
+    """Returns the positions in topics or tables that a run replaces, and their ids, as the fields
+    ``inputs`` and ``topics`` of a commit. An asset that returns to one of them, for example to the
+    first of two clusters, continues at that position.
 
     Args:
         ids: the ids that the run reads, by name.
@@ -262,8 +263,8 @@ class Limited:
 
 @runtime_checkable
 class Comparing(Protocol):
-    """The input of one run from a source of whole states: a ``Pinned`` whose records are the difference
-    to the table."""
+    """The input of one run from a source of snapshots: a ``Pinned`` whose records are the difference to
+    the table."""
 
     def difference(
         self, spark: SparkSession, node: Stream, held: DataFrame, hold: Callable[[DataFrame], DataFrame]
@@ -275,17 +276,17 @@ class Comparing(Protocol):
             hold: persists rows that are read several times; they are released after the commit.
 
         Raises:
-            SourceError: the state exceeds a limit, for example deletes too many rows.
+            SourceError: the snapshot exceeds a limit, for example deletes too many rows.
         """
         ...
 
 
 class Whole(Pinned, Comparing, Protocol):
-    """A whole state as the input of one run."""
+    """A snapshot as the input of one run."""
 
     @property
     def what(self) -> str:
-        """The state, for messages."""
+        """The snapshot, for messages."""
         ...
 
     @property
@@ -318,10 +319,11 @@ class News:
 
     Args:
         config: the run config of the asset's op; None = nothing new.
-        description: the new input, for the tick's message; if there is none, what holds it back.
+        description: the new input, for the tick's message; without new input the reason, if there is
+            one.
         records: the number of waiting records; None = unknown.
-        content: what changes if the input that the config names is repaired in place, for example a
-            file of that name; empty = it cannot be.
+        content: a digest that changes if the named input is repaired in place, for example a file under
+            the same name; empty = the input cannot change.
     """
 
     config: Mapping[str, Any] | None = None

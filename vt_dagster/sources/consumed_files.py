@@ -206,8 +206,9 @@ class Memory:
 
     Args:
         files: path -> :class:`Consumed`, as stored beside a commit; earlier versions of the library
-            stored name -> size. Mappings are ignored: they are entries of other kinds of sources.
-        there: the present files.
+            stored name -> size. Values that are mappings are entries of other kinds of sources, and are
+            ignored.
+        there: the files that exist now.
     """
 
     def __init__(self, files: Mapping[str, Any], there: Sequence[FileInfo] = ()) -> None:

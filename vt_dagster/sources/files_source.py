@@ -488,7 +488,8 @@ def require_flat(name: str, format: FileFormat, schema: StructType) -> None:
 
 _LINE = "_line"
 _MANY_BYTES = 1 << 22
-"""JSON lines of more bytes are read by a pattern first, which takes some time to plan."""
+"""Size in bytes from which on JSON lines are first read by a pattern. The pattern is fast, but takes
+time to plan."""
 
 
 def parquet_rows(
@@ -600,7 +601,7 @@ FILES = "files"
 _WORDS = ("run", "file_time")
 """Values of ``recorded_at`` that are not column names."""
 _LOOKED_AT = 20
-"""A run searches at most this many files for columns that the schema lacks."""
+"""Maximum number of files that a run searches for columns that the schema lacks."""
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ _KINDS = (
     ("map", pa.types.is_map),
 )
 _ALSO = {"float": {"integer"}, "decimal": {"integer"}, "integer": {"float", "decimal"}}
-"""Other kinds of types that a column accepts if each value converts exactly: pandas stores integers
-with a null as floats."""
+"""By type of column, the other types that it accepts if each value converts exactly. For example,
+pandas stores integers with a null as floats."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def _require_kind(name: str, column: str, got: pa.DataType, wanted: pa.DataType)
 
 
 def _has_names(got: pa.DataType, wanted: pa.DataType) -> bool:
-    """Returns whether structs at any depth have fields by the wanted names, as in ``differences``, and
-    local times no zone, which Arrow would read as null and as times in UTC."""
+    """Returns whether structs at any depth have the wanted field names, as in ``differences``, and
+    local times have no zone. Arrow would read other fields as null, and other local times as UTC."""
     if pa.types.is_struct(got) and pa.types.is_struct(wanted):
         there = {f.name: f.type for f in got}
         both = [f for f in wanted if f.name in there]
@@ -276,7 +276,7 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
 
 
 def _loses(before: pa.Array, after: pa.Array) -> bool:
-    """Returns whether a cast has rounded a number, or a value is none of Spark's: a time outside the
+    """Returns whether a cast has rounded a number, or Spark cannot have the value: a time outside the
     years 1 to 9999, a map with a key twice. Arrow's cast checks neither."""
     kind = after.type
     if pa.types.is_struct(kind):
@@ -304,7 +304,8 @@ def _loses(before: pa.Array, after: pa.Array) -> bool:
 
 def _rounds(before: pa.Array, after: pa.Array) -> bool:
     """Returns whether a DOUBLE is too large or too small for a FLOAT, or a whole number that FLOAT does
-    not have. Otherwise the nearest value is right, as of a text: neither type has 0.1."""
+    not have. For other numbers the nearest FLOAT is accepted, as for a text: neither type has exactly
+    0.1."""
     near = after.cast(pa.float64())
     changed = pc.and_(pc.not_equal(near, before), pc.invert(pc.is_nan(before)))
     none = pc.or_(pc.is_inf(near), pc.or_(pc.equal(near, 0), pc.equal(pc.floor(before), before)))
@@ -432,8 +433,8 @@ class Delivery:
         load: returns the DataFrame.
         replaced_by: returns the versions that have replaced this one.
         run: the run that consumes it, the first one of a chain of retries; "" = unknown.
-        is_retry: whether a consumed delivery of this name is this one, which is not loaded again. Takes
-            its batch and its run.
+        is_retry: takes the batch and the run of a consumed delivery with this name; returns whether
+            that is this delivery, which then is not loaded again.
     """
 
     name: str
@@ -627,7 +628,8 @@ class Given:
 
 
 def batch_of_delivery(consumed: Mapping[str, Any], name: str) -> int:
-    """Returns the batch that consumed a delivery last; 0 = none, or a release that did not store it."""
+    """Returns the batch that consumed a delivery last; 0 = none, or an earlier release consumed it
+    without storing the batch."""
     found = consumed.get(_DELIVERIES, {}).get(name, ())
     return found[2] if len(found) > 2 else 0
 

@@ -36,7 +36,7 @@ Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 _OAUTH = "OAUTHBEARER"
 _JAVA_SECURITY = "org.apache.kafka.common.security"
 _MILLIS_FROM = 1e11
-"""An expiry from this on is in milliseconds: as seconds it would be after the year 5000."""
+"""An expiry of this number or more is in milliseconds: in seconds it would be after the year 5000."""
 
 _SECONDS = 10.0
 """Timeout of a request to the cluster."""
@@ -85,11 +85,11 @@ class KafkaCluster:
         token_scope: the scope to ask that server for.
         token_provider: import path ``module:function`` of a Python function without parameters that
             returns a token and the time at which it expires (epoch seconds). For ``OAUTHBEARER``. It is
-            called in the processes of Dagster, by sensors and at the start of runs. The Kafka client of
-            Spark is Java and cannot call it: ``java_options`` say how that one gets its tokens. A
-            publication sends from Spark's Python workers, with the token of the run's start.
-        java_options: settings of Spark's Kafka client alone, which replace those made of the others,
-            for example ``sasl.login.callback.handler.class``. The repr hides them.
+            called in the processes of Dagster, by sensors and at the start of runs. Spark's Kafka
+            client is Java and cannot call it: set in ``java_options`` how that client gets its tokens.
+            A publication sends from Spark's Python workers, with the token of the run's start.
+        java_options: settings for Spark's Kafka client only; they replace the settings derived from the
+            other arguments, for example ``sasl.login.callback.handler.class``. The repr hides them.
     """
 
     bootstrap_servers: str
@@ -192,8 +192,8 @@ class KafkaCluster:
         return {f"kafka.{name}": value for name, value in options.items()}
 
     def _java_login(self) -> dict[str, str]:
-        """Returns the settings by which the Java client authenticates; none with a token provider,
-        where ``java_options`` are these settings."""
+        """Returns the settings by which the Java client authenticates; empty with a token provider,
+        because ``java_options`` then contain these settings."""
         if self._oauth and self.token_endpoint is None:
             return {}
         if not self._oauth:
@@ -428,8 +428,9 @@ def token_of(provider: str) -> tuple[str, float]:
     """Returns the token of a provider, and the time at which it expires (epoch seconds).
 
     Raises:
-        SourceError: the function does not exist, failed, or returned something else. The message does
-            not have what it returned, nor its error's text: both may contain a token.
+        SourceError: the function does not exist, failed, or returned something else. The message
+            contains neither the returned value nor the text of the function's error, because both may
+            contain a token.
     """
     module, _, name = provider.partition(":")
     try:
@@ -591,7 +592,8 @@ def read_messages(
 
 
 def reason_of(error: Exception) -> str | None:
-    """Returns what Kafka's client says in an error of Spark; None = the error is not Kafka's."""
+    """Returns the reason that Kafka's client gives in an error of Spark; None = the error is not from
+    Kafka's client."""
     found = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
     return None if found is None else found[1].strip().rstrip(".;")
 

@@ -467,7 +467,8 @@ class KafkaSource:
     def _ways_to_continue(
         self, gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None
     ) -> str:
-        """Returns what a run with ``accept_gap`` does, and what else may be wrong."""
+        """Returns the advice for an error about lost records: how a run with ``accept_gap`` continues,
+        and which setting of the source may be wrong."""
         others = of_other_ids(gaps, {t: state.id for t, state in states.items()}, before)
         goes_on = ["without the offsets that are gone"] if {*gaps} - {*others} else []
         if others:

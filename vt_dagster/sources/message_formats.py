@@ -542,7 +542,8 @@ class Debezium(Format):
         return of_long(millis, TimestampType(), "millis") if self.timestamp == "source" else None
 
     def _unchanged(self, row: Column, wanted: StructType, deleted: Column) -> Column | None:
-        """Returns the columns whose value the database did not send; null = it sent all."""
+        """Returns the names of the columns whose value the database did not send; null = it sent all
+        values."""
         if self.unavailable is None:
             return None
         missing = [

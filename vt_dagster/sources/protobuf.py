@@ -53,8 +53,8 @@ VALUES = ("Timestamp", "Duration", "FieldMask", "Struct", "Value", "ListValue")
 """Google's messages that are one value: read as text, with their JSON representation."""
 WRAPPERS = ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 TEXT = "text"
-"""Stands for a STRING in the plain form of a type: a struct is a dict, an array a list of one type, a
-map a tuple of one type."""
+"""Stands for a STRING in the plain Python form of a type, in which a struct is a dict, an array a list
+of one type, and a map a tuple of one type."""
 
 
 def is_wrapper(message: Any) -> bool:
@@ -108,8 +108,9 @@ def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
 
 
 def _require_known(message: Any) -> None:
-    """Raises ValueError if the bytes are those of another message: none of the fields is known, or one
-    has another type, or an enum value, that the descriptor lacks. Protobuf returns defaults then."""
+    """Raises ValueError if the bytes are those of another message: the descriptor has none of their
+    fields, or a field has another type or an unknown enum value. Without this check, Protobuf returns
+    default values."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     unknown = {one.field_number for one in UnknownFieldSet(message)}

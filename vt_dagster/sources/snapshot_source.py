@@ -88,7 +88,8 @@ class Dump(NamedTuple):
 
     @property
     def size_above(self) -> int:
-        """The size in bytes without sub-directories, which earlier versions of the library skipped."""
+        """The size in bytes of the files without those in sub-directories, which earlier versions of
+        the library skipped."""
         return sum(f.size for f in self.files if "/" not in f.name)
 
     @property
@@ -291,8 +292,8 @@ class PinnedDump(Limited, Uncounted):
     Args:
         dump: the dump; None = no new one.
         waiting: the names of the dumps left to later runs.
-        before: the dumps of earlier runs: name -> its size in bytes, time, stamp and digest; also what
-            the table has consumed of other kinds of sources.
+        before: the dumps of earlier runs: name -> its size in bytes, time, stamp and digest; it also
+            has the entries of other kinds of sources that the table had.
         accepted: whether the dump may be empty, or delete more than ``max_shrink``.
         learned: the dump's time, once it has been read.
     """
@@ -404,7 +405,7 @@ class PinnedDump(Limited, Uncounted):
 
 
 def _dumps_among(consumed: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the consumed dumps, without what the table has consumed of other kinds of sources."""
+    """Returns the consumed dumps, without the entries of other kinds of sources."""
     entries = consumed.items()
     return {name: one for name, one in entries if isinstance(one, Mapping) and "bytes" in one}
 

@@ -333,7 +333,8 @@ FILE, UNDECODED, WITHIN = "_file", "_undecoded", "_within"
 within a quoted field of CSV that an earlier line opens."""
 _BLOCK, _ID, START, _ODD = "_block", "_id", "_start", "_odd"
 _STRETCH, _STRETCH_BITS = "_stretch", 10
-"""Lines of CSV are looked at in stretches of so many: each has the list of its odd lines."""
+"""Number of CSV lines in a stretch. For each stretch there is a list of its odd lines, see
+:func:`_odd_lines`."""
 LINE_OPTIONS = ("encoding", "lineSep")
 _TEXT, _ALL = "_text", 2**31 - 1
 _MARK = "\ufeff"
@@ -394,7 +395,7 @@ def _line(
 
 
 _SPLITS = ("maxPartitionBytes", "openCostInBytes")
-"""Spark splits no file that is smaller than both."""
+"""Settings of Spark: it does not split a file that is smaller than both."""
 
 
 def numbered_lines(
@@ -600,7 +601,7 @@ NUMBER = f"#{uuid4().hex[:12]}"
 PAYLOAD, SCHEMA = "payload", "schema"
 SCHEMA_OF = "_schema"
 _BARE = (*INTEGERS, *FLOATS, BooleanType)
-"""Types that accept a number with or without quotes."""
+"""Types whose values in JSON may be written with or without quotes."""
 DECIMAL = "org.apache.kafka.connect.data.Decimal"
 
 

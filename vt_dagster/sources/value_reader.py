@@ -71,7 +71,7 @@ _SHORT = {
     FloatType: r"\A-?(?:[0-9]{1,6}|(?=[0-9.]{3,10}\z)[0-9]+\.[0-9]+)\z",
     DoubleType: r"\A-?(?:[0-9]{1,15}|(?=[0-9.]{3,18}\z)[0-9]+\.[0-9]+|0\.[0-9]{1,17})\z",
 }
-"""Numbers with so few digits that none is lost: the fast path, since the full check is slow."""
+"""Numbers with so few digits that no digit can be lost. They skip the full check, which is slow."""
 _DIGITS = {FloatType: 9, DoubleType: 17}
 """Number of digits that identify any value of the type."""
 
@@ -143,8 +143,8 @@ def of_text(text: Column, kind: DataType, how: Reading = Reading(), path: Sequen
 def rarely(value: Column, make: Callable[[Column], Column]) -> Column:
     """Returns ``make(value)``, for an expression that few rows need.
 
-    Spark does not generate code for the body of a lambda. With the code of all rare cases, the method
-    for some columns would exceed the JVM's size limit, and Spark would then compile none of it.
+    Spark does not generate code for the body of a lambda. Without the lambda, the generated method for
+    some columns would exceed the JVM's size limit, and Spark would then not compile any of it.
     """
     return F.get(F.transform(F.array(value), make), F.lit(0))
 
@@ -381,7 +381,7 @@ def _moment(micros: Column, kind: DataType) -> Column:
 
 
 def is_no_text(value: Column, kind: DataType) -> Column:
-    """Returns whether a string in a value is not UTF-8; never null."""
+    """Returns whether a string in a value, at any depth, is not valid UTF-8; never null."""
     no = F.lit(False)
     if isinstance(kind, StringType):
         return F.coalesce(~F.is_valid_utf8(value), no)
@@ -476,8 +476,8 @@ def read_row(
 
 
 def once(value: Column) -> Column:
-    """Returns a value that Spark computes once per row and does not move: the expression counts as
-    nondeterministic."""
+    """Returns a value that Spark computes once per row, at this point of the plan, because the
+    expression counts as nondeterministic."""
     return F.when(F.monotonically_increasing_id() >= 0, value)
 
 
