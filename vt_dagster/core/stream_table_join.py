@@ -1163,7 +1163,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         )
 
     def _quarantine_columns(self) -> list[Column]:
-        """Returns the quarantine columns of a row whose correction came too late; the raw text is null."""
+        """Returns the quarantine columns of a row whose correction came too late; the raw text is
+        null."""
         source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
         added = {
             REASON: F.lit(Outcome.TOO_LATE),

@@ -2,7 +2,7 @@
 
 - Aggregates without windows: the rows or records of a group.
 - Windowed aggregates: the records of a window, and those that came too late for it.
-- suppress: the emitted update, since when the key was held, and the replaced updates.
+- suppress: the emitted update, the time from which on its key waited, and the replaced updates.
 
 A closed window never opens again: its records in order of arrival are first accepted, then all late.
 The results of a run show how many records it accepted.
@@ -199,8 +199,8 @@ def _rows_in(
     """Returns the rows that are in a group after some changes.
 
     The group's timestamp is the maximum over all changes, also over those of rows that have left. If a
-    removed row has that timestamp, or left last, the result includes the row and the change that
-    removed it.
+    removed row has that timestamp, or was removed by the last change, the result includes that row and
+    the change that removed it.
     """
     inside: dict[Any, Place] = {}
     before: dict[Place, Place | None] = {}
@@ -413,14 +413,14 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
 
 
 def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
-    """Whether a record at a time makes a session of those that it replaces."""
+    """Whether a record at this time and the replaced sessions make up the merged session."""
     starts, ends = ([moment, *(one[i] for one in replaced)] for i in (0, 1))
     return (min(starts), max(ends)) == merged
 
 
 def _merges(request: WindowRequest, start: int, end: int) -> list[Merge]:
-    """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
-    and result."""
+    """Returns every merge of the key that gave a session overlapping the time span, in order: the
+    replaced sessions, the new session and its result."""
     log = request.log
     keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
     of_key = Group(log, keys, request.record.values).condition()

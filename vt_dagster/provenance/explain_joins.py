@@ -381,7 +381,7 @@ def _answer(
     forgetful: bool = True,
 ) -> Answer:
     """Looks up a time among the versions of a key (oldest first; for a plain table the row), as
-    ``core.as_of_join`` does; with ``forgetful`` expired versions do not match."""
+    ``core.as_of_join`` does. With ``forgetful``, expired versions do not match."""
     if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
     horizons = horizons_of(table, commit) if forgetful and join.before_first is None else {}
@@ -683,7 +683,8 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
 
 
 def _chosen(request: ExplainRequest[spec.StreamStreamJoinSpec], logs: Sequence[Log]) -> Chosen:
-    """Returns a test whether a record fits the result's columns that are copied from its side."""
+    """Returns a predicate: whether a side's record has the values of the result's columns that are
+    copied from that side."""
     columns = [log.columns.names for log in logs]
     values, key = request.record.values, request.log.key
     found = [
@@ -702,7 +703,7 @@ def _chosen(request: ExplainRequest[spec.StreamStreamJoinSpec], logs: Sequence[L
 
 
 def _nth(request: ExplainRequest[Any], found: Sequence[Any]) -> Any:
-    """Returns the candidate with the same position as the result has among equal results."""
+    """Returns the candidate at the position that the result has among equal results."""
     alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
     if len(found) > 1 and len(found) != len(alike):
         request.note(f"{len(found)} candidates look the same from here: this is one of them")

@@ -163,7 +163,7 @@ class Candidate:
 
     @classmethod
     def left_out(cls, record: Record, rule: Rule, known: bool = True) -> Candidate:
-        """Returns a record without validity that a rule excluded."""
+        """Makes the candidate for a record that a rule excluded and that has no validity."""
         return cls(record, None, None, None, known, False, False, rule.name)
 
 

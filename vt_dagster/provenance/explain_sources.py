@@ -327,7 +327,7 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
 
 
 def _first_of_its_value(log: Log, record: Record) -> str:
-    """Returns why a stream has applied a record."""
+    """Returns why a stream has applied a record, as text."""
     commit = log.commit_of(record)
     shape = log.head.shape if commit is None else commit.shape
     if shape.unique_by is None or shape.within is None:
@@ -384,8 +384,8 @@ def _carried(log: Log, record: Record, history: History, reasoning: Reasoning) -
 
 
 def _in_force_again(log: Log, record: Record, reasoning: Reasoning) -> bool:
-    """Returns whether a row was written by ``core.source_order`` and not by the source: it repeats the
-    values of the record before it at a later time, because the source sent that record later."""
+    """Returns whether ``core.source_order`` added a row, not the source. Such a row repeats the values
+    of the record before it at a later time, because the source sent that record later."""
     if not log.commit.totals.get(rules.CARRIED.name, 0) or not record.is_latest:
         return False
     partition, offset = record.place

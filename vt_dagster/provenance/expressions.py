@@ -95,10 +95,10 @@ class Group:
         return used([sql for _, sql in self._keys], self._log.columns.names)
 
     def condition(self, replaced: bool = False) -> Condition:
-        """Returns an Arrow condition that all rows of the group meet; other rows may meet it too.
+        """Returns an Arrow condition that all rows of the group satisfy; other rows may satisfy it too.
 
         Args:
-            replaced: whether records that replaced a row of the group meet it too.
+            replaced: whether records that replaced a row of the group satisfy it too.
         """
 
         def one(name: str, sql: str) -> Condition:

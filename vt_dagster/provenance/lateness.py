@@ -137,7 +137,8 @@ def plain(column: pa.ChunkedArray) -> Any:
 NOTHING = -1
 """Stands for no version."""
 _NEVER = np.iinfo(np.int64).max
-"""End of a version without a ``valid_until``, lateness of a record of which it is not known."""
+"""The end of a version without a ``valid_until``; the lateness of a record whose lateness is
+unknown."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,8 @@ class Versions:
         """Returns, for each place, the last place at or before it that its state contains; ``NOTHING``
         = none.
 
-        Searches the pyramid of minima: up until a block contains such a place, then down to it.
+        Searches the levels of minima, see :func:`_pyramid`: upwards to a block that contains such a
+        place, then down to the place.
         """
         found = place.copy()
         if not len(self._since):
@@ -297,7 +299,8 @@ class Versions:
 
 
 def _pyramid(least: Any) -> tuple[Any, Any]:
-    """Returns the minima of blocks of 1, 2, 4, … values, level by level, and each level's start."""
+    """Returns the minima of blocks of 1, 2, 4, … values, one level after the other, and the start of
+    each level."""
     levels, first = [least], [0]
     while len(levels[-1]) > 1:
         first.append(first[-1] + len(levels[-1]))
@@ -829,8 +832,8 @@ def _batches(path: str) -> list[tuple[int, int]]:
 
 
 def _columns(join: spec.StreamTableJoinSpec, table: Log) -> list[str]:
-    """Returns the table's columns that a join selects. Leaves out the end of the version, which the
-    table always learns later."""
+    """Returns the table's columns that a join selects, without the end of the version, which is never
+    known when the version starts."""
     declared = table.head.shape.columns or []
     values = [c for c in declared if c.lower() != TIMESTAMP]
     lowered = {c.lower(): c for c in [*values, VALID_FROM]}
@@ -850,7 +853,7 @@ def _columns(join: spec.StreamTableJoinSpec, table: Log) -> list[str]:
 
 
 _HOMES = 1 << 20
-"""Upper bound for the number of partitions: combines a key code and a partition in one number."""
+"""Upper bound for the number of partitions, so that a key code and a partition fit into one number."""
 
 
 @dataclass
@@ -1033,8 +1036,8 @@ def _key(log: Log, operator: spec.WindowedAggregateSpec, stream: Log) -> tuple[s
 class LateRecords:
     """The accepted and refused records of a versioned table.
 
-    For a refused record only a range is known: it came between the stream times before and after its
-    run.
+    The lateness of a refused record is only known as a range: stream time at its arrival was between
+    the stream times before and after its run.
 
     Args:
         log: the table's log.
@@ -1068,8 +1071,8 @@ class LateRecords:
         return least, most
 
     def behind(self) -> Iterator[Any]:
-        """Yields how far the records were behind stream time, microseconds: the refused ones at most,
-        then the accepted ones."""
+        """Yields how far the records were behind stream time, microseconds: upper bounds for the
+        refused records, then exact values for the accepted ones."""
         yield self.refused_most
         latest: dict[int, int] = {}
         # Not from the source: versions that a late partial update changed and that were written again.

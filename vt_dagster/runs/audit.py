@@ -48,7 +48,8 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 SAMPLE = 10
 EVERYTHING = "everything"
 _TRIES = 5
-"""Attempts per audit: an audit beside a committing run mixes two states, so a failure is retried."""
+"""Number of attempts per audit. If a run commits during an audit, the audit may read two states and
+fail, so a failed one is repeated."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
 
 
 def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | None:
-    """Returns the changes of the last batch; None = the audit must check more than these."""
+    """Returns what the last batch has changed; None = the audit must check more than that."""
     batch = head.commit.batch
     before = delta.batch_before(store.log_path, batch)
     if before is None:
@@ -352,7 +353,8 @@ def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: s
 def _of_log(
     store: AssetStore, node: Stream, head: Head, scope: Scope, name: str, given: dict[str, Any]
 ) -> _OnRows:
-    """Returns an invariant of the log, to check on its new rows and the earlier rows they may break."""
+    """Returns the check of an invariant on the new rows of a log, and on the earlier rows with which
+    they may break it."""
     among, moment = F.lit(True), node.key[-1]
     if name == "timestamps_do_not_decrease":
         among, moment = has_key(node.key), TIMESTAMP

@@ -79,8 +79,8 @@ def of_source(
 
 
 def _require_other_names(arrival: Arrival, position: Mapping[str, Any]) -> None:
-    """Refuses a topic that is named as the position in another kind of source, such as ``files``: the
-    commit has one position of that name, from which either would lose records.
+    """Refuses a topic whose name a commit already uses for the position in another kind of source, such
+    as ``files``. Both would share one position, so records would be lost.
 
     Raises:
         SourceError: names the topic.

@@ -230,7 +230,8 @@ class Places:
 
     @property
     def way_of_log(self) -> Way:
-        """A table's row under another key becomes a tombstone: that key's versions must not change."""
+        """A table's row under another key becomes a tombstone, because the versions of that key must
+        not change. Other rows are removed."""
         return "empty" if isinstance(self.node, Table) and not self._is_keyed_by_it else "remove"
 
     @property
@@ -522,7 +523,7 @@ def elsewhere(
 
 
 def _conditions_by_column(columns: StructType, key: Key) -> dict[str, Column]:
-    """Returns, by column, the condition that a row has the key there."""
+    """Returns by column, or by all key columns together, the condition that a row has the key there."""
     types = {f.name: f.dataType for f in columns.fields}
     if key.values is not None and [*map(type, key.values)] == [str]:
         inside = types.get(OLD)
@@ -538,15 +539,16 @@ def _conditions_by_column(columns: StructType, key: Key) -> dict[str, Column]:
 
 
 def _of_other_types(columns: StructType, key: Key) -> dict[str, Column]:
-    """Returns columns with the key's names, but types that Spark may refuse to compare with the key's,
-    as values of the key's types; null = no such value."""
+    """Converts columns that have the key's names, but types that Spark may refuse to compare, to the
+    key's types; null = the value does not fit."""
     unlike = _unlike(columns, key)
     texts = {c: F.col(f"`{c}`").cast("string") for c in unlike}
     return {c: text if _is_text(unlike[c]) else text.try_cast(unlike[c]) for c, text in texts.items()}
 
 
 def _unlike(columns: StructType, key: Key) -> dict[str, DataType]:
-    """Returns the key's types of columns with its names, but types that Spark may refuse to compare."""
+    """Returns the key's type by column, for columns that have the key's names, but types that Spark may
+    refuse to compare with it."""
     types = {f.name: f.dataType for f in columns.fields}
     return {
         c: kind for c, kind in key.types.items() if c in types and not _are_comparable(types[c], kind)
@@ -631,7 +633,7 @@ def _bounded(some: list[Erasure], commit: Commit) -> list[Erasure]:
 
 _NAMED = 20
 _LONGEST = 32
-"""Delta's statistics keep this many characters of a text."""
+"""Number of characters of a text that Delta's statistics keep."""
 
 
 def erase_residuals(
@@ -937,8 +939,8 @@ class _Erase:
         return self.done
 
     def _targets(self, store: AssetStore, one: Places) -> Iterator[Target]:
-        """Yields the tables of an asset to search: its log, then the tables derived from the log that
-        exist. The view of a table always comes, since readers fold the log into it."""
+        """Yields the tables of an asset to search: its log, then the existing tables derived from the
+        log. The view of a table is always among them, because readers fold the log into it."""
         node, marked = one.node, partial(one.marked, key=self.key)
         log, way, values = log_schema(node), one.way_of_log, one.values
         yield Target(f"{one.name}/log", store.log_path, node.name, marked, log, way, values)

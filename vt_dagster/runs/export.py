@@ -47,7 +47,7 @@ from vt_dagster.topology.node import listed
 from vt_dagster.topology.options import check_types
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
-"""Folders that a killed first run leaves."""
+"""The names of folders that a killed first run leaves behind."""
 _EXPORT = "export"
 AsOf = Literal["now"] | None
 """As of when an export has the rows of a versioned table, see :class:`Export`."""
@@ -295,8 +295,10 @@ class ExportRun:
         return f"version {written.version}"
 
     def _until(self, commit: Commit, at: Snapshot, now: int) -> Commit:
-        """Adds when the rows as of now change: the first time after now at which a version begins or
-        ends. Plan: one aggregate over the versions that end after now."""
+        """Adds the time at which the rows as of now change: the first time after now at which a version
+        begins or ends.
+
+        Plan: one aggregate over the versions that end after now."""
         versions = as_read(self.export.node, self._store.view_at(at, since=now))
         later = [F.min(F.when(m > now, m)) for m in map(F.unix_micros, (VALID_FROM, VALID_TO))]
         until = versions.agg(F.least(*later)).collect()[0][0]
@@ -399,7 +401,7 @@ class ExportRun:
 
 
 def _content(commit: Commit) -> tuple[object, ...]:
-    """Returns what decides the rows of an export besides the records and the clock."""
+    """Returns the settings that decide an export's rows, besides the records and the clock."""
     export = commit.export
     exported = None if export is None else (export.what, export.columns, export.as_of is None)
     return commit.log, commit.shape, exported

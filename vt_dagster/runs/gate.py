@@ -751,7 +751,7 @@ def _warn(node: Stream, broken: dict[str, int]) -> None:
 
 _REJECTED = (*REFUSED, Outcome.QUARANTINED, Outcome.TOO_LATE)
 _ROWS_OF_A_BLOCK = 8
-"""With fewer rows in each, blocks do not pay off."""
+"""The average number of rows of a block from which on blocks pay off."""
 _COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_NEW, *_REJECTED)
 
 

@@ -118,7 +118,7 @@ Stores = Callable[[Stream], Store]
 
 _BYTES_OF_A_RECORD = 100
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
-"""Limits on the size of files: these are about ten thousand lines."""
+"""Limits on the size of files, in bytes: about ten thousand lines."""
 
 
 @dataclass(frozen=True)
@@ -445,7 +445,7 @@ def require_covered(arrival: Arrival, stores: Stores) -> None:
 def _partitioned_alike(
     stream: Stream, own: Mapping[int, int], table: Stream, theirs: Mapping[int, int]
 ) -> bool:
-    """Returns whether both put a key into the same partition, as far as that is known."""
+    """Returns whether stream and table put a key into the same partition, as far as that is known."""
     inside = all(partition < stream.partitions for partition in (*own, *theirs))
     return stream.partitioning == table.partitioning and (inside or own.keys() == theirs.keys())
 
@@ -456,7 +456,8 @@ def _require_history(
     """Refuses a run with records from before the table's history.
 
     Args:
-        now: the table's stream time; ``earliest``: the records' smallest timestamp; per partition.
+        now: the table's stream time by partition.
+        earliest: the smallest timestamp of the records by partition.
         alike: see :func:`_partitioned_alike`; if false, any partition may have a record's key.
     """
     rules = table.version_rules
@@ -727,7 +728,7 @@ def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) ->
 
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:
-    """Returns a clearer error, if an input, its files or its values caused this one; else None."""
+    """Returns a clearer error if an input, its files or its values caused the given one; else None."""
     if (elsewhere := unseen(error)) is not None:
         return elsewhere
     explanation = None

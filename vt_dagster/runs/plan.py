@@ -138,7 +138,7 @@ def _planned(
 
 
 class _InputError(Exception):
-    """The tables of an input are refused, and so is a run that reads them."""
+    """A run is refused because the tables of one of its inputs are."""
 
     def __init__(self, up: Stream, error: Exception) -> None:
         super().__init__(str(error))
@@ -146,7 +146,8 @@ class _InputError(Exception):
 
 
 def _pinned(node: Stream, stores: AssetStores, ask_sources: bool) -> Snapshot:
-    """Raises the error of the asset's next run, in the order of a run; returns where it starts from."""
+    """Makes the checks of the asset's next run, in the order of a run, and raises the first error;
+    returns the snapshot that the run starts from."""
     store = stores(node)
     at = store.snapshot()
     if at.head is None:
@@ -189,7 +190,8 @@ def _consumers(node: Stream, every: Sequence[Stream]) -> tuple[str, ...]:
 
 
 def _removed(store: AssetStore) -> Iterator[Planned]:
-    """Yields an asset that no definition has; a replay beside a live asset is none."""
+    """Yields the plan of an asset that no definition declares; none for a replay beside a live
+    asset."""
     head = store.head()
     if head is not None and not is_replay(head.commit):
         yield Planned("/".join(store.node.path), "removed", **_size(store))
@@ -307,8 +309,8 @@ def _require_free(warehouse: str, node: Stream, path: str) -> None:
 def _require_whole(
     warehouse: str, node: Stream, spark: SparkSession | Callable[[], SparkSession]
 ) -> None:
-    """Checks before the first replay that none would lose records or matches: its tables become the
-    live ones without a comparison."""
+    """Checks before the first replay that no replay would lose records or matches, because the new
+    tables become the live ones without a comparison."""
 
     def stores(one: Stream) -> AssetStore:
         there = AssetStore(warehouse, one, spark)

@@ -94,10 +94,10 @@ _TYPES: dict[str, DataType] = {
 """The types that options of expressions have, by Spark's name."""
 _GIVEN, _SINCE, _HELD = "_given", "_since", "_held"
 _LAST = 1 << 52
-"""Larger than any arrival number of a source, so that a snapshot sorts after all changes. A DOUBLE, by
-which chunks are computed, still has all digits of it."""
+"""Larger than any arrival number of a source, so that a snapshot sorts after all changes. Small enough
+for a DOUBLE, with which chunks are computed, to represent it exactly."""
 _NOW = "9999-01-01T00:00:00Z"
-"""System time of snapshot rows: later capped to the time of the run's commit."""
+"""System time of the rows of a snapshot, later lowered to that of the run's commit."""
 _ALIKE = 0.75
 """Similarity above which an unknown name counts as a misspelt column."""
 

@@ -1,10 +1,10 @@
 """The times of records in a run: system times from their source, stream time, and what was known when.
 
 A source may provide system times, instead of the time of the run's commit. A log is append-only, so
-system time never decreases in it. A record with an earlier time than a row already in the log, or than
-one before it in arrival order, gets the time of that row: later than the source's time, never earlier,
-so that no read returns a row before it was known. A system time is never in the future of its run
-either. If rows provide their own times, these rules hold per partition.
+system time never decreases in it. A record whose time is earlier than that of a row already in the log,
+or of a record that arrived before it, gets the time of that row. The stored time is never earlier than
+the source's, so no read returns a row before it was known. A system time is never in the future of its
+run either. If rows provide their own times, these rules hold per partition.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def require_files(live: AssetStore, instead: str) -> None:
 
 
 def lost_records(live: AssetStore, new: AssetStore) -> tuple[int, int] | None:
-    """Returns of how many records of its source a log was made, and of how many a new one, if some are
-    missing; None = none are, or no more than were erased from the asset, or an operator made it."""
+    """Returns the number of source records in a log and in its replay, if the replay lacks some; None =
+    it lacks none, or only as many as were erased from the asset, or an operator makes the asset."""
     head, made = live.head(), new.head()
     if head is None or live.node.operator is not None or head.commit.shape.specification is not None:
         return None

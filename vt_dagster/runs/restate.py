@@ -117,7 +117,7 @@ def restate(
     Raises:
         StorageError: the asset has never run; a run of it or of a consumer is refused; the history of a
             looked-up table is too short; records for times before ``start`` would be missed; a consumer
-            is not in ``among``; or a consumer is a join by what was known.
+            is not in ``among``; or a consumer is a join with ``as_known``.
         SourceError: the source no longer has the records.
     """
     moment = parse_time(start if isinstance(start, str) else start.isoformat())
@@ -254,8 +254,8 @@ class _Restatement:
         return Step(path=path_of(node), keep=keep, why=why)
 
     def _require_known(self, node: Stream, plan: Plan) -> None:
-        """Refuses a join by what was known if an input is made anew: the input's rows would be recorded
-        now, when none of the earlier records could have known them."""
+        """Refuses a join with ``as_known`` if one of its inputs is restated: the new rows of that input
+        get the system time of the restatement, so no earlier record could have known them."""
         made = {step.path for step in plan.steps}
         again = [up.name for up in node.inputs if path_of(up) in made]
         if again and processor_of(node).plan().uses_system_time:
@@ -318,8 +318,8 @@ class _Restatement:
             )
 
     def _require_nothing_earlier(self, node: Stream, keep: Commit) -> None:
-        """Refuses to keep results that a replay would change: joined before a matching record of the
-        table arrived."""
+        """Refuses to keep results that a replay would change, because a matching record of the table
+        arrived after the join."""
         plan = processor_of(node).plan()
         table, consumed = plan.looked_up, {up.name for up in plan.consumed}
         if not isinstance(table, VersionedTable) or table.name in consumed:

@@ -170,7 +170,7 @@ def numbered(
     Args:
         passed: the result of the gate.
         recorded_at: system time of rows for which no source provides one, epoch microseconds.
-        in_place: set if they keep their log's order.
+        in_place: how they keep the order of one input log; None = they do not.
         span: their smallest and largest timestamp, epoch microseconds; None = unknown.
     """
     results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
@@ -485,8 +485,8 @@ class Run:
         return recorded_if(plan.uses_system_time, store.log(start, head, after, consumed=consumed))
 
     def _consumed(self, node: Stream) -> int:
-        """Returns the last batch of an input's log that earlier runs have consumed; 0 = none, or not
-        known."""
+        """Returns the last batch of an input's log that earlier runs have consumed; 0 = none, or
+        unknown."""
         then = self.arrival.before.consumed.get(node.name)
         return 0 if then is None else then.batch
 
@@ -531,8 +531,9 @@ class Run:
         return found
 
     def _oldest_change(self, logs: Sequence[DataFrame]) -> int | None:
-        """Returns the time after which the run needs the tables' versions, epoch microseconds: its
-        oldest change less one microsecond, since a version valid then may end with it.
+        """Returns the time after which the run needs the tables' versions, epoch microseconds: one
+        microsecond before its oldest change, because that change may end a version that is valid until
+        then.
 
         None = the run needs current rows only, or none: in a first run every row is new.
         """
@@ -674,7 +675,7 @@ class Run:
             return self.processor.judge(inputs, context)
 
     def _settings_for(self, rows_read: int) -> AbstractContextManager[None]:
-        """Returns the planner settings of jobs that read the input and so many rows of tables."""
+        """Returns the planner settings of jobs that read the input and this number of table rows."""
         return self._planned(self._small(Judged(rows_read=rows_read)))
 
     def _planned(self, small: bool) -> AbstractContextManager[None]:
@@ -754,8 +755,8 @@ class Run:
         """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock.
 
         Args:
-            computed: whether to compute them; if not, the broadcast of their keys must do it, a job
-                before that of the next cache.
+            computed: whether to compute the rows at once. If not, the caller must broadcast their keys,
+                which computes them in a job before that of the next cache.
         """
         self.arrival.persisted.append(self.store.persist(rows))
         if computed:

@@ -285,8 +285,8 @@ def manifest_of(commit: Commit) -> Manifest:
 
 
 def match_rates(declared: TrainingSet, made: Manifest) -> dict[str, float]:
-    """Returns the share of a set's rows for which a version was found, by feature view; nothing for a
-    set without rows, and for one that an earlier release made."""
+    """Returns by feature view the share of a set's rows for which a version was found; empty for a set
+    without rows, and for one that an earlier release made."""
     if not made.rows:
         return {}
     return {label: n / made.rows for label, n in zip(declared.labels, made.matched, strict=False)}

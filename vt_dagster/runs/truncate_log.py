@@ -1,9 +1,10 @@
 """Truncates logs: removes old batches past the ``log_retention`` that no consumer needs any more.
 
-**Removed batches.** Whole batches, oldest first, whose ``recorded_at`` is older than the log retention.
-System time decides, because reads as of a system time need the log, and because one record of the far
-future would advance stream time, and with it the truncation, too far. Of these, only batches that every
-consumer has consumed and will not re-read, by its own commits and its declaration.
+**Removed batches.** Truncation removes whole batches, oldest first, whose ``recorded_at`` is older than
+the log retention. System time decides, because reads as of a system time need the log, and because one
+record of the far future would advance stream time, and with it the truncation, too far. It keeps
+batches that a consumer has not consumed yet or may re-read, by the consumer's own commits and
+declaration.
 
 **Order of writes.** For a table, its rows as of the last removed batch are first written as a base,
 under a name of their own; then one commit of the log removes the batches and records the truncation
@@ -292,7 +293,7 @@ def _document(commit: Commit) -> dict[str, Any]:
 
 
 def _both(truncation: Truncation) -> delta.Wanted:
-    """Returns the condition of files that may have both removed and kept records."""
+    """Returns a filter for files that may have both removed and kept records."""
     some = file_before(truncation.next_offset)
 
     def wanted(file: delta.File) -> bool:

@@ -29,7 +29,7 @@ ARCHIVE_ENV = "VT_DAGSTER_CLASS_ARCHIVE"
 JVM_OPTIONS = "spark.driver.extraJavaOptions"
 
 QUIET = "-Xlog:cds=off -Xlog:cds+dynamic=off"
-"""Without it the JVM prints a warning if an archive does not fit."""
+"""The JVM option without which the JVM prints a warning if an archive does not fit."""
 
 _OFF = "off"
 _OF_JVMS = ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS")
@@ -111,8 +111,8 @@ class ClassArchive:
     def make_at_exit(self) -> None:
         """Starts a process of low priority that makes the archive, when this process ends.
 
-        It does not if there is an archive then, on CI (``CI`` is set), or if an attempt began less than
-        a day ago: Java may have no class data sharing, or the disk may be full.
+        No process is started if an archive exists by then, on CI (``CI`` is set), or if an attempt
+        began less than a day ago: Java may have no class data sharing, or the disk may be full.
         """
         atexit.register(self._make_in_background)
 
@@ -144,8 +144,8 @@ class ClassArchive:
 
 
 def archive_of(spark_home: Path, java: str, conf: Mapping[str, str]) -> ClassArchive | None:
-    """Returns the archive for a JVM with these settings; None = it shall have none: it is switched off,
-    or the JVM's options say something about archives."""
+    """Returns the archive for a JVM with these settings; None = the JVM gets no archive, because
+    archives are switched off, or the options of the JVM already set one."""
     options = [conf.get(JVM_OPTIONS, ""), *(os.environ.get(name, "") for name in _OF_JVMS)]
     chosen = any(re.search("Xshare|SharedArchive|ArchiveClasses", option) for option in options)
     if chosen or os.environ.get(ARCHIVE_ENV, "").lower() == _OFF:

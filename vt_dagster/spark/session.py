@@ -275,10 +275,11 @@ def build_session(
 
 
 def close_when_interrupted(session: Any) -> None:
-    """Lets a call of the JVM that is interrupted close its connection. Without effect on Spark Connect.
+    """Makes py4j close the connection of a call to the JVM that is interrupted by any exception.
+    Without effect on Spark Connect.
 
-    py4j does that for ``KeyboardInterrupt`` alone. Dagster cancels a run by another exception, after
-    which each later call of the thread would get the answer of the call before it.
+    py4j itself does so for ``KeyboardInterrupt`` only. Dagster cancels a run with another exception;
+    without this, each later call of the thread would get the answer to the previous call.
     """
     context = getattr(session, "_sc", None)
     client: Any = None if context is None else context._gateway._gateway_client
@@ -306,7 +307,8 @@ def shown(address: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns why a session did not start, in one line. Of gRPC's long errors, status and details."""
+    """Returns in one line why a session did not start; for gRPC's long errors, the status and the
+    details."""
     details = getattr(error, "details", None)
     if callable(details):
         return str(details())
@@ -316,8 +318,8 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _forgotten_if_refused() -> Iterator[None]:
-    """Ends a session on Spark Connect that was created here and is refused. PySpark would give it to
-    whoever asks for a session next, whatever the address."""
+    """Ends a session on Spark Connect that was created here and then refused. PySpark would return it
+    to the next caller that asks for a session, whatever the address."""
     before, mode = _connected(), os.environ.get(_CONNECT_MODE)
     try:
         yield
@@ -380,7 +382,8 @@ def _connect(
 
 
 def silence_connect() -> None:
-    """Keeps Spark Connect's client from logging each refused call, also one whose refusal is an answer.
+    """Keeps Spark Connect's client from logging each refused call, because some calls are made only to
+    see whether they are refused.
 
     PySpark disables that logger, unless SPARK_CONNECT_LOG_LEVEL is set. Dagster enables it again in
     each run, if its instance has settings: ``logging.config.dictConfig`` for the handlers of
@@ -391,8 +394,8 @@ def silence_connect() -> None:
 
 
 def _retry_while_it_runs(session: SparkSession, remote: str) -> None:
-    """Lets operations fail at once when a server on this machine has ended, and its sessions with it.
-    Spark's client would retry each of them for ten minutes."""
+    """Lets operations fail at once if a server on this machine has ended, and with it its sessions.
+    Spark's client would retry each operation for ten minutes."""
     from pyspark.sql.connect.client.retries import DefaultPolicy
 
     parts = urlsplit(f"//{_authority(remote)}")
@@ -569,8 +572,8 @@ def _check_files(jars: str) -> None:
 
 
 def check_spark_home() -> Path:
-    """Returns the directory of Spark; checks the version of that in SPARK_HOME: PySpark starts it,
-    whichever version it is."""
+    """Returns the directory of Spark. If it is from SPARK_HOME, checks its version, because PySpark
+    starts that Spark whatever its version is."""
     import pyspark
 
     home, series = os.environ.get("SPARK_HOME"), pyspark_series()
@@ -639,7 +642,8 @@ def is_open(host: str, port: int) -> bool:
 
 
 def check_connect(url: str) -> None:
-    """Checks that Spark Connect answers at an open port; its client would retry for long."""
+    """Checks that Spark Connect answers at an open port; without this check its client would retry for
+    a long time."""
     import grpc
     from pyspark.sql.connect.client import DefaultChannelBuilder
 

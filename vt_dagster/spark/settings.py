@@ -123,16 +123,16 @@ _LOOK_UP = {
 
 _PLAIN_CACHE = {"spark.sql.inMemoryColumnarStorage.compressed": "false"}
 _CACHED_PLAIN = 1_000_000
-"""To choose how the columns of persisted rows are compressed takes a tenth of a run's processor time.
-So many records take little memory without that."""
+"""Up to this number of records, persisted rows are not compressed: choosing a compression for each
+column takes a tenth of a run's processor time, and so few rows need little memory."""
 
 _FEW_RECORDS, _FEW_READ = 30_000, 200_000
 """Above these limits, generated code and parallel tasks pay off."""
 _INTERPRETED = 2_000
-"""To compile the expressions of a run takes longer than to interpret them for so many records. Spark
-4.2 interprets more slowly than before: it looks up a setting for each value."""
+"""Up to this number of records, compiling the expressions of a run takes longer than interpreting them.
+Spark 4.2 interprets more slowly than earlier series, because it looks up a setting for each value."""
 _FEW_FILES, _SMALL = 16, 1 << 20
-"""One task reads so few files, of so few bytes, about as fast as several."""
+"""Up to this number of files and bytes, one task reads about as fast as several."""
 
 
 def is_small(records: int, rows_read: int) -> bool:
@@ -160,7 +160,8 @@ def small_run(spark: SparkSession, small: bool = True, records: int = 0) -> Gene
     """Returns a context in which queries are planned for few rows; correct for any number of rows.
 
     Args:
-        small: whether to do so; if not, only rows that are persisted are stored in another way.
+        small: whether queries are planned for few rows; if not, only the storage of persisted rows
+            changes.
         records: about how many records the queries compute with all their expressions; 0 = unknown.
     """
     if not small:
@@ -173,8 +174,8 @@ def small_run(spark: SparkSession, small: bool = True, records: int = 0) -> Gene
 
 
 def look_up_of_few(spark: SparkSession) -> AbstractContextManager[None]:
-    """Returns a context in which queries are planned for many rows of which few are left, those of
-    broadcast keys."""
+    """Returns a context in which queries are planned for many rows, of which a join with broadcast keys
+    keeps few."""
     return settings(spark, _LOOK_UP)
 
 
@@ -183,8 +184,8 @@ _named = threading.local()
 
 @contextlib.contextmanager
 def _one_call_site(spark: SparkSession) -> Generator[None]:
-    """Gives all jobs of this thread one name for Spark's UI. Else Spark searches its call stack for a
-    name whenever it makes an RDD, which takes longer than the RDD."""
+    """Gives all jobs of this thread one name for Spark's UI. Otherwise Spark searches the call stack
+    for a name each time it makes an RDD, which takes longer than making the RDD."""
     # With Spark Connect, the call stack is the server's.
     if is_remote() or getattr(_named, "inside", False):
         yield

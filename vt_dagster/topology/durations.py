@@ -187,8 +187,8 @@ def clock() -> int:
 
 
 def at_clock(moment: str | None) -> str | None:
-    """Returns an as-of time, ``now`` as the time of this machine's clock: a read calls it once, so that
-    all its parts are as of one instant."""
+    """Returns an as-of time unchanged, but ``now`` as the time of this machine's clock. A read calls it
+    once, so that all its parts are as of one instant."""
     return in_utc(clock()) if moment == NOW else moment
 
 
@@ -210,13 +210,14 @@ CALENDAR_SIZES: tuple[str, ...] = get_args(CalendarSize)
 LONGEST_UNIT = {
     size: timedelta(days=days) for size, days in zip(CALENDAR_SIZES, (2, 8, 32), strict=True)
 }
-"""No unit is longer, whatever the clock of a zone does: some days have had 47 hours."""
+"""Upper bound of the length of any unit, whatever the clock of a zone does: some days have had 47
+hours."""
 
 DAY = 86_400_000_000
-"""The microseconds of a day of 24 hours."""
+"""A day of 24 hours in microseconds."""
 _FIRST_DAY = date(1970, 1, 1).toordinal()
 _CYCLE = 146_097
-"""The days of 400 years, after which the calendar repeats."""
+"""Number of days in 400 years, after which the calendar repeats."""
 
 
 class Calendar(NamedTuple):

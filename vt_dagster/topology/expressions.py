@@ -101,7 +101,7 @@ _WITHOUT_PARENTHESES = {
     *("current_timestamp", "current_date", "current_time", "localtimestamp"),
     *("current_user", "session_user", "user"),
 }
-"""Spark reads these as function calls unless a column has the name."""
+"""Names that Spark reads as function calls unless a column has the name."""
 
 _OF_OPERATORS = ("predicate", "expression", "group_key", "select", "aggregates", "foreign_key")
 """Fields of operators with SQL over the columns of their inputs: a text, several, or pairs of name and

@@ -60,7 +60,7 @@ N = TypeVar("N", bound=Node)
 
 
 def _pairs(aggregates: Any) -> Any:
-    """Returns the items of a mapping; another value as it is, for ``check_types`` to refuse."""
+    """Returns the items of a mapping; any other value unchanged, so that ``check_types`` refuses it."""
     return tuple(aggregates.items()) if isinstance(aggregates, Mapping) else aggregates
 
 
@@ -217,7 +217,7 @@ class _Settings:
     """Settings that only some kinds of joins have, with the defaults that all others have."""
 
     def given(self) -> str:
-        """The names of those that are set, for messages."""
+        """The names of the settings that are set, for messages."""
         unset = type(self)()
         return " and ".join(n for n, value in vars(self).items() if value != getattr(unset, n))
 

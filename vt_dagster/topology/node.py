@@ -34,7 +34,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_AN_ASSET = frozenset({"attempts", "log", "quarantine", "view"})
 """Folders of an asset's own tables: the path of another asset must not lead through one."""
 _LONGEST = 100
-"""A name is part of directory, file, op and check names, which are limited to some 200 characters."""
+"""Maximum length of a name. It is part of directory, file, op and check names, which are limited to
+about 200 characters."""
 
 
 def require_name(name: str, kind: str) -> None:
@@ -86,8 +87,8 @@ Input: TypeAlias = Any
 MIXED = "mixed"
 """Partitioning of merged streams that are not copartitioned: a key may be in several partitions."""
 _DEEPEST = 3
-"""Most parts of a key prefix: a search for assets goes this deep into a warehouse, which may be any
-directory."""
+"""Maximum number of parts of a key prefix: a search for assets goes this deep into a warehouse, which
+may be any directory."""
 _KINDS: dict[Kind, type[Node]] = {}
 _CHECKED = {"renamed", *(option.name for option in OPTIONS if option.check is not None)}
 """Options with a check of their own, which names the values that it expects."""
@@ -202,7 +203,8 @@ class Operator(ABC):
     @property
     @abstractmethod
     def specification(self) -> OperatorSpec:
-        """The definition that commits store. Results of another definition must not share a log."""
+        """The definition of the operator, as commits store it. Results of two definitions must not be
+        in one log."""
 
     @property
     def settings(self) -> dict[str, str]:

@@ -109,8 +109,8 @@ R = TypeVar("R")
 def check_arguments(
     *skip: str, error: type[VtDagsterError] = TopologyError
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function check that its arguments have their types; a path will do for a text, and other
-    equivalent values too, see :func:`_as_type`.
+    """Makes a function check the types of its arguments. Equivalent values are accepted, for example a
+    path for a text, see :func:`_as_type`.
 
     Args:
         skip: arguments with a check of their own.
@@ -192,9 +192,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _as_type(value: Any, hint: Any) -> Any:
-    """Returns a value of another type as one of the type if it means the same: a path as a text, a
-    number of NumPy or a decimal as Python's, a dictionary's keys or values as a tuple, a number in a
-    mapping of texts as a text. Returns any other value as it is."""
+    """Converts a value to an expected type if that does not change its meaning: a path to a text, a
+    number of NumPy or a decimal to a Python number, a dictionary's keys or values to a tuple, a number
+    in a mapping of texts to a text. Returns any other value unchanged."""
     for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         kind, parts = get_origin(one), get_args(one)
         if one is str and isinstance(value, os.PathLike):
@@ -289,7 +289,7 @@ class Option:
         outcomes: outcomes of records that only a table with the option has, by name; see ``rules``.
         sql: the SQL expression that a text is; None: a text is no expression.
         not_of_results: why the result of an operator cannot have it; empty: it can.
-        not_of_states: why a source of whole states cannot have it; empty: it can.
+        not_of_states: why a node with a source of snapshots cannot have it; empty: it can.
         excludes: options that cannot be set beside it, each with the reason.
         refused: consumers that do not read a table with it.
         read_if: consumers that read a table with it on a condition.
@@ -735,7 +735,7 @@ _FOLLOW_RECORDS = (
     Consumer.CORRECTED_JOIN,
     Consumer.AS_KNOWN,
 )
-"""Consumers that read the log of a table and take each record for a change of a row."""
+"""Consumers that read the log of a table and treat each record as a change of a row."""
 _NO_RECORD = Refusal("it follows records, and a version that ends by itself has no record of its end")
 _NO_VERSION = Refusal("it follows records, and some records make no version")
 _WHOLE_LOG = Refusal(

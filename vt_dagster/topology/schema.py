@@ -53,7 +53,7 @@ def earlier_names(columns: StructType) -> set[str]:
 
 
 def noted(columns: StructType, like: StructType) -> StructType:
-    """Returns columns with the earlier names that ``like`` has for them, also inside ``old``."""
+    """Returns columns with the earlier names that the columns of ``like`` have, also inside ``old``."""
     known = {f.name: f for f in like.fields}
 
     def one(field: StructField) -> StructField:

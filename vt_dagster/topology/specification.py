@@ -225,8 +225,8 @@ class _Operator(Specification, frozen=True):
         return tuple(found)
 
     def changes(self, then: _Operator, sides: Sequence[Names], own: Names) -> Iterator[str]:
-        """Yields the differences in definition from an earlier specification, as text. A renamed column
-        and another whitespace are no differences, nor is what may change between runs.
+        """Yields the differences in definition from an earlier specification, as text. A renamed
+        column, a change of whitespace, and a setting that may change between runs are no differences.
 
         Args:
             sides: earlier names of the columns of its inputs, the left one first.
@@ -569,4 +569,4 @@ OperatorSpec = Annotated[
     | SuppressSpec,
     Field(discriminator="operator"),
 ]
-"""The specification of any operator; ``operator`` tells which."""
+"""The specification of any operator; its field ``operator`` names the kind."""

@@ -232,7 +232,8 @@ class SlidingWindow(_Windows):
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive = False
-    """False although the end is inclusive: start + length gives the end, as in a hopping window."""
+    """False although the end of a sliding window is inclusive: its end is start + length, as in a
+    hopping window."""
     open_when_due = True
 
     def __post_init__(self) -> None:
@@ -240,7 +241,8 @@ class SlidingWindow(_Windows):
 
     @property
     def remembers(self) -> Duration:
-        """A window that starts this long before the latest window is no longer seen."""
+        """How long before the latest window a window may start, exclusive, to be visible to a late
+        record."""
         least = _times(self.time_difference, 2, self.grace)
         return least if self.retention is None else self.retention
 

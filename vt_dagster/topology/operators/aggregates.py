@@ -199,8 +199,9 @@ class Aggregator:
 
 
 def _name_of(function: Any) -> str:
-    """Returns the name of a function; of an object that is called, such as a partial, that of its
-    function or class. Never a text with an address in memory, which differs by process."""
+    """Returns the name of a function; for a callable object, such as a partial, the name of its
+    function or class. The result never contains an address in memory, which differs between
+    processes."""
     function = getattr(function, "func", function)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 

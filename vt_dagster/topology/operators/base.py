@@ -144,7 +144,8 @@ def check_emit(name: str, emit: Any) -> None:
 
 
 def require_of_versions(name: str, consumer: Consumer, node: Any, used: Collection[str]) -> None:
-    """Raises TopologyError if a consumer uses columns in which the records of a version may differ.
+    """Raises TopologyError if a consumer uses columns that may differ between the records of one
+    version.
 
     Args:
         used: the columns of ``node`` that the consumer uses.

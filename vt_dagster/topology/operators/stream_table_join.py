@@ -37,7 +37,7 @@ from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoin
 
 
 AsKnown: TypeAlias = Literal["now", "when_recorded"] | timedelta
-"""By which system time a version must be recorded, see ``StreamTableJoin``."""
+"""The system time by which a version must be recorded to match, see ``StreamTableJoin``."""
 AtOrBefore: TypeAlias = Literal["at_or_before", "before"]
 """Whether a version that starts exactly at the record's timestamp matches."""
 At: TypeAlias = Literal["at_or_before", "before", "at_or_after", "after", "nearest"]
