@@ -347,7 +347,7 @@ def test_what_is_somebody_elses(
     result = run(copy, bronze, [copy.rates])
     assert not result.success
     assert "expected bronze.`rates` to be a new name in the catalog" in messages(result)
-    assert "got one of somebody else. Batch 1 is committed. Give" in messages(result)
+    assert "got one of another writer. Batch 1 is committed. Give" in messages(result)
     assert [c.name for c in spark.table("bronze.rates").schema.fields] == ["x"]
     spark.sql("DROP VIEW bronze.rates")
     assert run(copy, bronze, [copy.rates]).success  # the commit is there, and is reported now

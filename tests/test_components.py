@@ -659,7 +659,7 @@ attributes:
         resources: Any = defs.resources
         assert resources["vt_dagster_warehouse"].catalog == "lake.bronze"
     alone = "\n".join(line for line in text.splitlines() if "warehouse:" not in line)
-    assert "catalog: expected it together with warehouse" in errors(alone)
+    assert "catalog: expected warehouse beside it" in errors(alone)
 
 
 def test_python_and_yaml_together() -> None:

@@ -335,7 +335,7 @@ def test_what_is_somebody_elses(market: Market, tmp_path: Path) -> None:
         return str(found.value)
 
     write_deltalake(str(tmp_path / "theirs"), pl.DataFrame({"x": [1]}).to_arrow())
-    assert "got a Delta table of somebody else; give the export" in refused(tmp_path / "theirs")
+    assert "got a Delta table of another writer; give the export" in refused(tmp_path / "theirs")
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "report.csv").touch()
     assert "got ['report.csv']; give the export another directory" in refused(tmp_path / "files")
@@ -347,7 +347,7 @@ def test_what_is_somebody_elses(market: Market, tmp_path: Path) -> None:
     assert way.run()
     assert "got one that 'rates_export' writes" in refused(to, name="second")
     DeltaTable(str(to)).delete("k = 'a'")
-    assert "from somebody else: DELETE at version 1. RESTORE it to version 0" in refused(to)
+    assert "another writer has changed it: DELETE at version 1. RESTORE it to version 0" in refused(to)
     DeltaTable(str(to)).restore(0)
     assert way.run() is None
     feature = TableFeatures.DeletionVectors

@@ -399,7 +399,7 @@ def test_what_somebody_else_does(copy: Market, lake: Catalog, tmp_path: Path) ->
     assert last.summary is not None
     table.append(table.scan(limit=1).to_arrow())
     said = refused()
-    assert "got from somebody else: append in the snapshot" in said
+    assert "another writer has changed it: append in the snapshot" in said
     assert f"{ATTEMPT}={last.summary[ATTEMPT]}" in said
     lake.load_table("bi.sales").manage_snapshots().rollback_to_snapshot(last.snapshot_id).commit()
     assert way.run() is None

@@ -166,7 +166,10 @@ def test_a_value_is_read_exactly_or_its_row_is_bad(
         (PANDAS.assign(n=[1, "x", None]), "type that Arrow has, got: "),
         (PANDAS.assign(k="\ud83d"), "type that Arrow has, got: 'utf-8' codec can't encode"),
         (PANDAS.assign(n=[2**70, 1, 1]), "type that Arrow has, got: Python int too large"),
-        (pl.DataFrame(COLUMNS).cast({"n": pl.Int128}), "polars columns of values of one type that"),
+        (
+            pl.DataFrame(COLUMNS).cast({"n": pl.Int128}),
+            "polars columns that convert to a type of Arrow",
+        ),
         (PANDAS.assign(n=pd.arrays.SparseArray([1, 0, 0])), "type that Arrow has, got: Sparse"),
         (PANDAS.assign(k=AT), "column 'k' is timestamp[us, tz=UTC], expected string"),
         (pd.concat([PANDAS, PANDAS[["k"]]], axis=1), "got the columns ['k'] more than once"),

@@ -339,7 +339,7 @@ def test_what_the_buffer_gives_is_not_changed(spark: SparkSession, tmp_path: Pat
         assert got in said
         assert (
             "correct the op before" in said
-            or "give the join both outputs of the buffer as they are" in said
+            or "pass both outputs of the buffer to the join unchanged" in said
         )
         assert market.store(market.priced).head() is None
 

@@ -247,7 +247,7 @@ def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     by_known: Any = {"as_known": "when_recorded", "select": ["left.*", "right.n as rate"]}
     known = world.orders.left_join(world.rates, name="known", **by_known)
     world.run_each(known)
-    with pytest.raises(StorageError, match=r"known: expected that no input is restated, .* got rates"):
+    with pytest.raises(StorageError, match=r"known: expected no restated input, .* got rates"):
         restate(world.warehouse, world.rates, LATE, world.spark, [known])
     never = world.orders.left_join(world.rates, name="never", select=["left.*", "right.n as rate"])
     with pytest.raises(StorageError, match="never: nothing was ever committed"):

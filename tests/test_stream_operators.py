@@ -337,7 +337,7 @@ def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str
     with pytest.raises(ContractError) as refused:
         driver.run({"sales": [{"k": "a", "g": "x", **BIG}]})
     said = str(refused.value)
-    assert said.startswith("totals: expected values of which its expressions can be computed, got: ")
+    assert said.startswith("totals: expected values for which its expressions can be computed, got: ")
     assert got in said
     assert ". Nothing was committed. Compute in a wider type, or with try_add" in said
     assert "spark.sql" not in said

@@ -127,7 +127,7 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     (event,) = ended.get_asset_materialization_events()
     assert event.materialization.metadata["hash"].value == made.hash
     assert pl.read_delta(to).sort(pl.all()).equals(told.sort(pl.all()))
-    with pytest.raises(StorageError, match="expected the manifest of a set with this declaration"):
+    with pytest.raises(StorageError, match="expected a manifest of the current declaration"):
         TrainingRun(TrainingSet("examples", visits, tuple(features[:2])), to, warehouse, spark).run(
             made
         )

@@ -107,7 +107,7 @@ def test_what_fails_is_cleaned_up(market: Market, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         what_if(str(copy.warehouse), remembering(copy), copy.spark, tell=tell)
     assert everything(copy) == there
-    with pytest.raises(StorageError, match="expected inputs to recompute as well to be among"):
+    with pytest.raises(StorageError, match="expected also to name inputs to recompute, some of"):
         what_if(str(copy.warehouse), copy.priced, copy.spark, also=["nobody"])
 
 

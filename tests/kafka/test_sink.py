@@ -219,7 +219,7 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
     # after a restatement, also where nothing is new, and where something is
     assert publication(here).run() is None
     restate(str(here), node, "2020-01-01T00:00:00Z", spark)
-    said = r"the log of s is another one than in batch \d .*restated.* from_start: true"
+    said = r"the log of s that batch \d has published, got another one .*restated.* from_start: true"
     with pytest.raises(StorageError, match=said):
         publication(here).run()
     topics.produce(sources[0], records([4]))

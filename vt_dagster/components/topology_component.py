@@ -884,8 +884,8 @@ class TopologyComponent(dg.Component):
         if self.attributes.catalog is not None:
             if resources is None:
                 raise DefinitionsError(
-                    "catalog: expected it together with warehouse, whose tables it names, got it "
-                    "alone; add warehouse, or give build_resources a WarehouseResource(catalog=…)"
+                    "catalog: expected warehouse beside it, whose tables it registers by name, got "
+                    "none; add warehouse, or give build_resources a WarehouseResource(catalog=…)"
                 )
             require_names(nodes.values())
         made = dg.Definitions(

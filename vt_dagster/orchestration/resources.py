@@ -167,7 +167,7 @@ def session_of(spark: PySpark) -> Any:
     lacks = lacking(session)
     if lacks:
         raise SparkUnavailableError(
-            f"Expected the Spark session of {kind} to have Delta Lake and UTC, it lacks "
+            f"Expected the Spark session of {kind} to have Delta Lake and UTC, but it lacks "
             f"{'; '.join(lacks)}. Add that to its spark_config, or use all settings that tables need, "
             "jars included: spark_config=SparkResource(spark_config={…}).pyspark_config(). They apply "
             "only at the start of Spark: the first session of a process sets them."

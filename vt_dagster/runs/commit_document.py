@@ -90,9 +90,9 @@ def _require_other_names(arrival: Arrival, position: Mapping[str, Any]) -> None:
         now, then = (ids.get(name, "@") for ids in (position.get("topics", {}), before.topics))
         if name in before.inputs and ("@" in now) != ("@" in then):
             raise SourceError(
-                f"{arrival.node.name}: expected a topic with another name than {name!r}, by which a "
-                "commit keeps the position in another kind of source that the asset also has had; "
-                "nothing was committed. Go back to the source of before, or reprocess into a new asset"
+                f"{arrival.node.name}: expected a topic with another name than {name!r}, because the "
+                "asset's commits use that name for its position in an earlier source of another kind; "
+                "nothing was committed. Restore the earlier source, or reprocess into a new asset"
             )
 
 

@@ -90,12 +90,12 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 KEPT = (
     "derived without the key's columns: its counts, its values of erased rows, and groups named after "
-    "one, remain until it is made anew (vt-dagster replay and swap, or restate)"
+    "one, remain until it is recomputed (vt-dagster replay and swap, or restate)"
 )
-KEPT_EXPORT = "it does not have the key's columns: remove it, and its next run writes it anew"
+KEPT_EXPORT = "it does not have the key's columns: remove it, and its next run creates it again"
 KEPT_ICEBERG = (
-    "an Iceberg table: its next run writes it anew without the key; then expire its earlier snapshots, "
-    "and remove the files that no snapshot has"
+    "an Iceberg table: its next run writes the whole table without the key; then expire its earlier "
+    "snapshots, and remove the files that no snapshot has"
 )
 
 

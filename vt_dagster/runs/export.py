@@ -430,9 +430,9 @@ def head_in(to: str, name: str, kind: str) -> Commit | None:
     changed = delta.foreign_write(to)
     if changed is not None:
         raise StorageError(
-            f"{name}: expected that only this export writes to {to}, got from somebody else: "
-            f"{changed}. RESTORE it to version {found.version}, or remove the directory: the next "
-            "run writes it anew"
+            f"{name}: expected that only this export writes to {to}, but another writer has changed "
+            f"it: {changed}. RESTORE it to version {found.version}, or remove the directory: the next "
+            "run creates the table again"
         )
     delta.files(to, wanted=lambda _: False)  # refuses Delta features that simpler readers lack
     return Commit.model_validate(found.document)
@@ -445,7 +445,7 @@ def _require_empty(to: str, name: str) -> None:
     if others or delta.exists(to):
         raise StorageError(
             f"{name}: expected an empty place or its own table in {to}, got "
-            f"{'a Delta table of somebody else' if delta.exists(to) else sorted(others)[:3]}; give "
+            f"{'a Delta table of another writer' if delta.exists(to) else sorted(others)[:3]}; give "
             "the export another directory, or move that away"
         )
 

@@ -791,7 +791,7 @@ def value_refused(node: Stream, error: Exception) -> ContractError | None:
     if found is None:
         return None
     return ContractError(
-        f"{node.name}: expected values of which its expressions can be computed, got: {found[1]} "
+        f"{node.name}: expected values for which its expressions can be computed, got: {found[1]} "
         "Nothing was committed. Compute in a wider type, or with try_add, try_multiply, try_divide or "
         "try_cast, which return null; or correct the values"
     )

@@ -111,8 +111,8 @@ def require_inputs(node: Stream, stores: AssetStores) -> None:
     new = [up.name for up in node.inputs if up.name not in known and stores(up).head() is None]
     if new:
         raise StorageError(
-            f"{node.name}: expected that its new input {new[0]} has run, because a replay joins and "
-            f"consumes what is there, got nothing committed; run it first (vt-dagster run {new[0]})"
+            f"{node.name}: expected commits of its new input {new[0]}, because a replay reads only "
+            f"what its inputs have committed, got none; run it first (vt-dagster run {new[0]})"
         )
 
 

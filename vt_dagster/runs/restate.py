@@ -260,9 +260,10 @@ class _Restatement:
         again = [up.name for up in node.inputs if path_of(up) in made]
         if again and processor_of(node).plan().uses_system_time:
             raise StorageError(
-                f"{node.name}: expected that no input is restated, because it joins by what was known, "
-                f"and the rows of a restated log are recorded now, got {again[0]}. Replay {again[0]}, "
-                "which keeps the system times of topics and files (vt-dagster replay), compare and swap"
+                f"{node.name}: expected no restated input, because it is a join with as_known, and the "
+                f"rows of a restated log get the current system time, got {again[0]}. Instead, replay "
+                f"{again[0]} (vt-dagster replay, which keeps the system times of topics and files), "
+                "compare and swap"
             )
 
     def _kept(self, node: Stream, last: Commit, plan: Plan) -> tuple[Commit | None, str]:
@@ -276,7 +277,7 @@ class _Restatement:
         if table is not None and not isinstance(table, VersionedTable):
             return None, f"{table.name} has only current rows"
         if table is not None and path_of(table) in done:
-            return None, f"{table.name} is made anew"
+            return None, f"{table.name} is recomputed"
         limits = dict[str, Offsets]()
         for up in run_plan.consumed:
             keep = done[path_of(up)].keep if path_of(up) in done else None
@@ -390,7 +391,7 @@ class _Restatement:
                     f"{self.node.name}: expected the definitions of all its consumers, got none of "
                     f"{name}, which consumes {consumed[0]} and would refuse its next run; add it too"
                 )
-            self.say(f"! {name} has taken from the log of {consumed[0]} what is made anew now")
+            self.say(f"! {name} has consumed rows of {consumed[0]} that are now recomputed")
 
     # -- build -----------------------------------------------------------------------------------
 

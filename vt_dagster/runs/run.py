@@ -226,7 +226,7 @@ def require_same(node: Stream, given: Mapping[str, int], got: Mapping[str, int])
     if given != got:
         raise ContractError(
             f"{node.name}: expected the records of its grace buffer ({in_words(given)}), got "
-            f"({in_words(got)}); give the join both outputs of the buffer as they are, and filter the "
+            f"({in_words(got)}); pass both outputs of the buffer to the join unchanged, and filter the "
             "stream before the buffer or the result after the join"
         )
 

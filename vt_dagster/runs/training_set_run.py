@@ -119,8 +119,8 @@ class TrainingRun:
         declared, before = self.declared, self.head()
         if pinned is not None and pinned.declared != declared.declared():
             raise StorageError(
-                f"{declared.name}: expected the manifest of a set with this declaration, "
-                f"{declared.declared()}, got {pinned.declared}; restore that declaration"
+                f"{declared.name}: expected a manifest of the current declaration, "
+                f"{declared.declared()}, got one of {pinned.declared}; declare it as in the manifest"
             )
         stores = {n.name: AssetStore(self.warehouse, n, self.spark, self.tell) for n in declared.inputs}
         heads = [(store, head) for store in stores.values() if (head := store.head()) is not None]

@@ -184,8 +184,8 @@ def _replayed(
     unknown = sorted({*also} - {one.name for one in every})
     if unknown:
         raise StorageError(
-            f"{node.name}: expected inputs to recompute as well to be among "
-            f"{[one.name for one in every[:-1]]}, got {unknown}; correct them"
+            f"{node.name}: expected also to name inputs to recompute, some of "
+            f"{[one.name for one in every[:-1]]}, got {unknown}; correct it"
         )
     remade: list[str] = []
 

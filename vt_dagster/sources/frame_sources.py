@@ -198,7 +198,7 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
             return pa.Table.from_pandas(value, preserve_index=False) if pandas else value.to_arrow()
         except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
             raise ContractError(
-                f"{name}: expected {library} columns of values of one type that Arrow has, got: "
+                f"{name}: expected {library} columns that convert to a type of Arrow, got: "
                 f"{error}; convert that column before it is returned. Nothing was committed"
             ) from None
     if library in ("duckdb", "_duckdb"):

@@ -357,9 +357,10 @@ class Publication:
         known = before.logs.get(self.node.name, log.log)
         if known != log.log:
             raise StorageError(
-                f"{self.name}: the log of {self.node.name} is another one than in batch "
-                f"{before.batch} (it was {known}, now {log.log}): it was replayed, restated or "
-                f"swapped, and its offsets refer to other records. Nothing was sent. {self._way_out()}"
+                f"{self.name}: expected the log of {self.node.name} that batch {before.batch} has "
+                f"published, got another one (it was {known}, now {log.log}): it was replayed, "
+                "restated or swapped, and its offsets refer to other records. Nothing was sent. "
+                f"{self._way_out()}"
             )
 
     def _require_topic(self, before: Commit, topic: TopicState) -> None:
@@ -506,7 +507,7 @@ class Publication:
             if error is not None:
                 raise SourceError(
                     f"{self.name}: expected the topic {self.sink.topic} at {self.sink.cluster.servers} "
-                    f"to accept all records, got {count:,} or more that it did not: {error}. Nothing "
+                    f"to accept all records, but it rejected {count:,} or more: {error}. Nothing "
                     "was committed; the next run skips the records that the topic already has. First "
                     f"{advice_for(error)}"
                 )

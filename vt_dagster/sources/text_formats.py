@@ -291,7 +291,7 @@ def checked(what: str, kind: Kind, options: Mapping[str, Any]) -> dict[str, str]
             if _AS_IT_IS.get(name.lower()) == text.lower() and name in REFUSED:
                 continue
             why = REFUSED.get(name) or f"it is an option of other sources, not of {_NAMES[kind]}"
-            raise SourceError(f"{what}: the option {given!r} has no effect, expected none: {why}")
+            raise SourceError(f"{what}: expected no option {given!r}, which has no effect: {why}")
         if name in found:
             raise SourceError(f"{what}: the option {name!r} is given twice; remove one of them")
         try:

@@ -219,7 +219,7 @@ class _Catalog:
             raise StorageError(
                 f"{node.name}: expected {full} to be a new name in the catalog, or "
                 f"one of the asset in {self._root}, got one of "
-                f"{f'the asset in {whose}' if whose else 'somebody else'}. {self._committed_so_far()}"
+                f"{f'the asset in {whose}' if whose else 'another writer'}. {self._committed_so_far()}"
                 "Give WarehouseResource(catalog=…) another schema, or drop that one, and run again"
             )
         if there is not None and there.get(_DEFINITION) == digest:

@@ -354,8 +354,8 @@ def require_table(path: str, version: int | None = None) -> DeltaTable:
     found = open_table(path, version, to_read=True)
     if found is None:
         raise StorageError(
-            f"expected a Delta table in {path}, found none; materialize the asset first, or make a "
-            "view that was lost anew with vt-dagster rebuild"
+            f"expected a Delta table in {path}, found none; materialize the asset first, or rebuild a "
+            "view that was lost (vt-dagster rebuild)"
         )
     return found
 

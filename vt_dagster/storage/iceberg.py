@@ -60,7 +60,7 @@ _PROPERTIES = {
     # Each commit writes the table's metadata anew: keep the last hundred files, Iceberg's default.
     "write.metadata.delete-after-commit.enabled": "true",
 }
-_ANEW = "drop the table with its files (purge_table of PyIceberg): the next run writes it anew"
+_ANEW = "drop the table with its files (purge_table of PyIceberg): the next run creates it again"
 _TIMES = (DateType, TimestampType, TimestampNTZType)
 
 
@@ -109,18 +109,18 @@ class IcebergTable:
         if document is None or whose != self.asset:
             raise StorageError(
                 f"{self.asset}: expected no {self._label}, or its own table, got one that "
-                f"{whose or 'somebody else'} writes; give another catalog_table"
+                f"{whose or 'another writer'} writes; give another catalog_table"
             )
         if table.location().rstrip("/") != self._location:
             raise StorageError(
                 f"{self.asset}: expected the files of {self.name} in {self._location}, got "
-                f"{table.location()}; give that place, or {_ANEW}"
+                f"{table.location()}; set to to that place, or {_ANEW}"
             )
         changed = _changed(table, document["attempt"])
         if changed is not None:
             raise StorageError(
-                f"{self.asset}: expected that only this export writes to {self._label}, got from "
-                f"somebody else: {changed}. Roll it back to the snapshot with "
+                f"{self.asset}: expected that only this export writes to {self._label}, but another "
+                f"writer has changed it: {changed}. Roll it back to the snapshot with "
                 f"{ATTEMPT}={document['attempt']} in its summary, or {_ANEW}"
             )
         return document

@@ -220,15 +220,15 @@ class StreamTableJoin(Join):
         option, (setting, length) = f"at={self.at!r}", self._final_after
         if self.max_age is None:
             raise TopologyError(
-                f"{self.name}: {option} needs max_age, but has none: without it a version may start "
-                "any time after the record, so no wait is long enough to find it: set max_age to how "
-                f"far from the record a version may start, and {setting} to at least as long"
+                f"{self.name}: {option} needs max_age, got none: without it, a matching version may "
+                "start at any time after the record, so no wait is long enough; set max_age to how far "
+                f"from the record a version may start, and {setting} to at least that"
             )
         for partition, (final, age) in pairs(length, self.max_age):
             if final < age:
                 raise TopologyError(
                     f"{self.name}: {option} needs a {setting} of at least max_age, {age}, got "
-                    f"{final}{partition}: the row would be final before its match can have come: "
+                    f"{final}{partition}: the row would be final before its match may arrive: "
                     f"lengthen {setting} or shorten max_age"
                 )
         self._check_now(option)
@@ -237,7 +237,7 @@ class StreamTableJoin(Join):
         if self.as_known != "now":
             raise TopologyError(
                 f"{self.name}: {option} matches versions that start after the record, but as_known "
-                "looks up what was known of the record's own time: remove one of the two"
+                "restricts only the version that is valid at its time: remove one of the two"
             )
 
     def _check_waits_for_nothing(self) -> None:
