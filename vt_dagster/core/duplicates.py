@@ -7,7 +7,7 @@ unless its value is remembered: an earlier record with the value may no longer b
 whose records have one timestamp is never in the log twice.
 
 All of it is per partition. Offsets of two partitions have no common order: which of their records is
-the first would depend on how arrivals are cut into runs.
+the first would depend on how arrivals are split into runs.
 
 The state is the remembered values: ``partition``, the columns of ``unique_by`` and of the key, and
 ``_latest``, the time of the latest record with them. It has the key so that an erase of the key removes

@@ -170,8 +170,8 @@ def build_definitions(
 ) -> dg.Definitions:
     """Returns all Dagster definitions for some streams and tables and everything upstream of them.
 
-    Assets, blocking checks, a sensor (off) for each source of files or topics, and resources. Merge
-    them with your own definitions by ``dg.Definitions.merge``: those set the executor.
+    Assets, blocking checks, a sensor (off) for each source of files, dumps, Delta tables or topics, and
+    resources. Merge them with your own definitions by ``dg.Definitions.merge``: those set the executor.
 
     Args:
         spark: a :class:`SparkResource`, or a ``PySparkResource`` or ``LazyPySparkResource`` of
