@@ -196,7 +196,7 @@ def test_other_settings(market: Market) -> None:
     assert wider.operator.window == HoppingWindow(2 * hour, hour / 2, timedelta(minutes=5))
     for settings, said in (
         ({"grace": "1h"}, "priced: expected one of the settings .*'grace_period'.*, got 'grace'"),
-        ({"kind.of": "1h"}, "priced: expected a setting with nested settings, got 'kind.of' of 'left'"),
+        ({"kind.of": "1h"}, "priced: expected a setting that has nested settings, got 'kind.of'"),
     ):
         with pytest.raises(TopologyError, match=said):
             with_settings(market.priced, settings)

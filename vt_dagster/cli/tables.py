@@ -136,7 +136,7 @@ def replay(
     if not planned and (asset is None or into is None or no_swap or yes):
         raise DefinitionsError(
             "expected an asset and --into, or --planned; --no-swap and --yes need --planned; give one "
-            "of both"
+            "of the two"
         )
     topology = load_topology(file, module, warehouse)
     if asset is None or into is None:
@@ -373,8 +373,8 @@ def what_if(
     allowed = parse_share(budget)
     if planned == (asset is not None) or (planned and (settings or also or against_replay)):
         raise DefinitionsError(
-            "expected an asset, with --set, --also and --against-replay if you like, or --planned, "
-            "which takes the assets that need a replay as they are declared; give one of both"
+            "expected an asset (--set, --also and --against-replay are optional), or --planned, which "
+            "takes the assets that need a replay as they are declared; give one of the two"
         )
     if against_replay and not settings:
         raise DefinitionsError(

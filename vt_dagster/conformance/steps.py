@@ -70,7 +70,8 @@ class Layout:
 
     @property
     def value(self) -> str:
-        """The compared column of the output: that of a windowed aggregate has the aggregate's name."""
+        """The compared column of the output: ``value``, or the aggregate's name in a windowed
+        aggregate."""
         windows = [s["aggregate"] for s in self.steps.values() if s["op"] == "window"]
         return windows[0] if windows else "value"
 

@@ -232,7 +232,8 @@ def number_by_blocks(rows: DataFrame, first: Column, partitions: Collection[int]
     """Assigns the offsets of :func:`number` to rows in order of ``_arrival``, without sorting them.
 
     A block is ``BLOCK`` consecutive arrivals of a partition, with a bit for each that has a row. An
-    offset is the number of rows in the blocks before, plus that of the lower bits in its own block.
+    offset is the number of rows in earlier blocks, plus the number of rows in its own block that have a
+    lower bit.
 
     Plan: one aggregate (one row per block, broadcast).
 

@@ -349,7 +349,7 @@ class RunCounts:
             found: by partition, the number of results by outcome, and ``tallies``.
 
         Raises:
-            RefusedRecordsError: there are such results.
+            RefusedRecordsError: a result must stop the run.
         """
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:

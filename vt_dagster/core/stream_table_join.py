@@ -881,7 +881,7 @@ class CorrectedJoinTime(GraceTime):
 
 @dataclass(frozen=True)
 class CorrectedJoinCounts(RunCounts):
-    """The counts of judged records and corrections; two records must not have one key.
+    """The counts of judged records and corrections; fails a run in which two records have one key.
 
     Args:
         name: of the result.

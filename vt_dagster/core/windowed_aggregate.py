@@ -899,13 +899,12 @@ def aggregate(
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
         _outcome, _turn``, the place of ``records``, and the columns that ``state_after`` needs.
-        ``window_start`` is
-        inclusive; ``window_end`` is exclusive; for a session it is the timestamp of its last record,
-        for a sliding window its start + time difference, both inclusive. ``timestamp``: the largest in
-        the window; for a session, and for the tombstone of a merged one, its end. ``dropped``: a record
-        without a key (or value, if one is needed), without a window; or one row per closed window.
-        ``kept``: a window not last changed by a record, or a session or sliding window at the end of
-        the run.
+        ``window_start`` is inclusive; ``window_end`` is exclusive; for a session it is the timestamp of
+        its last record, for a sliding window its start + time difference, both inclusive.
+        ``timestamp``: the largest in the window; for a session, and for the tombstone of a merged one,
+        its end. ``dropped``: a record without a key (or value, if one is needed), without a window; or
+        one row per closed window. ``kept``: a window not last changed by a record, or a session or
+        sliding window at the end of the run.
 
     Source: FORMAT 4.10.1-4.10.6, section 7; kip328-grace-boundary, kip328-hopping,
     kip328-session-merge, kip328-sliding.

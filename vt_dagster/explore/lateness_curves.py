@@ -124,7 +124,7 @@ class LatenessCurves:
 
     @property
     def labels(self) -> list[Label]:
-        """The lengths at the horizontal axis: all of them, or each second, each third and so on."""
+        """The lengths at the horizontal axis: all of them, or every second, every third, and so on."""
         step = ceil(len(self.xs) / _LABELS)
         every = [Label(x, one.length) for x, one in zip(self.xs, self.found.choices, strict=True)]
         return every[::step]

@@ -319,7 +319,7 @@ def declared_source(node: Stream) -> Any:
     """Returns the source of a stream or table.
 
     Raises:
-        TopologyError: it has none.
+        TopologyError: the node has no source.
     """
     try:
         return source_of(node)

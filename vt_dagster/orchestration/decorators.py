@@ -112,7 +112,7 @@ class Inputs:
         """Returns the inputs of a stream or table.
 
         Raises:
-            TopologyError: its source is itself.
+            TopologyError: the source of the node is the node itself.
         """
         if isinstance(source, FunctionSource):
             parameters = function_parameters(source.function)

@@ -560,8 +560,8 @@ class Log:
 
 
 def inputs_named(warehouse: str, asset: str, name: str) -> list[str]:
-    """Returns the assets that an input of an asset may be by its name without key prefix; the one with
-    the asset's own prefix comes first."""
+    """Returns the assets with the given name, whatever their key prefix: one of them is the input of
+    the asset. The one with the asset's own prefix comes first."""
     beside = posixpath.join(posixpath.dirname(asset), name)
     others = [one for one in asset_names(warehouse) if posixpath.basename(one) == name]
     return sorted(others, key=lambda one: one != beside)
@@ -586,8 +586,8 @@ def both(*conditions: Condition | None) -> Condition:
 
 
 def at_places(places: Collection[Place]) -> tuple[Condition, Offsets, Offsets]:
-    """Returns the condition, start and end offsets with which a log is read at some places; it may have
-    more records, of another partition and the same offset."""
+    """Returns the condition and the start and end offsets for a read of some places. The read may also
+    return records of other partitions with the same offsets."""
     offsets = pa.array(sorted({offset for _, offset in places}), pa.int64())
     start, end = Offsets(), Offsets()
     for partition, offset in places:

@@ -275,8 +275,8 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
     """Returns the largest time in the log for the keys of records that are older than the history
     retention, in a table that follows the order of its source; None = there is no such record.
 
-    The view has forgotten old deletions. Such a record comes after them in source order, so the log
-    must be read for their times.
+    The view no longer has old deletions. In source order such a record comes after them, so their times
+    are read from the log.
 
     Plan: a job that checks whether there is such a record; then one scan of the log's keys.
     """

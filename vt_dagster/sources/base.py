@@ -206,7 +206,7 @@ def require_source_recorded_at(
     """Checks that ``recorded_at`` is one of ``words`` or a column of type timestamp.
 
     Raises:
-        TopologyError: it is neither.
+        TopologyError: ``recorded_at`` is neither of the two.
     """
     columns = [f.name for f in schema.fields if isinstance(f.dataType, TimestampType)]
     if recorded_at not in (*words, *columns):

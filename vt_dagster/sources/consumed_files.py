@@ -399,14 +399,16 @@ def stamp_of(files: Sequence[FileInfo]) -> str:
 
 
 def digest_of(files: Sequence[FileInfo]) -> str:
-    """Returns a digest of the contents of files, of many or large ones of evenly spaced blocks."""
+    """Returns a digest of the contents of files. If the files are many or large, it covers only evenly
+    spaced blocks of each."""
     blocks = max(2, _BLOCKS // max(1, len(files)))
     found = [_digest(file, blocks) for file in files]
     return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
 
 
 def _digest(file: FileInfo, blocks: int = _BLOCKS) -> str:
-    """Returns a digest of a file's content, for a large file of evenly spaced blocks; empty if gone."""
+    """Returns a digest of a file's content, for a large file only of evenly spaced blocks; empty if the
+    file is gone."""
     fs, local = delta.filesystem(file.path)
     digest = hashlib.blake2b(digest_size=16)
     step = _BLOCK if file.size <= _BLOCK * blocks else (file.size - _BLOCK) // (blocks - 1)

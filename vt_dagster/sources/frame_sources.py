@@ -162,7 +162,7 @@ def require_once(name: str, there: Sequence[str]) -> None:
     """Checks that a DataFrame has each column once.
 
     Raises:
-        ContractError: it does not.
+        ContractError: a column occurs twice.
     """
     twice = sorted({c for c in there if there.count(c) > 1})
     if twice:

@@ -101,7 +101,8 @@ class PinnedTopics(Limited):
 
     @property
     def taken(self) -> Ranges:
-        """The non-empty ranges; all ranges if there is more to commit than records."""
+        """The non-empty ranges; or all ranges if the commit must record positions or gaps even without
+        records."""
         # The first commit stores the start offsets even without records: else ``latest`` would move on.
         new = self.before is None or self.gaps or set(self.ids) - set(self.before.topics)
         return self.ranges if new else self.records

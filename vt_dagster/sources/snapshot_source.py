@@ -137,7 +137,7 @@ def check_ignored(name: str, ignore: Sequence[str], key: Sequence[str], schema: 
     """Checks that ``ignore`` names value columns.
 
     Raises:
-        TopologyError: it names others.
+        TopologyError: ``ignore`` names other columns.
     """
     wrong = [c for c in ignore if c not in schema.names or c in key]
     if wrong:
@@ -627,7 +627,7 @@ class SnapshotSource:
         """Checks that a dump follows the consumed ones, by name and by time.
 
         Raises:
-            SourceError: it does not; or its time is in the future.
+            SourceError: the dump does not follow them, or its time is in the future.
         """
         if time is not None:
             require_past(f"the dump {dump.name} in {self.path}", time, self.max_clock_skew)

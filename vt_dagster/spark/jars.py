@@ -162,7 +162,7 @@ def pyspark_series() -> str:
     """Returns the series of the installed PySpark.
 
     Raises:
-        SparkUnavailableError: it is not supported, or there is no PySpark.
+        SparkUnavailableError: the series is not supported, or there is no PySpark.
     """
     try:
         found = version("pyspark")

@@ -57,7 +57,7 @@ def require_catalog(catalog: str) -> None:
     """Requires the name of a schema, when definitions load.
 
     Raises:
-        TopologyError: it is no such name.
+        TopologyError: the text is no such name.
     """
     if not re.fullmatch(r"\w+(\.\w+)?", catalog):
         raise TopologyError(

@@ -267,7 +267,7 @@ def require_directory(place: Path) -> None:
     """Creates a local directory if it is missing, for files that a command is to write.
 
     Raises:
-        StorageError: it cannot be created, or must not be written to.
+        StorageError: the directory cannot be created, or must not be written to.
     """
     try:
         place.mkdir(parents=True, exist_ok=True)

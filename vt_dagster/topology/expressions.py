@@ -369,7 +369,8 @@ class _Expression:
         return what, _CLOCK
 
     def _of_time(self, place: int) -> bool:
-        """Returns whether a token may be a time, or return one."""
+        """Returns whether a token may be a time type, a column of such a type, or a function that
+        returns a time."""
         piece, before = self._at(place), self._at(place - 1)
         if not piece.is_name:
             return False

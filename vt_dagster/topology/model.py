@@ -244,7 +244,7 @@ class _Window(_Settings):
         return before, after, timedelta(0) if self.grace is None else self.grace
 
     def refuse_beside_table(self, name: str, table: Node) -> None:
-        """Raises TopologyError if any is set for a join with a table."""
+        """Raises TopologyError if one of these settings is set for a join with a table."""
         if given := self.given():
             raise TopologyError(
                 f"{name}: {given} is only for a join of two streams, but {table.name!r} "
@@ -264,7 +264,7 @@ class _Promise(_Settings):
         return listed(self.key)
 
     def refuse(self, name: str, where: str) -> None:
-        """Raises TopologyError if any is set for another kind of join."""
+        """Raises TopologyError if one of these settings is set for another kind of join."""
         if given := self.given():
             raise TopologyError(
                 f"{name}: {given} is only for a corrected join with a versioned table, "
@@ -282,7 +282,7 @@ class _Match(_Settings):
     before_first: BeforeFirst = None
 
     def refuse(self, name: str, where: str) -> None:
-        """Raises TopologyError if any is set for another kind of join."""
+        """Raises TopologyError if one of these settings is set for another kind of join."""
         if given := self.given():
             raise TopologyError(
                 f"{name}: {given} is only for a join of a stream with a versioned table, "
@@ -798,7 +798,7 @@ class Table(Stream, kind="table"):
         return Suppress(self, name, until=until).result(**shown)
 
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
-        """Raises TopologyError: it is already a table. Use ``to_stream(name=...)`` first."""
+        """Raises TopologyError, because a table is no stream. Use ``to_stream(name=...)`` first."""
         return ToTable(self, name, materialized).result(**shown)
 
     def to_stream(self, *, name: str, **shown: Any) -> Stream:
@@ -1025,7 +1025,7 @@ def _set(asset: str, owner: Any, name: str, text: str) -> Any:
     if rest:
         if not is_dataclass(value):
             raise TopologyError(
-                f"{asset}: expected a setting with nested settings, got {name!r} of {value!r}"
+                f"{asset}: expected a setting that has nested settings, got {name!r} of {value!r}"
             )
         return replace(owner, **{first: _set(asset, value, rest, text)})
     return replace(owner, **{first: _value(value, text)})

@@ -87,7 +87,8 @@ def names_before(asset: str, renamed: Mapping[str, str], schema: StructType) -> 
     """Returns the earlier names by column, from a declared ``{old: new}`` with an entry per old name.
 
     Raises:
-        TopologyError: it maps no names, the new name is not a column, or the old one is.
+        TopologyError: ``renamed`` is no mapping of names, a new name is not a column, or an old name is
+            one.
     """
     pairs = renamed.items() if isinstance(renamed, Mapping) else [(None, None)]
     if not all(isinstance(one, str) for pair in pairs for one in pair):
