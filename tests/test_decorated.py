@@ -194,7 +194,7 @@ def test_a_partition_that_is_tried_again(
     again: bool,
 ) -> None:
     """After its commit, before it is reported. The function returns other rows at each call."""
-    calls, forget, faults = [0], AssetStore.forget, [0]
+    calls, forget, faults = [0], AssetStore.remove_staged_before, [0]
 
     def fails(store: AssetStore, previous: Any) -> None:
         forget(store, previous)
@@ -202,7 +202,7 @@ def test_a_partition_that_is_tried_again(
             faults[0] -= 1
             raise OSError("no connection")
 
-    monkeypatch.setattr(AssetStore, "forget", fails)
+    monkeypatch.setattr(AssetStore, "remove_staged_before", fails)
 
     @stream(partitions_def=DAYS, **ABOUT)
     def daily() -> pd.DataFrame:

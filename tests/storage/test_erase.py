@@ -406,7 +406,7 @@ def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.
             for owner, name in (
                 (rewrite, "rewrite"),
                 (rewrite, "purge"),
-                (erasure, "forget_attempts"),
+                (erasure, "remove_attempts"),
             ):
                 patch.setattr(owner, name, armed(getattr(owner, name), place, steps))
             with pytest.raises(Killed):

@@ -34,7 +34,7 @@ from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import arrow_reader, commit_log, delta, view
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Shape
-from vt_dagster.storage.maintenance import forget_commits
+from vt_dagster.storage.maintenance import remove_commits
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Table
 
@@ -187,7 +187,7 @@ def test_as_known_at_is_what_a_copy_of_then_gives(
             if number == cleaned:
                 DeltaTable(log.root / "t" / "log").create_checkpoint()
             then.append((log.recorded, [answer(root, "t", None, **q) for q in questions(kind)]))
-        forget_commits(str(log.root / "t" / "log"), timedelta(0))
+        remove_commits(str(log.root / "t" / "log"), timedelta(0))
         left = delta.versions(str(log.root / "t" / "log"))
         assert left[0] == min(cleaned, len(drawn)) if cleaned < len(drawn) else not left[0]
         for recorded, answers in then:
@@ -395,7 +395,7 @@ def test_a_replay_keeps_the_times(
     topology, then = told
     warehouse = shutil.copytree(topology.warehouse, tmp_path / "copy")
     DeltaTable(warehouse / "rates" / "log").create_checkpoint()
-    forget_commits(str(warehouse / "rates" / "log"), timedelta(0))
+    remove_commits(str(warehouse / "rates" / "log"), timedelta(0))
     again = replay(str(warehouse), topology.rates, "again", spark)
     assert [one.recorded_at for one in commit_log.commits(again.root)] == [t for t, _ in then]
     for recorded, answers in then:
@@ -423,7 +423,7 @@ def test_spark_gives_the_same(
             table.create_checkpoint()
             table.optimize.compact()
             table.vacuum(0, dry_run=False, enforce_retention_duration=False)
-            forget_commits(path, timedelta(0))
+            remove_commits(path, timedelta(0))
         assert len(list(commit_log.commits(f"{topology.warehouse}/rates"))) == 5
         assert len(delta.versions(f"{topology.warehouse}/rates/log")) < 5
     store = topology.store("rates", spark)

@@ -227,7 +227,7 @@ def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
     """Nothing is cut off before the log's commit, and all is after it; the next one does the rest."""
     before = answers(alone)
     steps = [(parquet, "write", 1), (AssetStore, "stage_files", 1), (parquet, "write", 2)]
-    for whose, name, call in [*steps, (AssetStore, "forget", 1)]:
+    for whose, name, call in [*steps, (AssetStore, "remove_staged_before", 1)]:
         for after in (False, True):
             with pytest.MonkeyPatch.context() as patched:
                 failing(patched, whose, name, call, after)

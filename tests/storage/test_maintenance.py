@@ -18,7 +18,7 @@ from vt_dagster.spark.settings import settings
 from vt_dagster.storage import delta, parquet, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit, Shape
-from vt_dagster.storage.maintenance import KEEP, forget_commits, is_older, maintain
+from vt_dagster.storage.maintenance import KEEP, is_older, maintain, remove_commits
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 
@@ -171,7 +171,7 @@ def test_commits_are_kept_as_long_as_files(
     append(spark, old, 6)
     append(spark, old, 7)
     last = delta.last_commit(str(old))
-    assert (forget_commits(str(old), timedelta(days=41)), commits(old)[0]) == (0, 0)
+    assert (remove_commits(str(old), timedelta(days=41)), commits(old)[0]) == (0, 0)
     done = maintain(str(old.parent.parent), "rates", spark)
     assert (done["commits_removed"], commits(old)[0]) == (3, 3)
     log = sorted(f.name for f in (old / "_delta_log").iterdir())
@@ -184,7 +184,7 @@ def test_commits_are_kept_as_long_as_files(
     assert parquet.read(spark, str(old)).count() == 7
     assert parquet.read(spark, str(old), 6).count() == 6
     assert spark.sql(f"DESCRIBE HISTORY delta.`{old}`").count() == len(commits(old))
-    assert forget_commits(str(old), KEEP) == 0, "the checkpoint of version 7 is new"
+    assert remove_commits(str(old), KEEP) == 0, "the checkpoint of version 7 is new"
     spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")
     assert commits(old)[-1] == 10
     days_pass(old, 40)

@@ -85,7 +85,8 @@ class Reason:
     UNKNOWN_COLUMNS = rules.UNKNOWN_COLUMNS.name
     DUPLICATE_KEY = rules.DUPLICATE_KEY.name
     BROKEN_CONTRACT = rules.BROKEN_CONTRACT.name
-    """In quarantine followed by the checks: ``broken_contract: positive (price)``."""
+    """The names of the broken checks follow it in the quarantine: ``broken_contract: positive
+    (price)``."""
 
 
 _FIRST, _LAST = "0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"

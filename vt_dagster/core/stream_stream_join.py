@@ -439,7 +439,7 @@ def in_micros_at(value: Duration, partition: int) -> int:
 PHASE, RANK = "_phase", "_rank"
 UNMATCHED, MATCHED = "unmatched", "_matched"
 _FIRST_HOUR = 1 << 40
-"""More hours than the range of timestamps has."""
+"""A number of hours that is larger than the range of timestamps."""
 
 
 @dataclass(frozen=True)

@@ -840,7 +840,7 @@ _RECORD, _TWICE, _TWICE_AT, _CORRECTED_SEEN, _PRODUCED = (
 _REFUSED_AT, _REFUSED_OF = "_refused_at", "_refused_of"
 _CARRIED = (_AGAIN, _CORRECTED_ROW, _GONE, _TOO_OLD, CAUSE)
 _LATER = 1 << 40
-"""More chunks than corrections have."""
+"""A number that is larger than that of any chunk of corrections."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ MOST = 2_000_000
 _GRACES = ("0s", "1m", "5m", "10m", "30m", "1h", "2h", "3h", "6h", "12h", "1d", "2d", "7d")
 _RETENTIONS = ("0s", "1h", "6h", "12h", "1d", "2d", "7d", "14d", "30d", "90d", "180d")
 HEIGHT = 200
-"""Of the drawing, in pixels; its width is that of the page."""
+"""Height of the drawing in pixels; its width is that of the page."""
 _LABELS = 15
 """Maximum number of lengths at the horizontal axis: more would overlap on a phone."""
 

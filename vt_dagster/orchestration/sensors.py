@@ -475,7 +475,8 @@ class _Materializations:
         return self._made, 0 if self._last is None else self._last[0]
 
     def _read(self, instance: dg.DagsterInstance, after: int) -> bool:
-        """Reads those after a storage id; returns whether the first is the one that was read last."""
+        """Reads the materializations after a storage id; returns whether the first of them is the one
+        that was read last."""
         place, wanted = None, dg.AssetRecordsFilter(self._key, after_storage_id=after)
         expected = self._last
         while True:

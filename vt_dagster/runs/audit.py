@@ -120,8 +120,8 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     """Runs all checks of an asset on its committed tables.
 
     Args:
-        run_id: checks only the changes of the last batch, if this run wrote it and nobody else has
-            written to log or view since the batch before: the batch's rows of the log, earlier results
+        run_id: checks only the changes of the last batch, if this run wrote it and no other writer has
+            changed log or view since the batch before: the batch's rows of the log, earlier results
             that could conflict with them, and the view segments that it wrote. Audits of earlier runs
             have checked the rest. None = checks everything.
 

@@ -77,10 +77,10 @@ from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
 from vt_dagster.storage.delta import address
-from vt_dagster.storage.maintenance import forget_attempts
+from vt_dagster.storage.maintenance import remove_attempts
 from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
 from vt_dagster.storage.spark_reader import Head
-from vt_dagster.storage.stale_reads import forget_replaced
+from vt_dagster.storage.stale_reads import remove_replaced
 from vt_dagster.storage.values import as_key
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
@@ -1036,11 +1036,11 @@ class _Erase:
         for target in made_of_it:
             if delta.exists(target.path):
                 self._table(store, target, after)
-        removed = sum(forget_attempts(store.root, committed))
+        removed = sum(remove_attempts(store.root, committed))
         for path in (store.log_path, store.view_path, *bases_of(store.root), store.quarantine_path):
             if delta.exists(path):
                 removed += self._purge(path, after.batch, one)
-        forget_replaced(self.warehouse, one.name, timedelta(0))
+        remove_replaced(self.warehouse, one.name, timedelta(0))
         self.done.files_removed += removed
         self.done.save()
 

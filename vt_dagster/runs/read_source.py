@@ -161,8 +161,8 @@ def first_changes_of(arrival: Arrival, store: Store) -> DataFrame | None:
 def state_of(arrival: Arrival, store: Store) -> DataFrame | None:
     """Returns the state that the processor stored in the last run; None = there is none.
 
-    For a stream with ``unique_by`` the state is computed from the log, if the last run did not remember
-    the values of these columns, or remembered them for a shorter time than ``within``."""
+    For a stream with ``unique_by`` the state is computed from the log if the last run stored no values
+    of these columns, or stored them for a shorter time than ``within``."""
     node, at = arrival.node, arrival.previous
     if at is None or node.unique_by is None or node.within is None:
         return store.state(at)

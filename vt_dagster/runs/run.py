@@ -814,7 +814,7 @@ class Run:
             most_keys = None if first_rows is None else first_rows + known
             at = store.catch_up(head, written=new if again else None, most_keys=most_keys)
         self._unpersist()
-        store.forget(arrival.previous)
+        store.remove_staged_before(arrival.previous)
         outcomes = results.judged.by_partition or passed.by_partition
         return Receipt(head.commit, head.version, at.base and at.base.version, outcomes)
 

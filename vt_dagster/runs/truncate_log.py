@@ -43,7 +43,7 @@ from vt_dagster.storage.commit_log import (
     file_before,
     last_that,
 )
-from vt_dagster.storage.maintenance import KEEP, forget_unused
+from vt_dagster.storage.maintenance import KEEP, remove_unused
 from vt_dagster.storage.rewrite import replace
 from vt_dagster.storage.spark_reader import Head, before
 from vt_dagster.topology.durations import in_utc
@@ -115,7 +115,7 @@ def truncate_logs(
             continue
         if gone:
             done["/".join(node.path)] = gone
-        one.forget_bases(keep)
+        one.remove_bases(keep)
     return done
 
 
@@ -232,7 +232,7 @@ class _Log:
                 upkeep=True,
             )
             self._remove_batches(store, head, after, cut)
-        store.forget(head)
+        store.remove_staged_before(head)
 
     def _write_base(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
         """Writes a table's rows as of the last removed batch."""
@@ -279,13 +279,13 @@ class _Log:
             before=lambda: store.require_staged(after),
         )
 
-    def forget_bases(self, keep: timedelta) -> None:
+    def remove_bases(self, keep: timedelta) -> None:
         """Removes the bases of earlier and killed truncations that are no longer the base of the
         log."""
         head = self.store.head()
         cut = None if head is None else head.commit.truncation
         needed = () if cut is None else (cut.base,)
-        forget_unused(base_path(self.store.root, ""), needed, time.time() - keep.total_seconds())
+        remove_unused(base_path(self.store.root, ""), needed, time.time() - keep.total_seconds())
 
 
 def _document(commit: Commit) -> dict[str, Any]:

@@ -201,7 +201,8 @@ FEW_QUERIES = {
     # With C1 only, the default code cache is too small, and the JVM stops compiling when it is full.
     JVM_OPTIONS: "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 }
-"""For a process with few queries over few rows: optimizing them takes longer than running them."""
+"""Settings for a process with few queries over few rows: optimizing such queries takes longer than
+running them."""
 
 _CONNECT_PORT = 15002
 _CONNECT_MODE = "SPARK_CONNECT_MODE_ENABLED"

@@ -86,7 +86,7 @@ class AssetStore(AssetReader):
             fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
         self._note_staged(attempt, "files.json.gz")
 
-    def forget(self, previous: Head | None) -> None:
+    def remove_staged_before(self, previous: Head | None) -> None:
         """Removes the staged data of the run before ``previous``. That of ``previous`` is kept until
         the next commit: if the newest commit is lost, the next run continues from there.
 
@@ -207,7 +207,7 @@ class AssetStore(AssetReader):
         if batch > 1:
             # Consumers' positions are offsets of this log: rows of another writer would shift their
             # meaning.
-            self._check_nobody_else()
+            self._check_no_other_writer()
         else:
             self._check_name()
 
@@ -226,7 +226,7 @@ class AssetStore(AssetReader):
                 "folder of another one: give the new one another key prefix or name"
             )
 
-    def _check_nobody_else(self) -> None:
+    def _check_no_other_writer(self) -> None:
         done = delta.foreign_write(self.log_path)
         if done is None:
             return

@@ -441,7 +441,7 @@ class Segments(BaseModel):
         first = self.number(moment)
         return lambda file: file.segment is None or file.segment >= first
 
-    def forgotten(self, horizon: int) -> Segments:
+    def without_expired(self, horizon: int) -> Segments:
         """Returns the segments without those in which every version ended before the horizon."""
         gone = bisect_right(self.ends, horizon)
         return Segments(first=self.first + gone, ends=self.ends[gone:], rows=self.rows)

@@ -126,7 +126,7 @@ class IcebergTable:
         return document
 
     def _require_empty(self) -> None:
-        """Refuses a directory with files of anybody else. An export that was dropped or killed leaves
+        """Refuses a directory with files of another writer. An export that was dropped or killed leaves
         only ``metadata``, and its folders in ``data``."""
         fs, root = filesystem(self.place)
         found = _names(fs, root) - {"data", "metadata"}

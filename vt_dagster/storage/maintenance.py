@@ -23,7 +23,7 @@ from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, asset_names
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.delta import address
-from vt_dagster.storage.stale_reads import forget_replaced
+from vt_dagster.storage.stale_reads import remove_replaced
 
 KEEP = timedelta(days=7)
 """Default age at which files outside the current table version are removed; longer than any run."""
@@ -75,9 +75,9 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
                 done["conflicts"] += 1
             with settings(spark, _CLEANING):
                 spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
-        done["commits_removed"] += forget_commits(path, keep)
-    done["attempts_removed"] = len(forget_attempts(root, _ago(keep)))
-    done["replaced_removed"] = forget_replaced(warehouse, name, keep)
+        done["commits_removed"] += remove_commits(path, keep)
+    done["attempts_removed"] = len(remove_attempts(root, _ago(keep)))
+    done["replaced_removed"] = remove_replaced(warehouse, name, keep)
     return done
 
 
@@ -96,7 +96,7 @@ def _ago(age: timedelta) -> float:
     return time.time() - age.total_seconds()
 
 
-def forget_unused(folder: str, needed: Collection[str], until: float) -> list[int]:
+def remove_unused(folder: str, needed: Collection[str], until: float) -> list[int]:
     """Removes the directories in a folder that are not needed, such as those of killed processes.
 
     Args:
@@ -118,16 +118,16 @@ def forget_unused(folder: str, needed: Collection[str], until: float) -> list[in
     return removed
 
 
-def forget_attempts(root: str, until: float) -> list[int]:
-    """Removes the staged data of earlier and killed runs, see :func:`forget_unused`. That of the last
+def remove_attempts(root: str, until: float) -> list[int]:
+    """Removes the staged data of earlier and killed runs, see :func:`remove_unused`. That of the last
     commit is kept for the next run, and that of the previous commit in case the last one is lost."""
     found = delta.last_commit(posixpath.join(root, "log"))
     last = None if found is None else Commit.model_validate(found.document)
     needed = () if last is None else (last.attempt, last.previous)
-    return forget_unused(posixpath.join(root, "attempts"), needed, until)
+    return remove_unused(posixpath.join(root, "attempts"), needed, until)
 
 
-def forget_commits(path: str, keep: timedelta) -> int:
+def remove_commits(path: str, keep: timedelta) -> int:
     """Removes the commits before the newest checkpoint that is older than ``keep``. Does not use Spark.
 
     All versions younger than ``keep`` remain readable. Our newest commit is never removed, because the

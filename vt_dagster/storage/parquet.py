@@ -81,7 +81,7 @@ TRIES = 20
 _PROPERTIES: dict[str, str | None] = {
     "delta.checkpointInterval": "20",
     # Else Delta removes commits after 30 days, our last one included; maintenance removes them instead
-    # (``maintenance.forget_commits``).
+    # (``maintenance.remove_commits``).
     "delta.enableExpiredLogCleanup": "false",
 }
 _COUNTED = (PARTITION, OFFSET, TIMESTAMP)

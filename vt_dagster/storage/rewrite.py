@@ -36,7 +36,7 @@ from typing_extensions import Self
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, OLD, PARTITION, TIMESTAMP
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.maintenance import forget_commits
+from vt_dagster.storage.maintenance import remove_commits
 
 Way = Literal["remove", "empty"]
 """What an erase does with rows that have the key: ``remove``, or ``empty``: make them tombstones."""
@@ -282,5 +282,5 @@ def purge(path: str, batch: int) -> int:
     ours = delta.last_of_ours(path)
     assert ours is not None
     DeltaTable(delta.location(path), version=ours.version).create_checkpoint()
-    forget_commits(path, timedelta(0))
+    remove_commits(path, timedelta(0))
     return removed

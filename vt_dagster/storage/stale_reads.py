@@ -218,7 +218,7 @@ def find_replaced(warehouse: str, name: str, log: str) -> tuple[str, int, Commit
     return None
 
 
-def forget_replaced(warehouse: str, name: str, keep: timedelta) -> int:
+def remove_replaced(warehouse: str, name: str, keep: timedelta) -> int:
     """Removes tables that were replaced longer than ``keep`` ago.
 
     Returns:

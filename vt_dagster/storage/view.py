@@ -124,7 +124,7 @@ def plan(
         newest: largest timestamp so far, epoch microseconds.
         horizon: expiry horizon of the partition that is furthest behind, epoch microseconds.
     """
-    kept = (old or Segments()).forgotten(horizon)
+    kept = (old or Segments()).without_expired(horizon)
     layout = divided(kept, log, records, total)
     following = closed_if_full(layout, records, total, newest)
     if old is None:

@@ -452,7 +452,7 @@ class MemoryStore(Store):
                 self.rejected += zip(*columns.values(), strict=True)
         return Head(len(self._commits), commit)
 
-    def forget(self, previous: Head | None) -> None:
+    def remove_staged_before(self, previous: Head | None) -> None:
         self._staged = {}
 
 
