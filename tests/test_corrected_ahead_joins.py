@@ -339,7 +339,7 @@ def test_in_yaml_and_shown() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no bound": (
         {"at": "nearest", "corrected_for": MINUTE},
-        "how far from the record a version may start, and corrected_for to at least as long",
+        "how far from the record a version may start, and corrected_for to at least that",
     ),
     "final too early": (
         {"at": "after", "max_age": 2 * MINUTE, "corrected_for": MINUTE, "grace_period": 9 * MINUTE},
