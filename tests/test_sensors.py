@@ -145,6 +145,26 @@ def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> 
         assert (files(again), again.run_key == asked.run_key) == (["1.jsonl"], False)
 
 
+def test_the_runs_of_an_asset_with_the_same_name(spark: SparkSession, tmp_path: Path) -> None:
+    """Another code location has a table of this name with another prefix, and the same input."""
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    about: Any = {"key": "k", "schema": RECORD, "timestamp": "at", "source": market.prices.source}
+    eu, us = Stream("prices", key_prefix="shop/eu", **about), Stream("prices", key_prefix="us", **about)
+
+    @dg.job
+    def nothing() -> None: ...
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        for status in (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE):
+            asked = evaluate(market, eu, instance=instance)
+            tags = {**asked.tags, "dagster/run_key": asked.run_key}
+            run = instance.create_run_for_job(nothing, tags=tags, status=status)
+            assert f"the run {run.run_id}" in evaluate(market, eu, instance=instance)
+            assert evaluate(market, us, instance=instance).tags["vt_dagster/asset"] == "us/prices"
+            instance.delete_run(run.run_id)
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

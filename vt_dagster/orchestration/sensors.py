@@ -182,7 +182,7 @@ def build_sensor(
                 f"{news.description}: waits for {minimum_records} records or for {maximum_wait} "
                 f"(waited {waited})"
             )
-        tags = {_ASSET: node.name}
+        tags = {_ASSET: "/".join(node.path)}
         unfinished = _run_of(context, tags, _UNFINISHED)
         if unfinished:
             return dg.SkipReason(
@@ -229,7 +229,7 @@ def _request(
     """Returns a run request for new input; the run key is the same for the same input."""
     digest = hashlib.sha256((json.dumps(news.config) + news.content).encode()).hexdigest()[:16]
     return dg.RunRequest(
-        run_key=f"{node.name}:{place}:{digest}",
+        run_key=f"{'/'.join(node.path)}:{place}:{digest}",
         run_config={"ops": {asset_op(node): {"config": news.config}}},
         tags=tags,
         asset_selection=chosen,
