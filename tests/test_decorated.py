@@ -238,6 +238,46 @@ def test_a_partition_that_is_tried_again(
     assert values(tmp_path, "daily") == ["call 1", "call 3"]
 
 
+def test_a_partition_that_is_tried_again_after_its_materialization(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step has not ended yet. The function returns other rows at each call."""
+    calls, faults, handle = [0], [0], dg.DagsterInstance.handle_new_event
+
+    def fails(instance: dg.DagsterInstance, entry: dg.EventLogEntry, **about: Any) -> None:
+        handle(instance, entry, **about)
+        event = entry.dagster_event
+        if faults[0] and event is not None and event.is_step_materialization:
+            faults[0] -= 1
+            raise dg.RetryRequested(max_retries=1)
+
+    monkeypatch.setattr(dg.DagsterInstance, "handle_new_event", fails)
+
+    @stream(partitions_def=DAYS, **ABOUT)
+    def daily() -> pd.DataFrame:
+        calls[0] += 1
+        return rows(("a", f"call {calls[0]}", 1))
+
+    def run(**tags: str) -> Any:
+        resources = build_resources(str(tmp_path), SparkResource(master="local[2]"))
+        job = dg.Definitions(
+            [build_asset(daily)], resources=resources
+        ).resolve_implicit_global_asset_job_def()
+        about: Any = {"run_config": QUIET, "raise_on_error": False, "instance": instance}
+        return job.execute_in_process(partition_key="2024-01-01", tags=tags, **about)
+
+    again = {"vt_dagster/take_again": "true"}
+    expected: list[str] = []
+    for tags in ({}, again):
+        faults[0], before = 1, calls[0]
+        assert run(**tags).success
+        assert calls[0] == before + 1
+        expected.append(f"call {calls[0]}")
+        assert values(tmp_path, "daily") == expected
+    # A run of its own asks the function again.
+    assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(run())
+
+
 def test_each_partition_counts_once(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:

@@ -193,15 +193,22 @@ def _of_function(
         if _is_resource(one.annotation):
             values = {**values, one.name: getattr(context.resources, one.name)}
     if source.partitions_def is None:
-        return Delivery(_origin(context), "", lambda: function(*first, **values))
-    partition, origin = one_partition(context, node), _origin(context)
+        return Delivery(_tries(context)[-1], "", lambda: function(*first, **values))
+    partition, tries = one_partition(context, node), _tries(context)
+    origin = tries[-1]
 
     def is_retry(batch: int, run: str) -> bool:
-        """Whether this run, or a failed one, has consumed the partition without reporting it. Then the
-        function is not called again, because it might return other rows."""
+        """Whether this run has consumed the partition and its step has not ended, or a failed run has
+        consumed the partition without reporting it. Then the function is not called again, because it
+        might return other rows."""
         if run != origin and (_takes_again(context) or not _has_failed(context, run)):
             return False
-        return not is_reported(context, dg.AssetKey(node.path), partition, batch)
+        reporter = _reporter(context, dg.AssetKey(node.path), partition, batch)
+        if reporter is None or run != origin:
+            return reporter is None
+        # Before that run this chain may have consumed other rows of the partition.
+        since = tries[: tries.index(reporter) + 1] if reporter in tries else tries
+        return not any(_has_step(context, one, asset_op(node)) for one in since)
 
     def load() -> Any:
         return function(*first, **values)
@@ -219,14 +226,27 @@ def _has_failed(context: dg.AssetExecutionContext, run_id: str) -> bool:
     return run is not None and run.status != dg.DagsterRunStatus.SUCCESS
 
 
+def _has_step(context: dg.AssetExecutionContext, run_id: str, step: str) -> bool:
+    """Whether a step of a run has succeeded."""
+    succeeded = dg.DagsterEventType.STEP_SUCCESS
+    events = context.instance.get_records_for_run(run_id, of_type=succeeded).records
+    return any(one.event_log_entry.step_key == step for one in events)
+
+
 def is_reported(context: Any, key: dg.AssetKey, partition: str, batch: int) -> bool:
     """Whether this Dagster instance has a materialization of a partition that is at least as new as a
     batch of its asset."""
+    return _reporter(context, key, partition, batch) is not None
+
+
+def _reporter(context: Any, key: dg.AssetKey, partition: str, batch: int) -> str | None:
+    """Returns the run of that materialization; None = there is none."""
     wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition])
-    records = context.instance.fetch_materializations(wanted, limit=1).records
-    made = records[0].asset_materialization if records else None
-    reported = None if made is None else reported_batch(made)
-    return made is not None and (reported is None or reported >= batch)
+    for record in context.instance.fetch_materializations(wanted, limit=1).records:
+        made = record.asset_materialization
+        reported = None if made is None else reported_batch(made)
+        return record.run_id if reported is None or reported >= batch else None
+    return None
 
 
 def reported_batch(made: dg.AssetMaterialization) -> int | None:
@@ -252,16 +272,16 @@ def one_partition(context: Any, node: Stream) -> str:
     return found[0]
 
 
-def _origin(context: dg.AssetExecutionContext) -> str:
-    """Returns the first run of a chain of retries. A re-execution of a successful run is a new run,
-    not a retry."""
-    run = context.run
-    while run.parent_run_id is not None:
-        parent = context.instance.get_run_by_id(run.parent_run_id)
+def _tries(context: dg.AssetExecutionContext) -> list[str]:
+    """Returns the runs of a chain of retries, this run first. A re-execution of a successful run is a
+    new run, not a retry."""
+    found = [context.run]
+    while found[-1].parent_run_id is not None:
+        parent = context.instance.get_run_by_id(found[-1].parent_run_id)
         if parent is None or parent.status == dg.DagsterRunStatus.SUCCESS:
             break
-        run = parent
-    return run.run_id
+        found.append(parent)
+    return [run.run_id for run in found]
 
 
 def _of_asset(
