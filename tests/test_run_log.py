@@ -81,6 +81,22 @@ def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
     assert copy.store(table).read().collect() == [], "the deletion took effect"
 
 
+def test_files_of_another_directory_are_told_once(copy: Market) -> None:
+    """Two code locations may declare one asset; a directory that was moved is the same one."""
+    here, there = copy.root / "landing" / "prices", copy.root / "landing" / "more"
+    other = replace(copy.prices, source=FilesSource(str(there)))
+    warned = (
+        f"WARNING prices: reads {there} for the first time; earlier runs read {here}. If another "
+        "definition of this asset still reads that, as in another code location, give one of the two "
+        "another name: both add to the same table"
+    )
+    expected = {"3": [], "4": [warned], "5": [], "6": []}
+    for file, lines in expected.items():
+        node, name = (copy.prices, "prices") if file in "35" else (other, "more")
+        copy.land(name, f"{file}.jsonl", record("b", file, "2 07:00"))
+        assert [line for line in told(copy, [node])["prices"] if "WARNING" in line] == lines
+
+
 def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Market) -> None:
     shutil.rmtree(copy.warehouse / "prices" / "view")
     lines = told(copy, [copy.prices])

@@ -275,6 +275,16 @@ class Memory:
         left = {*self._by_path} - {*self._there} | {*self._sizes} - {f.name for f in there}
         return sorted(left.difference(*map(self._earlier, there)))
 
+    def other_directory(self) -> str | None:
+        """Returns the directory of the file that was consumed last, if none was consumed from this
+        one."""
+        there, paths = self._there.values(), self._by_path
+        roots = tuple({f.place.removesuffix(f.name) for f in there})
+        if not paths or any(p.startswith(roots) for p in paths) or any(map(self.has, there)):
+            return None
+        last = max(paths, key=lambda path: paths[path].batch)
+        return posixpath.dirname(last).removeprefix("file://")
+
     def _elsewhere(self, file: FileInfo) -> str | None:
         """Returns the earlier path under which a moved file was consumed; None = not consumed."""
         return next(self._earlier(file), None)

@@ -613,6 +613,7 @@ class PinnedFiles(Limited, Uncounted):
         files: in order of arrival.
         before: the files consumed by earlier runs, see ``consumed_files.Memory``.
         left: the names of files left to later runs.
+        other: the directory of earlier runs, if none has consumed a file of this one.
     """
 
     source: FilesSource
@@ -620,6 +621,7 @@ class PinnedFiles(Limited, Uncounted):
     before: Mapping[str, Any]
     batch: int
     left: Sequence[str] = ()
+    other: str | None = None
 
     @property
     def source_end(self) -> str:
@@ -657,12 +659,18 @@ class PinnedFiles(Limited, Uncounted):
     def describe(self, schema: StructType) -> list[str]:
         names = ", ".join(f.name for f in self.files[:5])
         more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
-        takes = f"takes {len(self.files):,} file(s), {self.bytes / 1000:,.1f} kB: {names}{more}"
+        lines = [f"takes {len(self.files):,} file(s), {self.bytes / 1000:,.1f} kB: {names}{more}"]
+        if self.other is not None:
+            lines.append(
+                f"!reads {self.source.path} for the first time; earlier runs read {self.other}. If "
+                "another definition of this asset still reads that, as in another code location, give "
+                "one of the two another name: both add to the same table"
+            )
         extra = self.source.more_columns(self.files[:_LOOKED_AT], schema)
-        if not extra:
-            return [takes]
-        found = "; ".join(f"{column} (in {file})" for column, file in extra.items())
-        return [takes, f"!columns that the schema lacks are left out: {found}"]
+        if extra:
+            found = "; ".join(f"{column} (in {file})" for column, file in extra.items())
+            lines.append(f"!columns that the schema lacks are left out: {found}")
+        return lines
 
     def explain(self, error: Exception) -> SourceError | None:
         there = {f.path for f in self.source.files()}
@@ -795,10 +803,12 @@ class FilesSource:
     ) -> PinnedFiles:
         """Pins the files of a run; see :meth:`pending`. Does not use Spark."""
         batch = 1 if before is None else before.batch + 1
-        new = unconsumed(self.path, self.files(), consumed)
+        there = self.files()
+        new = unconsumed(self.path, there, consumed)
         taken = chosen(self.path, new, consumed, only)[: self.max_files_per_run]
         left = {f.name for f in new} - {f.name for f in taken}
-        return PinnedFiles(self, taken, consumed, batch, sorted(left))
+        other = Memory(consumed, there).other_directory()
+        return PinnedFiles(self, taken, consumed, batch, sorted(left), other)
 
     def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
         """Returns the batch that consumed each present file, by name; see ``Memory.batch_of``."""
