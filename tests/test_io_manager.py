@@ -99,6 +99,24 @@ def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind
     assert set(got) == {"p3", "q2"}
 
 
+def test_in_another_code_location(market: Market) -> None:
+    """It has the spec of the table's asset instead of its definition."""
+    got: list[Any] = []
+
+    def body(prices: Any) -> None:
+        got.extend(prices["v"])
+
+    body.__annotations__ = {"prices": pl.DataFrame, "return": None}
+    defs = dg.Definitions(
+        [dg.AssetSpec("prices").with_io_manager_key("vt_dagster_tables"), dg.asset(name="mine")(body)],
+        resources=build_resources(str(market.warehouse)),
+    )
+    job = defs.resolve_implicit_global_asset_job_def()
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert job.execute_in_process(instance=instance, run_config=QUIET).success
+    assert set(got) - {None} == {"p4", "q2"}
+
+
 DAYS = ["2024-01-01", "2024-01-02"]
 BY_PARTITION = dg.AssetIn("prices", metadata={"vt_dagster/as_of": "partition_end"})
 
