@@ -299,9 +299,8 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
     assert [f.name for f in source.pending(before)] == ["b.jsonl", "d.jsonl"]
     assert [f.name for f in source.pending({}, ["d.jsonl"])] == ["d.jsonl"]
     assert source.pending(before, ["a.jsonl"]) == []
-    with pytest.raises(
-        SourceError, match=r"expected the files \['x\.jsonl'\] of the run config, which do not exist"
-    ):
+    said = r"expected the files \['x\.jsonl'\] of the run config, which do not exist; put them back, "
+    with pytest.raises(SourceError, match=said):
         source.pending({}, ["x.jsonl"])
 
 

@@ -353,8 +353,8 @@ def chosen(
     missing = [name for name in missing if name not in memory]
     if missing:
         raise SourceError(
-            f"{directory}: expected the files {missing} of the run config, which do not exist; correct "
-            "the names"
+            f"{directory}: expected the files {missing} of the run config, which do not exist; put "
+            "them back, correct the names, or run without them in the config"
         )
     return [f for f in new if f.name in requested]
 
