@@ -102,6 +102,14 @@ def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest
             names[name](lambda *nodes: TopologyTestDriver(*nodes, spark=spark))
 
 
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_a_module_has_one_definitions_object(page: Path) -> None:
+    """Dagster refuses a module with two, whatever their names are."""
+    code = "".join(block.text for block in blocks(page) if block.language == "python")
+    made = r"^(\w+) = (?:(?:dg\.)?Definitions\b|build_(?:alerts|definitions|maintenance)\()"
+    assert {*re.findall(made, code, re.MULTILINE)} <= {"defs"}
+
+
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning")
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
