@@ -148,6 +148,29 @@ def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: Sp
     assert driver._stores["left_of_both"].head().commit.counts["late"] == 1
 
 
+def test_a_late_version_does_not_outlive_a_deletion_that_the_table_has_forgotten(
+    spark: SparkSession,
+) -> None:
+    short = table("left", 5 * MS), table("right", 5 * MS)
+    about: dict[str, Any] = {"history": "complete", "select": ["left.l", "right.r"]}
+    nodes = [
+        getattr(short[0], "join" if kind == "inner" else f"{kind}_join")(
+            short[1], name=f"{kind}_of_both", **about
+        )
+        for kind in KINDS
+    ]
+    driver = TopologyTestDriver(*nodes, spark=spark)
+    first = [record("left", "a", 3, 11), record("left", "a", None, 13)]
+    driver.run({"left": first, "right": [record("right", "a", 7, 10)]})
+    # The version of 12 was valid until 13. When the join runs, left remembers nothing before 14.
+    late = [record("left", "a", 2, 12), record("left", "b", 1, 19)]
+    driver.run({"left": late, "right": [record("right", "a", 8, 21)]})
+    assert [v for v in versions(driver, "inner") if v[4] is None] == []
+    assert [v for v in versions(driver, "left") if v[4] is None] == [("b", 1, None, 19, None)]
+    now = [v for v in versions(driver, "outer") if v[4] is None]
+    assert now == [("a", None, 8, 21, None), ("b", 1, None, 19, None)]
+
+
 def test_sides_in_different_partitions(spark: SparkSession) -> None:
     """All results of a key are in one partition, in which offsets say which came last."""
     wide = replace(table("right"), partitions=4)

@@ -20,6 +20,7 @@ from vt_dagster.columns import (
     ARRIVAL,
     HOME,
     INPUT,
+    IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
     OLD,
@@ -33,7 +34,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import Outcome, by_partition, gathered, union
+from vt_dagster.core.arrival_order import Outcome, by_partition, gathered, union, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -765,6 +766,8 @@ def join_histories(
     in_order = by_key.orderBy(_AT, _RANK, INPUT, SEQUENCE)
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     next_at = F.lead(_AT).over(in_order)
+    if left.current is not None or right.current is not None:
+        events = with_columns(events, {side: _without_unknown_end(side, on) for side in _SIDES})
     forgot = [F.max(_forgotten(side)).over(by_key).alias(_forgotten(side)) for side in _SIDES]
     moments = events.select(
         *on,
@@ -773,9 +776,14 @@ def join_histories(
         *[F.last(side, ignorenulls=True).over(so_far).alias(side) for side in _SIDES],
         F.coalesce(next_at > F.col(_AT), F.lit(True)).alias(_BEGINS),
     ).where(_BEGINS)
-    there = [F.col(side).getField(_HISTORY_STATE).isNotNull() for side in _SIDES]
+    states = [F.col(side).getField(_HISTORY_STATE) for side in _SIDES]
+    there = [state.isNotNull() for state in states]
     found = [F.col(side).getField(_CHANGE) for side in _SIDES]
-    unknown = [F.col(side).isNull() & (F.col(_AT) < F.col(_forgotten(side))) for side in _SIDES]
+    ends = [t.isNull() & ~one.getField(IS_TOMBSTONE) for t, one in zip(states, found, strict=True)]
+    unknown = [
+        (F.col(side).isNull() | F.coalesce(end, F.lit(False))) & (F.col(_AT) < F.col(_forgotten(side)))
+        for side, end in zip(_SIDES, ends, strict=True)
+    ]
     moments = moments.withColumns(
         {
             _MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)),
@@ -816,15 +824,20 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     the run's changes.
 
     Returns:
-        the time from which on the side retains history; ``match_names, _at, _rank`` (at equal times the
-        decisive event comes last)``, _input, _sequence``; and under the side's name a struct: the state
-        from then on (null = none), and the run's change that caused it (null = none).
+        the time from which on the side retains history (of a change only if its end may be forgotten);
+        ``match_names, _at, _rank`` (at equal times the decisive event comes last)``, _input,
+        _sequence``; and under the side's name a struct: the state from then on (null = none), and the
+        run's change that caused it (null = none).
     """
     on = match_names(side.key)
     place = F.struct(IS_TOMBSTONE, *_HISTORY_PLACE)
+    horizon = F.lit(None) if side.horizon is None or side.current is None else side.horizon
+    horizon = horizon.cast("timestamp")
+    # A later version came first. If it has expired, the end of this one is not known.
+    expired = ~F.col(IS_TOMBSTONE) & ~F.col(IS_LATEST) & (F.col(TIMESTAMP) < horizon)
     made = side.changes.select(
         *match_columns(side.key),
-        F.lit(None).cast("timestamp").alias(_forgotten(name)),
+        F.when(expired, horizon).alias(_forgotten(name)),
         F.col(TIMESTAMP).alias(_AT),
         F.lit(2).alias(_RANK),
         *(INPUT, SEQUENCE),
@@ -843,13 +856,27 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
 
     # Expand start and end from one scan: two scans would read the table twice.
     both = F.array(events_at(VALID_TO, 0, no_state), events_at(VALID_FROM, 1, side.new_state()))
-    horizon = F.lit(None) if side.horizon is None else side.horizon
-    forgotten = horizon.cast("timestamp").alias(_forgotten(name))
-    begins = versions.select(*on, forgotten, none.alias(_CHANGE), F.inline(both))
+    begins = versions.select(*on, horizon.alias(_forgotten(name)), none.alias(_CHANGE), F.inline(both))
     begins = begins.where(F.col(_AT).isNotNull())
     state = F.struct(_HISTORY_STATE, _CHANGE).alias(name)
     zeros = [F.lit(0).alias(c) for c in (INPUT, SEQUENCE)]
     return union(made, begins.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
+
+
+def _without_unknown_end(side: str, on: Sequence[str]) -> Column:
+    """Returns a side's events. A late version that the table no longer has gives no state: it ended
+    before the history that the table retains, and the table may have forgotten when.
+
+    Args:
+        on: the key columns.
+    """
+    of_time = W.partitionBy(*on).orderBy(_AT, _RANK, INPUT, SEQUENCE)
+    so_far = of_time.rowsBetween(W.unboundedPreceding, W.currentRow)
+    there, state = F.col(side).isNotNull(), F.col(side).getField(_HISTORY_STATE)
+    begun = F.max(F.when(there & (F.col(_RANK) == 1), F.col(_AT))).over(so_far)
+    gone = (F.col(_RANK) == 2) & F.col(_forgotten(side)).isNotNull() & ~begun.eqNullSafe(F.col(_AT))
+    change = F.col(side).getField(_CHANGE).alias(_CHANGE)
+    return F.when(there, F.struct(F.when(~gone, state).alias(_HISTORY_STATE), change))
 
 
 def _forgotten(side: str) -> str:
