@@ -801,9 +801,9 @@ _AGGREGATOR_FAILED = re.compile(
     re.escape(FAILED.format("@")).replace("@", "(.*?)") + r"$", re.DOTALL | re.MULTILINE
 )
 _FUNCTION_FAILED = re.compile(
-    r"^An exception was thrown from the Python worker:.*\n(\w[^\n]*)", re.DOTALL
+    r"from the Python worker.*?Traceback [^\n]*\n(?:[ \t][^\n]*\n)*(\w[^\n]*)", re.DOTALL
 )
-"""A traceback, whose last line is the error."""
+"""The error at the end of a traceback, whose other lines are indented; a JVM's stack may follow."""
 
 
 def function_failed(node: Stream, error: Exception) -> ContractError | None:
