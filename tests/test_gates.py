@@ -31,7 +31,7 @@ from vt_dagster import (
 )
 from vt_dagster.contracts import contract
 from vt_dagster.errors import ContractError
-from vt_dagster.runs.gate import contract_of
+from vt_dagster.runs.gate import contract_of, rule_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.testing import TopologyTestDriver
 
@@ -447,3 +447,37 @@ def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -
         f"prices: expected the check positive of its schema to return True or False, got {said}"
     )
     assert str(refused.value).endswith("; nothing was committed. Correct the check, then run again")
+
+
+SHARES: list[Callable[[DataFrame], bool]] = [
+    lambda df: df.filter("n < 0").count() <= df.count() * 0.5,
+    lambda df: df.filter("n < 0").count() / max(df.count(), 1) <= 0.5,
+    lambda df: df.where("n < 0").isEmpty() or df.where("n < -1").isEmpty(),
+    lambda df: df.where("n < 0").where("n < -1").count() == 0,
+]
+
+
+@pytest.mark.parametrize("holds", SHARES)
+def test_a_check_of_a_share_is_no_check_of_each_row(spark: SparkSession, holds: Any) -> None:
+    """It tells from the number of all rows, or from another filter, whether a bad row may be there."""
+
+    class Prices(pa.DataFrameModel):
+        k: T.StringType
+        n: T.IntegerType
+        at: T.TimestampType
+
+        @pa.dataframe_check
+        def few_negative(cls, df: DataFrame) -> bool:
+            return holds(df)
+
+    prices = Table("prices", key="k", schema=Prices, timestamp="at")
+    driver = TopologyTestDriver(prices, spark=spark)
+    rows = [{"k": k, "n": n, "at": 1} for k, n in (("a", -1), ("b", 1), ("c", 2))]
+    driver.pipe("prices", *rows)
+    assert len(driver.read("prices")) == 3
+    with pytest.raises(ContractError, match="few_negative: some record"):
+        driver.pipe("prices", {"k": "a", "n": -2, "at": 2})
+
+
+def test_a_check_of_some_rows_is_no_check_of_each_row() -> None:
+    assert rule_of("some", lambda df: df.limit(9).where("n < 0").count() == 0, ["n"]) is None

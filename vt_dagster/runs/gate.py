@@ -435,35 +435,46 @@ class Probe:
 
 
 class _Recorder:
-    """Replaces a DataFrame and records the filter that a check applies."""
+    """Replaces a DataFrame and records the filters that a check applies.
 
-    def __init__(self, rows: int, columns: Sequence[str]) -> None:
-        self.rows = rows
-        self.columns = list(columns)
+    Args:
+        rows: how many rows a filter finds.
+        columns: of the DataFrame.
+        whole: of a filtered one, what it is a filter of.
+    """
+
+    def __init__(self, rows: int, columns: Sequence[str], whole: _Recorder | None = None) -> None:
+        self.rows, self.columns, self.whole = rows, list(columns), whole
         self.conditions: list[Any] = []
         self.added = dict[str, Column]()
 
     def withColumns(self, added: Mapping[str, Column]) -> _Recorder:
-        self.added.update(added)
+        (self.whole or self).added.update(added)
         return self
 
     def withColumn(self, name: str, column: Column) -> _Recorder:
         return self.withColumns({name: column})
 
     def filter(self, condition: Any) -> _Recorder:
-        self.conditions.append(condition)
-        return self
+        whole = self.whole or self
+        whole.conditions.append(condition)
+        return _Recorder(self.rows, self.columns, whole)
 
     where = filter
 
     def limit(self, _: int) -> _Recorder:
-        return self
+        return self._filtered()
 
     def count(self) -> int:
-        return self.rows
+        return self._filtered().rows
+
+    def _filtered(self) -> _Recorder:
+        if self.whole is None:
+            raise TypeError("a check of the number of rows, or of some rows, is no check of each row")
+        return self
 
     def isEmpty(self) -> bool:
-        return self.rows == 0
+        return self.count() == 0
 
 
 def rule_of(name: str, check: Callable[[Any], Any], columns: Sequence[str]) -> Rule | None:
@@ -477,7 +488,8 @@ def rule_of(name: str, check: Callable[[Any], Any], columns: Sequence[str]) -> R
         shaped = bool(check(empty)) and not bool(check(full))
     except Exception:
         return None
-    if not shaped or len(empty.conditions) != 1:
+    # With another filter where the first one finds rows, these rows may pass.
+    if not shaped or len(empty.conditions) != 1 or len(full.conditions) != 1:
         return None
     condition = empty.conditions[0]
     violated = F.expr(condition) if isinstance(condition, str) else condition
