@@ -365,6 +365,23 @@ def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said:
     assert message.endswith("; nothing was committed. Correct the functions, then run again")
 
 
+@pytest.mark.parametrize(
+    ("expression", "kind", "value"),
+    [
+        ("cast(n as double) / cast(2 as int)", "void", 0.5),
+        ("cast(n as string) = cast('1' as string)", "void", True),
+        ("cast(cast(n as string) || ')' as string)", "string", "1)"),
+    ],
+)
+def test_the_type_of_casts(spark: SparkSession, expression: str, kind: str, value: Any) -> None:
+    """An expression of two casts has not the type of the last one."""
+    mapped = plain().map_values(f"{expression} as x", name="mapped")
+    assert mapped.schema["x"].dataType.typeName() == kind
+    driver = TopologyTestDriver(mapped, spark=spark)
+    driver.pipe("rates", {"k": "a", "n": 1, "timestamp": at(1)})
+    assert [r["x"] for r in driver.read("mapped")] == [value]
+
+
 def test_windows_have_bounds_that_python_has(spark: SparkSession) -> None:
     """The zero time of Go and .NET lies in windows that begin in the year 0, unknown to Python."""
     first, last = datetime(1, 1, 1, tzinfo=timezone.utc), datetime.max.replace(tzinfo=timezone.utc)

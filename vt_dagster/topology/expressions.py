@@ -390,7 +390,6 @@ _SELECTED_COLUMN = re.compile(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", re.IGN
 _WHOLE = re.compile(r"\s*(left|right)\s*\.\s*(.+?)\s*", re.IGNORECASE | re.DOTALL)
 _STAR = re.compile(r"\s*(left|right)\s*\.\s*\*\s*", re.IGNORECASE)
 _ALIAS = re.compile(r"(?P<expression>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)\s*", re.IGNORECASE | re.DOTALL)
-_CAST = re.compile(r"\s*(?:try_)?cast\s*\(.*\bas\s+(\w+)\s*\)\s*", re.IGNORECASE | re.DOTALL)
 _NAMED: dict[str, DataType] = {
     "string": StringType(),
     "int": IntegerType(),
@@ -409,8 +408,13 @@ _NAMED: dict[str, DataType] = {
 
 def _cast_type(expression: str) -> DataType:
     """Returns the type of a cast; NullType for other expressions, whose type only Spark can infer."""
-    cast = _CAST.fullmatch(expression)
-    return _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
+    found = [one.value if one.kind == "symbol" else one.kind for one in tokens(expression)]
+    depth = [found[:place].count("(") - found[:place].count(")") for place in range(len(found))]
+    words = [one.value for one in tokens(expression) if one.kind == "name"]
+    # Only the last parenthesis closes that of the cast: it is no part of a larger expression.
+    whole = found[:2] == ["name", "("] and found[-3:] == ["name", "name", ")"] and 0 not in depth[2:]
+    cast = whole and words[0] in ("cast", "try_cast") and words[-2] == "as"
+    return _NAMED.get(words[-1], NullType()) if cast else NullType()
 
 
 @dataclass(frozen=True)
