@@ -220,6 +220,21 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
         table().filter_not("n > 2", name="x"),
         ["predicate was 'n > 1', is 'n > 2'", "negate was False, is True"],
     ),
+    "spaces in a text": (
+        table().filter("k = 'New  York'", name="x"),
+        table().filter("k = 'New York'", name="x"),
+        ["predicate was \"k = 'New  York'\", is \"k = 'New York'\""],
+    ),
+    "spaces in a text of double quotes": (
+        table().filter(r'k = "\"  a"', name="x"),
+        table().filter(r'k = "\" a"', name="x"),
+        [r"""predicate was 'k = "\\"  a"', is 'k = "\\" a"'"""],
+    ),
+    "end of a comment": (
+        table().filter("n > 1 -- at least\n + 1", name="x"),
+        table().filter("n > 1 -- at least + 1", name="x"),
+        [r"predicate was 'n > 1 -- at least\n + 1', is 'n > 1 -- at least + 1'"],
+    ),
     "columns": (
         stream().join(prices(), name="x", select=["left.*"]),
         stream().join(prices(), name="x", select=["left.*", "right.m as price"], max_age=HOUR),
@@ -298,6 +313,10 @@ GOES_ON: dict[str, tuple[Any, Any]] = {
     "whitespace": (
         table().filter("n  >\n 1", name="x"),
         table().filter("n > 1", name="x"),
+    ),
+    "spaces around a symbol, and comments": (
+        table().filter("n>1", name="x"),
+        table().filter("n > /* more than */ 1 -- 'one", name="x"),
     ),
     "quotes of a column": (
         table().map_values("`n`", name="x"),

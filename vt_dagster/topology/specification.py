@@ -33,7 +33,10 @@ NONE = timedelta(0)
 Names = Mapping[str, tuple[str, ...]]
 """Earlier names by column, the newest first."""
 
-_TOKEN = re.compile(r"'(?:[^']|'')*'|`[^`]+`|\w+|\s+|.", re.DOTALL)
+_TOKEN = re.compile(
+    r"'(?:[^'\\]|\\.|'')*'|\"(?:[^\"\\]|\\.|\"\")*\"|`[^`]+`|--[^\r\n]*|/\*.*?\*/|\w+|\s+|.", re.DOTALL
+)
+"""A text, a quoted name, a comment, a word, white space or a symbol of SQL."""
 
 
 class ColumnSpec(NamedTuple):
@@ -226,7 +229,8 @@ class _Operator(Specification, frozen=True):
 
     def changes(self, then: _Operator, sides: Sequence[Names], own: Names) -> Iterator[str]:
         """Yields the differences in definition from an earlier specification, as text. A renamed
-        column, a change of whitespace, and a setting that may change between runs are no differences.
+        column, a change of whitespace or comments, and a setting that may change between runs are no
+        differences.
 
         Args:
             sides: earlier names of the columns of its inputs, the left one first.
@@ -262,21 +266,26 @@ def _equals_renamed(now: Any, then: Any, sides: Sequence[Names], own: Names) -> 
 
 
 def _same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
-    """Returns whether two SQL texts are equal except for whitespace and renamed columns."""
+    """Returns whether two SQL texts are equal except for whitespace, comments and renamed columns."""
     if now == then:
         return True
-    tokens, earlier = (_TOKEN.findall(" ".join(text.split())) for text in (now, then))
+    tokens, earlier = (_tokens(text) for text in (now, then))
     return len(tokens) == len(earlier) and all(
         one == other or other.strip("`") in _earlier_names(tokens, i, sides, own)
         for i, (one, other) in enumerate(zip(tokens, earlier, strict=True))
     )
 
 
+def _tokens(text: str) -> list[str]:
+    found: list[str] = _TOKEN.findall(text)
+    return [one for one in found if not one.isspace() and not one.startswith(("--", "/*"))]
+
+
 def _earlier_names(tokens: Sequence[str], place: int, sides: Sequence[Names], own: Names) -> set[str]:
     """Returns the names of a column with earlier names, its own among them; empty for other tokens."""
     name = tokens[place].strip("`")
     side = tokens[place - 2].lower() if place > 1 and tokens[place - 1] == "." else ""
-    if tokens[place].startswith("'"):
+    if tokens[place].startswith(("'", '"')):
         return set()
     if side in ("left", "right"):
         before = sides[0 if side == "left" else -1].get(name, ())
