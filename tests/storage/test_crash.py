@@ -22,11 +22,15 @@ from vt_dagster.runs.erase import FOLDER, erase
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_rows")]
 
 REPOSITORY = Path(__file__).parents[2]
-SOURCE_POINTS = ["before:log", "during:view", "before:forget"]
+SOURCE_POINTS = ["before:log", "during:view", "before:remove_staged_before"]
 # Points of an asset whose run shows most, and takes little; in endurance those of others.
 MADE_POINTS = [("corrected", "before:view"), ("counts", "during:stage_state")]
 MORE_SOURCE_POINTS = ["before:view"]
-MORE_POINTS = [("priced", "before:log"), ("corrected", "after:log"), ("counts", "before:forget")]
+MORE_POINTS = [
+    ("priced", "before:log"),
+    ("corrected", "after:log"),
+    ("counts", "before:remove_staged_before"),
+]
 READ_AFTER, ERASED = ("rates", "after:log"), ("orders", "before:purge")
 MADE = ("priced", "corrected", "counts")
 
@@ -212,7 +216,13 @@ def test_a_killed_join_of_streams_leaves_no_trace(
     for name in ("orders", "payments"):
         topology.run(name, spark)
     killed = Killed(tmp_path, (topology.root,) * 3, connect_server.address)
-    points = ("before:log", "during:stage_state", "after:log", "before:view", "before:forget")
+    points = (
+        "before:log",
+        "during:stage_state",
+        "after:log",
+        "before:view",
+        "before:remove_staged_before",
+    )
     killed.kill([("amended", point) for point in points])
     topology.run("amended", spark)
     undisturbed = topology.tables("amended", spark)
