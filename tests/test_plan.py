@@ -430,7 +430,7 @@ def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
     assert {one.verdict for one in found.values()} == {"needs_replay"}
     assert "it had a source of its own, is the result of select_key now" in found["orders"].reason
     assert "it was the result of filter, has a source of its own now" in found["dear"].reason
-    with pytest.raises(StorageError, match=r"its new input raw has run.* \(vt-dagster run raw\)"):
+    with pytest.raises(StorageError, match=r"commits of its new input raw.* \(vt-dagster run raw\)"):
         replay_planned(warehouse, [step], spark)
     other = shop(copy, of_prices={"schema": columns(**{**PRICE, "price": DecimalType(4, 2)})})[:1]
     (copy / "prices" / "1.jsonl").rename(copy / "aside.jsonl")
