@@ -418,6 +418,21 @@ def test_tombstones_are_exempt_from_checks_of_all_rows(spark: SparkSession) -> N
         assert bool(validated.pandera.errors) == broken
 
 
+def checked_by(check: Callable[[DataFrame], Any]) -> Table:
+    """A table whose model has one check of the DataFrame."""
+
+    class Prices(pa.DataFrameModel):
+        k: T.StringType
+        n: T.IntegerType
+        at: T.TimestampType
+
+        @pa.dataframe_check
+        def own_check(cls, df: DataFrame) -> Any:
+            return check(df)
+
+    return Table("prices", key="k", schema=Prices, timestamp="at")
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
@@ -429,22 +444,11 @@ def test_tombstones_are_exempt_from_checks_of_all_rows(spark: SparkSession) -> N
 )
 def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -> None:
     """A DataFrame counts as true, and so would pass whatever its rows are."""
-
-    class Prices(pa.DataFrameModel):
-        k: T.StringType
-        n: T.IntegerType
-        at: T.TimestampType
-
-        @pa.dataframe_check
-        def positive(cls, df: DataFrame) -> Any:
-            return made(df)
-
-    prices = Table("prices", key="k", schema=Prices, timestamp="at")
-    driver = TopologyTestDriver(prices, spark=spark)
+    driver = TopologyTestDriver(checked_by(made), spark=spark)
     with pytest.raises(ContractError) as refused:
         driver.pipe("prices", {"k": "a", "n": 1, "at": 1})
     assert str(refused.value).startswith(
-        f"prices: expected the check positive of its schema to return True or False, got {said}"
+        f"prices: expected the check own_check of its schema to return True or False, got {said}"
     )
     assert str(refused.value).endswith("; nothing was committed. Correct the check, then run again")
 
@@ -460,22 +464,11 @@ SHARES: list[Callable[[DataFrame], bool]] = [
 @pytest.mark.parametrize("holds", SHARES)
 def test_a_check_of_a_share_is_no_check_of_each_row(spark: SparkSession, holds: Any) -> None:
     """It tells from the number of all rows, or from another filter, whether a bad row may be there."""
-
-    class Prices(pa.DataFrameModel):
-        k: T.StringType
-        n: T.IntegerType
-        at: T.TimestampType
-
-        @pa.dataframe_check
-        def few_negative(cls, df: DataFrame) -> bool:
-            return holds(df)
-
-    prices = Table("prices", key="k", schema=Prices, timestamp="at")
-    driver = TopologyTestDriver(prices, spark=spark)
+    driver = TopologyTestDriver(checked_by(holds), spark=spark)
     rows = [{"k": k, "n": n, "at": 1} for k, n in (("a", -1), ("b", 1), ("c", 2))]
     driver.pipe("prices", *rows)
     assert len(driver.read("prices")) == 3
-    with pytest.raises(ContractError, match="few_negative: some record"):
+    with pytest.raises(ContractError, match="own_check: some record"):
         driver.pipe("prices", {"k": "a", "n": -2, "at": 2})
 
 
