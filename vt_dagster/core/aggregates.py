@@ -37,6 +37,7 @@ from vt_dagster.core.versioned_table import is_refused, repeats_version
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, StreamAggregate, TableAggregate
+from vt_dagster.topology.operators.aggregates import name_of
 from vt_dagster.topology.version_rules import VersionRules, new_version_on_of
 
 # Table aggregate
@@ -379,10 +380,11 @@ def aggregate_by(
     arrow: Any = arrow_schema(StructType([StructField("_acc", result)]))
     # Plain values only: the kernel runs on Spark's workers, which need not have this package.
     applied_fate, failed, columns_of = Outcome.APPLIED, FAILED, {*result.names}
+    starts, adds, takes = (
+        name_of(one).rpartition("<locals>.")[2] for one in (initializer, adder, subtractor)
+    )
 
-    def called(function: Callable[..., Any], *given: Any) -> Aggregate | None:
-        name = getattr(function, "__qualname__", None) or type(function).__qualname__
-        name = name.rpartition("<locals>.")[2]
+    def called(name: str, function: Callable[..., Any], *given: Any) -> Aggregate | None:
         try:
             made: Any = function(*given)
         except Exception as error:
@@ -414,12 +416,12 @@ def aggregate_by(
                 if row[OUTCOME] == applied_fate:
                     # Copies, because results are written after later calls, which may change them.
                     if row[TAKE] is not None and acc is not None:
-                        acc = called(subtractor, row[TAKE], copy.deepcopy(acc))
+                        acc = called(takes, subtractor, row[TAKE], copy.deepcopy(acc))
                     if row[ADD] is not None:
                         if acc is None and initializer is not None:
-                            acc = called(initializer)
+                            acc = called(starts, initializer)
                         own = copy.deepcopy(acc)
-                        acc = row[ADD] if own is None else called(adder, row[ADD], own)
+                        acc = row[ADD] if own is None else called(adds, adder, row[ADD], own)
                     newest = row[TIMESTAMP] if newest is None else max(newest, row[TIMESTAMP])
                 results.append(acc)
                 times.append(newest)

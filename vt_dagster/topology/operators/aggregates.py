@@ -191,14 +191,14 @@ class Aggregator:
             name: the asset, for messages.
         """
         return AggregatorSpec(
-            adder=_name_of(self.adder),
-            subtractor=_name_of(self.subtractor),
-            initializer=None if self.initializer is None else _name_of(self.initializer),
+            adder=name_of(self.adder),
+            subtractor=name_of(self.subtractor),
+            initializer=None if self.initializer is None else name_of(self.initializer),
             columns=None if self.schema is None else as_struct(self.schema, name).simpleString(),
         )
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
     """Returns the name of a function; for a callable object, such as a partial, the name of its
     function or class. The result never contains an address in memory, which differs between
     processes."""
