@@ -215,7 +215,8 @@ class Memory:
         self._by_path: dict[str, Consumed] = {}
         self._by_name: dict[str, list[tuple[str, Consumed]]] = {}
         self._sizes: dict[str, int] = {}
-        self._there = {f.place: f for f in there}
+        self.there = there
+        self._there = {f.place for f in there}
         for given, entry in files.items():
             path = delta.location(given)
             if isinstance(entry, Mapping):
@@ -271,14 +272,13 @@ class Memory:
 
     def gone(self) -> list[str]:
         """Returns the paths of consumed files that were removed, not moved."""
-        there = self._there.values()
-        left = {*self._by_path} - {*self._there} | {*self._sizes} - {f.name for f in there}
-        return sorted(left.difference(*map(self._earlier, there)))
+        left = {*self._by_path} - self._there | {*self._sizes} - {f.name for f in self.there}
+        return sorted(left.difference(*map(self._earlier, self.there)))
 
     def other_directory(self) -> str | None:
         """Returns the directory of the file that was consumed last, if none was consumed from this
         one."""
-        there, paths = self._there.values(), self._by_path
+        there, paths = self.there, self._by_path
         roots = tuple({f.place.removesuffix(f.name) for f in there})
         if not paths or any(p.startswith(roots) for p in paths) or any(map(self.has, there)):
             return None
@@ -311,18 +311,13 @@ def _parted(name: str) -> list[str]:
     return [part for part in name.split("/")[:-1] if "=" in part]
 
 
-def unconsumed(
-    directory: str, there: Sequence[FileInfo], consumed: Mapping[str, Any]
-) -> list[FileInfo]:
-    """Returns the files that no run has consumed.
-
-    Args:
-        consumed: see :class:`Memory`.
+def unconsumed(directory: str, memory: Memory) -> list[FileInfo]:
+    """Returns the files that exist now and that no run has consumed.
 
     Raises:
         SourceError: the content of a consumed file has changed.
     """
-    memory = Memory(consumed, there)
+    there = memory.there
     changed = {f.name: change for f in there if (change := memory.changed(f)) is not None}
     if changed:
         name, change = next(iter(changed.items()))
@@ -335,7 +330,7 @@ def unconsumed(
 
 
 def chosen(
-    directory: str, new: Sequence[FileInfo], consumed: Mapping[str, Any], only: Sequence[str] | None
+    directory: str, new: Sequence[FileInfo], memory: Memory, only: Sequence[str] | None
 ) -> list[FileInfo]:
     """Returns the new files that a run requests; requested files that were consumed are skipped.
 
@@ -347,7 +342,6 @@ def chosen(
     """
     if only is None:
         return list(new)
-    memory = Memory(consumed)
     requested = set(only)
     missing = sorted(requested - {f.name for f in new})
     missing = [name for name in missing if name not in memory]

@@ -803,12 +803,11 @@ class FilesSource:
     ) -> PinnedFiles:
         """Pins the files of a run; see :meth:`pending`. Does not use Spark."""
         batch = 1 if before is None else before.batch + 1
-        there = self.files()
-        new = unconsumed(self.path, there, consumed)
-        taken = chosen(self.path, new, consumed, only)[: self.max_files_per_run]
+        memory = Memory(consumed, self.files())
+        new = unconsumed(self.path, memory)
+        taken = chosen(self.path, new, memory, only)[: self.max_files_per_run]
         left = {f.name for f in new} - {f.name for f in taken}
-        other = Memory(consumed, there).other_directory()
-        return PinnedFiles(self, taken, consumed, batch, sorted(left), other)
+        return PinnedFiles(self, taken, consumed, batch, sorted(left), memory.other_directory())
 
     def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
         """Returns the batch that consumed each present file, by name; see ``Memory.batch_of``."""
