@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 @cache
 def distributions() -> tuple[Path, Path]:
-    """The wheel and the sdist; the wheel is built from the sdist, as pip does it from PyPI."""
+    """Returns the wheel and the sdist. The wheel is built from the sdist, as pip does."""
     where = Path(mkdtemp(prefix="vt_dagster_dist_"))
     done = subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(where), str(ROOT)],

@@ -1,7 +1,7 @@
-"""``python -m tests.cluster_child ADDRESS FOLDER``: worked scenarios, and real tables, on some Spark.
+"""``python -m tests.cluster_child ADDRESS FOLDER``: runs worked scenarios, and real tables, on a Spark.
 
-ADDRESS is a master, or a Spark Connect address. FOLDER has the landed files of ``storage/chain.py``.
-Prints what came out, one line each.
+ADDRESS is a Spark master or a Spark Connect address. FOLDER has the landed files of
+``storage/chain.py``. Prints one line for each result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all tests share: one Spark session, and tables that were really written."""
+"""Fixtures and hooks of all tests: one Spark session, and tables that runs really wrote."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from vt_dagster.spark.server import Server
 from vt_dagster.spark.session import build_session
 from vt_dagster.spark.settings import small_run
 
-if TYPE_CHECKING:  # it takes Dagster with it, which the process that only hands out tests does not need
+if TYPE_CHECKING:  # it imports Dagster, which the process that only distributes tests does not need
     from tests.market import Market
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-# Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
-# takes longer than to run them, and to compile a method after a third of the default number of calls
-# takes a tenth less of a processor; so does the serial collector. By itself the JVM then keeps 48 MB
-# for compiled code, which a Connect server of many runs fills, and hangs.
+# Options of every JVM that a test starts. Most of these JVMs run many short queries for a minute, so
+# optimizing their code takes longer than running it. To compile a method after a third of the default
+# number of calls takes a tenth less processor time; so does the serial collector. Without a setting the
+# JVM then reserves 48 MB for compiled code. A Connect server with many runs fills them, and hangs.
 JVM = (
     "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
     " -XX:ReservedCodeCacheSize=400m -Xlog:cds=off,cds+dynamic=off"
     " -XX:Tier3InvocationThreshold=60 -XX:Tier3MinInvocationThreshold=30"
     " -XX:Tier3CompileThreshold=600 -XX:Tier3BackEdgeThreshold=20000"
 )
-# The session of all tests lives for half an hour and more: there, to compile well pays off for methods
-# that are called four times as often as the JVM's default asks for. It then takes a quarter less.
+# Options of the session that all tests share. It lives for half an hour and more. There, optimizing a
+# method pays off after four times as many calls as the JVM's default. It then takes a quarter less.
 LONG_LIVED = (
     "-XX:TieredStopAtLevel=4"
     " -XX:Tier3InvocationThreshold=200 -XX:Tier3MinInvocationThreshold=100"
@@ -51,19 +51,19 @@ LONG_LIVED = (
     " -XX:Tier4CompileThreshold=60000 -XX:Tier4BackEdgeThreshold=160000"
 )
 CLASSES = Path(sys.prefix) / ".classes.jsa"
-"""What ``make test`` writes first (``class_archive.py``); without it tests take longer."""
-os.environ["VT_DAGSTER_CLASS_ARCHIVE"] = "off"  # no test makes the user's archive
+"""The archive that ``make test`` writes first (``class_archive.py``); without it tests are slower."""
+os.environ["VT_DAGSTER_CLASS_ARCHIVE"] = "off"  # no test writes the user's archive
 os.environ.setdefault(
     "JDK_JAVA_OPTIONS", f"{JVM} -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else JVM
 )
 
-# Users' processes find what is imported compiled; so do those that tests start, but for the first.
+# Python keeps compiled modules, as for users: only the first process of the tests compiles them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LONGEST_FIRST = (
     *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_end_to_end.py"),
     *("test_crash.py", "test_faults.py", "test_maintenance.py", "test_self_joins.py"),
-    "test_pages.py",  # of what test_demo.py has run
+    "test_pages.py",  # the pages of the demo that test_demo.py has run
     *("test_operator_properties.py", "test_random_chains.py", "test_erase.py"),
     *("test_freshness.py", "test_explain_operators.py", "test_sink.py", "test_corrected.py"),
 )
@@ -82,8 +82,8 @@ _JVM_OF = {"spark", "connect_server", "broker"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-m fast`` no JVM can start, in this process or in one that a test starts. Python looks for
-    garbage seldom: none of it keeps objects of a JVM."""
+    """With ``-m fast`` no JVM can start, in this process or in one that a test starts. Python then
+    collects garbage seldom, since no garbage holds objects of a JVM."""
     gc.disable()  # until tests are collected
     if config.option.markexpr == "fast":
         os.environ["JAVA_HOME"] = "no-java-in-fast-tests"
@@ -92,8 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and collected tests live as long as the process. Python does not look for garbage while
-    they are made, nor among them later: that took a fifth of the time of the fast tests."""
+    """Modules and collected tests live as long as the process. Garbage collection is off while they are
+    created, and ignores them later: it took a fifth of the time of the fast tests."""
     done = yield
     gc.freeze()
     gc.enable()
@@ -104,7 +104,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the fast tests, and puts the files that take longest first.
 
-    Processes that share the tests then end together.
+    The processes that share the tests then end at about the same time.
     """
     for item in items:
         markers = {marker.name for marker in item.iter_markers()}
@@ -117,8 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def migrations() -> Iterator[None]:
-    """Reads the scripts of Dagster's migrations once: each new instance asks them for the number of the
-    last one, which otherwise takes most of the time that it needs."""
+    """Reads the scripts of Dagster's migrations once for all Dagster instances. Each new instance needs
+    the number of the last migration; to read the scripts takes most of the time of its creation."""
     found: dict[str | None, ScriptDirectory] = {}
 
     def kept(config: Config) -> ScriptDirectory:
@@ -135,7 +135,7 @@ def migrations() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """A small local session, one for all tests; with ``SPARK_REMOTE`` one on that Connect server."""
+    """A local session that all tests share; with ``SPARK_REMOTE``, a session on that Connect server."""
     if remote := os.environ.get("SPARK_REMOTE"):
         yield build_session("vt_dagster tests", remote=remote)
         return
@@ -144,15 +144,15 @@ def spark() -> Iterator[SparkSession]:
         master="local[2]",
         conf={
             "spark.sql.shuffle.partitions": "2",
-            # Many short queries leave much garbage that nobody needs any more.
+            # Many short queries leave much garbage: a large young generation collects it cheaply.
             "spark.driver.extraJavaOptions": f"-Xms1800m -Xmn900m -XX:MetaspaceSize=256m {LONG_LIVED}",
-            # Nobody looks at the pages of these queries.
+            # No test looks at the UI pages of these queries.
             "spark.sql.ui.retainedExecutions": "20",
             "spark.ui.retainedJobs": "20",
             "spark.ui.retainedStages": "20",
             "spark.ui.retainedTasks": "20",
-            # Spark formats each plan for these pages, and checks it after each of its own rules: that
-            # takes a fiftieth of the time.
+            # Spark formats each plan for these pages, and validates the plan after each of its rules.
+            # Both take a fiftieth of the time of the tests.
             "spark.sql.ui.explainMode": "simple",
             "spark.sql.lightweightPlanChangeValidation": "false",
             "spark.python.sql.dataFrameDebugging.enabled": "false",
@@ -164,8 +164,8 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture
 def few_rows(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Queries of a test are planned for few rows, as those of small runs are: of a table of some rows,
-    code generation takes most of the time. For files that do not test how queries are planned."""
+    """Spark plans a test's queries for few rows, as in small runs, since code generation takes most of
+    the time of a query over a few rows. For test files that do not test how queries are planned."""
     if "spark" not in request.fixturenames:
         yield
         return
@@ -174,7 +174,7 @@ def few_rows(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def server_environment(home: Path) -> dict[str, str]:
-    """The environment of a user who has the jars, and whose Spark server is recorded under ``home``."""
+    """The environment of a user who has the jars. The cache under ``home`` records the Spark server."""
     return {
         **os.environ,
         "XDG_CACHE_HOME": str(home / "cache"),
@@ -184,7 +184,7 @@ def server_environment(home: Path) -> dict[str, str]:
 
 
 def spark_command(environment: dict[str, str], *words: str, cwd: Path | None = None) -> tuple[int, str]:
-    """Exit status and output of ``vt-dagster spark``."""
+    """Runs ``vt-dagster spark``, and returns its exit status and its output."""
     done = subprocess.run(
         [str(BIN / "vt-dagster"), "spark", *words],
         capture_output=True,
@@ -197,8 +197,8 @@ def spark_command(environment: dict[str, str], *words: str, cwd: Path | None = N
 
 
 def output_of(program: str, *words: str, columns: int) -> str:
-    """What an installed program prints in a terminal of so many letters; it runs in this process: most
-    programs import Dagster, which takes a second or two."""
+    """The output of an installed program in a terminal of ``columns`` letters. The program runs in this
+    process, since the import of Dagster in another process takes a second or two."""
     (installed,) = entry_points(group="console_scripts", name=program)
     main, printed = installed.load(), io.StringIO()
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
@@ -215,7 +215,7 @@ class ConnectServer:
     """A Spark Connect server that ``vt-dagster spark start`` has started.
 
     Args:
-        environment: of processes that are to find it, where ``VT_DAGSTER_SPARK`` is ``server``.
+        environment: of processes that use the server, if ``VT_DAGSTER_SPARK`` is ``server`` in them.
         address: ``sc://…``, with its token.
     """
 
@@ -225,8 +225,8 @@ class ConnectServer:
 
 @pytest.fixture(scope="session")
 def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """One for all tests and all of pytest's processes, the last of which stops it. It is started in
-    another directory than the processes that use it; they start no JVM of their own."""
+    """One server for all tests in all of pytest's processes; the last process stops it. The server runs
+    in another directory than the processes that use it. Those processes start no JVM."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "connect_server"
     environment, elsewhere, users = server_environment(root), root / "elsewhere", root / "users"
@@ -256,7 +256,7 @@ def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect
 
 @pytest.fixture(scope="session")
 def market(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Market:
-    """A topology after two runs; only to be looked at: change a copy of it."""
+    """A topology after two runs. Tests only read it: a test that changes tables changes a copy."""
     from tests.market import healthy_market
 
     return healthy_market(tmp_path_factory.mktemp("market"), spark)

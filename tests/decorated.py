@@ -1,4 +1,4 @@
-"""A table of what a function returns, as a job that processes can load."""
+"""A table whose records a Python function returns, in a job that other processes can load."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ def rates(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def job_of(root: str, parent: int, fatal: bool) -> dg.JobDefinition:
-    """All steps in this process, or each in a process of its own where it is ``fatal``: that of the
-    table ends after its commit, but not ``parent``, which starts it."""
+    """A job whose steps run in this process; if ``fatal``, each step runs in its own process. Then the
+    process of the table's step is killed after its commit; the process ``parent`` is not."""
     os.environ["ROOT"] = root
     executor: dg.ExecutorDefinition = dg.in_process_executor
     if fatal:

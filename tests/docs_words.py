@@ -1,4 +1,4 @@
-"""What the pages of the documentation speak of without declaring it: a shop, its orders and prices."""
+"""Names that the pages of the documentation use without declaring them: a shop's orders, prices …"""
 
 # ruff: noqa: F401, F403
 from datetime import timedelta

@@ -1,10 +1,10 @@
-"""One topology of every kind of source, operator and asset, each to be run in a process of its own.
+"""One topology with every kind of source, operator and asset. Each asset runs in its own process.
 
-``python -m tests.everything ROOT [REMOTE|local [KIND ...]]`` runs each asset of it alone three times:
-at first, with something new, and with nothing new. Each run is a process: a fork of one that has
-imported what is needed, and has no Spark session. It prints a line of JSON for each run: ``Outcome``.
+``python -m tests.everything ROOT [REMOTE|local [KIND ...]]`` runs each asset alone three times: for the
+first time, with new records, and without new records. Each run is a fork of a process that has imported
+the modules and has no Spark session. The run prints a line of JSON: its ``Outcome``.
 
-Paths are relative, to a working directory that is not that of a Spark Connect server.
+Paths are relative to a working directory that differs from that of a Spark Connect server.
 """
 
 import json
@@ -82,11 +82,11 @@ WINDOWS: dict[str, Any] = {
 }
 WAREHOUSE, ROUNDS, RECORDS = "data/warehouse", 3, 12
 LOADED = {"delivered": ["upstream"], "mine": ["versions"], "mine_now": ["versions"]}
-"""What Dagster loads for an asset."""
+"""The upstream assets that Dagster loads for an asset."""
 NOTHING_NEW = 3
-"""The run before which nothing lands."""
+"""The number of the run before which no record lands."""
 ALWAYS = ("upstream", "mine", "mine_now", "returned", "collected")
-"""Assets that have something new in each run."""
+"""Assets that have new records in each run."""
 CLIENT = "pyspark.sql.connect.logging"
 """The logger of Spark Connect's client."""
 NAMED = ("guarded", "opened", "versions")
@@ -94,7 +94,7 @@ NAMED = ("guarded", "opened", "versions")
 
 
 class Guarded(pandera.DataFrameModel):
-    """``SCHEMA`` with a check that some records of each delivery break."""
+    """``SCHEMA`` with a check that some records of each delivery fail."""
 
     k: StringType = pandera.Field(nullable=True)
     g: StringType = pandera.Field(isin=["a", "b"])
@@ -104,7 +104,7 @@ class Guarded(pandera.DataFrameModel):
 
 @dataclass
 class Outcome:
-    """What came of one run of one asset, alone in its process.
+    """The outcome of one run of one asset, alone in its process.
 
     Args:
         run: 1, 2 or 3.
@@ -123,7 +123,7 @@ class Outcome:
 
 
 def sources() -> dict[str, Stream]:
-    """One of each kind of source."""
+    """Streams and tables with one source of each kind, by name."""
 
     def files(name: str, **more: Any) -> FilesSource:
         return FilesSource(f"data/landing/{name}", **more)
@@ -136,7 +136,7 @@ def sources() -> dict[str, Stream]:
 
     @versioned_table(**OF_TABLES)
     def collected(context: dg.AssetExecutionContext) -> Any:
-        """By Spark, from a table of ours."""
+        """Returns a DataFrame of Spark."""
         spark = context.resources.vt_dagster_spark.spark_session
         return spark.createDataFrame([("a", "b", _round(), EPOCH + _round() * MINUTE)], SCHEMA)
 
@@ -179,7 +179,7 @@ def sources() -> dict[str, Stream]:
 
 
 def operators(of: Mapping[str, Any]) -> list[Stream]:
-    """One of each operator, or several where they differ by what they are made of."""
+    """One result of each operator, or one for each kind of input if the inputs make a difference."""
     versions, others, plain = of["versions"], of["others"], of["plain"]
     clicks, views = of["clicks"], of["views"]
     windowed = {
@@ -251,7 +251,7 @@ def operators(of: Mapping[str, Any]) -> list[Stream]:
 
 
 class Everything:
-    """The assets, by name, in an order in which they can be run, and what they read."""
+    """The assets by name, upstream assets first, and the nodes that they are built from."""
 
     def __init__(self) -> None:
         of = sources()
@@ -283,7 +283,7 @@ class Everything:
         self.checks = {name: build_checks(node) for name, node in self.nodes.items()}
 
     def made_of(self, names: list[str]) -> set[str]:
-        """Assets with all that they are made of."""
+        """The named assets and all assets upstream of them."""
         found: set[str] = set()
         for name in names:
             of = {"training": ["clicks", "versions"], **LOADED}
@@ -302,7 +302,7 @@ class Everything:
         return {**build_resources(where, spark), **keeps}
 
     def run(self, name: str, remote: str | None, instance: dg.DagsterInstance, checked: bool) -> Any:
-        """One asset, or one with its checks, and nothing else."""
+        """Runs one asset, with its checks if ``checked``, and no other asset."""
         made = [self.assets[n] for n in (name, *LOADED.get(name, ()))]
         checks = [self.checks[name]] if name in self.checks and checked else []
         return dg.materialize(
@@ -321,13 +321,13 @@ def _round() -> int:
 
 @dg.asset
 def upstream() -> pa.Table:
-    """Somebody else's asset, whose materializations are taken."""
+    """An asset of another team, whose materializations a stream consumes."""
     return table(_records(random.Random(_round()), _round()))
 
 
 @dg.asset(ins={"versions": dg.AssetIn(input_manager_key="vt_dagster_tables")})
 def mine(context: dg.AssetExecutionContext, versions: Any) -> None:
-    """A user's own asset that reads a table by Spark."""
+    """A user's own asset that reads a table with Spark."""
     context.add_output_metadata({"rows": versions.count()})
 
 
@@ -339,7 +339,7 @@ def mine(context: dg.AssetExecutionContext, versions: Any) -> None:
     }
 )
 def mine_now(context: dg.AssetExecutionContext, versions: Any) -> None:
-    """One that reads the rows that are valid at the clock's time."""
+    """A user's own asset that reads the rows that are valid at the clock's time."""
     context.add_output_metadata({"rows": versions.count()})
 
 
@@ -356,7 +356,7 @@ def _records(chance: random.Random, place: int) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> pa.Table:
-    """Records as Arrow has them."""
+    """The records as an Arrow table."""
     types = [("k", pa.string()), ("g", pa.string()), ("n", pa.int32())]
     return pa.Table.from_pylist(
         records, schema=pa.schema([*types, ("timestamp", pa.timestamp("us", "UTC"))])
@@ -364,7 +364,7 @@ def table(records: list[dict[str, Any]]) -> pa.Table:
 
 
 def land(place: int) -> None:
-    """What arrives before a run, in each place that a source reads."""
+    """Writes the new records of a run to each place that a source reads."""
     root = Path("data/landing")
     names = ("versions", "others", "parts", "plain", "clicks", "views", "returned", "once", "guarded")
     for i, name in enumerate(names):
@@ -396,7 +396,7 @@ def land(place: int) -> None:
 
 
 def alone(work: Callable[[], Outcome | None]) -> int:
-    """Does something in a process of its own, which prints what came of it."""
+    """Forks a process that does the work and prints its outcome; returns the id of the process."""
     child = os.fork()
     if child:
         return child
@@ -410,8 +410,8 @@ def alone(work: Callable[[], Outcome | None]) -> int:
 
 
 def new_home() -> None:
-    """Makes the tables that Dagster keeps its runs in."""
-    settings = {"telemetry": {"enabled": False}}  # as of users: without any Dagster sets up no logs
+    """Creates the tables in which Dagster stores its runs."""
+    settings = {"telemetry": {"enabled": False}}  # as users have: without, Dagster sets up no logs
     with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
         instance.get_runs(limit=1)
 
@@ -421,7 +421,7 @@ def outcome(everything: Everything, name: str, run: int, remote: str | None, che
     from pyspark.sql.utils import is_remote
 
     started = time.monotonic()
-    settings = {"telemetry": {"enabled": False}}  # as of users: without any Dagster sets up no logs
+    settings = {"telemetry": {"enabled": False}}  # as users have: without, Dagster sets up no logs
     with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
         result = everything.run(name, remote, instance, checked)
         made = {event.asset_key for event in result.get_asset_materialization_events()}
@@ -441,7 +441,7 @@ def outcome(everything: Everything, name: str, run: int, remote: str | None, che
 
 
 def _misnamed(name: str) -> str:
-    """How the rows that an asset's name selects differ from those of a read; empty = they do not."""
+    """How the rows of the table by name in Spark's catalog differ from a ``read``; empty = equal."""
     from pyspark.sql import SparkSession
 
     found = SparkSession.active().table(f"named.{name}").select("k", "timestamp").collect()
@@ -458,7 +458,7 @@ def _has_spark() -> bool:
 
 
 def levels(everything: Everything) -> list[list[str]]:
-    """Assets whose inputs are all in earlier levels, together."""
+    """The assets in levels: all inputs of an asset are in earlier levels."""
     place: dict[str, int] = {"upstream": 0}
     for name in everything.assets:
         node = everything.nodes.get(name)
@@ -470,17 +470,17 @@ def levels(everything: Everything) -> list[list[str]]:
 
 
 def new_catalog() -> None:
-    """Makes the catalog of Iceberg tables, and a namespace in it."""
+    """Creates the catalog of Iceberg tables, and a namespace in it."""
     from pyiceberg.catalog import load_catalog
 
     load_catalog("lake").create_namespace("bi")
 
 
 def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
-    """Runs everything, or some kinds with what they are made of; so many processes at a time. The first
-    runs of some kinds go without checks: the second ones have them."""
+    """Runs all assets, or those of ``kinds`` and their upstream assets, in at most ``beside`` processes
+    at a time. With ``kinds``, the first run of an asset has no checks; later runs have them."""
     os.chdir(root)
-    # PyIceberg reads them at its import, in the processes below.
+    # PyIceberg reads these variables at its import, in the processes below.
     os.environ["PYICEBERG_CATALOG__LAKE__TYPE"] = "sql"
     os.environ["PYICEBERG_CATALOG__LAKE__URI"] = f"sqlite:///{Path.cwd()}/data/catalog.db"
     if remote is not None:
@@ -488,11 +488,11 @@ def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
     everything = Everything()
     wanted = everything.made_of(kinds) if kinds else {*everything.assets}
     Path("data/home").mkdir(parents=True)
-    os.waitpid(alone(new_home), 0)  # two that make Dagster's tables at once fail
+    os.waitpid(alone(new_home), 0)  # two processes that create Dagster's tables at once fail
     os.waitpid(alone(new_catalog), 0)
     for run in range(1, ROUNDS + 1):
         if run != NOTHING_NEW:
-            os.waitpid(alone(lambda run=run: land(run)), 0)  # deltalake's threads bear no fork
+            os.waitpid(alone(lambda run=run: land(run)), 0)  # deltalake's threads do not survive a fork
         for level in levels(everything):
             running: set[int] = set()
             for name in level:

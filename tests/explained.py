@@ -1,4 +1,4 @@
-"""A warehouse with a result of each operator, over random records, to explain rows of."""
+"""A warehouse with a result of each operator over random records, whose rows the tests explain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ONCE = (
     *("views", "session", "sliding", "refers", "of_left", "of_clicks"),
     *("strict", "limited", "final", "either"),
 )
-"""What runs in the last round alone, and takes the records of all rounds at once."""
+"""Nodes that run in the last round only, and process the records of all rounds in one run."""
 JOINED = ["left.k", "left.g as lg", "left.n as ln", "right.g as rg", "right.n as rn"]
 COUNTED = {"count": "count(*)", "sum": "sum(n)"}
 WINDOWS = {
@@ -55,7 +55,7 @@ WITHIN = {"before": MINUTE, "after": 2 * MINUTE, "grace": 2 * MINUTE}
 
 @dataclass
 class Warehouse:
-    """Its nodes by name."""
+    """A warehouse in ``root``, with its nodes by name."""
 
     root: Path
     nodes: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -77,7 +77,7 @@ class Warehouse:
         return str(self.root / "warehouse")
 
     def build(self, spark: SparkSession) -> None:
-        """Lands random records, and runs everything, in rounds."""
+        """In each round, lands random records and runs the nodes (those of ``ONCE`` in the last)."""
         chance, stores, number = random.Random(24), stores_of(self.path, spark), 0
         for place in range(ROUNDS):
             for name in SOURCES:

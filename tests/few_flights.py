@@ -1,5 +1,5 @@
-"""Both demos of the worked example with the flights of eight days of each month, one after the other in
-a process: ``vt-dagster demo``, and all assets. ``python -m tests.few_flights DIRECTORY``."""
+"""Runs both demos of the worked example, ``vt-dagster demo`` and all assets, one after the other in a
+process, with the flights of eight days of each month. ``python -m tests.few_flights DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from filelock import FileLock
 from vt_dagster.cli import main
 
 DAYS = (*range(1, 8), 28)
-"""Some of the week whose weather comes late, and days after it, whose flights are the last of a run."""
+"""Days of the week whose weather comes late, and a later day, whose flights are the last of a run."""
 MOVED = ("N181PQ", "N197PQ")
-"""They change hands in the first week of March; what they flew before is kept whole."""
+"""Aircraft whose owner changes in the first week of March; all their earlier flights are kept."""
 SHORT, ALL = "short", "all"
 COLUMNS = "120"
 EXPLORE = "http://127.0.0.1:3001"
-"""Where the assets' links go: nothing answers there."""
+"""The address in the assets' links; no server answers there."""
 NEXT = "\n--- all assets ---\n"
 
 
 def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory that a demo filled, and what it printed. Both run once, for all of pytest's
-    processes."""
+    """The directory with the results of a demo, and the demo's output. Both demos run once for all of
+    pytest's processes."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "few_flights"
     printed = root / "printed"
@@ -52,7 +52,7 @@ def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def thin() -> None:
-    """Lets the source have no other flights."""
+    """Restricts the source to the flights of ``DAYS`` and the early flights of ``MOVED``."""
     from assets import landing
 
     whole: Any = landing._flown  # pyright: ignore[reportPrivateUsage]
@@ -66,7 +66,7 @@ def thin() -> None:
 
 
 def unchecked(runs: int) -> None:
-    """Lets so many runs go without checks, from the first one on."""
+    """Makes the first ``runs`` runs go without checks."""
     from assets import definitions
 
     job = dg.define_asset_job("unchecked", dg.AssetSelection.all().without_checks())
@@ -77,7 +77,7 @@ def unchecked(runs: int) -> None:
 
 
 def anew(data: Path, without_checks: int) -> None:
-    """Loads the example for another directory; the Spark session stays."""
+    """Imports the example again, for another directory; the Spark session stays."""
     for name in [n for n in sys.modules if n.partition(".")[0] in ("assets", "resources")]:
         del sys.modules[name]
     os.environ["VT_DAGSTER_DATA"] = str(data)
@@ -86,8 +86,8 @@ def anew(data: Path, without_checks: int) -> None:
 
 
 def both(root: Path) -> None:
-    """Runs both demos, each in a directory of its own; the second run of the short one has checks,
-    which look at all that is there."""
+    """Runs both demos, each in its own directory. Of the short demo only the second run has checks,
+    which cover the rows of both runs."""
     anew(root / SHORT, without_checks=1)
     sys.argv[1:] = ["demo"]
     try:

@@ -1,4 +1,4 @@
-"""A small topology with everything in it, for the tests that need tables that were really written."""
+"""A small topology of tables, a stream and a join, for tests that need tables written by runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def record(k: str | None, v: str | None, at: str | None) -> dict[str, Any]:
 
 
 def lines(*rows: Any) -> str:
-    """Rows as JSON lines; a text is a line as it is."""
+    """The rows as JSON lines; a row that is a text is written unchanged."""
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
@@ -97,7 +97,8 @@ def materialized(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]
 
 
 def unchanged(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
-    """The same of the observation that a run leaves where nothing is new, and no materialization."""
+    """The values of the metadata of the observation of a run without new records. The run must have no
+    materialization of the asset."""
     made = {event.asset_key for event in result.get_asset_materialization_events()}
     assert dg.AssetKey(name) not in made
     (found,) = _observations(result, name)
@@ -114,7 +115,7 @@ def _observations(result: dg.ExecuteInProcessResult, name: str) -> list[Any]:
 
 
 def checks(result: dg.ExecuteInProcessResult) -> dict[str, dg.AssetCheckEvaluation]:
-    """The results of a run's checks as ``asset:check``."""
+    """The results of a run's checks, by ``asset:check``."""
     return {
         f"{e.asset_key.to_user_string()}:{e.check_name}": e
         for e in result.get_asset_check_evaluations()
@@ -175,7 +176,7 @@ class Market:
         return AssetStore(str(self.warehouse), node, self.spark)
 
     def copy(self, root: Path) -> Market:
-        """The same tables elsewhere, to be changed."""
+        """Copies the tables to another directory, where a test may change them."""
         shutil.copytree(self.root, root, dirs_exist_ok=True)
         copy = Market(root, self.spark)
         for node in self.nodes:
@@ -191,7 +192,7 @@ class Market:
 def healthy_market(root: Path, spark: SparkSession) -> Market:
     """A market after two runs with late records, tombstones, duplicates and quarantine.
 
-    After them stream time of prices is day 2, 05:00, and its history begins at day 1, 05:00.
+    After the runs, stream time of prices is day 2, 05:00, and its history begins at day 1, 05:00.
     """
     market = Market(root, spark)
     market.land(

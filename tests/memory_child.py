@@ -1,6 +1,6 @@
 """``python -m tests.memory_child MASTER FOLDER``: a shop's runs with a driver and executors of 1 GB.
 
-FOLDER has the landed files. Prints as JSON what is in the tables at the end.
+FOLDER has the landed files. Prints counts and sums of the tables at the end as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vt_dagster.topology.windows import (
 START = 1_600_000_000
 FILES = 4
 NEAR = timedelta(seconds=500)
-"""There are a thousand offers in twice that time."""
+"""Twice this time has a thousand offers of a product."""
 SETTINGS = {
     "spark.driver.memory": "1g",
     "spark.executor.memory": "1g",
@@ -48,7 +48,8 @@ def _schema(value: str) -> StructType:
 class Shop:
     """``prices`` (versioned), ``orders`` (stream), ``priced``: each order with the price of its time.
 
-    A product has a new price each second: the number of that second. So an order knows what is ``due``.
+    A product has a new price each second: the number of that second. So each order has the expected
+    price in its column ``due``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +89,7 @@ class Shop:
 
     @property
     def of_each_operator(self) -> list[Stream]:
-        """A result of each operator that looks at a key's rows together."""
+        """A result of each operator that processes all rows of a key together."""
         counts, day, hour = {"n": "count(*)"}, timedelta(days=1), timedelta(hours=1)
         grouped, chosen = self.orders.group_by(), ["left.*", "right.price as other"]
         daily = grouped.windowed_by(TumblingWindow(day, hour)).aggregate(counts, name="daily")
@@ -110,7 +111,7 @@ class Shop:
         ]
 
     def land(self, spark: SparkSession, prices: int, orders: int, products: int) -> None:
-        """Writes the files. Prices come in pairs, the later one first; orders up to 600 s late."""
+        """Writes the files. Prices come in pairs, the later one first; orders are up to 600 s late."""
         seconds = prices // products
         assert seconds % 2 == 0, "prices come in pairs"
         price = F.expr(f"(id div {products}) ^ 1")
@@ -129,7 +130,7 @@ class Shop:
         lines.write.text(str(self.folder / name))
 
     def run(self, spark: SparkSession) -> dict[str, int]:
-        """One run of each asset; what is in the tables then."""
+        """Runs each asset once; returns counts and sums of the tables."""
         for node in (self.prices, self.orders, self.priced):
             run_once(node, stores_of(self.warehouse, spark))
         versions = AssetStore(self.warehouse, self.prices, spark).read("versions")
@@ -143,14 +144,14 @@ class Shop:
         return dict(zip(names, [*found, *ends], strict=True))
 
     def run_near(self, spark: SparkSession) -> list[int]:
-        """One run of each stream and of their join: how many matches, and what they say."""
+        """Runs both streams and their join once; returns the number of matches and their sums."""
         for node in (self.orders, self.offers, self.near):
             run_once(node, stores_of(self.warehouse, spark))
         found = AssetStore(self.warehouse, self.near, spark).read()
         return [*found.agg(F.count(F.lit(1)), F.sum("price"), F.sum("due")).collect()[0]]
 
     def run_operators(self, spark: SparkSession) -> dict[str, list[int]]:
-        """One run of each operator: rows of its log, of its table, and what these say."""
+        """Runs each operator once; returns the row counts of its log and its table, and a sum."""
         for node in (self.prices, self.orders):
             run_once(node, stores_of(self.warehouse, spark))
         found: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The library's source, parsed once for the tests that look at it."""
+"""The project's source files, parsed once for the tests that inspect them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def files(*folders: str) -> list[Path]:
-    """Python's files below folders of the project, from its root on."""
+    """The Python files below folders of the project, as paths relative to its root."""
     return sorted(p.relative_to(ROOT) for f in folders for p in (ROOT / f).rglob("*.py"))
 
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """A file, from the project's root on, parsed."""
+    """The syntax tree of a file; the path is relative to the project's root."""
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a file."""
+    """All nodes of a file's syntax tree."""
     return tuple(ast.walk(tree(path)))

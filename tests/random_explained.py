@@ -1,4 +1,4 @@
-"""Random chains and windows in one warehouse, to explain rows of; built without Dagster."""
+"""Random chains and windows in one warehouse, whose rows the tests explain; without Dagster."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 
 SHORT = 24
-"""Records of a sequence at most."""
+"""The largest number of records of a sequence."""
 
 
 def drawn(seeds: Sequence[int], windows: Sequence[int]) -> list[RandomChain]:
-    """Chains, and windowed aggregates, of seeds, in two runs each; none that cannot be built."""
+    """Random chains and windowed aggregates of the seeds, each in two runs, without refused ones."""
     found = [random_chain(seed, most_runs=2) for seed in seeds]
     for seed in windows:
         for kind in ("fixed", "sliding"):
@@ -34,7 +34,7 @@ def drawn(seeds: Sequence[int], windows: Sequence[int]) -> list[RandomChain]:
 
 
 class Explained(RandomRuns):
-    """The chains as partitions of one topology, whose nodes run one after the other."""
+    """The chains as partitions of one topology. In each step its nodes run one after the other."""
 
     def build(self, spark: SparkSession) -> None:
         stores: Any = stores_of(str(self.warehouse.path), spark)
@@ -45,7 +45,7 @@ class Explained(RandomRuns):
 
 
 def explained(chains: Sequence[RandomChain], root: Path, spark: SparkSession) -> Explained:
-    """What random chains came to, explained by ``root / "warehouse"``."""
+    """Runs the random chains in ``root / "warehouse"``, where their rows can be explained."""
     found = Explained(chains, root, spark)
     found.build(spark)
     return found

@@ -1,4 +1,4 @@
-"""The demo's results without Spark and without our operators: what the tests compare with."""
+"""The expected results of the demo, computed without Spark and without our operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 
 UTC = "datetime64[us, UTC]"
 
-#: What a weather observation says, apart from where and when.
+#: The columns of a weather observation, apart from its place and time.
 WEATHER_VALUES = [
     "temp",
     "dewp",
@@ -34,8 +34,8 @@ def as_of_join(flights: pd.DataFrame, weather: pd.DataFrame) -> pd.DataFrame:
 
     Both frames are in arrival order: of several observations of one hour the last one counts.
     The result has the flights' rows, order, index and columns, then ``timestamp``, the
-    WEATHER_VALUES and ``valid_from``, the matched ``time_hour``; null where nothing matched.
-    Times are UTC, as text or as timestamps; those of the result carry their zone.
+    WEATHER_VALUES and ``valid_from``, the matched ``time_hour``. These are null for a flight without
+    a match. Times are UTC, as text or as timestamps; those of the result carry their zone.
     """
     timestamp = departure(flights)
     valid_from = pd.to_datetime(weather["time_hour"], utc=True)
@@ -75,11 +75,11 @@ def as_of_join(flights: pd.DataFrame, weather: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([flights.assign(timestamp=timestamp), values], axis=1)
 
 
-# --- what the demo's other results must be, from the landing files in order of arrival ---------
+# --- the demo's other expected results, from the landing files in order of arrival -------------
 
 
 def landed(landing: Path, source: str) -> pd.DataFrame:
-    """All that a source delivered, in order of arrival; ``position`` counts from 0.
+    """All records that a source delivered, in order of arrival; ``position`` counts from 0.
 
     Flights have their ``timestamp``; times are UTC and carry their zone.
     """
@@ -98,7 +98,7 @@ def landed(landing: Path, source: str) -> pd.DataFrame:
 
 
 def query(sql: str, **frames: pd.DataFrame) -> pd.DataFrame:
-    """A query over frames, in DuckDB; times are UTC."""
+    """Runs a query over frames in DuckDB; times are UTC."""
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         for name, frame in frames.items():
@@ -109,7 +109,7 @@ def query(sql: str, **frames: pd.DataFrame) -> pd.DataFrame:
 def fleet_versions(
     aircraft: pd.DataFrame, planes: pd.DataFrame, airlines: pd.DataFrame
 ) -> pd.DataFrame:
-    """Every aircraft at every time, with its register entry and its airline's name."""
+    """All versions of every aircraft, with its register entry and its airline's name."""
     return query(
         """
         WITH one AS (  -- of several records of one time the last counts
@@ -128,10 +128,10 @@ def fleet_versions(
 
 
 def hours(flights: pd.DataFrame, grace: pd.Timedelta) -> tuple[pd.DataFrame, int]:
-    """Departures by airport and hour without those that came when their hour had closed.
+    """Departures by airport and hour, without the flights that arrived after their hour had closed.
 
     Returns:
-        the hours, ``closed`` among the columns, and how many flights came too late.
+        the hours, with a column ``closed``, and the number of flights that came too late.
     """
     flights = flights.assign(
         window_start=flights["timestamp"].dt.floor("h"), stream_time=flights["timestamp"].cummax()
@@ -164,7 +164,7 @@ def metric(weather: pd.DataFrame) -> pd.DataFrame:
 
 
 def bad_weather(weather: pd.DataFrame) -> pd.DataFrame:
-    """The bad hours, and the first good one after them with nulls and ``is_tombstone``."""
+    """The hours of bad weather, and as a tombstone with nulls the first good hour after them."""
     rows = metric(weather)
     bad = (rows["visib_km"] < 2) | (rows["gust_kmh"] > 60)
     before = bad.groupby(rows["origin"]).shift(fill_value=False)
@@ -175,7 +175,7 @@ def bad_weather(weather: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_most_one_in(updates: pd.DataFrame, period: pd.Timedelta) -> pd.DataFrame:
-    """Updates of ``origin`` as KIP-328's time limit lets them out, one by one, in that order."""
+    """The updates of ``origin`` that KIP-328's time limit emits, in the order of emission."""
     held: dict[str, tuple[pd.Timestamp, int]] = {}
     out: list[int] = []
     stream_time = updates["timestamp"].min()
@@ -190,8 +190,8 @@ def at_most_one_in(updates: pd.DataFrame, period: pd.Timedelta) -> pd.DataFrame:
 
 
 def storms(weather: pd.DataFrame, gap: str) -> pd.DataFrame:
-    """Bad weather put together where no more than ``gap`` lies between: gaps and islands. What came
-    when a later time was known by more than that is left out."""
+    """Sessions of bad weather: events at most ``gap`` apart are in one session (gaps and islands).
+    Events more than ``gap`` behind stream time are left out."""
     events = bad_weather(weather)
     events = events.loc[events["timestamp"].cummax() - events["timestamp"] <= pd.Timedelta(gap)]
     return query(
@@ -213,7 +213,7 @@ def storms(weather: pd.DataFrame, gap: str) -> pd.DataFrame:
 
 
 def board(flights: pd.DataFrame, grace: pd.Timedelta, retention: pd.Timedelta) -> pd.DataFrame:
-    """The newest departures of each airport that do not wait any more, with their time of validity."""
+    """The departures of each airport whose grace period has passed, as versions not yet expired."""
     done = flights.loc[flights["timestamp"] + grace <= flights["timestamp"].max()]
     horizon = done["timestamp"].max() - retention
     found = query(

@@ -1,4 +1,4 @@
-"""A schema registry of a test's own, by recorded answers of Confluent's API."""
+"""A schema registry that runs in a test and gives recorded answers of Confluent's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def framed(number: int, message: bytes) -> bytes:
 
 
 class Registry:
-    """Answers for ``subjects``, whose schemas by version are numbered from 11 on."""
+    """A schema registry with ``subjects``. A subject's schemas have ids from 11 on, by version."""
 
     def __init__(self) -> None:
         self.subjects: dict[str, list[Any]] = {}
@@ -41,7 +41,7 @@ class Registry:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def answer(self, path: str) -> Any:
-        """What it says to a GET; None = it has no such thing."""
+        """The answer to a GET; None = there is no such subject or version."""
         for subject, schemas in self.subjects.items():
             versions = f"/subjects/{subject}/versions"
             if path == versions:

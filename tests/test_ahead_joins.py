@@ -1,4 +1,4 @@
-"""Joins with versions that start after a record: forward, nearest, and the first version of a key."""
+"""Joins with versions that start after the record: the next, the nearest, and a key's first version."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ RATES, ORDERS = declared({}, {"null_key": "keep"})
 
 @dataclass
 class Reference:
-    """What the rules say, record by record; times are minutes. One partition."""
+    """The rules of the joins, applied record by record, in one partition; times are minutes."""
 
     about: Mapping[str, Any]
     rates: dict[str, dict[int, int | None]] = field(default_factory=dict[str, dict[int, int | None]])
@@ -96,7 +96,7 @@ class Reference:
         ]
 
     def match(self, key: str | None, at: int) -> tuple[int, int | None] | None:
-        """Start and value of the version that a record finds."""
+        """Start and value of the version that a record matches."""
         versions, how = self.versions(key), self.about.get("at", "at_or_before")
         age = self.about.get("max_age", 10**9 * MINUTE) // MINUTE
         values = [v for v in versions if v[1] is not None]
@@ -137,7 +137,7 @@ def told(rows: Sequence[Row]) -> list[Any]:
 
 
 def drawn(chance: random.Random, now: int, number: int, first: int, back: int) -> list[Row]:
-    """Records about a time, some late, some of the same time; ``n`` counts up."""
+    """Records around the time ``now``, some late, some of the same time; ``n`` counts up."""
     return [
         {
             "k": chance.choice("abcdef"),
@@ -157,7 +157,8 @@ def timed(records: Sequence[Row]) -> list[Row]:
     [(669, 2), *(pytest.param(s, 7, marks=pytest.mark.endurance) for s in range(1, 30))],
 )
 def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
-    """Each against the reference: keys that come late, deletions, expired versions, late records."""
+    """Each join equals the reference, with keys that appear late, deletions, expired versions and late
+    records."""
     chance = random.Random(seed)
     made = [ORDERS.left_join(RATES, name=n, select=SELECT, **about) for n, about in JOINS.items()]
     driver = TopologyTestDriver(*made, spark=spark)
@@ -181,8 +182,8 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
 
 
 def test_a_record_finds(spark: SparkSession) -> None:
-    """The rules by example: ties, deletions, and a key that begins with a deletion; of two versions
-    that are equally near the earlier one."""
+    """Examples of the rules: ties, deletions, and a key that begins with a deletion. Of two equally
+    near versions a record matches the earlier one."""
     made = [ORDERS.left_join(RATES, name=n, select=SELECT, **about) for n, about in JOINS.items()]
     driver = TopologyTestDriver(*made, spark=spark)
     rates = [("a", None, 4), ("a", 1, 10), ("a", None, 14), ("a", 2, 18), ("b", 3, 20)]
@@ -228,7 +229,7 @@ def land(root: Path, name: str, step: int, records: Sequence[Row]) -> None:
 
 
 def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
-    """Each row is explained by its version and its rule; ``lateness`` refuses."""
+    """``explain`` names the version and the rule of each row. ``lateness`` refuses these joins."""
     warehouse = str(tmp_path / "warehouse")
     rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
     names = ("next", "nearest", "first")
@@ -257,7 +258,8 @@ def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
 def test_a_restatement_keeps_no_result_that_a_later_version_changes(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """A version that came since matches records from before its start: a replay would find it."""
+    """A version that arrived after the joins ran matches records from before its start. A replay would
+    find it, so joins that look ahead refuse the restatement; a join that looks back is restated."""
     warehouse = str(tmp_path / "warehouse")
     rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
     about = {"back": {"grace_period": 5 * MINUTE}, "next": JOINS["next"], "first": JOINS["first"]}
@@ -282,7 +284,7 @@ def test_a_restatement_keeps_no_result_that_a_later_version_changes(
 
 
 def test_in_yaml() -> None:
-    """The settings of the Python method, with its words; another word is refused at its line."""
+    """YAML accepts the settings of the Python method with the same values; another value is refused."""
     yaml, sides = CONCEPTS["left_join"].yaml, {"left": "orders", "right": "rates"}
     told = yaml.model_validate({**sides, "at": "nearest", "max_age": "4m", "grace_period": "5m"})
     assert vars(told)["at"] == "nearest"

@@ -1,4 +1,4 @@
-"""Alerts: each breach of a limit is sent once, again after the check has passed, and none is lost."""
+"""Alerts: each breach of a limit is sent once, and again after a recovery. No breach is lost."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NEWEST = {
     "prices": datetime(2024, 1, 2, 5, tzinfo=timezone.utc).timestamp(),
     "sales": datetime(2024, 1, 1, 9, tzinfo=timezone.utc).timestamp(),
 }
-"""When the newest records of the market are."""
+"""The timestamps of the newest records of the market."""
 
 
 @dataclass
 class Pager:
-    """Takes alerts, but those of ``broken`` assets."""
+    """Receives alerts; fails for those of ``broken`` assets."""
 
     sent: list[Alert] = field(default_factory=list[Alert])
     broken: set[str] = field(default_factory=set[str])
@@ -63,7 +63,7 @@ class Pager:
 
 
 class Deployment:
-    """Definitions with alerts in a Dagster instance of their own, whose clock can be set."""
+    """Definitions with alerts in a separate Dagster instance, with a clock that tests set."""
 
     def __init__(self, market: Market, instance: dg.DagsterInstance, patch: pytest.MonkeyPatch) -> None:
         self.pager, self._instance, self._patch = Pager(), instance, patch
@@ -76,7 +76,7 @@ class Deployment:
         self.cursor: str | None = None
 
     def check(self, now: float) -> str:
-        """Checks freshness at a time, as the schedule does; returns the run."""
+        """Checks freshness at the time ``now``, as the schedule does; returns the id of the run."""
         self._patch.setattr(checks_module, "time", SimpleNamespace(time=lambda: now))
         (schedule,) = self.defs.get_repository_def().schedule_defs
         assert (schedule.name, schedule.cron_schedule) == ("alerts_freshness", "*/15 * * * *")
@@ -86,7 +86,7 @@ class Deployment:
         return done.run_id
 
     def tick(self) -> Any:
-        """A tick, as Dagster's daemon evaluates it: the cursor is kept unless it fails."""
+        """Evaluates a tick as Dagster's daemon does: a tick that fails does not change the cursor."""
         context = dg.build_sensor_context(
             instance=self._instance,
             cursor=self.cursor,
@@ -131,17 +131,17 @@ def test_a_breach_is_sent_once_and_again_after_recovery(deployment: Deployment) 
     assert deployment.tick() == "no new breach; 0 known: none"
     deployment.check(sales + LATER)
     assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
-    # between two ticks it recovered and broke again: that is another breach
+    # between two ticks the check passed and failed again: that is another breach
     deployment.check(sales)
     deployment.check(sales + LATER)
     assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
     assert deployment.tick() == "no new breach; 1 known: sales:is_fresh"
     assert pager.keys == ["sales:is_fresh", "prices:is_fresh", "sales:is_fresh", "sales:is_fresh"]
-    # a cursor that was lost, or is somebody else's: what is broken is sent, rather than nothing
+    # a cursor that was lost, or that the sensor did not write: the current breaches are sent again
     for cursor in (None, "somebody's own", "[1]"):
         deployment.cursor = cursor
         assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
-    # ids of another instance, whose results were more
+    # ids of another Dagster instance, which had more check results
     deployment.cursor = json.dumps({"sales:is_fresh": 10_000})
     assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
     assert deployment.tick() == "no new breach; 1 known: sales:is_fresh"
@@ -156,7 +156,8 @@ def test_what_could_not_be_sent_is_sent_later(deployment: Deployment) -> None:
             deployment.tick()
     assert len(pager.asked) == 4
     assert pager.keys == []
-    # One is sent: a failed tick would lose that, so the next tick fails, if it sends nothing.
+    # One alert is sent, so this tick succeeds: a failed tick would forget that. The next tick fails if
+    # it can send no alert.
     pager.broken = {"prices"}
     said = "sent 1 alert(s): sales:is_fresh; 1 could not be sent, the next tick tries again"
     assert deployment.tick() == said
@@ -165,7 +166,7 @@ def test_what_could_not_be_sent_is_sent_later(deployment: Deployment) -> None:
     pager.broken = set()
     assert deployment.tick() == "sent 1 alert(s): prices:is_fresh"
     assert pager.keys == ["sales:is_fresh", "prices:is_fresh"]
-    # A recovery that a failed tick saw is not lost with its cursor.
+    # A recovery between failed ticks counts, although a failed tick does not store its cursor.
     deployment.check(NEWEST["sales"])
     deployment.check(NEWEST["prices"] + LATER)
     pager.broken = {"prices", "sales"}
@@ -180,7 +181,7 @@ def test_what_could_not_be_sent_is_sent_later(deployment: Deployment) -> None:
 
 
 def test_limits_of_the_last_run(market: Market, tmp_path: Path) -> None:
-    """One of four records is bad in the last run; one waits; both limits are inclusive."""
+    """In the last run one of four records is bad, and one waits. Both limits are inclusive."""
     copy = market.copy(tmp_path / "copy")
     rows = [record("a", f"p{day}", f"{day} 00:00") for day in (3, 4, 5)]
     copy.land("prices", "9.jsonl", *rows, record(None, "nobody's", "5 00:00"))
@@ -207,7 +208,7 @@ def test_limits_of_the_last_run(market: Market, tmp_path: Path) -> None:
 
 
 def test_every_limit(market: Market, tmp_path: Path) -> None:
-    """Each applies where it can: its check is made for these assets only."""
+    """A limit applies to assets of some kinds: only these get its check."""
     pager = Pager()
     how: Any = {"to": pager.send, "running": True, "severity": dg.AssetCheckSeverity.WARN}
     limits: Any = {"late_share": "0%", "quarantine_share": "0%", "waiting": 0}
@@ -241,7 +242,7 @@ def test_every_limit(market: Market, tmp_path: Path) -> None:
         }
         context = dg.build_sensor_context(instance=instance, repository_def=every.get_repository_def())
         sensor.evaluate_tick(context)
-    # The table forgot a version that a late record would have needed; one record waits.
+    # A version had expired before a late record that needs it came; one record waits.
     assert {*pager.keys} == failed
     assert "priced:few_records_wait" in failed
     by_key = {alert.key: alert for alert in pager.sent}
@@ -290,7 +291,8 @@ def test_refused_when_definitions_load(market: Market) -> None:
 
 
 def test_late_results_that_cannot_be_counted() -> None:
-    """The limit leaves such an asset out; a check of it alone says why when definitions load."""
+    """``late_share`` leaves out assets whose late results cannot be counted. A lateness check that is
+    declared for such an asset fails when definitions load, and the error states the reason."""
     day = timedelta(days=1)
     prices, offers, dump = (
         VersionedTable(name, key="k", schema=RECORD, timestamp="at", history_retention=day, **more)

@@ -1,4 +1,5 @@
-"""Joins by what was known: each row as ``read(as_of=, as_known_at=)`` gives it; age and strictness."""
+"""Joins by what was known: each row equals ``read(as_of=, as_known_at=)``; ``max_age``,
+``at="before"``."""
 
 from __future__ import annotations
 
@@ -54,13 +55,13 @@ Row = Mapping[str, Any]
 
 
 class Log:
-    """What the rule says of a table's log, row by row."""
+    """The rule of these joins, applied to the rows of a table's log."""
 
     def __init__(self, rows: Sequence[Row], retention: timedelta) -> None:
         self.rows, self.retention = rows, retention
 
     def known(self, key: str | None, moment: datetime, cut: datetime) -> Row | None:
-        """The version of a key, with ``until``, as of a time (inclusive) as known at another."""
+        """The version of a key as of ``moment`` (inclusive), by the rows recorded until ``cut``."""
         there = [r for r in self.rows if r["recorded_at"] <= cut]
         mine = {r["timestamp"]: r for r in sorted(there, key=lambda r: r["offset"]) if r["k"] == key}
         earlier = [t for t in mine if t <= moment]
@@ -75,7 +76,7 @@ class Log:
 
 
 def drawn(chance: random.Random, number: int, now: int, back: int) -> list[dict[str, Any]]:
-    """Records of about a time, some late, some deletions, some of the same time as others."""
+    """Records of about the time ``now``: some late, some deletions, some with equal times."""
     return [
         {
             "k": chance.choice(KEYS),
@@ -90,7 +91,8 @@ def drawn(chance: random.Random, number: int, now: int, back: int) -> list[dict[
     "seed", [0, *(pytest.param(s, marks=pytest.mark.endurance) for s in range(1, 10))]
 )
 def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
-    """Against the rule itself: records late and refused, deleted and replaced, histories forgotten."""
+    """Each row equals the rule's, with late and rejected records, deletions, replaced versions and
+    expired history."""
     chance = random.Random(seed)
     joins = {
         "recorded": {"as_known": "when_recorded"},
@@ -156,9 +158,9 @@ def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
 def test_on_delta_as_read_tells_and_however_it_is_cut_into_runs(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """A join that runs after each of its stream's runs, and one that runs once at the end, when all
-    that came late is there: the same rows, each as ``vt_dagster.read`` gives it; and declared
-    otherwise, the log is refused."""
+    """A join that runs after each run of its stream, and a join that runs once at the end, after all
+    late records: both have the same rows, and each row equals that of ``vt_dagster.read``. A run of a
+    join with changed settings is refused."""
     warehouse, chance = str(tmp_path / "warehouse"), random.Random(7)
     stores = stores_of(warehouse, spark)
     rates = VersionedTable(
@@ -208,7 +210,7 @@ def test_on_delta_as_read_tells_and_however_it_is_cut_into_runs(
 
 
 def test_settings_that_are_shown() -> None:
-    """Those that differ from the defaults."""
+    """The shown settings are those that differ from the defaults."""
     plain = ORDERS.join(RATES, name="x").operator
     assert plain is not None
     assert plain.settings == {"grace_period": "0 seconds"}

@@ -1,4 +1,4 @@
-"""Tables of what upstream assets return: each materialization counts once."""
+"""Tables of the values of upstream assets: each materialization is consumed once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,8 +69,8 @@ def test_a_run_that_is_overtaken_does_not_take_what_was_replaced(
     monkeypatch: pytest.MonkeyPatch,
     day: str | None,
 ) -> None:
-    """Two runs at once: before the first commits, the upstream asset is materialized again, and the
-    second run takes that."""
+    """Before a run commits, the upstream asset is materialized again, and a second run consumes the new
+    value. The first run then commits nothing, and the replaced value is not consumed."""
     partitions = None if day is None else DAYS
     answers = [rows(("a", "1", 1)), rows(("a", "2", 1))]
 
@@ -104,7 +104,8 @@ def test_a_partition_that_was_committed_again_is_reported(
     instance: dg.DagsterInstance,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run fails after its commit; the run of another partition commits before its retry."""
+    """A run of a partition fails after its commit, and a run of another partition commits before the
+    retry. The retry reports the commit of its partition once."""
 
     @dg.asset(partitions_def=DAYS)
     def raw(context: dg.AssetExecutionContext) -> pd.DataFrame:
@@ -141,8 +142,9 @@ def test_a_partition_that_was_committed_again_is_reported(
 def test_of_a_partitioned_asset_each_partition(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """A table without partitions takes those that were materialized since; one with the same takes its
-    own, also of a range in one run. Dagster's file IO manager returns a dict of several."""
+    """An asset without partitions consumes the upstream partitions materialized since its last run. A
+    table with the same partitions consumes the partition of its run, or a range of them in one run.
+    Dagster's file IO manager returns several partitions as a dict."""
 
     @dg.asset(partitions_def=DAYS)
     def raw(context: dg.AssetExecutionContext) -> pl.DataFrame:
@@ -181,7 +183,8 @@ def test_of_a_partitioned_asset_each_partition(
 
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
 def test_dagster_asks_for_it(spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance) -> None:
-    """By an automation condition on its upstream asset, and for what is downstream of it."""
+    """With an automation condition, Dagster requests the table, and the assets downstream of it, after
+    a materialization of its upstream asset."""
     answers: list[Any] = [rows(("a", "1", 1)), rows(("a", "2", 2)), rows()]
 
     @dg.asset
@@ -218,7 +221,7 @@ def test_dagster_asks_for_it(spark: SparkSession, tmp_path: Path, instance: dg.D
     assert asked() == set()
     assert run("raw") == {"raw"}
     assert asked() == {"rates", "long"}
-    assert run("rates", "long") == set()  # it was empty
+    assert run("rates", "long") == set()  # the value had no rows
     assert asked() == set()
 
 

@@ -1,8 +1,9 @@
-"""Worked scenarios through real assets, compared with what Kafka Streams emitted: of some operators for
-every change, and all of them when asked for.
+"""Real assets emit what Kafka Streams emitted in the worked scenarios. By default scenarios of some
+operators run; the other ones run with the marker ``endurance``.
 
-See ``tests/through_assets.py`` for how they run, and ``side_by_side`` for what is compared: what each
-run emits, in order, or as a set where results are held back; the final store; what was dropped, waits.
+``tests/through_assets.py`` runs the scenarios. ``side_by_side`` compares the records that each run
+emits (in order, or as a set where results are held back), the final store, and the numbers of dropped
+and waiting records.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vt_dagster.runs.audit import audit
 
 SCENARIOS = Path(__file__).parent / "conformance"
 COUNTS_BY_PARTITION = True
-"""Whether commits say by partition what became of records: then it is compared by scenario."""
+"""Whether commits count dropped records by partition: then these are compared for each scenario."""
 RANDOM = [
     "stream-table-join-1-00-2",  # inner, retention 1
     "stream-table-join-1-04-1",  # inner, retention 50
@@ -32,10 +33,10 @@ RANDOM = [
     "stream-table-join-1-12-4",
 ]
 FAILING = "kip328-shut-down-keys"
-"""A buffer that stops the run of its fourth record."""
+"""A suppression buffer of which the run with the fourth record fails."""
 RUNS = 2
-"""Of a scenario that needs more runs, only the records of these are taken for every change: its other
-ones run in memory (``test_conformance.py``), and here when asked for."""
+"""If a scenario needs more runs than these, only the records of these runs are used by default. The
+whole scenario runs in memory (``test_conformance.py``), and here with the marker ``endurance``."""
 
 
 def chosen() -> list[Scenario]:
@@ -44,8 +45,9 @@ def chosen() -> list[Scenario]:
 
 
 def cut(scenario: Scenario) -> list[range]:
-    """A scenario's runs: as few as keep its order. One that is a single run, of a single input, is cut
-    in two halves; the one that fails does so in its last run, after one that fills its buffer."""
+    """Splits a scenario into as few runs as keep its order. A single run of a single input is split
+    into halves. The scenario ``FAILING`` has a run that fills its buffer, then one run for each
+    record."""
     runs = split_into_runs(layout(scenario), "run")
     count = len(scenario.records)
     if scenario.name == FAILING:
@@ -56,7 +58,8 @@ def cut(scenario: Scenario) -> list[range]:
 
 
 def beginning(scenario: Scenario) -> Scenario:
-    """A scenario's first runs, if it has many; what is left at its end is then not known."""
+    """The first ``RUNS`` runs of a scenario with more runs. Its store and dropped records at their end
+    are not known."""
     runs = cut(scenario)
     if len(runs) <= RUNS:
         return scenario
@@ -67,7 +70,7 @@ def beginning(scenario: Scenario) -> Scenario:
 
 
 def is_refused(scenario: Scenario) -> bool:
-    """Whether its topology cannot be built."""
+    """Whether the scenario's topology is refused when it is built."""
     try:
         store_of(scenario) if scenario.operator == "versioned_store" else nodes_of([layout(scenario)])
     except TopologyError:
@@ -76,14 +79,14 @@ def is_refused(scenario: Scenario) -> bool:
 
 
 SHOWN = ("windowed_aggregate", "stream_table_join", "table_table_join")
-"""Operators of which a scenario runs for every change. All operators of tables run in random chains,
+"""Operators of which one scenario runs by default. All operators of tables also run in random chains,
 which are compared with the reference model: ``storage/test_random_chains.py``."""
 STORE, SEVERAL = "store", "several runs"
 ENDURING = "when asked for: "
 
 
 def groups() -> dict[str, list[Scenario]]:
-    """Scenarios that run together; those whose topology Kafka Streams refused are left out."""
+    """The scenarios that run together, without those whose topology Kafka Streams refused."""
     every = [s for s in chosen() if s.error is None or s.error["at"] != "build"]
     others = [s for s in every if s.operator != "versioned_store"]
     return {
@@ -94,9 +97,9 @@ def groups() -> dict[str, list[Scenario]]:
 
 
 def telling(scenarios: list[Scenario]) -> list[Scenario]:
-    """One that fails, and one of each operator of ``SHOWN``: of those of several runs, of these of
-    those with a versioned table, the one that emits most. The others run in memory, and here when asked
-    for: a run of an asset takes seconds, and its operators are those of memory."""
+    """The scenario that fails, and one scenario of each operator of ``SHOWN``: preferably with several
+    runs, then with a versioned table, then with the most emitted records. The other ones run in memory,
+    and here with the marker ``endurance``: an asset's run takes seconds, with the same operators."""
     found = [s for s in scenarios if s.name == FAILING]
     others = [s for s in scenarios if s.operator in SHOWN]
 
@@ -110,7 +113,7 @@ def telling(scenarios: list[Scenario]) -> list[Scenario]:
 
 
 def about_runs(group: list[Scenario]) -> str:
-    """How many runs a group's scenarios take, in words."""
+    """The largest number of runs of a group's scenarios, in words."""
     return f"up to {max(runs_of(s) for s in group)} runs"
 
 

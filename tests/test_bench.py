@@ -1,4 +1,4 @@
-"""The benchmark suite runs, its contenders agree, and its JSON has the promised shape."""
+"""The benchmark suite runs, its contenders agree, and its JSON has the documented fields."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ SAID = {
 
 
 @pytest.mark.endurance
-@pytest.mark.timeout(1_300)  # on two cores that others use too
+@pytest.mark.timeout(1_300)  # on two cores that other processes also use
 def test_bench_writes_results_of_contenders_that_agree(tmp_path):
     output = tmp_path / "results.json"
     command = [sys.executable, "bench/run.py", "--tiny", "--repeat", "1", "--output", str(output)]
-    # A process of its own, as users start it: the session needs settings of its own.
+    # In a separate process, as users start the suite: its Spark session needs other settings.
     done = subprocess.run(
         command,
         cwd=ROOT,

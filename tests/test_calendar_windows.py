@@ -71,7 +71,7 @@ CLOCKS = {
     "Pacific/Kwajalein": ["1993-08-21 12:00", "1969-09-30 13:00"],  # and one of 47 hours
     "UTC": ["1970-01-01 00:00", "2024-02-29 00:00", "9999-12-31 12:00", "0001-01-09 00:00"],
 }
-"""Times at which clocks were changed, by zone."""
+"""Times at which the clocks of a zone change, by zone."""
 
 
 # The model
@@ -98,7 +98,7 @@ def first_day(day: date, size: str) -> date:
 
 
 def window_of(moment: datetime, size: str, zone: str) -> Window:
-    """The window that contains a time, by the first instants of its days."""
+    """The window that contains ``moment``, from the first instants of the days around it."""
     local = moment.astimezone(ZoneInfo(zone)).date()
     firsts = {first_day(local + timedelta(days=n), size) for n in range(-35, 36)}
     starts = [begins(day, zone) for day in sorted(firsts)]
@@ -109,7 +109,7 @@ def window_of(moment: datetime, size: str, zone: str) -> Window:
 
 
 def near(zone: str, seed: int) -> list[datetime]:
-    """Times around the changes of a zone's clock, among them bounds and a microsecond before."""
+    """Times around the changes of a zone's clock, with window bounds and a microsecond before them."""
     chance, found = random.Random(seed), list[datetime]()
     for change in map(utc, CLOCKS[zone]):
         if not 1000 < change.year < 9000:
@@ -162,7 +162,7 @@ def test_bounds_without_spark(zone: str) -> None:
 
 
 def lengths(zone: str, *days: str) -> list[float]:
-    """The hours of the windows of a day in which local noon lies."""
+    """The length in hours of the daily windows that contain local noon of the days."""
     clock = ZoneInfo(zone)
     noons = [datetime.fromisoformat(day).replace(hour=12, tzinfo=clock) for day in days]
     return [(e - s) / 3_600_000_000 for s, e in (pair(micros(noon), "1 day", zone) for noon in noons)]
@@ -199,7 +199,7 @@ def test_bounds_at_the_ends_of_time() -> None:
 
 @pytest.fixture
 def elsewhere(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkSession]:
-    """A session, a JVM and a Python whose time zones are none of UTC."""
+    """A session; the time zones of the session, of the JVM and of Python differ, and none is UTC."""
     kinds: Any = spark._jvm.java.util.TimeZone  # pyright: ignore
     before, other = kinds.getDefault(), spark.newSession()
     other.conf.set("spark.sql.session.timeZone", "America/St_Johns")
@@ -286,7 +286,7 @@ class Update(NamedTuple):
 
 
 class Model:
-    """Windows of one partition, record by record, with zoneinfo and nothing of the library."""
+    """Computes the windows of one partition record by record, with zoneinfo, without the library."""
 
     def __init__(self, size: str, zone: str, grace: timedelta) -> None:
         self.size, self.zone, self.grace = size, zone, grace
@@ -312,7 +312,8 @@ class Model:
 
 
 def visits(changes: Sequence[str], days: float, number: int, seed: int) -> list[Record]:
-    """Visits around each change of a clock, out of order by up to half of the days around it."""
+    """Visits within ``days`` of each change of a clock. Some are out of order, by up to 15 hours
+    for each of the ``days``."""
     chance, found = random.Random(seed), list[Record]()
     for change in sorted(map(utc, changes)):
         for i in range(number):
@@ -337,7 +338,7 @@ def windowed(source: Stream, window: TumblingWindow, name: str, **more: Any) -> 
     return source.group_by().windowed_by(window).aggregate(sums, name=name, **more)
 
 
-# A run takes its bounds from where the tests above take them, for each size and zone.
+# A run computes bounds by the function that the tests above check for each size and zone.
 CASES = [
     (1, "1 day", ["Europe/Berlin", "America/Havana", "Pacific/Chatham"]),
     *(
@@ -437,7 +438,7 @@ def test_through_dagster_and_delta(tmp_path: Path, spark: SparkSession) -> None:
         times = [one.record.timestamp for one in told.made_of if one.record is not None]
         assert told.made_of_in_all == len(times) == row["visits"]
         assert all(row["window_start"] <= one < row["window_end"] for one in times)
-    # The explorer draws the window, not from the last record's time to now.
+    # The explorer draws the window from its start to its end, not from the last record's time to now.
     key = [
         short["page"],
         *(f"{short[name]:%Y-%m-%d %H:%M:%S}" for name in ("window_start", "window_end")),

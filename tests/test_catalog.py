@@ -1,4 +1,4 @@
-"""Tables by name: what each name of an asset selects is what a read of the asset returns."""
+"""Tables by name in Spark's catalog: a query by name returns the rows of a read of the asset."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 @pytest.fixture
 def bronze(spark: SparkSession) -> Iterator[str]:
-    """A schema that does not exist yet."""
+    """The name of a schema that does not exist yet; the schema is dropped after the test."""
     yield "bronze"
     spark.sql("DROP SCHEMA IF EXISTS bronze CASCADE")
 
 
 def require_same(spark: SparkSession, store: AssetStore, schema: str = "bronze") -> None:
-    """Each name of an asset has the columns and rows of a read."""
+    """Requires that each name of an asset has the columns and rows of a read."""
     for what, name in names_of(store.node).items():
         found, expected = spark.table(f"{schema}.{name}"), store.read(what)
         expected = expected.drop("is_final")
         assert found.columns == expected.columns, (name, what)
         assert [f.dataType for f in found.schema] == [f.dataType for f in expected.schema], (name, what)
-        with small_run(spark):  # in less time
+        with small_run(spark):  # takes less time
             rows = sorted(map(str, found.collect()))
             assert rows == sorted(map(str, expected.collect())), (name, what)
         assert rows, (name, what)
 
 
 def run(market: Market, schema: str, nodes: list[Any] | None = None) -> dg.ExecuteInProcessResult:
-    """Runs assets of a market by themselves, with a warehouse that has names in a catalog."""
+    """Runs assets of a market without checks, in a warehouse whose tables get names in a catalog."""
     where = WarehouseResource(path=str(market.warehouse), catalog=schema)
     return dg.materialize(
         [build_asset(node) for node in nodes or market.nodes],
@@ -85,7 +85,7 @@ def names_in(spark: SparkSession, schema: str = "bronze") -> set[str]:
 
 
 def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
-    """A run that reports a commit registers it too; the next one has nothing to write."""
+    """A run that reports an existing commit also registers the names; a later run changes no name."""
     copy = market.copy(tmp_path / "copy")
     copy.instance = dg.DagsterInstance.ephemeral()
     result = run(copy, "spark_catalog.bronze")
@@ -114,7 +114,7 @@ def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: st
     require_same(spark, store)
     register(store, "spark_catalog.bronze", comments_of(copy.prices))
     assert written == []
-    # another declaration, dropped names
+    # after a changed declaration or a dropped name, the names are registered again
     spark.sql("DROP VIEW bronze.prices_log")
     longer = replace(copy.prices, history_retention=timedelta(hours=30))
     store = AssetStore(str(copy.warehouse), longer, spark, written.append)
@@ -125,7 +125,8 @@ def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: st
 
 
 def test_after_a_swap(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
-    """Names follow the folders; names that the other kind does not have are dropped."""
+    """After a swap, a name selects the rows of the new folder. Names that a plain table does not have
+    are dropped when a plain table replaces a versioned one."""
     copy, warehouse = market.copy(tmp_path / "copy"), str(tmp_path / "copy" / "warehouse")
     register(copy.store(copy.prices), bronze)
     shutil.copytree(copy.warehouse / "prices", copy.warehouse / "other")
@@ -145,7 +146,7 @@ def test_after_a_swap(market: Market, tmp_path: Path, spark: SparkSession, bronz
 def test_names_of_removed_tables(
     market: Market, tmp_path: Path, spark: SparkSession, bronze: str
 ) -> None:
-    """Maintenance drops the names of removed tables, and nothing else."""
+    """Maintenance drops the names of removed tables, and no other names."""
     copy, other = market.copy(tmp_path / "copy"), market.copy(tmp_path / "copy2")
     for node in (copy.prices, copy.rates):
         register(copy.store(node), bronze)
@@ -159,7 +160,7 @@ def test_names_of_removed_tables(
 
     shutil.rmtree(other.warehouse / "sales")
     shutil.move(copy.warehouse / "prices", tmp_path / "away")
-    for name in ("sales", "priced"):  # which have no names here: their maintenance takes long
+    for name in ("sales", "priced"):  # they have no names here, and their maintenance takes long
         shutil.rmtree(copy.warehouse / name)
     before = names_in(spark)
     assert upkeep.execute_in_process(run_config=QUIET).success
@@ -167,7 +168,7 @@ def test_names_of_removed_tables(
     assert before - names_in(spark) == gone
     assert drop_without_tables(spark, bronze, str(copy.warehouse)) == []
     require_same(spark, copy.store(copy.rates))
-    shutil.move(copy.warehouse, tmp_path / "all")  # as storage that is not mounted
+    shutil.move(copy.warehouse, tmp_path / "all")  # like storage that is not mounted
     assert drop_without_tables(spark, bronze, str(copy.warehouse)) == []
     assert names_in(spark) == before - gone
     spark.catalog.dropTempView("passing")
@@ -186,7 +187,7 @@ defs = build_definitions(market.{name}, warehouse=WarehouseResource(path={path!r
 def test_names_of_removed_assets(
     market: Market, tmp_path: Path, spark: SparkSession, bronze: str
 ) -> None:
-    """``vt-dagster catalog`` shows and drops names whose asset no code location declares."""
+    """``vt-dagster catalog`` shows and drops the names of assets that no code location declares."""
     copy = market.copy(tmp_path / "copy")
     for node in copy.nodes:
         register(copy.store(node), bronze)
@@ -255,8 +256,8 @@ RENAMED = T.StructType(
 def test_options_and_new_columns(
     tmp_path: Path, spark: SparkSession, bronze: str, on: str | None, until: str | None
 ) -> None:
-    """Repeated versions, versions that end by themselves, expired ones, deletions; then a renamed
-    column, a wider type and a new column."""
+    """Names return the rows of a read with repeated versions, versions with an end (``valid_until``),
+    expired versions and deletions; and then with a renamed column, a wider type and a new column."""
     random, landing = Random(f"{on} {until}"), tmp_path / "landing"
     landing.mkdir()
 
@@ -305,7 +306,8 @@ def test_options_and_new_columns(
 
 
 def test_the_columns_of_a_run(tmp_path: Path, spark: SparkSession) -> None:
-    """What Spark decides is known after a run; keys and checks are in the panel from the start."""
+    """The type of a computed column is known after a run. Dagster's panel of columns also has the key
+    and the checks of the schema."""
 
     class Price(pa.DataFrameModel):
         product: T.StringType
@@ -350,7 +352,7 @@ def test_what_is_somebody_elses(
     assert "got one of another writer. Batch 1 is committed. Give" in messages(result)
     assert [c.name for c in spark.table("bronze.rates").schema.fields] == ["x"]
     spark.sql("DROP VIEW bronze.rates")
-    assert run(copy, bronze, [copy.rates]).success  # the commit is there, and is reported now
+    assert run(copy, bronze, [copy.rates]).success  # the commit exists, and is reported now
     require_same(spark, copy.store(copy.rates))
     other = market.copy(tmp_path / "other")
     other.instance = dg.DagsterInstance.ephemeral()
@@ -408,7 +410,7 @@ else:
 @pytest.mark.endurance
 @pytest.mark.jvm
 def test_in_a_catalog_that_outlives_the_session(market: Market, tmp_path: Path) -> None:
-    """A metastore of Hive in a directory: another process selects by name."""
+    """With a Hive metastore in a directory, another process selects by name."""
     copy = market.copy(tmp_path / "copy")
 
     def process(what: str) -> str:

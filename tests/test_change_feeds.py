@@ -1,4 +1,4 @@
-"""What a change feed says of its records: which are deletions, and which of one time counts."""
+"""Change feeds: which records are deletions, and which of several records of one time counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def put(k: str, v: str | None, at: Any, **more: Any) -> dict[str, Any]:
 
 
 def versions(driver: TopologyTestDriver, name: str = "customers") -> list[tuple[Any, ...]]:
-    """Of each version: key, when it began, value, whether it is a deletion."""
+    """The versions as key, start in milliseconds, and value; None = a deletion."""
     found = driver.versions(name)
     return [
         (r["k"], r["valid_from"].timestamp() * 1000, None if r["is_tombstone"] else r["v"])
@@ -62,7 +62,7 @@ def versions(driver: TopologyTestDriver, name: str = "customers") -> list[tuple[
 
 
 def test_a_column_that_says_what_a_record_does(spark: SparkSession) -> None:
-    """It is not in the table, and null is no deletion."""
+    """A column that only ``deleted_when`` uses is not in the table. A null in it is no deletion."""
     driver = TopologyTestDriver(table(deleted_when="op = 'D'"), spark=spark)
     driver.pipe("customers", put("a", "x", 1, op="I"), put("b", "y", 2), put("a", "x", 5, op="D"))
     driver.pipe("customers", put("a", "z", 3, op="U"), put("c", None, 4, op="D"))
@@ -100,7 +100,8 @@ def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -
 def test_a_question_to_spark_leaves_its_errors_as_they_are(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is not logged, and what is wrong afterwards is told as before; also where it comes first."""
+    """Spark parses ``deleted_when`` for the library. An error of that is not logged, also if it is the
+    first error of the process. Later errors of Spark are raised as before."""
     logging.Logger.manager.loggerDict.pop("SQLQueryContextLogger", None)
     driver = TopologyTestDriver(table(deleted_when="gone_since is not null"), spark=spark)
     driver.pipe("customers", put("a", "x", 1, gone_since=None))
@@ -152,7 +153,8 @@ def _expected(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(1, 4))]
 )
 def test_the_order_of_arrival_does_not_matter(spark: SparkSession, seed: int) -> None:
-    """Whatever it is, and however it is cut into runs, in the table and in what is made of it."""
+    """The versions of the table and of its operators depend neither on the order of arrival nor on how
+    the records are split into runs."""
     random = Random(seed)
     records = [
         put(k, random.choice(["x", "y", "z", None]), at, lsn=lsn)
@@ -204,7 +206,8 @@ def test_a_late_record_wins_in_the_past_and_corrects_what_was_joined(spark: Spar
 
 
 def test_ties_on_delta(tmp_path: Path, spark: SparkSession) -> None:
-    """Across runs, with what lost in the quarantine, and every record accounted for."""
+    """Ties are decided across runs. A record that loses is in the quarantine, and the audit accounts
+    for every record."""
     folder = landing(tmp_path)
     node = table(tie_break="lsn", source=FilesSource(str(folder)))
     for name, lsn in ("1", 5), ("2", 9), ("3", 7):
@@ -218,7 +221,7 @@ def test_ties_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     assert quarantine is not None
     assert [r["reason"] for r in quarantine.collect()] == ["lost_tie"]
     assert [one.name for one in audit(store) if not one.passed] == []
-    # Without the option, too, what it has refused is accounted for.
+    # After the option is removed, the audit still accounts for the records that it rejected.
     without = replace(node, tie_break=None)
     (folder / "4.jsonl").write_text(json.dumps(put("a", "4", "2024-01-01T00:00:00Z", lsn=1)))
     assert run([build_asset(without)], tmp_path / "warehouse").success
