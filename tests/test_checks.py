@@ -1,4 +1,5 @@
-"""Each check goes red on a table that was corrupted for it, names the rows, and holds what follows."""
+"""Each check fails on a table that was corrupted for it, names the offending rows, and blocks
+downstream assets."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def also(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
 
 
 def forgotten(rows: DataFrame) -> DataFrame:
-    """A key whose first version ended long before the history begins."""
+    """Adds a key whose first version ended long before the history begins."""
     long_ago, ended = F.lit("2023-01-01").cast("timestamp"), F.lit("2023-01-02").cast("timestamp")
     one = rows.where("v = 'p4'").withColumn("k", F.lit("z"))
     return rows.unionByName(one.withColumns({"valid_from": long_ago, "valid_to": ended})).unionByName(
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     table: str
     corrupt: Callable[[DataFrame], DataFrame]
     names: dict[str, str]
-    """What the sample says of one offending row."""
+    """Columns of one offending row in the sample."""
 
 
 CASES = {
@@ -226,7 +227,7 @@ def test_nothing_committed_yet_is_green(market: Market, tmp_path: Path) -> None:
 
 
 def corrupt(market: Market, asset: str, table: str, *changes: Callable[[DataFrame], DataFrame]) -> None:
-    """Gives a table other rows; written without Spark, which takes longer."""
+    """Overwrites a table with changed rows; Delta writes them without Spark, in less time."""
     path = str(market.warehouse / asset / table)
     rows = reduce(
         lambda rows, change: change(rows), changes, market.spark.read.format("delta").load(path)
@@ -247,7 +248,7 @@ OF_VIEW = [name for name, case in CASES.items() if (case.asset, case.table) == (
 def test_a_corrupted_view_is_red(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of each case have keys of their own; all are found by one audit."""
+    """One audit finds the corrupted rows of all cases. The rows of each case have different keys."""
     monkeypatch.setattr(audit, "SAMPLE", 100)
     suffixed = F.concat("k", F.lit(" of "), "case")
 
@@ -267,7 +268,7 @@ BY_DAGSTER = ["overlap", "lost last log record"]
 
 
 def test_other_corrupted_tables_are_red(market: Market, tmp_path: Path) -> None:
-    """Those of an asset are found by one audit."""
+    """One audit of an asset finds the corrupted rows of all its cases."""
     copy, others = market.copy(tmp_path / "copy"), [*CASES.keys() - {*OF_VIEW, *BY_DAGSTER}]
     by_table: dict[tuple[str, str], list[Case]] = {}
     for name in others:
@@ -281,7 +282,8 @@ def test_other_corrupted_tables_are_red(market: Market, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BY_DAGSTER)
 def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: Path, name: str) -> None:
-    """Of a view and a log, by Dagster; of all others the checks alone are run."""
+    """Dagster reports a corrupted view and a corrupted log, and does not run the asset downstream. The
+    other tests run the checks without Dagster."""
     case, copy = CASES[name], market.copy(tmp_path / "copy")
     corrupt(copy, case.asset, case.table, case.corrupt)
     ran: list[str] = []
@@ -306,7 +308,8 @@ def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: P
 def test_fresh_is_what_stream_time_is_by_the_clock(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long ago a run was: the newest price is of day 2, 05:00."""
+    """An asset is fresh if stream time (here day 2, 05:00) is at most ``at_most`` behind the clock. The
+    time of its last run makes no difference."""
     newest = datetime(2024, 1, 2, 5, tzinfo=timezone.utc).timestamp()
 
     check = build_freshness_check(market.prices, at_most=timedelta(hours=2))
@@ -335,7 +338,7 @@ def test_fresh_is_what_stream_time_is_by_the_clock(
 
 
 def test_another_run_commits_meanwhile(market: Market, tmp_path: Path) -> None:
-    """What a check finds while another run commits is looked at again, and is no finding then."""
+    """If another run commits while a check reads, the check reads again and reports no finding."""
     copy = market.copy(tmp_path / "copy")
 
     class Overtaken(AssetStore):

@@ -1,4 +1,4 @@
-"""``vt-dagster check``: what it prints, what it writes, and how it exits."""
+"""``vt-dagster check``: its output, its JUnit file and its exit code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(*arguments: str) -> tuple[int, str]:
-    """The exit code, and what is printed or raised."""
+    """Runs ``vt-dagster check``; returns the exit code, and the output or the error."""
     done = CliRunner().invoke(app, ["check", *arguments])
     if isinstance(done.exception, DefinitionsError):
         return 2, str(done.exception)
@@ -159,7 +159,8 @@ def test_results_are_in_the_instance(here: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_of_real_tables(market: Market, tmp_path: Path) -> None:
-    """Green on a healthy market, red where a version was changed behind its back."""
+    """All checks of a healthy market pass. After another writer duplicated the rows of a view, the
+    check of that fails."""
     copy = market.copy(tmp_path / "copy")
     spark = SparkResource(master="local[2]")
     defs = build_definitions(copy.priced, copy.rates, warehouse=str(copy.warehouse), spark=spark)
@@ -175,7 +176,7 @@ def test_of_real_tables(market: Market, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_loggers_of_ones_own(here: Path, command: str) -> None:
-    """Dagster has no logger called console then, which could be made quiet."""
+    """Definitions may have their own loggers: then Dagster has no logger ``console`` to silence."""
     logs = "\n@dg.logger\ndef mine(context): return __import__('logging').getLogger('mine')\n"
     defs = "\ndefs = dg.Definitions([one], asset_checks=[fine], loggers={'mine': mine})\n"
     (here / "defs_of_loggers.py").write_text(DEFINITIONS + logs + defs)

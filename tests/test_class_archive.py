@@ -1,4 +1,5 @@
-"""The archive of Spark's classes in a cache: when it is made and used, and that it does no harm."""
+"""The class archive of Spark in the user's cache: when it is written and used, and that it is
+harmless."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ print(spark.range(3).count())
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of a user, in a path with a space."""
+    """The folder of class archives in a user's empty cache; its path contains a space."""
     home = tmp_path / "a home"
     home.mkdir()
     monkeypatch.setenv("VT_DAGSTER_JARS", str(resolve_jars()[0].parent))
@@ -44,7 +45,7 @@ def spark_home(tmp_path: Path) -> Path:
 
 
 def process(code: str, cwd: Path, *words: str) -> str:
-    """What a Python process prints, warnings and errors too."""
+    """Runs a Python process; returns its output with warnings and errors."""
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         stdout=subprocess.PIPE,
@@ -57,7 +58,7 @@ def process(code: str, cwd: Path, *words: str) -> str:
 
 
 def archived(cwd: Path) -> int:
-    """The classes that the JVM of ``SESSION`` took from the archive."""
+    """The number of classes that the JVM of ``SESSION`` loaded from the archive."""
     return (cwd / "classes.log").read_text().count("shared objects file (top)")
 
 
@@ -70,7 +71,7 @@ def test_each_java_and_spark_has_its_own(cache: Path, spark_home: Path) -> None:
 
 
 def test_a_truncated_archive_is_not_used(cache: Path, spark_home: Path, tmp_path: Path) -> None:
-    """A JVM that maps it dies."""
+    """A truncated archive is not used, since a JVM that maps it crashes."""
     archive = ClassArchive.of("/java 17", spark_home)
     assert archive.file() is None
     cache.mkdir(parents=True)
@@ -136,7 +137,7 @@ ClassArchive("a_key").make_at_exit()
 TELLS = """#!/bin/sh
 echo "$(nice) $(pwd) $@" >> "$0.told"
 """
-"""In place of Python, which at low priority needs minutes to import anything on a busy machine."""
+"""A script that replaces Python, which at low priority takes minutes to import on a busy machine."""
 
 
 @pytest.fixture
@@ -150,10 +151,10 @@ def python(tmp_path: Path) -> Path:
 def test_one_process_of_low_priority_makes_it(cache: Path, tmp_path: Path, python: Path) -> None:
     told = tmp_path / "python.told"
     assert process(AT_EXIT, tmp_path, str(python)) == ""
-    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first has begun
+    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process is still at work
     (began,) = cache.iterdir()
     os.utime(began, (0, time.time() - 2 * 86_400))
-    assert process(AT_EXIT, tmp_path, str(python)) == ""  # and has not ended well, yesterday
+    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process failed yesterday
     line = f"19 {cache} -m vt_dagster.cli class-archive\n"
     end = time.monotonic() + 60
     while not (told.exists() and told.read_text() == 2 * line):

@@ -1,4 +1,4 @@
-"""What ``vt-dagster get`` and ``history`` make of keys and times that are no plain texts."""
+"""The command line: keys and times that are no plain texts, damaged views, files it cannot write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AGO = timedelta(days=1)
 
 @pytest.fixture(scope="module")
 def warehouse(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same row as three tables, each with another key."""
+    """Three tables with the same row and different keys."""
     root = tmp_path_factory.mktemp("cli")
     (root / "landing").mkdir()
     line = json.dumps({**ROW, "tags": ["a"], "place": {"x": 1}})
@@ -210,7 +210,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 def test_a_project_in_a_directory_that_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any, **__: Any) -> None:  # root may write everywhere
+    def refused(*_: Any, **__: Any) -> None:  # instead of permissions: root may write everywhere
         raise PermissionError(errno.EACCES, "Permission denied", "my_shop_of_test")
 
     monkeypatch.chdir(tmp_path)
@@ -234,7 +234,7 @@ def test_the_version() -> None:
 
 
 def test_neither_spark_nor_dagster_is_imported() -> None:
-    """They take seconds, and these commands read without them."""
+    """Importing Spark and Dagster takes seconds. The commands that only read do not import them."""
     code = "import sys\n"
     for module in ("cli.lookup", "cli.explain", "explore.app"):
         code += (
@@ -250,7 +250,7 @@ def test_public_names_are_listed() -> None:
 
 
 def test_what_was_known_then(market: Market) -> None:
-    """``q2`` came with the second run, and splits what was known of ``b``."""
+    """``q2`` of the key ``b`` came with the second run: as known before that run, ``b`` is ``q1``."""
     first, second = commit_log.commits(str(market.warehouse / "prices"))
     about = {"VT_DAGSTER_WAREHOUSE": str(market.warehouse), "COLUMNS": "300"}
 

@@ -1,7 +1,7 @@
-"""What must never happen: a record that is nowhere, two that become one, a read that gives something
-else than was asked. Each test is a fault that somebody made, and what they see of it.
+"""Faults of users, and their symptoms. No record may be lost, no two records may become one, and no
+read may return other data than was requested.
 
-Whether all records are there is counted from the files themselves, not from what a run says.
+The tests count the expected records from the files themselves, not from the metadata of a run.
 """
 
 from __future__ import annotations
@@ -77,11 +77,12 @@ AT = "2024-01-01T00:00:00Z"
 
 
 Lines = tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
-"""What a run makes of a file: applied (k, n, v) and quarantined (line, text)."""
+"""Results of a file: the applied records (k, n, v) and the quarantined lines (number, text)."""
 
 
 def taken(root: Path, spark: SparkSession, files: dict[str, bytes], **about: Any) -> dict[str, Lines]:
-    """What one run makes of files; the last column of a good line is the name of its file."""
+    """Runs once over files; returns the results by file. In a good line ``v`` ends with the file's
+    name."""
     source = FilesSource(str(landing(root, **files)), max_bad_share=1, **about)
     node = Stream("sales", key="k", schema=SHAPE, timestamp="at", source=source)
     run_once(node, stores_of(str(root / "warehouse"), spark))
@@ -90,7 +91,7 @@ def taken(root: Path, spark: SparkSession, files: dict[str, bytes], **about: Any
     bad = store.quarantine()
     rows = [] if bad is None else bad.orderBy("position").collect()
     assert all(r["reason"] == "unreadable" for r in rows)
-    # Counted from the files themselves: no line is nowhere, and none is there twice.
+    # Counted from the files themselves: no line is lost, and no line is counted twice.
     lines = sum(bool(one.strip()) for content in files.values() for one in content.split(b"\n"))
     head = store.head()
     assert head is not None
@@ -153,9 +154,9 @@ HALVES = [line("b\ud83d"), line("b\ud83e"), line("c", v="\udc00 halves"), line("
 
 @pytest.fixture(scope="module")
 def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
-    """What one run makes of files, of which it reads the usual lines by a pattern."""
+    """The results of one run over files of JSON lines; it reads the usual lines by a pattern."""
     good = {name: line("a", v=name) for name in ("objects", "twice")}
-    other = line("d", v="twice")[:-1] + ', "K": "e"}'  # another name, as Spark reads it
+    other = line("d", v="twice")[:-1] + ', "K": "e"}'  # to Spark, another name than "k"
     files = {
         "objects": "\n".join([good["objects"], *NO_OBJECT, line("d", v="objects")]).encode(),
         "twice": "\n".join([good["twice"], *TWICE, other]).encode(),
@@ -172,7 +173,7 @@ def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
-    """What one run makes of two files."""
+    """The results of one run over files of CSV."""
     latin = "\n".join(["k,n,v,at", *(f"{k},1,latin,{AT}" for k in LATIN)]).encode("latin-1")
     files = {"latin": latin, "quotes": "\n".join(IN_QUOTES).encode()}
     files["long"] = "\n".join(LONG).encode()
@@ -201,14 +202,16 @@ def test_bytes_that_are_not_utf_8_are_no_text(
 
 
 def test_half_of_a_surrogate_pair_is_no_text(json_lines: dict[str, Lines]) -> None:
-    """Spark reads each half as a question mark: two keys would become one."""
+    """Half of a surrogate pair is quarantined. Spark reads each half as a question mark, so two keys
+    would become one."""
     applied, quarantined = json_lines["halves"]
     assert [k for k, _, _ in applied] == ["\U0001f600"]
     assert quarantined == list(enumerate(HALVES, start=2))
 
 
 def test_the_first_line_is_nested_too_deep(json_lines: dict[str, Lines]) -> None:
-    """Neither Python nor Spark reads so many levels."""
+    """Neither Python nor Spark can read so many levels: the line is quarantined, the next one
+    applied."""
     applied, bad = json_lines["nested"]
     assert applied == [("a", 1, "nested")]
     assert [position for position, _ in bad] == [1]
@@ -222,7 +225,8 @@ def test_csv_with_a_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
 
 
 def test_csv_with_a_field_of_many_lines(csv_lines: dict[str, Lines]) -> None:
-    """Its lines are no records; a quote that is never closed is no field of all lines after it."""
+    """The lines of such a field are not records. A quote that is never closed does not swallow all the
+    lines after it."""
     applied, quarantined = csv_lines["long"]
     good = [("a", 200), ("d", 200), ("f", 200), ("h", 1)]
     assert [k for k, _, _ in applied] == [k for k, times in good for _ in range(times)]
@@ -233,7 +237,8 @@ def test_csv_with_a_field_of_many_lines(csv_lines: dict[str, Lines]) -> None:
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_a_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any) -> None:
-    """Also within an array; zeros behind the last digit are no digits."""
+    """A decimal with too many digits is quarantined, also within an array. Trailing zeros do not count
+    as digits."""
     amounts = ["1.5", "1.50000", "1.499", "1E-3", "12345678.9", "123456789", "-0.010"]
     shape = StructType([StructField("k", StringType()), StructField("d", DecimalType(10, 2))])
     if form == "csv":
@@ -292,7 +297,7 @@ def test_a_consumed_file_is_known_by_more_than_its_name(tmp_path: Path, spark: S
 
     here = landing(tmp_path, jan=line("a").encode(), feb=line("b").encode())
     assert go(sales(here)).success
-    # Moved with its directory, and touched: not taken again.
+    # Moved with its directory, and with another modification time: not consumed again.
     moved = tmp_path / "moved"
     here.rename(moved)
     os.utime(moved / "jan", (1, 1))
@@ -300,11 +305,11 @@ def test_a_consumed_file_is_known_by_more_than_its_name(tmp_path: Path, spark: S
     os.utime(moved / "jan", (2, 2))
     assert go(sales(moved)).success
     assert keys(tmp_path, sales(moved), spark) == ["b", "a"]
-    # Of the same name and size in another directory: taken.
+    # With the same name and size in another directory: consumed.
     assert go(sales(landing(tmp_path / "other", jan=line("c").encode()))).success
     assert keys(tmp_path, sales(moved), spark) == ["b", "a", "c"]
     assert go(sales(moved)).success, "the first directory is remembered as well"
-    # Another content of the same size: said.
+    # Other contents of the same size: the run fails and names the file.
     (moved / "mar").write_text(line("e"))
     assert go(sales(moved)).success
     (moved / "feb").write_bytes(line("d").encode())
@@ -372,7 +377,8 @@ BAD = {
 
 @pytest.mark.parametrize("policy", ["fail", "quarantine"])
 def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
-    """Also with a good one, an empty one, one with an odd name and one of lines that are compressed."""
+    """A file that cannot be read fails the run, or goes to quarantine as a whole. Beside it are good
+    files, also an empty one, a compressed one, and one with an odd name."""
     where = landing(tmp_path, **{name: content for name, (content, _) in BAD.items()})
     (where / "empty").write_bytes(b"")
     (where / "only a header").write_text(HEADER)
@@ -400,7 +406,7 @@ def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, poli
     head = store.head()
     assert head is not None
     assert head.commit.totals["in"] == 11
-    # Nothing is taken twice, and bad files alone do not stop a source.
+    # No file is consumed twice, and a run with only bad files succeeds.
     (where / "late").write_bytes(b"k\n")
     assert run([build_asset(node)], tmp_path / "warehouse").success
     quarantine = store.quarantine()
@@ -422,7 +428,7 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
         next((tmp_path / name).glob("*.parquet")).rename(where / name)
     clock = pa.table({"k": ["a"], "t": pa.array([1], pa.time64("us"))})
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["k", "K"])
-    # pandas writes its times like this.
+    # pandas writes times in nanoseconds.
     nanos = pa.table({"k": ["a"], "at": pa.array([1_000], pa.timestamp("ns", "UTC"))})
     for name, table in {"clock": clock, "twice": twice, "nanos": nanos}.items():
         pq.write_table(table, where / name)
@@ -455,7 +461,8 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
 
 @pytest.mark.parametrize("policy", ["fail", "quarantine"])
 def test_a_parquet_file_with_a_damaged_page(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
-    """Its footer is whole: only a read of all its pages shows it, and the run names the file."""
+    """The footer is intact, so only a read of all pages detects the damage. The run fails, and names
+    the file."""
     where = tmp_path / "landing"
     where.mkdir()
     node = sales(where, format="parquet", on_bad_file=policy)
@@ -479,8 +486,9 @@ def test_a_parquet_file_with_a_damaged_page(tmp_path: Path, spark: SparkSession,
 
 
 def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:
-    """Two keys do not become one; a text in an array or a map is one too. So is a time outside the
-    years 1 to 9999, and a map with a key twice."""
+    """A record with a text that is not UTF-8 is quarantined, also if the text is in an array or a map:
+    two keys must not become one. A time outside the years 1 to 9999, and a map with the same key twice,
+    are quarantined too."""
 
     def texts(*values: bytes) -> Any:
         offsets = [sum(map(len, values[:i])) for i in range(len(values) + 1)]
@@ -568,7 +576,7 @@ ODD = ["größe", "a-b", "123", "null", "quote'd", "select"]
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
 def test_columns_of_any_name(tmp_path: Path, spark: SparkSession, form: Any) -> None:
-    """Read, written, joined and aggregated as they are called."""
+    """Columns with odd names are read, written, joined and aggregated under their names."""
     values = [StructField(name, LongType()) for name in ODD]
     shape = StructType(
         [StructField("k'ö", StringType()), *values, StructField("at-time", TimestampType())]
@@ -619,7 +627,8 @@ def test_columns_of_any_name(tmp_path: Path, spark: SparkSession, form: Any) -> 
 
 
 def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession) -> None:
-    """A table with its view and quarantine, and a log of two commits that maintenance compacts."""
+    """In a directory with odd characters, a table has its view and quarantine, and maintenance compacts
+    a log of two commits."""
     where, source = tmp_path / "a [1] {b,c} * ? `tick` # % z", str(tmp_path / "landing")
     about: dict[str, Any] = {"key": "k", "schema": SHAPE, "timestamp": "at"}
     node = VersionedTable(
@@ -647,7 +656,8 @@ def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession)
 
 @pytest.mark.parametrize("where", ["a\\b", "a%20b", "a\nb", "~/a", ""])
 def test_a_warehouse_whose_path_means_two_things(where: str) -> None:
-    """To Spark, and to what reads Delta's logs; or to a shell, and to a program."""
+    """A path is refused if Spark and the readers of Delta's log, or a shell and a program, understand
+    it differently."""
     node = Stream("sales", key="k", schema=SHAPE, timestamp="at")
     said = "also valid as a URL" if where.startswith("a") else "expected a directory or a URL, got"
     for use in (asset_names, lambda where: AssetStore(where, node)):
@@ -668,7 +678,7 @@ def test_a_replay_adds_nothing_to_another_asset(market: Market, tmp_path: Path) 
         replay.replay(str(copy.warehouse), copy.prices, "prices2", copy.spark).read("log").count()
         == rows
     )
-    # What was live until it was swapped away is no replay.
+    # After the swap, ``prices2`` is the former live asset, not a replay: it must not be replaced.
     replay.swap(str(copy.warehouse), "prices", "prices2")
     with pytest.raises(StorageError, match="an asset of its own"):
         replay.replay(str(copy.warehouse), copy.prices, "prices2", copy.spark)
@@ -692,7 +702,7 @@ def test_names_are_checked_wherever_they_come_from(market: Market, tmp_path: Pat
 
 
 def reading(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResult:
-    """Materializes an asset of a user's own that reads prices."""
+    """Materializes a user's own asset that reads prices."""
 
     @dg.asset(ins={"table": dg.AssetIn("prices", metadata=metadata)})
     def mine(table: DataFrame) -> None:
@@ -830,7 +840,8 @@ def test_a_commit_that_is_cut_off(market: Market, tmp_path: Path, kept: float) -
 
 
 def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession) -> None:
-    """A file stands where a directory is to be: also the user that may do everything is refused."""
+    """A file is at the place of a directory, so that even root cannot write. The run fails, and names
+    the path; it succeeds once the file is gone."""
     where = landing(tmp_path, jan=f"{line('a')}\nbad\n".encode())
     node = sales(where, max_bad_share=1)
     for blocked in ("", "attempts", "log", "quarantine"):
@@ -850,7 +861,8 @@ def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession) -> 
 def test_what_is_written_after_the_commit_and_cannot_be(
     tmp_path: Path, spark: SparkSession, blocked: str
 ) -> None:
-    """The run fails, but its commit stands: the next run, without records, writes the rest."""
+    """The run fails, but its commit is valid. The next run, without new records, writes the view and
+    the quarantine."""
     where = landing(tmp_path, jan=f"{line('a')}\nbad\n".encode())
     source = FilesSource(str(where), max_bad_share=1)
     node = Table("sales", key="k", schema=SHAPE, timestamp="at", source=source)
@@ -970,7 +982,7 @@ def test_a_key_that_its_type_would_round(tmp_path: Path, spark: SparkSession) ->
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client asks again after seconds
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client retries after seconds
     registry = SchemaRegistry("http://user:SECRET@127.0.0.1:1")
     assert "SECRET" not in repr(registry)
     with pytest.raises(Exception, match=r"//127\.0\.0\.1:1 did not") as error:

@@ -1,5 +1,5 @@
-"""The operators and the storage on Spark processes of their own: a local cluster, a standalone cluster
-with two workers, and a Spark Connect server; and within little memory, whatever the data."""
+"""The operators and the storage on separate Spark processes: a local cluster, a standalone cluster with
+two workers, and a Spark Connect server. They need little memory, whatever the size of the data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.endurance, pytest.mark.cluster, pytest.mark.timeout(3_
 ROOT = Path(__file__).parent.parent
 SPARK = Path(pyspark.__file__).parent / "bin"
 CHAIN_RECORDS = 250_000
-"""So many that a run's records are cut into chunks."""
+"""Enough records that a run processes them in chunks."""
 
 
 def free_port() -> int:
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def processes(folder: Path, *commands: list[str]) -> Iterator[None]:
-    """Processes that run for as long as they are needed."""
+    """Starts processes; stops them at the end of the context."""
     running: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     try:
@@ -62,7 +62,7 @@ def processes(folder: Path, *commands: list[str]) -> Iterator[None]:
 
 
 def until_open(port: int, folder: Path) -> None:
-    """Waits for a server that has just been started."""
+    """Waits until a server that was just started accepts connections."""
     end = time.monotonic() + 120
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2):
@@ -110,7 +110,7 @@ def connect(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def local_cluster(folder: Path) -> Iterator[str]:
-    work = SPARK.parent / "work"  # where its executors run; no setting moves it
+    work = SPARK.parent / "work"  # directory of the executors; no setting changes it
     others = set(work.glob("*"))
     try:
         yield "local-cluster[2,1,1024]"
@@ -120,7 +120,7 @@ def local_cluster(folder: Path) -> Iterator[str]:
 
 
 def child(*arguments: str) -> str:
-    """What a module prints that runs in a process of its own."""
+    """Runs a module in another process; returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
@@ -170,7 +170,7 @@ def test_one_gigabyte_a_process_is_enough(
 ) -> None:
     shop = Shop(tmp_path)
     shop.land(spark, prices, orders, products)
-    monkeypatch.delenv("JDK_JAVA_OPTIONS")  # so many rows are worth compiling well for
+    monkeypatch.delenv("JDK_JAVA_OPTIONS")  # for so many rows, optimizing the code pays off
     with standalone(tmp_path) as address:
         said = child("tests.memory_child", address, str(tmp_path))
     due = spark.read.schema("due long").json(str(tmp_path / "orders")).agg(F.sum("due")).collect()
@@ -204,7 +204,8 @@ def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
     hops = seconds.select(F.explode(F.expr("array(t div 43200, t div 43200 - 1)"))).distinct().count()
     neighbours = seconds.withColumn("before", F.expr("lag(struct(t, n)) over (order by t)"))
     is_next = F.expr("before.t = t - 1")
-    # A window that ends with a second, and one that starts after a second if the next has orders.
+    # A sliding window ends at each second with orders; another one starts after a second, if the next
+    # second also has orders.
     sliding = neighbours.agg(
         F.count("t") + F.count_if(is_next),
         F.sum("n") + F.sum(F.when(is_next, F.expr("before.n + n"))),
@@ -213,7 +214,7 @@ def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
     assert session[1:] == [1, updates], "one session, for no two orders are an hour apart"
     assert updates < session[0] < 2 * updates, "a session that grows ends the one before"
     assert said.pop("sliding")[1:] == [*sliding]
-    # Of each pair of prices the latter is out of order, and dropped by operators on tables.
+    # The second price of each pair is out of order: operators on tables drop it.
     assert said == {
         "daily": [updates, all_days, updates],
         "closed": [closed_days, closed_days, in_closed],
@@ -230,7 +231,8 @@ def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
 def test_one_gigabyte_is_enough_for_a_thousand_matches_a_record(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two streams of one key, of which each record has all within a thousand seconds of the other."""
+    """A join of two streams with one key stays within the memory. Each order matches all offers within
+    a thousand seconds, 500 before it and 500 after it."""
     seconds = 20_000
     Shop(tmp_path).land(spark, seconds, seconds, 1)
     monkeypatch.delenv("JDK_JAVA_OPTIONS")
@@ -244,7 +246,7 @@ def test_one_gigabyte_is_enough_for_a_thousand_matches_a_record(
 
 
 def ends_of(seconds: int) -> tuple[Column, Column]:
-    """The first and the last second whose price is near an order's."""
+    """The first and the last second whose offers match an order."""
     near = NEAR // timedelta(seconds=1)
     first, last = F.col("due") - near, F.col("due") + near
     return F.greatest(F.lit(0), first), F.least(F.lit(seconds - 1), last)

@@ -1,4 +1,4 @@
-"""Topologies in YAML: they are what Python makes, and errors point to the line."""
+"""Topologies in YAML equal those in Python, and errors point to the line in the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vt_dagster.components import TopologyComponent
 from vt_dagster.components.topology_component import CONCEPTS, as_duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
-# Dagster's components warn of each other.
+# Dagster's components warn that they are a beta or a preview.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning"),
     pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning"),
@@ -280,7 +280,7 @@ post_processing:
 
 
 def test_specs_in_yaml(tmp_path: Path) -> None:
-    """Prefixes are the topology's; the rest is what Dagster lets any component's user say."""
+    """Key prefixes are set in the topology. All other settings are Dagster's, as for any component."""
     with project(SPECS.format(warehouse=tmp_path / "warehouse")) as defs:
         dg.Definitions.validate_loadable(defs)
         (spec,) = defs.resolve_all_asset_specs()
@@ -350,7 +350,8 @@ def upstream():
 
 
 def test_sources_in_yaml(tmp_path: Path) -> None:
-    """Each source has its YAML; what no YAML can say is named by its Python path."""
+    """Each source can be declared in YAML. An object that YAML cannot express is given by its Python
+    path."""
     text = SOURCES.format(warehouse=tmp_path / "warehouse")
     with project(text, DAYS) as defs:
         dg.Definitions.validate_loadable(defs)
@@ -558,7 +559,8 @@ NEAR = {
     "until",
     "empty",
 }
-"""Where something is missing, or the whole does not fit, the error points to what surrounds it."""
+"""If a setting is missing or the whole is wrong, the error points to a line of the surrounding
+asset."""
 
 
 @pytest.mark.parametrize(
@@ -584,7 +586,7 @@ def test_no_durations(text: str) -> None:
 
 
 def test_every_parameter_is_there() -> None:
-    """The YAML has what Python has: no setting is forgotten when one is added."""
+    """YAML has all settings of Python, also those that are added later."""
     for name, kind in (("stream", Stream), ("table", Table), ("versioned_table", VersionedTable)):
         fields = set(CONCEPTS[name].yaml.model_fields)
         assert fields - {"columns", "sensor"} == set(kind.__dataclass_fields__) - {
@@ -618,7 +620,8 @@ def test_scaffold() -> None:
 
 
 def test_files_share_their_resources(shop: str, tmp_path: Path) -> None:
-    """Two files with one warehouse are merged; one of them has it maintained, and logs cut off."""
+    """Two files with the same warehouse are merged. One of them declares maintenance and a log
+    retention."""
     other = f"""\
 type: vt_dagster.components.TopologyComponent
 attributes:
@@ -663,7 +666,7 @@ attributes:
 
 
 def test_python_and_yaml_together() -> None:
-    """A node of Python is an input in YAML; its asset stays where Python defines it."""
+    """A stream or table declared in Python can be an input in YAML. YAML creates no asset for it."""
     text = """\
 type: vt_dagster.components.TopologyComponent
 attributes:

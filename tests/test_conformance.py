@@ -1,4 +1,4 @@
-"""Every recorded scenario, and what the runner says of a wrong one."""
+"""Every recorded scenario is identical, and the runner reports the differences of a wrong one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def limited_in_bytes() -> dict[str, Any]:
 
 
 def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
-    """One sequence of records of every random configuration: what costs is the number of records."""
+    """The shortest record sequence of each random configuration, since each record takes time."""
     found: dict[str, dict[str, Any]] = {}
     for each in json.loads(path.read_text(encoding="utf-8")):
         configuration = each["name"].rsplit("-", 1)[0]
@@ -62,8 +62,8 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
 
 
 def first_records(scenario: dict[str, Any]) -> dict[str, Any]:
-    """A scenario of another one's first records. What is left at their end, and what was dropped, is by
-    the reference model, if it has the operator."""
+    """A scenario with the first records of another one. Its final store and number of dropped records
+    are those of the reference model, if that has the operator."""
     first = beginning(scenario, telling(scenario))
     if first["operator"] not in ALL:
         return first
@@ -74,29 +74,30 @@ def first_records(scenario: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_that_tell_most(path: Path) -> dict[str, Any]:
-    """The first records of that random sequence whose first records have most results."""
+    """The first records of the random sequence whose first records have the most results."""
     every = json.loads(path.read_text(encoding="utf-8"))
     found = [s for s in every if not s.get("expected_error")]
     return first_records(max(found, key=lambda s: len(beginning(s, telling(s))["expected"])))
 
 
 def telling(scenario: dict[str, Any]) -> int:
-    """How many of its first records are taken: of a join one of the other side comes before."""
+    """The number of first records to use; one more for a join, for a record of its other side."""
     return RECORDS + (scenario["operator"] == "stream_table_join")
 
 
 RUNS = 2
-"""Of a scenario of more runs, only the records of these are taken for every change; of one of which
-every record is a run ``SINGLE``."""
+"""If a scenario has more runs, only the records of these runs are used by default; ``SINGLE`` runs if
+each record is a run."""
 SINGLE = 5
-"""In so many records each of them emits, or fails."""
+"""Among so many records each such scenario emits a result, or fails."""
 RECORDS = 2
-"""Of a random sequence of an operator, as many of its first records are taken for every change: the
-second one meets what the first has left."""
+"""By default so many of the first records of a random sequence are used: the second record meets the
+state that the first one left."""
 LOOKED_UP = ["stream_table_join", "chain"]
-"""Operators whose scenarios run in another way to join, if they have such a join."""
+"""Operators whose scenarios also run with the other join strategies, if they have such a join."""
 WAYS = {"broadcast": "inner", "tiled": "left"}
-"""The other ways to join, each with the kind of join that shows it: a way is the same for any kind."""
+"""The other join strategies, each with the kind of join that tests it. The strategy is the same for
+every kind."""
 LARGE = [
     "versioned_store",
     "windowed_aggregate",
@@ -106,13 +107,13 @@ LARGE = [
     "stream_select_key",
     "stream_stream_join",
 ]
-"""Operators whose scenarios run with the plans of large runs; so do those of ``LOOKED_UP``."""
+"""Operators whose scenarios run with the plans of large runs. Those of ``LOOKED_UP`` do so too."""
 SHOWN_BY = {
     "kip914-join-result-is-unversioned": "kip914-error-grace-on-join-result",
     "kip914-versioned-inherits-through-map-values": "kip914-grace-on-inherited-versioned",
     "kip914-versioned-lost-by-unversioned-store": "kip914-error-grace-on-unversioned-store-between",
 }
-"""Scenarios of a rule that others, which take fewer runs, show too."""
+"""Scenarios by name, each with one that shows the same rule in fewer runs."""
 RECORD_BY_RECORD = [
     "stream_table_join",
     "table_aggregate",
@@ -120,22 +121,23 @@ RECORD_BY_RECORD = [
     "versioned_store",
     "windowed_aggregate",
 ]
-"""Operators of which a run for each record is taken for every change: calls of a store have an answer
-each. Of the others scenarios take several runs in any case, or what an earlier run leaves is the table
-alone: ``storage/test_random_chains.py`` cuts these in two."""
+"""Operators that by default also run once for each record; each call of a store has an answer. The
+scenarios of other operators take several runs in any case, or an earlier run leaves only the table;
+``storage/test_random_chains.py`` splits these into two runs."""
 ALL_OF_THEM = [False, pytest.param(True, marks=pytest.mark.endurance)]
-"""Whether all worked scenarios run, not only those that show a rule."""
+"""Whether all worked scenarios run, instead of only those that show a rule."""
 
 
 @cache
 def worked() -> list[Scenario]:
-    """All scenarios but those of ``conformance/random``."""
+    """All scenarios except those of ``conformance/random``."""
     return [*read_scenarios(SCENARIOS / name for name in ("optional", "streams", "worked"))]
 
 
 @cache
 def rules() -> set[str]:
-    """The scenarios that a rule of ``FORMAT.md`` names, because they show it; ``SHOWN_BY``."""
+    """The scenarios that a rule of ``FORMAT.md`` names as its examples, without those of
+    ``SHOWN_BY``."""
     text = (SCENARIOS / "FORMAT.md").read_text(encoding="utf-8")
     text = text.partition("\n## 4. ")[2].partition("\n## 5. ")[0]
     words = set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+", text))
@@ -145,23 +147,24 @@ def rules() -> set[str]:
 
 
 def one_by_one(scenario: Scenario) -> bool:
-    """Whether every record is a run, whatever the granularity."""
+    """Whether each record is a run, at any granularity."""
     return (
         supported(scenario) and scenario.operator != "versioned_store" and layout(scenario).one_by_one
     )
 
 
 def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
-    """What is expected of a scenario's first records; what is left at its end is then not known."""
+    """A scenario with its first ``end`` records and their expected results. Its final store and metrics
+    are not known."""
     whole = scenario | scenario.get("by_design", {})
     error = whole.get("expected_error")
     return whole | {
         "by_design": {},
         "records": whole["records"][:end],
-        "expected": whole["expected"][:end]  # an answer to each call
+        "expected": whole["expected"][:end]  # each call has an answer
         if whole["operator"] == "versioned_store"
         else [e for e in whole["expected"] if e["trigger"] < end],
-        # An error in the topology has no record that triggers it.
+        # No record triggers an error of the topology.
         "expected_error": error if error and (error["trigger"] or 0) < end else None,
         "final_store": None,
         "metrics": None,
@@ -169,7 +172,7 @@ def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
 
 
 def end_of_runs(scenario: Scenario, runs: int) -> int | None:
-    """The record that comes after a scenario's first runs; None = it has no more."""
+    """The position of the first record after a scenario's first runs; None = it has no more runs."""
     if not supported(scenario) or scenario.operator == "versioned_store":
         return None
     found = split_into_runs(layout(scenario), "run")
@@ -180,10 +183,10 @@ def end_of_runs(scenario: Scenario, runs: int) -> int | None:
 def copied(
     directory: Path, wanted: Callable[[Scenario], bool], every: bool = False, runs: int = 1_000
 ) -> Path:
-    """Copies worked scenarios, of each only the first runs.
+    """Copies the first runs of the wanted worked scenarios.
 
     Args:
-        every: whether all that are wanted, or only those that show a rule.
+        every: all wanted scenarios; otherwise only those that show a rule.
     """
     for path, found in groupby(worked(), lambda s: s.path):
         ends = {
@@ -198,7 +201,7 @@ def copied(
 
 
 def kinds(scenario: Scenario) -> set[str]:
-    """The kinds of its joins of a stream with a table."""
+    """The kinds of the scenario's stream-table joins."""
     if scenario.operator not in LOOKED_UP:
         return set()
     steps = layout(scenario).steps.values()
@@ -206,7 +209,7 @@ def kinds(scenario: Scenario) -> set[str]:
 
 
 def runs_alone_here(scenario: Scenario) -> bool:
-    """Whether no other test of this file runs it."""
+    """Whether no other test of this file runs the scenario."""
     return not kinds(scenario) and (scenario.operator not in LARGE or one_by_one(scenario))
 
 
@@ -221,8 +224,8 @@ def test_each_operator_has_scenarios_that_show_its_rules() -> None:
 def test_the_worked_examples_are_identical_in_long_runs(
     spark: SparkSession, tmp_path: Path, every: bool
 ) -> None:
-    """Those that run in other ways below run in this one when asked for. A run also goes by the records
-    that tables accept: ``REFUSED_BETWEEN``."""
+    """Scenarios that the tests below run with other plans run here only with the marker ``endurance``.
+    With ``REFUSED_BETWEEN``, records that tables reject must not count when a scenario is split."""
     copied(tmp_path, lambda s: every or runs_alone_here(s), every, 1_000 if every else RUNS)
     write(tmp_path / "refused.json", *refused_between())
     lines: list[str] = []
@@ -238,8 +241,9 @@ def test_the_worked_examples_are_identical_in_long_runs(
 
 @pytest.fixture
 def large_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The plans of large runs: cut into chunks of three records, stream time told by bounds of two
-    each, offsets in place. Returns a list that gets, of each bounds, whether they decide alone."""
+    """Uses the plans of large runs: chunks of three records, bounds of stream time for two records
+    each, offsets in place. Returns a list; each use of bounds appends whether a chunk was left
+    undecided."""
     exact: list[bool] = []
     only = Bounds.only
 
@@ -276,8 +280,8 @@ def test_the_other_ways_to_join_are_identical_too(
     way: Literal["broadcast", "tiled"],
     every: bool,
 ) -> None:
-    """Each way in which a run of many records may look for versions, with the few of the scenarios:
-    by tiles where the table is versioned, by broadcast in any table. The rest is sorted."""
+    """The join strategies of large runs give identical results with the few records of the scenarios:
+    tiles for versioned tables (other tables are sorted), and broadcast for all tables."""
     asked: list[JoinStrategy] = []
 
     def way_of(
@@ -316,7 +320,7 @@ def test_the_plans_of_large_runs_are_identical_too(
         f"{report.identical} identical, 0 different, 0 not supported",
     ]
     assert report.identical > (100 if every else 50)
-    assert set(large_runs) == {True}  # the bounds decide alone; joins with tables leave some doubt
+    assert set(large_runs) == {True}  # always an undecided chunk, unlike in joins with tables
 
 
 def tables(kind: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
@@ -325,8 +329,9 @@ def tables(kind: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, 
 
 PLAIN = {"versioned": False}
 KEPT = {"versioned": True, "history_retention": 50}
-# A record without a key, or one too old, between others: a run of all of them would take the last
-# one first, since its table's log does not hold what Kafka Streams went by.
+# A record without a key, or one that is too old, lies between other records. One run of all records
+# would take the last one first, since the table's log lacks the rejected record, whose time counts in
+# Kafka Streams.
 REFUSED_BETWEEN: dict[str, tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = {
     "join": (
         "table_table_join",
@@ -390,8 +395,9 @@ def refused_between() -> list[dict[str, Any]]:
 def test_shares_are_identical_record_by_record(
     spark: SparkSession, tmp_path: Path, enough: int
 ) -> None:
-    """So many short random sequences of each operator, each with another configuration: first recorded
-    ones, then new ones, whose expected results the reference model computes; and sliding windows."""
+    """For each operator, ``enough`` short random sequences with different configurations are identical:
+    recorded ones first, then new ones, whose expected results the reference model computes. Sliding
+    windows are among them."""
     recorded = sorted(SCENARIOS.glob("**/random/*.json"))
     if enough == 1:
         paths = [path for path in recorded if path.stem in RECORD_BY_RECORD]
@@ -435,7 +441,7 @@ def test_a_broken_expectation_is_different(
     metric["metrics"]["dropped_records"] += 7
     broken = [value, order, store, answer, metric]
     if granularity == "record":
-        broken = [value, order]  # calls of the store one by one take longest, and compare alike
+        broken = [value, order]  # calls of the store take longest, and are compared in the same way
     good = scenario("kip889-retention-zero")
     lines: list[str] = []
     report = run(
@@ -483,7 +489,9 @@ def test_a_missing_entry_an_error_and_a_lost_error_are_different(
 def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """No known scenario fails in Spark: here the run of a group is replaced by one that fails."""
+    """An unexpected error counts as a difference of the scenario that causes it, not of others in its
+    group. No known scenario fails in Spark, so the test replaces the run of a group by one that
+    fails."""
     worked = read_scenarios([SCENARIOS / "worked"])
     found = [one for one in worked if one.operator == "table_filter" and one.error is None][:3]
 
@@ -508,7 +516,8 @@ def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
 def test_a_foreign_key_join_has_the_partitions_of_its_left_side(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Wherever the right side is: the stream time of another scenario would drop results."""
+    """The result has the partitions of the left side, whatever those of the right side are. Otherwise
+    the stream time of another scenario would drop results."""
     steps: list[dict[str, Any]] = [
         {"id": "r", "op": "table", "input": "right", "table": PLAIN},
         {"id": "a", "op": "aggregate", "from": "r", "aggregate": "count"},

@@ -1,4 +1,4 @@
-"""The invariants as pandera checks, on frames of anybody's and on the library's own tables."""
+"""The invariants as pandera checks, on DataFrames of users and on the library's own tables."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def hour(n: float | None) -> datetime | None:
 
 
 def failed(frame: Any) -> set[str]:
-    """The checks that pandera reports of a validated DataFrame."""
+    """The names of the checks that pandera reports as failed for a validated DataFrame."""
     found: Any = frame.pandera.errors.get("DATA", {})
     return {str(e["check"]).split("(")[0] for some in found.values() for e in some}
 
 
 class Snapshot(pa.DataFrameModel):
-    """A dbt snapshot, as anybody may have one."""
+    """A dbt snapshot of a user."""
 
     customer: T.StringType = pa.Field(nullable=False)
     dbt_valid_from: T.TimestampType = pa.Field(nullable=False)
@@ -95,7 +95,7 @@ def test_a_model_of_ones_own(
 
 
 def random_table(rng: random.Random, number: int) -> list[tuple[int, str, float, float | None]]:
-    """The versions of a few keys, with faults planted in half of the tables."""
+    """The versions of a few keys. About half of the tables have faults."""
     rows: list[tuple[int, str, float, float | None]] = []
     for name in "abc"[: rng.randint(1, 3)]:
         times = sorted(rng.sample(range(30), rng.randint(1, 5)))
@@ -123,7 +123,7 @@ def random_table(rng: random.Random, number: int) -> list[tuple[int, str, float,
 
 
 def plainly(rows: list[tuple[int, str, float, float | None]], horizon: float) -> dict[str, int]:
-    """The offending rows by check, counted record by record."""
+    """The number of offending rows by check, counted record by record in plain Python."""
     found = dict.fromkeys(OF_VERSIONS, 0)
     by_key = defaultdict[str, list[tuple[float, float]]](list)
     for _, name, start, end in rows:
@@ -155,14 +155,14 @@ OF_VERSIONS: dict[str, dict[str, Any]] = {
 
 
 def findings(rows: _OnRows) -> list[Finding]:
-    """Of rows that lie in no table."""
+    """The findings for rows that are not in a stored table."""
     (counted,) = _count([rows.counts])
     return rows.findings(counted[None])
 
 
 def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
-    """100 random tables in one frame: which rows offend is compared table by table in one pass, and
-    pandera's own validate on one of them alone, and on all at once."""
+    """The checks find the same offending rows as plain Python in each of 100 random tables, in one pass
+    over all tables. Pandera's ``validate`` finds the same on one of the tables, and on all at once."""
     rng = random.Random(20240101)
     tables = [random_table(rng, number) for number in range(100)]
     rows = [(n, k, hour(a), hour(b)) for table in tables for n, k, a, b in table]
@@ -246,7 +246,7 @@ def test_the_contract_of_each_table_holds(market: Market) -> None:
 
 
 def nothing_left(market: Market, name: str, before: set[str]) -> bool:
-    """Whether an asset's folder has the files that it had."""
+    """Whether an asset's folder has the same files as ``before``."""
     return {str(p) for p in (market.warehouse / name).rglob("*") if p.is_file()} == before
 
 
@@ -255,7 +255,8 @@ def files(market: Market, name: str) -> set[str]:
 
 
 def backwards(rows: DataFrame) -> DataFrame:
-    """A fault of ours: a record that becomes its key's current version before the one it replaces."""
+    """A fault in the library: a record becomes the current version, but is earlier than the version
+    that it replaces."""
     day_before = F.col("timestamp") - F.expr("interval 1 day")
     return rows.withColumn(
         "timestamp", F.when(F.col("is_latest"), day_before).otherwise(F.col("timestamp"))
@@ -263,7 +264,7 @@ def backwards(rows: DataFrame) -> DataFrame:
 
 
 def ancient(rows: DataFrame) -> DataFrame:
-    """A fault of ours: a record older than the retention, which is not late."""
+    """A fault in the library: a record is older than the history retention, but not late."""
     return rows.withColumns(
         {"timestamp": F.lit("2020-01-01").cast("timestamp"), "is_latest": F.lit(False)}
     )

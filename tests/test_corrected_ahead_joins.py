@@ -1,4 +1,4 @@
-"""Forward and nearest joins that late table records correct."""
+"""Corrected joins that look ahead: late table records correct the rows of forward and nearest joins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def join(name: str, stream: Any = ORDERS, table: Any = RATES) -> Any:
 
 
 def match(versions: Versions, at: int, about: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Start and value of the version that a record finds among those that it knows; minutes."""
+    """Start (in minutes) and value of the version that a record matches among those that it knows."""
     how, age = about["at"], about["max_age"] // MINUTE
     ahead = [t for t, n in versions.items() if n is not None and t >= at]
     ahead = [t for t in ahead if t > at or how == "at_or_after"]
@@ -62,7 +62,7 @@ def match(versions: Versions, at: int, about: Mapping[str, Any]) -> tuple[int, i
 
 @dataclass
 class Joined:
-    """A joined record: the versions of its key that it knows, and its row's match."""
+    """A joined record: the versions of its key that it knows, and the match of its row."""
 
     number: int
     key: str | None
@@ -74,7 +74,8 @@ class Joined:
 
 @dataclass
 class Model:
-    """The rules, a record at a time. In a run the table's records come first. One partition."""
+    """The rules, applied record by record, in one partition. A run applies the table's records
+    first."""
 
     about: Mapping[str, Any]
     rates: dict[str, Versions] = field(default_factory=dict[str, Versions])
@@ -106,7 +107,7 @@ class Model:
         mine, at = self.rates.get(order["k"] or "", {}), order["at"]
         found, horizon = match(mine, at, self.about), self.table_time - RETENTION
         if at < horizon:
-            # Of the times before its history a table only knows the key's latest version.
+            # For times before its history, a table has only the key's latest version.
             latest = max(mine, default=None)
             valid = self.about["at"] == "nearest" and latest is not None and latest <= at
             found = found if valid and found is not None and found[0] == latest else None
@@ -138,7 +139,7 @@ class Model:
 
 
 def told(driver: TopologyTestDriver, name: str) -> dict[int, Any]:
-    """Of each row: its match, and whether it is final."""
+    """For each row its match, and whether the row is final."""
     return {
         r["n"]: (r["since"] and ((r["since"] - EPOCH) // MINUTE, r["rate"]), r["is_final"])
         for r in driver.table(name)
@@ -158,9 +159,9 @@ def listed(driver: TopologyTestDriver, name: str) -> list[int]:
     ],
 )
 def test_random_runs(spark: SparkSession, seed: int, runs: int, names: Sequence[str]) -> None:
-    """Each join against the model after each run, some of a step's versions in a run of their own. The
-    seed of two steps is one of much in the second: corrections of each join, and some that come too
-    late."""
+    """Each join equals the model after each run. Some steps have an extra run for a part of their
+    versions. The second step of ``SEED`` has many cases: corrections of each join, and some that come
+    too late."""
     chance = random.Random(seed)
     driver = TopologyTestDriver(*map(join, names), spark=spark)
     models = {name: Model(JOINS[name]) for name in names}
@@ -173,7 +174,7 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int, names: Sequence[
         first += len(orders)
         if orders and chance.random() < 0.3:
             orders[0]["k"] = None
-        # Before the first records of the stream no cut makes a difference.
+        # Before the stream's first records, the split into runs makes no difference.
         early = rates[:3] if step % 2 else []
         if early:
             driver.run({"rates": timed(early)})
@@ -185,7 +186,7 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int, names: Sequence[
             assert listed(driver, name) == model.listed(inner), (name, now)
         now += chance.choice([0, 1, 4, 9])
     for model in models.values():
-        # What is not final is what one look at everything finds.
+        # A row that is not final equals the result of one run over all records.
         young = max(model.table_time, model.seen) - PROMISE
         for row in (r for r in model.rows if r.at >= young and r.key is not None):
             assert row.found == match(model.rates.get(row.key or "", {}), row.at, model.about)
@@ -208,7 +209,7 @@ def orders_at(*times: int) -> list[Row]:
 
 
 def updates(driver: TopologyTestDriver, name: str) -> list[Any]:
-    """Of each new row: the order, the rate, the revision and the offset of its cause."""
+    """For each new row the order, the rate, the revision and the offset of its cause."""
     return [(r["n"], r["rate"], r["revision"], r["cause"]["offset"]) for r in driver.read(name)]
 
 
@@ -222,7 +223,7 @@ def test_a_late_version_changes_the_records_before_it(spark: SparkSession) -> No
     assert updates(driver, "next") == [(8, 1, 1, 0), (10, 1, 1, 0)]
     driver.pipe("rates", rate(2, 11))
     assert updates(driver, "next") == [(7, 2, 1, 1), (8, 2, 2, 1), (10, 2, 2, 1)]
-    driver.pipe("rates", rate(3, 9), rate(None, 13))  # it deletes what no record matches
+    driver.pipe("rates", rate(3, 9), rate(None, 13))  # the deletion at 13 changes no match
     assert updates(driver, "next") == [(7, 3, 2, 2), (8, 3, 3, 2)]
     driver.pipe("rates", rate(None, 11), rate(4, 10))
     assert updates(driver, "next") == [(10, 4, 3, 5)]
@@ -230,7 +231,7 @@ def test_a_late_version_changes_the_records_before_it(spark: SparkSession) -> No
     assert updates(driver, "next") == [(7, None, 3, 6), (8, 1, 4, 6), (10, 1, 4, 7)]
 
 
-@pytest.mark.endurance  # random runs draw both sides, the test above has revisions and causes
+@pytest.mark.endurance  # random runs have matches on both sides, the test above revisions and causes
 def test_the_nearest_version_on_both_sides(spark: SparkSession) -> None:
     driver = TopologyTestDriver(join("nearest"), spark=spark)
     driver.pipe("rates", rate(1, 10))
@@ -239,25 +240,26 @@ def test_the_nearest_version_on_both_sides(spark: SparkSession) -> None:
         **dict.fromkeys((7, 11, 12, 13), 1),
         **dict.fromkeys((15, 18, 19)),
     }
-    driver.pipe("rates", rate(2, 14))  # 12 is halfway: the earlier one
+    driver.pipe("rates", rate(2, 14))  # the order at 12 is halfway: the earlier version
     assert updates(driver, "nearest") == [(13, 2, 1, 1), (15, 2, 1, 1), (18, 2, 1, 1)]
-    driver.pipe("rates", rate(None, 12))  # the record at its time has no version before it
+    driver.pipe("rates", rate(None, 12))  # the order at 12 has no version before it now
     assert updates(driver, "nearest") == [(12, 2, 1, 2)]
     driver.pipe("rates", rate(None, 10), rate(3, 15))
     assert updates(driver, "nearest") == [
         *((7, None, 1, 3), (11, 2, 1, 3)),
         *((15, 3, 2, 4), (18, 3, 2, 4), (19, 3, 1, 4)),
     ]
-    # A run that deletes the one and brings the other: the row has one more revision.
+    # A run deletes a version and adds another one: the row has one more revision.
     driver.pipe("rates", rate(None, 15), rate(4, 16), rate(None, 17))
     assert updates(driver, "nearest") == [(15, 4, 3, 6), (18, None, 3, 7), (19, None, 2, 7)]
 
 
 @pytest.mark.endurance  # random runs have such corrections of each join
 def test_a_correction_that_comes_too_late(spark: SparkSession) -> None:
-    """The row keeps its match; what alone would make no difference is not listed."""
+    """The row keeps its match. A late version that by itself would not change the match is not listed
+    in quarantine."""
     driver = TopologyTestDriver(join("next"), spark=spark)
-    # from 18 on rows can change
+    # rows from 18 on can change
     driver.run({"rates": [rate(1, 11)], "orders": orders_at(8, 9, 18, 30)})
     assert [r["rate"] for r in driver.read("next")] == [1, 1, None, None]
     driver.pipe("rates", rate(2, 14), rate(None, 9), rate(None, 12))
@@ -266,7 +268,7 @@ def test_a_correction_that_comes_too_late(spark: SparkSession) -> None:
     assert updates(driver, "next") == [(18, 3, 1, 5)]
     assert listed(driver, "next") == [0, 1]
     driver.pipe("rates", rate(5, 8))
-    assert listed(driver, "next") == [0, 1]  # once each
+    assert listed(driver, "next") == [0, 1]  # each is listed once
     assert {r["n"]: (r["rate"], r["is_final"]) for r in driver.table("next")} == {
         8: (1, True),
         9: (1, True),
@@ -289,7 +291,7 @@ def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
 
 
 def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
-    """Each revision is explained by its order, its version and its cause."""
+    """``explain`` names the order, the version and the cause of each revision."""
     warehouse = str(tmp_path / "warehouse")
     rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
     about = {"max_age": 4 * MINUTE, "corrected_for": RETENTION * MINUTE}
@@ -368,7 +370,8 @@ def test_refused_when_declared(case: str) -> None:
 
 
 def test_the_log_of_the_table_reaches_back_far_enough() -> None:
-    """A late record affects records 4 minutes before it, whose versions begin 4 minutes before them."""
+    """A late version affects orders up to 4 minutes before it, which may match versions up to 4 minutes
+    before them: the log must reach back 8 minutes beyond the history retention."""
     short, _ = declared({"log_retention": (RETENTION + 7) * MINUTE}, {})
     with pytest.raises(TopologyError, match="re-reads records of 'rates' for 33 minutes"):
         join("nearest", table=short)

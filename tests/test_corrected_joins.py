@@ -1,4 +1,4 @@
-"""Corrected joins: rows follow what the table learns later, and say so."""
+"""Corrected joins: late table records update the rows, and each update names its cause."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def price(value: float | None, at: int, product: str = "a") -> dict[str, Any]:
 
 
 def told(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Of each update: the order, price, revision, offset of the cause, the price before, deleted."""
+    """For each update the order, price, revision, offset of the cause, former price, and whether it is
+    a deletion."""
     return [
         (
             r["order_id"],
@@ -86,19 +87,20 @@ def test_rows_follow_the_table(spark: SparkSession) -> None:
     assert [row[:4] for row in told(driver.read("priced"))] == [
         (f"o{i}", None, 0, None) for i in (1, 2, 3, 4)
     ]
-    # The stream was ahead: no price is out of order, and all from its time on are joined anew.
+    # The stream was ahead. The price is not out of order, and all orders from its time on are joined
+    # again.
     driver.pipe("prices", price(5.0, 15))
     assert told(driver.read("priced")) == [
         ("o2", 5.0, 1, 0, None, False),
         ("o3", 5.0, 1, 0, None, False),
     ]
-    # Late: it holds up to the next version's time, which is another's.
+    # Late prices: each is valid until the next version, from which on that version is valid.
     driver.pipe("prices", price(4.0, 9), price(7.0, 25), price(8.0, 25))
     assert told(driver.read("priced")) == [
         ("o1", 4.0, 1, 1, None, False),
         ("o3", 8.0, 2, 3, 5.0, False),
     ]
-    # What makes no difference is none; and a deletion has a time too.
+    # A price that changes no value emits no update. A deletion is valid from its own time on.
     driver.pipe("prices", price(4.0, 10), price(None, 21))
     assert told(driver.read("priced")) == []
     driver.run({"prices": [price(None, 20)], "orders": [order(5, 31)]})
@@ -136,7 +138,7 @@ def test_inner_rows_with_a_key_appear_and_vanish(spark: SparkSession) -> None:
     driver.pipe("orders", order(1, 10), order(2, 20, "b"))
     for value in (5.0, None):
         driver.pipe("prices", price(value, 8))
-    # Another record of that key has no row as long as it has no price.
+    # A second order with the same key has no row as long as it matches no price.
     driver.run({"orders": [order(1, 21, "b")], "prices": [price(6.0, 8), price(None, 15, "b")]})
     assert told(driver.read("priced")) == [
         ("o1", 5.0, 0, 0, None, False),
@@ -155,7 +157,7 @@ def test_inner_rows_with_a_key_appear_and_vanish(spark: SparkSession) -> None:
 def test_no_record_is_corrected_after_its_promise(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced(), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 49), order(3, 100))
-    # Stream time is 100: only the second is in the promise of 50, had it been at 50.
+    # Stream time is 100: orders from 50 on can change. The second order, at 49, cannot any more.
     driver.pipe("prices", price(5.0, 1))
     head = driver._stores["priced"].head()  # pyright: ignore[reportPrivateUsage]
     assert head is not None
@@ -163,7 +165,7 @@ def test_no_record_is_corrected_after_its_promise(spark: SparkSession) -> None:
     assert head.commit.counts["corrections_too_late"] == 2
     assert head.commit.counts["corrected"] == 1
     assert [r["is_final"] for r in driver.table("priced")] == [True, True, False]
-    # The table's stream time counts as well.
+    # The table's stream time counts too.
     driver.run({"prices": [price(6.0, 151), price(7.0, 90)]})
     assert [r["order_id"] for r in driver.read("priced")] == []
 
@@ -191,9 +193,9 @@ def test_a_key_names_one_record(spark: SparkSession) -> None:
         inner.pipe("prices", price(5.0, 5))
 
 
-@pytest.mark.endurance  # core/test_corrections.py has a join that waits, at random
+@pytest.mark.endurance  # core/test_corrections.py has random runs of a join with a grace period
 def test_grace_first(spark: SparkSession) -> None:
-    """With a grace period what waits is not corrected, but joined when it leaves."""
+    """A record that waits for its grace period is not corrected; the join matches it after the wait."""
     driver = TopologyTestDriver(priced(grace_period=10 * MS), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20))
     assert [r["order_id"] for r in driver.read("priced")] == ["o1"]

@@ -1,4 +1,4 @@
-"""Tables of what functions return: each run, retry and partition counts once."""
+"""Tables of records that Python functions return: each run, retry and partition counts once."""
 
 import os
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def instance() -> Iterator[dg.DagsterInstance]:
 def materialize(
     root: Path, instance: dg.DagsterInstance, *nodes: Stream, assets: Any = (), **options: Any
 ) -> Any:
-    """All of them without their checks, in this process."""
+    """Materializes all nodes and assets without their checks, in this process."""
     resources = build_resources(str(root), SparkResource(master="local[2]"))
     every = dg.Definitions([*map(build_asset, nodes), *assets], resources=resources)
     job = every.resolve_implicit_global_asset_job_def()
@@ -81,7 +81,8 @@ def values(root: Path, name: str, column: str = "v") -> list[Any]:
 def test_a_decorated_table_in_a_join_with_a_stream(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """Of another asset's value, with a context, a resource and config; the next run has nothing new."""
+    """A function gets the value of another asset, a context, a resource and config. In the next run the
+    joined stream has no new records, and the join reports no materialization."""
     found: list[pd.DataFrame | None] = [rows(("a", "s1", 2), ("a", "s2", 4)), None]
 
     class Suffix(dg.ConfigurableResource[None]):
@@ -120,7 +121,7 @@ def test_a_decorated_table_in_a_join_with_a_stream(
     assert made(job.execute_in_process(**about)) == {"quotes", "prices", "sales", "priced"}
     assert values(tmp_path, "priced", "price") == ["p1 EUR", "p2 EUR"]
     again = job.execute_in_process(**about)
-    assert made(again) == {"quotes", "prices"}  # the function has returned them again, in another run
+    assert made(again) == {"quotes", "prices"}  # in another run, the function returned the same rows again
     assert len(values(tmp_path, "prices")) == 4
 
 
@@ -129,9 +130,9 @@ def test_a_decorated_table_in_a_join_with_a_stream(
 def test_a_retry_after_a_kill_between_commit_and_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process a step: the table's is killed once its commit is there. The run that is made again from
-    its failure tells what was committed, and does not ask the function; one that is made again after
-    it has succeeded does."""
+    """Each step is a process, and the process of the table is killed after its commit. A re-execution
+    from failure reports the commit and does not call the function. A re-execution of a successful run
+    calls the function again."""
     (tmp_path / "home").mkdir()
 
     def calls() -> int:
@@ -166,7 +167,7 @@ def test_a_retry_after_a_kill_between_commit_and_event(
 def test_a_step_that_is_tried_again(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """Before its commit, the function is asked again."""
+    """A retry of a step that failed before its commit calls the function again."""
     answers = [rows(("a", "x", 1)).drop(columns="v"), rows(("a", "x", 1))]
 
     @table(**ABOUT)
@@ -193,7 +194,8 @@ def test_a_partition_that_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     again: bool,
 ) -> None:
-    """After its commit, before it is reported. The function returns other rows at each call."""
+    """A step fails after its commit, before it is reported. Its retry, or the next run, reports the
+    commit and does not commit again, although the function returns other rows at each call."""
     calls, forget, faults = [0], AssetStore.remove_staged_before, [0]
 
     def fails(store: AssetStore, previous: Any) -> None:
@@ -226,7 +228,7 @@ def test_a_partition_that_is_tried_again(
     assert values(tmp_path, "daily") == expected
     if again:
         return
-    # Not reported in any run: the next one does it, also if it is no retry.
+    # No run has reported the commit: the next run reports it, even if it is no retry.
     key = dg.AssetKey("daily")
     instance.wipe_assets([key])
     assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(run(0))
@@ -241,7 +243,8 @@ def test_a_partition_that_is_tried_again(
 def test_a_partition_that_is_tried_again_after_its_materialization(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step has not ended yet. The function returns other rows at each call."""
+    """The step fails after its materialization and is retried. The retry does not call the function,
+    which returns other rows at each call."""
     calls, faults, handle = [0], [0], dg.DagsterInstance.handle_new_event
 
     def fails(instance: dg.DagsterInstance, entry: dg.EventLogEntry, **about: Any) -> None:
@@ -274,15 +277,15 @@ def test_a_partition_that_is_tried_again_after_its_materialization(
         assert calls[0] == before + 1
         expected.append(f"call {calls[0]}")
         assert values(tmp_path, "daily") == expected
-    # A run of its own asks the function again.
+    # A new run calls the function again.
     assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(run())
 
 
 def test_each_partition_counts_once(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """Three days as a backfill runs them, of a partitioned asset; one has no records, and while another
-    is at work a fourth day is committed."""
+    """A backfill of three days of a partitioned asset consumes each day once. One day has no records.
+    During the run of another day a fourth day is committed."""
     answers = {
         "2024-01-01": rows(("a", "a1", 1), ("b", "b1", 1)),
         "2024-01-02": None,
@@ -325,7 +328,8 @@ def test_each_partition_counts_once(
 def test_inputs_and_outputs_of_every_library(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """A table of the library comes as its parameter is annotated, and is taken when it is returned."""
+    """A function gets a table of the library in the type of its annotation, and may return any of these
+    types."""
 
     @table(**ABOUT)
     def first() -> pd.DataFrame:

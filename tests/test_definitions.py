@@ -1,4 +1,4 @@
-"""Loading the worked example is quick, starts nothing, and uses stable APIs only."""
+"""Loading the worked example is quick, starts no process, and uses only stable APIs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def python(code: str, *options: str) -> str:
 
 @pytest.mark.slow
 def test_loading_is_quick() -> None:
-    """Under 3 seconds more than Dagster alone; both measured in turn, so that load hits both."""
+    """Loading takes less than 3 seconds longer than Dagster alone. The test measures both alternately,
+    so that load of the machine affects both."""
     timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     pairs = [
         [float(python(timed.format(m))) for m in ("dagster", "assets.definitions")] for _ in range(3)
@@ -118,7 +119,8 @@ def test_assets_are_described() -> None:
 def test_a_relative_warehouse_is_seen_from_the_process(
     path: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spark may have been started in another directory."""
+    """A relative warehouse is relative to the working directory of the process, even if Spark was
+    started in another directory."""
     monkeypatch.chdir(tmp_path)
     context = SimpleNamespace(
         resources=SimpleNamespace(vt_dagster_warehouse=WarehouseResource(path=path))

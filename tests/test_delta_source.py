@@ -1,4 +1,4 @@
-"""Delta tables that others write: appended rows, change feeds and whole versions, by exact versions."""
+"""Delta tables of other writers as sources: appended rows, change feeds and snapshots, by version."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Row = tuple[Any, ...]
 
 
 class Theirs:
-    """A Delta table that somebody else writes, parted by day."""
+    """A Delta table of another writer, partitioned by day."""
 
     def __init__(self, path: Path, **properties: str) -> None:
         self.path, self.properties = str(path), properties
@@ -69,7 +69,7 @@ class Theirs:
         return DeltaTable(self.path)
 
     def times(self) -> list[int]:
-        """When versions were committed, newest first: epoch milliseconds."""
+        """The commit times of the versions in epoch milliseconds, newest first."""
         return [int(one["timestamp"]) for one in self.table.history()]
 
 
@@ -82,7 +82,7 @@ def ours(name: str, theirs: Theirs, mode: Any, kind: Any = Table, **about: Any) 
 @pytest.fixture
 def take(spark: SparkSession, tmp_path: Path) -> Callable[..., dict[str, int]]:
     def one(node: Stream, **asked: Any) -> dict[str, int]:
-        """One run: what it counted; nothing where nothing was new."""
+        """Runs the node once; returns the counts of its commit, empty without new rows."""
         commit = run_once(node, stores_of(str(tmp_path / "warehouse"), spark), **asked).commit
         return {} if commit is None else commit.counts
 
@@ -106,7 +106,7 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     alone = ours("alone", theirs, "append", Stream, start="earliest", max_versions_per_run=1)
     assert take(alone)["applied"] == 2
     assert take(alone)["applied"] == 1
-    # a compaction changes no rows: no commit, and nothing twice after it
+    # a compaction changes no rows: no commit, and no row is consumed twice after it
     theirs.append(("d", 4, "x"))
     theirs.table.optimize.compact()
     assert take(alone)["applied"] == 1
@@ -118,7 +118,7 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     (bad,) = store(alone).quarantine().collect()
     assert (bad["reason"], bad["raw"]) == ("null_key", '{"n":6,"day":"x"}')
     assert bad["source"].startswith("version 4: part-")
-    # all at once it is the same log, with the times of the commits
+    # one run over all versions gives the same log, with the times of the commits
     whole = ours("whole", theirs, "append", Stream, start="earliest")
     assert take(whole)["in"] == 6
     assert log_of(store(whole)) == log_of(store(alone))
@@ -134,13 +134,13 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     head = store(alone).head().commit
     assert head.inputs == {"delta": {0: 5}}
     assert head.taken == {"delta": {0: (4, 5)}}
-    # what is there at first, then what comes
+    # the current rows first, then new rows
     current = ours("current_rows", theirs, "append")
     assert take(current)["in"] == 6
     theirs.append(("e", 7, "y"))
     assert take(current)["in"] == 1
     assert {r["id"] for r in store(current).read("current").collect()} == set("abcde")
-    # a commit that rewrites is refused, left out where that is asked for, and recorded
+    # a commit that rewrites rows is refused; with accept_gap it is left out, and recorded
     theirs.table.delete("id = 'a'")
     theirs.append(("f", 8, "y"))
     with pytest.raises(SourceError, match=r"version 6 \(DELETE\) removes or rewrites rows"):
@@ -173,7 +173,8 @@ def test_another_source_for_a_while(take: Any, tmp_path: Path) -> None:
 
 
 def test_another_delta_table_for_a_while(take: Any, store: Any, tmp_path: Path) -> None:
-    """Back at the first one, appended rows go on where they were; changes take the difference."""
+    """After a change of the table and back, ``append`` continues at its former position in the first
+    table. ``changes`` is refused unless accepted, and then consumes the difference."""
     for mode, kind in (("append", Stream), ("changes", Table)):
         first, second = (Theirs(tmp_path / mode / name, **FEED) for name in ("first", "second"))
         first.append(("a", 1))
@@ -199,7 +200,8 @@ def test_another_delta_table_for_a_while(take: Any, store: Any, tmp_path: Path) 
 def test_a_table_is_loaded_from_another_kind_of_source(
     take: Any, store: Any, spark: SparkSession, tmp_path: Path
 ) -> None:
-    """The end of what it loads first is then that of its source now."""
+    """If the source of a table changes during its initial load, the load ends at the end of the new
+    source."""
     theirs, files = Theirs(tmp_path / "theirs"), tmp_path / "files"
     files.mkdir()
     for name in "123":
@@ -263,7 +265,7 @@ def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
     ]
     gone = {r[0]: round(r[4].timestamp() * 1000) for r in log if r[3]}
     assert gone == {"b": times[2], "c": times[3], "d": times[-1]}
-    # a row that is deleted and written again by one commit is put
+    # a row that one commit deletes and writes again is an upsert
     theirs.append(("a", 4, "x"), ("e", 1, "y"), mode="overwrite")
     while take(alone):
         pass
@@ -273,7 +275,8 @@ def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
 
 
 def test_a_restored_table(take: Any, store: Any, tmp_path: Path) -> None:
-    """RESTORE is a commit as any other: a feed has what it undoes, and it appends no rows."""
+    """RESTORE is a commit like any other: the change feed has the undone changes. In mode ``append`` it
+    is refused, since it rewrites rows."""
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(("a", 1, "x"), ("b", 1, "y"))
     changed = ours("changed", theirs, "changes", VersionedTable, start="earliest")
@@ -299,11 +302,11 @@ def test_without_a_feed(take: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs")
     theirs.append(("a", 1, "x"))
     node = ours("t", theirs, "changes")
-    assert take(node)["applied"] == 1  # the table as it is needs none
+    assert take(node)["applied"] == 1  # the current rows need no feed
     theirs.append(("b", 1, "x"))
     with pytest.raises(SourceError, match=r"version 1 \(WRITE\) has no change data feed"):
         take(node)
-    # over that version by the difference, then by the feed
+    # mode snapshots passes that version by the difference; then the feed is used
     assert take(ours("t", theirs, "snapshots"))["in"] == 1
     theirs.table.alter.set_table_properties(FEED)
     theirs.append(("c", 1, "x"))
@@ -355,12 +358,12 @@ def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
     for node in (stream, table):
         with pytest.raises(RecordsGoneError, match="versions 1 to 1 were cleaned up"):
             take(node)
-    # without what is gone; a table finds it by the difference to what is there
+    # without the removed versions; a table consumes their rows by the difference to the current rows
     assert take(stream, accept_gap=True)["in"] == 1
     assert store(stream).head().commit.gaps == {"delta": {0: (1, 2)}}
     assert take(table, accept_gap=True)["in"] == 2
     assert {r["id"] for r in store(table).read("current").collect()} == set("abcd")
-    # put back to what it was, also where it has gone on from there
+    # restored from a backup, also with new commits after it
     shutil.rmtree(theirs.path)
     shutil.copytree(kept, theirs.path)
     with pytest.raises(RecordsGoneError, match="consumed up to version 2, but the table ends at 0"):
@@ -380,7 +383,7 @@ def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
         take(table, accept_gap=True)
     assert take(table, accept_gap=True, accept_shrink=True)["in"] == 5
     assert take(stream, accept_gap=True)["in"] == 1
-    # a file that VACUUM took
+    # a file that VACUUM removed
     theirs.append(("y", 1, "z"))
     shutil.rmtree(Path(theirs.path) / "day=z")
     with pytest.raises(RecordsGoneError, match=r"files of versions 1 to 1 of .* are gone"):
@@ -388,7 +391,7 @@ def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
 
 
 def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
-    """Another asset writes the table: it is upstream; the sensor sees its versions."""
+    """The asset that writes the table is upstream. The sensor requests a run for each new version."""
     theirs = Theirs(tmp_path / "theirs", **FEED)
     node = ours("customers", theirs, "changes", VersionedTable, upstream="crm/customers")
     asset, sensor = build_asset(node), build_sensor(node)
@@ -436,8 +439,8 @@ def test_yaml() -> None:
 
 @pytest.mark.parametrize("mode", ["append", "changes", "snapshots"])
 def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mode: str) -> None:
-    """Versions from before it are read with nulls there, also one by one, and one that gives it to rows
-    that are there makes a version only of those that it gives a value."""
+    """Versions from before the new column are read with nulls in it, also one version at a time. A
+    version that adds the column to existing rows only changes the rows that get a value in it."""
     path = str(tmp_path / "theirs")
     old, new = (pa.schema(list(KINDS)[:columns]) for columns in (2, 3))
 
@@ -464,7 +467,8 @@ def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mo
 
 
 def test_partition_values_are_those_of_deltas_readers(spark: SparkSession, tmp_path: Path) -> None:
-    """Of each text that a log may have for a column: as Spark's Delta reads the version as a whole."""
+    """A partition value has the same value as in Spark's Delta reader, for each text that a Delta log
+    may have for a column."""
     kinds = {
         "s": "string",
         "i": "int",

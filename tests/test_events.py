@@ -1,4 +1,5 @@
-"""An erase finds the runs of Dagster whose events have the key, and what it says to do there helps."""
+"""An erase finds the Dagster runs whose events contain the key. The steps that it names there remove
+it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ def other(context: dg.AssetExecutionContext) -> None:
 
 
 def left(instance: dg.DagsterInstance, runs: list[str]) -> list[str]:
-    """What Dagster's storage still gives of these runs, and of the check."""
+    """The events of these runs, and of the check, in Dagster's storage that still contain the key."""
     found = [str(one) for run in runs for one in instance.get_records_for_run(run).records]
     of_check = instance.event_log_storage.get_asset_check_execution_history(
         dg.AssetCheckKey(KEY, "overlap"), limit=10
@@ -60,7 +61,7 @@ def test_which_runs_and_what_helps(tmp_path: Path) -> None:
     assert left(instance, runs)
     for run in found:
         instance.delete_run(run)
-    assert left(instance, runs)  # the results of checks lie by themselves
+    assert left(instance, runs)  # check results are stored separately
     instance.wipe_assets([KEY])
     assert left(instance, runs) == []
     assert runs_with(instance, [KEY], [ERIN]) == []
