@@ -121,7 +121,7 @@ def test_a_decorated_table_in_a_join_with_a_stream(
     assert made(job.execute_in_process(**about)) == {"quotes", "prices", "sales", "priced"}
     assert values(tmp_path, "priced", "price") == ["p1 EUR", "p2 EUR"]
     again = job.execute_in_process(**about)
-    assert made(again) == {"quotes", "prices"}  # in another run, the function returned the same rows again
+    assert made(again) == {"quotes", "prices"}  # the function returned the rows again, in a new run
     assert len(values(tmp_path, "prices")) == 4
 
 

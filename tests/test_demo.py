@@ -1,5 +1,5 @@
-"""``vt-dagster demo --all``: every result is that of an independent way. Of some days of a winter; in
-``make endurance`` of the whole year, which repeats it with more rows and one more run."""
+"""``vt-dagster demo --all``: every result equals that of an independent computation. By default for
+some days of a winter; in ``make endurance`` for the whole year, with more rows and one more run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vt_dagster.storage.arrow_reader import head_of
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the first of them waits for the whole demo
+    pytest.mark.timeout(1800),  # the first test waits for the whole demo
 ]
 
 REPOSITORY = Path(__file__).parents[1]
@@ -40,16 +40,18 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the year, and what is known of it.
+    """A part of the year, and its expected numbers.
 
     Args:
-        runs: what runs it, after ``python``; empty = ``few_flights.py``. It has so many ``landings``.
-        flights: how many there are; ``unnamed`` of them without an aircraft, ``forgotten`` with the one
-            that is forgotten.
-        late: what lands late; ``corrected`` flights take off before it does.
-        aircraft: how many there are; ``moved`` of them change hands, ``sold`` as the demo tells.
-        too_late: how many flights are known only when their hour has closed.
-        observed: an hour with weather; ``last`` the last day with any.
+        runs: arguments of ``python`` that run it; empty = ``few_flights.py``. Data lands ``landings``
+            times.
+        flights: number of flights; ``unnamed`` of them have no aircraft, ``forgotten`` have the one
+            that the demo erases.
+        late: the weather that lands late; it corrects ``corrected`` flights.
+        aircraft: number of aircraft; ``moved`` of them change their airline, as ``sold`` matches in the
+            demo's output.
+        too_late: number of flights that arrive after their hour has closed.
+        observed: an hour with weather; ``last`` is the last day with any.
     """
 
     runs: tuple[str, ...]
@@ -112,7 +114,7 @@ def part(request: pytest.FixtureRequest) -> Part:
 
 @pytest.fixture(scope="module")
 def demo(part: Part, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory that the demo filled, and what it printed."""
+    """The directory with the results of the demo, and its output."""
     if not part.runs:
         return few_flights.what_they_left(few_flights.ALL, tmp_path_factory)
     data = tmp_path_factory.mktemp("demo")
@@ -138,7 +140,7 @@ def test_the_command_takes_the_whole_year(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _table(data: Path, asset: str, table: str) -> pd.DataFrame:
-    """A table as another engine reads it."""
+    """The rows of a table, read by DuckDB."""
     files = DeltaTable(data / "warehouse" / asset / table).file_uris()
     if not files:
         return _table(data, asset, "log").head(0)
@@ -150,7 +152,8 @@ def _view(data: Path, asset: str) -> pd.DataFrame:
 
 
 def _assert_same(ours: pd.DataFrame, theirs: pd.DataFrame, order: list[str] | None = None) -> None:
-    """The same rows, whatever their order (None: in this order), in the columns of ``theirs``."""
+    """Requires equal rows in the columns of ``theirs``, sorted by ``order`` (None = in the given
+    order)."""
 
     def plain(rows: pd.DataFrame) -> pd.DataFrame:
         rows = pd.DataFrame(rows[theirs.columns])
@@ -205,7 +208,7 @@ def test_flights_are_joined_once_or_wait(
 def test_every_joined_value_is_what_an_independent_join_gives(
     part: Part, demo: tuple[Path, str], joined: pd.DataFrame
 ) -> None:
-    # What came after the flights of its time were joined was not there for them.
+    # Weather that came after its flights were joined is not in their rows.
     weather = _table(demo[0], "weather", "log")
     flights = joined.drop(columns=[*WEATHER_VALUES, "weather_from"])
     expected = as_of_join(flights, weather.loc[~_late(part, weather)])
@@ -231,13 +234,14 @@ def _late(part: Part, weather: pd.DataFrame) -> pd.Series:
 def test_weather_that_comes_late_corrects_the_flights_of_its_time(
     part: Part, demo: tuple[Path, str], joined: pd.DataFrame, landed: dict[str, pd.DataFrame]
 ) -> None:
-    """The corrected join ends as DuckDB's of everything; what that changes was corrected, no more."""
+    """In the end the corrected join equals DuckDB's join of all data. Only the flights whose match the
+    late weather changes were corrected."""
     key, values = ["carrier", "flight", "time_hour"], ["temp", "wind_speed", "visib"]
     flights, weather = landed["flights"], landed["weather"]
     rows = _view(demo[0], "flights_corrected")
     ours = rows.astype({"flight": "int64", "time_hour": reference.UTC}).set_index(key)
     assert sorted(rows["left_offset"]) == sorted(set(rows["left_offset"]))
-    assert len(ours) == len(joined)  # as many as wait in the join that is not corrected wait here
+    assert len(ours) == len(joined)  # the same number of flights waits as in the uncorrected join
     in_time, all_of_it = (
         as_of_join(flights, some)
         .set_index(key)
@@ -292,7 +296,8 @@ def test_what_was_known_of_a_flight_before_its_weather_came(
 
 
 def test_an_aircraft_is_forgotten(part: Part, demo: tuple[Path, str]) -> None:
-    """Where it is the key: in log and view of its table, and of what is made of it."""
+    """An erased aircraft is neither in the log nor in the view of its table, nor of downstream tables
+    where it is the key."""
     for asset in ("aircraft", "fleet", "airline_fleet"):
         for table in ("log", "view"):
             rows = _table(demo[0], asset, table)
@@ -311,7 +316,7 @@ def test_an_aircraft_is_forgotten(part: Part, demo: tuple[Path, str]) -> None:
 
 @pytest.fixture(scope="module")
 def landed(demo: tuple[Path, str]) -> dict[str, pd.DataFrame]:
-    """What the sources delivered, in order of arrival."""
+    """The records that each source delivered, in order of arrival."""
     sources = ("weather", "planes", "airlines", "aircraft", "flights")
     return {source: reference.landed(demo[0] / "landing", source) for source in sources}
 
@@ -319,7 +324,7 @@ def landed(demo: tuple[Path, str]) -> dict[str, pd.DataFrame]:
 def test_an_aircraft_is_what_it_was_at_every_time(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
-    """Table-table join and foreign-key join: every version is that of a SQL join."""
+    """Every version of the table-table join and of the foreign-key join equals that of a SQL join."""
     expected = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
     assert expected["valid_to"].notna().sum() == part.moved
     assert len(expected) == part.aircraft + part.moved
@@ -332,7 +337,7 @@ def test_an_aircraft_is_what_it_was_at_every_time(
 def test_no_flight_contradicts_the_fleet(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
-    """As of its departure, the carrier of every flight's aircraft is the flight's own."""
+    """As of the departure of every flight, the carrier of its aircraft is the carrier of the flight."""
     flights = landed["flights"].query("tailnum != @FORGOTTEN")
     carriers = reference.query(
         """
@@ -380,7 +385,7 @@ def test_every_hour_is_told_once_when_it_has_closed(
 def test_bad_weather_is_told_in_metric_units(
     demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
-    """map_values, filter, to_stream: every record, in order."""
+    """``map_values``, ``filter`` and ``to_stream`` emit every expected record, in order."""
     metric, bad = reference.metric(landed["weather"]), reference.bad_weather(landed["weather"])
     _assert_same(_in_order(demo[0], "weather_metric"), metric)
     _assert_same(_view(demo[0], "weather_metric"), metric.groupby("origin").tail(1), ["origin"])
@@ -396,7 +401,7 @@ def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, 
     assert 0 < len(expected) < len(bad) / 2
     _assert_same(_in_order(demo[0], "weather_alerts"), expected)
     assert _number(demo[1], r"([\d,]+) alerts") == len(expected)
-    # what waits is what is left: nothing is lost
+    # an airport without an alert for its newest update has one held back: no update is lost
     last, told = (rows.groupby("origin")["timestamp"].max() for rows in (bad, expected))
     assert _number(demo[1], r"([\d,]+) held back") == (last != told.reindex(last.index)).sum()
 
@@ -423,7 +428,7 @@ def test_the_board_shows_the_newest_departures(
 
 
 def _in_order(data: Path, asset: str) -> pd.DataFrame:
-    """A log of one partition, in its order."""
+    """The log of an asset with one partition, in order of offset."""
     return _table(data, asset, "log").sort_values("offset", ignore_index=True)
 
 
@@ -483,7 +488,7 @@ def test_the_command_line_looks_into_its_tables(
     nothing = CliRunner().invoke(app, ["get", "weather", "--key", "SFO"], env=about)
     assert nothing.exit_code == 1
     assert "no value for SFO" in nothing.stderr
-    wrong = subprocess.run(  # a process: what comes out where, in the end
+    wrong = subprocess.run(  # a process, to see the exit code and stderr
         [sys.executable, "-m", "vt_dagster.cli", "get", "wether", "--key", "JFK"],
         env={**os.environ, **about},
         cwd=REPOSITORY,
@@ -498,7 +503,8 @@ def test_the_command_line_looks_into_its_tables(
 def test_lateness_has_the_numbers_of_the_runs(
     part: Part, demo: tuple[Path, str], joined: pd.DataFrame
 ) -> None:
-    """Of the grace that each asset has run with; from the shell in 15 seconds of this machine."""
+    """``lateness`` reports the numbers of the runs for the declared grace. The command takes less than
+    15 seconds of processor time."""
     before = os.times()
     told = subprocess.run(
         [
@@ -511,15 +517,15 @@ def test_lateness_has_the_numbers_of_the_runs(
     )
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system
-    assert used < 15  # of a processor: what else runs here does not count
-    assert told.returncode == 1, told.stderr  # more than that is wrong by the declared one
+    assert used < 15  # processor time, since other processes run too
+    assert told.returncode == 1, told.stderr  # with the declared grace, a larger share is wrong
     choices = {one["length"]: one for one in json.loads(told.stdout)["choices"]}
     declared = choices[timedelta(hours=6).total_seconds()]
     assert declared["declared"]
     assert declared["of"] == part.flights
     assert declared["waiting"] == part.flights - len(joined)
     assert declared["late"] == joined["is_late"].sum() > 0
-    # As pandas finds, which joins the weather that came late too.
+    # This equals the number that the demo finds with pandas, which also joins the late weather.
     assert declared["wrong"] == _number(demo[1], r"([\d,]+) of [\d,]+ rows of flights_with_weather")
     hours = lateness("departures_so_far", grace=["12h"], warehouse=str(demo[0] / "warehouse"))
     dropped = hours.choices[0]

@@ -1,7 +1,7 @@
-"""What is in ``deploy``: files that name commands, modules, jars and settings that there are.
+"""The files in ``deploy``: the commands, modules, jars and settings that they name exist.
 
-Images are not built, and no Kubernetes runs here: the commands of both are parsed by the programs that
-they name. What a container starts is started: the code locations, and the Spark Connect server behind
+The tests build no image and run no Kubernetes. They check that the programs of the commands know their
+options. They start what the containers start: the code locations, and the Spark Connect server behind
 TLS.
 """
 
@@ -45,7 +45,7 @@ SECRET = re.compile(r"KEY|SECRET|PASSWORD|TOKEN")
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile with their arguments, each on one line."""
+    """The instructions of the Dockerfile with their arguments, continued lines joined."""
     lines = [
         line
         for line in (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
@@ -61,7 +61,7 @@ def loaded(name: str) -> Any:
 
 
 def parsed(words: list[str]) -> None:
-    """Requires that a command exists here, with these options."""
+    """Requires that a command and its options exist in the installed program."""
     program, *rest = words
     until = next((n for n, word in enumerate(rest) if word.startswith("--")), len(rest))
     told = help_of(program, *rest[:until])
@@ -170,7 +170,7 @@ def test_the_instance_is_valid_for_dagster() -> None:
     instance = loaded("dagster.yaml")
     assert instance.pop("storage") == {"postgres": {"postgres_url": {"env": "DAGSTER_POSTGRES_URL"}}}
     known = dagster_instance_config_schema()
-    known.pop("storage")  # of dagster-postgres, which is only in the image
+    known.pop("storage")  # needs dagster-postgres, which is only in the image
     checked = validate_config(Shape(known), instance)
     assert checked.success, checked.errors
 
@@ -197,7 +197,7 @@ def test_values_of_the_chart() -> None:
 
 @pytest.fixture
 def lake(tmp_path: Path, monkeypatch: Any) -> Iterator[Path]:
-    """The code locations, with directories of this machine."""
+    """The environment of the code locations, with directories of this machine."""
     monkeypatch.syspath_prepend(str(DEPLOY))
     for name, value in {
         "LAKE_WAREHOUSE": str(tmp_path / "warehouse"),
@@ -287,7 +287,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def tls_proxy(port: int, folder: Path) -> Iterator[int]:
-    """A proxy with a certificate of its own before a port; nginx does the same in a deployment."""
+    """A TLS proxy with a self-signed certificate in front of a port, as nginx is in a deployment."""
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     about = [
         "-days",
@@ -332,7 +332,8 @@ def tls_proxy(port: int, folder: Path) -> Iterator[int]:
 @pytest.mark.jvm
 @pytest.mark.slow
 def test_a_served_spark_behind_tls(tmp_path: Path) -> None:
-    """The server of the deployment, its token, and a certificate that the client is told to trust."""
+    """A client that trusts the certificate connects to the deployed server with the right token. A
+    wrong token is refused, and the token is visible neither in errors nor in the list of processes."""
     port, environment = free_port(), {**server_environment(tmp_path), server.TOKEN: "sesame"}
     command = [str(BIN / "vt-dagster"), "spark", "serve", f"--port={port}", "--master=local[1]"]
     with (tmp_path / "log").open("wb") as log:

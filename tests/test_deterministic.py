@@ -1,5 +1,6 @@
-"""Expressions that give another value when they are computed once more are refused when definitions
-load, wherever they stand; functions of the user's own before a first run writes anything."""
+"""Nondeterministic expressions are refused when definitions load, in each place that takes an
+expression. A user's own nondeterministic function is refused before the first run of an asset writes
+anything."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ def test_what_is_refused_and_what_is_not() -> None:
 
 
 def test_columns_by_the_names_of_functions() -> None:
-    """Spark takes a name without parentheses for the column, where there is one."""
+    """A name without parentheses is a column, if there is one of that name: the expression is
+    accepted."""
     names = ["current_date", "current_timestamp", "user", "session_user", "current_user", "now", "uuid"]
     columns = StructType([StructField(n, StringType()) for n in [*names, "k"]])
     for name in names:
@@ -187,7 +189,7 @@ def test_columns_by_the_names_of_functions() -> None:
         assert refusal(f"{name}()", columns)
         table = Table("t", key="k", schema=columns, timestamp="cast(k as timestamp)")
         assert table.filter(f"{name} = 'x'", name="f")
-        # a result's column is none of the input's
+        # a column of the result is not a column of the input
         if name not in ("now", "uuid"):
             plain = Table("t", key="k", schema=SCHEMA, timestamp="at")
             with pytest.raises(TopologyError, match=f"where {name}, which is no column here"):
@@ -267,7 +269,8 @@ def test_wherever_an_expression_stands(place: str) -> None:
 
 
 def test_spark_takes_them_so(spark: SparkSession) -> None:
-    """None of the functions that Spark flags is taken, and all of its functions are known."""
+    """Each function that Spark reports as nondeterministic is refused, and all functions of Spark are
+    known."""
     rows = spark.createDataFrame([], SCHEMA)
     names = [r[0] for r in spark.sql("SHOW SYSTEM FUNCTIONS").collect()]
     flagged = set[str]()
@@ -283,13 +286,13 @@ def test_spark_takes_them_so(spark: SparkSession) -> None:
             else:
                 break
     assert flagged == set()
-    # none of Spark's own functions is one of the user's
+    # no function of Spark counts as a user's own function
     odd = {"collations", "percentile_cont", "percentile_disc", "range", "sql_keywords"}
     odd |= {
         "variant_explode",
         "variant_explode_outer",
-    }  # tables and aggregates: no expressions of a row
-    # the same of Spark 4.1 and 4.2
+    }  # table functions and aggregates: they are no expressions of a row
+    # such functions of Spark 4.1 and 4.2
     odd |= {"approx_top_k", "approx_top_k_accumulate", "approx_top_k_combine", "measure"}
     odd |= {"vector_sum", "vector_avg", "python_worker_logs"}
     assert {n for n in names if n.isidentifier() and unknown_functions(f"{n}(1)")} <= odd
@@ -297,7 +300,8 @@ def test_spark_takes_them_so(spark: SparkSession) -> None:
 
 
 def _may_be_flagged(name: str) -> bool:
-    """Those that tell something of the machine by their names: the others cost a second each."""
+    """Whether a function's name suggests a random value or one of the environment. To ask Spark about
+    each other function would take a second."""
     return any(part in name for part in ("rand", "uuid", "current", "file", "id", "user", "uniform"))
 
 
@@ -326,6 +330,6 @@ def test_a_function_of_the_users_own(spark: SparkSession) -> None:
         require_deterministic_functions(first[0], store)
         with pytest.raises(TopologyError, match=r"Spark takes .'tossed'. for not deterministic: a run"):
             require_deterministic_functions(first[1], store)
-    # once something was committed, nobody asks
+    # after a first commit, the functions are not checked again
     later: Any = SimpleNamespace(node=other.filter("tossed(n) > 0", name="f"), previous="some")
     require_deterministic_functions(later, store)

@@ -1,4 +1,4 @@
-"""Directories as others write them: sub-directories, columns in paths, compression, encodings."""
+"""Directories of other writers: sub-directories, columns in paths, compression, encodings."""
 
 from __future__ import annotations
 
@@ -153,14 +153,14 @@ def test_a_store_of_objects_is_listed_once() -> None:
 
 
 def test_an_object_is_known_by_either_name_of_its_store() -> None:
-    """A memory of S3 has ``s3://``, whichever name a source has."""
+    """A consumed S3 file is stored with ``s3://``, and known under ``s3://`` and ``s3a://``."""
     known = Memory({"s3://lake/landing/a.csv": Consumed(1, "stamp", "digest", 7)})
     for scheme in ("s3", "s3a"):
         assert known.batch_of(FileInfo("a.csv", f"{scheme}://lake/landing/a.csv", 1, "stamp")) == 7
 
 
 def _moved(tmp_path: Path, before: str, after: str, keep: bool = False) -> bool:
-    """Whether a file that was consumed is taken once more where it lies elsewhere."""
+    """Whether a consumed file is consumed again if it is at another place."""
     source = FilesSource(str(tmp_path))
     write((tmp_path / before).parent, Path(before).name, "{}\n")
     consumed = source.pin(None).consumed()
@@ -177,7 +177,7 @@ def _moved(tmp_path: Path, before: str, after: str, keep: bool = False) -> bool:
         ("a.jsonl", "archive/a.jsonl", False, False),
         ("incoming/a.jsonl", "a.jsonl", False, False),
         ("2026/11/a.jsonl", "archive/2026/11/a.jsonl", False, False),
-        # the same content as of another day is another delivery, also where the first one is gone
+        # the same content for another day is another delivery, even if the first file is gone
         ("dt=1/a.jsonl", "dt=2/a.jsonl", True, True),
         ("dt=1/a.jsonl", "dt=2/a.jsonl", False, True),
         ("2026/11/24/a.jsonl", "2026/11/25/a.jsonl", False, True),
@@ -202,12 +202,12 @@ def test_what_earlier_runs_consumed_stays_known(tmp_path: Path) -> None:
     there = FilesSource(str(new)).files()
     again = remembered(consumed, [], there, 7)
     assert {f.path: Memory(again, there).batch_of(f) for f in there} == {f.path: 1 for f in there}
-    # a run may ask for what was consumed, by its whole name
+    # a run may request a consumed file by its whole name: then it has no new files
     assert FilesSource(str(new)).pin(None, ["dt=1/b.jsonl"], consumed=again).empty
 
 
 def test_which_consumed_files_are_gone(tmp_path: Path) -> None:
-    """Files of one name in two directories are two; one that was moved is there."""
+    """Files with the same name in two directories are two files. A file that was moved is not gone."""
     for name in ("dt=1/a.jsonl", "dt=2/a.jsonl", "b.jsonl"):
         write((tmp_path / name).parent, Path(name).name, f'{{"k": "{name}"}}\n')
     source = FilesSource(str(tmp_path))
@@ -456,7 +456,7 @@ def test_a_text_that_begins_like_a_magic_number(
 
 
 def test_every_option_of_spark_is_known(spark: SparkSession) -> None:
-    """Spark's own lists: each option has its effect, or is refused."""
+    """Each option in Spark's own lists either has its effect, or is refused."""
     catalyst = cast(Any, spark)._jvm.org.apache.spark.sql.catalyst
     for kind, names in (
         ("csv", catalyst.csv.CSVOptions.getAllOptions()),
@@ -587,15 +587,15 @@ ENCODED = {
 
 
 def read_all(spark: SparkSession, sources: dict[str, FilesSource]) -> dict[str, list[tuple[Any, ...]]]:
-    """The rows of many sources in one query, by name: file, place and columns of each that can be read,
-    of others file and place."""
+    """The rows of many sources by name, read in one query: file, position and columns of each readable
+    row, file and position of each other row."""
     rows = None
     for name, source in sources.items():
         more = source.read(spark, source.files(), ROW).withColumn("name", F.lit(name))
         rows = more if rows is None else rows.unionByName(more)
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in sources}
     assert rows is not None
-    with small_run(spark):  # as runs of few records read; else to compile it takes longest
+    with small_run(spark):  # as in runs of few records; otherwise compilation takes longest
         collected = rows.collect()
     for r in sorted(collected, key=lambda r: r["_arrival"]):
         place = (r["_source"], r["_position"])
@@ -613,7 +613,7 @@ def test_options_have_their_effect(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def test_local_times(spark: SparkSession, tmp_path: Path) -> None:
-    """An hour that a clock change skips is not read; of one that it repeats, the first one is."""
+    """A local time that a clock change skips cannot be read. A repeated local time is the first one."""
     right = {
         "2024-03-31 01:59:59": "2024-03-31 00:59:59",
         "2024-03-31 02:00": None,

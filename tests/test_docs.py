@@ -1,4 +1,4 @@
-"""Every block of code in the documentation, and the pictures of the recorded scenarios."""
+"""Every block of code in the documentation runs, and each recorded scenario has a picture."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LINE = 93
-"""The longest line of a block of code, characters."""
+"""The longest line of a block of code, in characters."""
 WORDS = (ROOT / "tests" / "docs_words.py").read_text(encoding="utf-8")
 LANGUAGES = {"python", "yaml", "bash", "text", ""}
 OF_DEPLOYMENTS = ("cp", "chmod", "mkdir", "openssl", "docker", "kubectl", "helm")
-"""Programs of who deploys; ``test_deploy.py`` tests what they are given."""
+"""Programs that a deployment uses; ``test_deploy.py`` tests their arguments."""
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.4,2026-01-31T14:00:00Z\n"
 ORDERS = "order_id,product,ordered_at\n1,apple,2026-01-31T11:00:00Z\n2,apple,2026-01-31T15:00:00Z\n"
 
@@ -69,7 +69,7 @@ def pages_with(language: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def shop(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as a reader of the pages has it: landing files, and a warehouse made of them."""
+    """A reader's directory: landing files, and a warehouse that a run wrote from them."""
     home = tmp_path_factory.mktemp("shop")
     for name, text in (("prices", PRICES), ("orders", ORDERS)):
         (home / "landing" / name).mkdir(parents=True)
@@ -87,7 +87,7 @@ def shop(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a page run one after the other; definitions load; tests in them pass."""
+    """The blocks of a page run one after the other. Their definitions load, and their tests pass."""
     monkeypatch.chdir(shop)
     names: dict[str, Any] = {}
     exec(compile(WORDS, "docs_words.py", "exec", dont_inherit=True), names)
@@ -104,7 +104,7 @@ def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_a_module_has_one_definitions_object(page: Path) -> None:
-    """Dagster refuses a module with two, whatever their names are."""
+    """Dagster refuses a module with two ``Definitions`` objects, under any names."""
     code = "".join(block.text for block in blocks(page) if block.language == "python")
     made = r"^(\w+) = (?:(?:dg\.)?Definitions\b|build_(?:alerts|definitions|maintenance)\()"
     assert {*re.findall(made, code, re.MULTILINE)} <= {"defs"}
@@ -131,7 +131,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """That a command, its sub-commands and its options are there."""
+    """Requires that a command, its sub-command and its options exist."""
     group: Any = typer.main.get_command(app)
     command: Command = group.get_command(Context(group), words[1])
     assert command is not None, words
@@ -158,7 +158,8 @@ def test_bash(page: Path) -> None:
 
 
 def test_no_line_of_code_is_cut_off_on_the_site() -> None:
-    """Up to ``LINE`` characters are shown in a window of 1280 pixels, in one that is not in a list."""
+    """No line of code is longer than ``LINE`` characters. A window of 1280 pixels shows that many, in a
+    block that is not in a list."""
     long = [
         f"{page.relative_to(ROOT)}: {line}"
         for page in (*PAGES, *ROOT.glob("examples/*/*.md"), *ROOT.glob("bench/*.md"))

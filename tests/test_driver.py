@@ -1,4 +1,4 @@
-"""The test driver as its users see it."""
+"""The behaviour of ``TopologyTestDriver`` for its users."""
 
 from __future__ import annotations
 
@@ -244,7 +244,8 @@ def test_the_users_session_stays_the_active_one(spark: SparkSession) -> None:
 
 
 def test_a_table_of_a_stream_has_a_column_without_nulls(spark: SparkSession) -> None:
-    """The first record of a key has no row before it, so its ``old`` is null."""
+    """The first record of a key replaces no row, so its ``old`` is null, even if a column of the table
+    never is."""
     select = ("left.flight", "coalesce(right.temp, 0.0) as temp")
     matched = flights.left_join(weather, name="matched", select=select)
     driver = TopologyTestDriver(matched.to_table(name="latest"), spark=spark)
