@@ -411,7 +411,7 @@ def alone(work: Callable[[], Outcome | None]) -> int:
 
 def new_home() -> None:
     """Creates the tables in which Dagster stores its runs."""
-    settings = {"telemetry": {"enabled": False}}  # as users have: without, Dagster sets up no logs
+    settings = {"telemetry": {"enabled": False}}  # as for users: without settings Dagster has no logs
     with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
         instance.get_runs(limit=1)
 
@@ -421,7 +421,7 @@ def outcome(everything: Everything, name: str, run: int, remote: str | None, che
     from pyspark.sql.utils import is_remote
 
     started = time.monotonic()
-    settings = {"telemetry": {"enabled": False}}  # as users have: without, Dagster sets up no logs
+    settings = {"telemetry": {"enabled": False}}  # as for users: without settings Dagster has no logs
     with dg.DagsterInstance.local_temp("data/home", overrides=settings) as instance:
         result = everything.run(name, remote, instance, checked)
         made = {event.asset_key for event in result.get_asset_materialization_events()}

@@ -19,7 +19,7 @@ from vt_dagster.cli import main
 DAYS = (*range(1, 8), 28)
 """Days of the week whose weather comes late, and a later day, whose flights are the last of a run."""
 MOVED = ("N181PQ", "N197PQ")
-"""Aircraft whose owner changes in the first week of March; all their earlier flights are kept."""
+"""Aircraft that change their airline in the first week of March; all their earlier flights are kept."""
 SHORT, ALL = "short", "all"
 COLUMNS = "120"
 EXPLORE = "http://127.0.0.1:3001"

@@ -156,8 +156,8 @@ def test_what_could_not_be_sent_is_sent_later(deployment: Deployment) -> None:
             deployment.tick()
     assert len(pager.asked) == 4
     assert pager.keys == []
-    # One alert is sent, so this tick succeeds: a failed tick would forget that. The next tick fails if
-    # it can send no alert.
+    # One alert is sent, which only a tick that succeeds can store. The next tick fails if it sends
+    # none.
     pager.broken = {"prices"}
     said = "sent 1 alert(s): sales:is_fresh; 1 could not be sent, the next tick tries again"
     assert deployment.tick() == said
@@ -242,7 +242,7 @@ def test_every_limit(market: Market, tmp_path: Path) -> None:
         }
         context = dg.build_sensor_context(instance=instance, repository_def=every.get_repository_def())
         sensor.evaluate_tick(context)
-    # A version had expired before a late record that needs it came; one record waits.
+    # A late record needs a version that has expired from the history; one record waits.
     assert {*pager.keys} == failed
     assert "priced:few_records_wait" in failed
     by_key = {alert.key: alert for alert in pager.sent}

@@ -61,7 +61,8 @@ class Log:
         self.rows, self.retention = rows, retention
 
     def known(self, key: str | None, moment: datetime, cut: datetime) -> Row | None:
-        """The version of a key as of ``moment`` (inclusive), by the rows recorded until ``cut``."""
+        """The version of a key as of ``moment`` (inclusive) with its end, by rows recorded until
+        ``cut``."""
         there = [r for r in self.rows if r["recorded_at"] <= cut]
         mine = {r["timestamp"]: r for r in sorted(there, key=lambda r: r["offset"]) if r["k"] == key}
         earlier = [t for t in mine if t <= moment]

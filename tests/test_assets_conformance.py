@@ -33,7 +33,7 @@ RANDOM = [
     "stream-table-join-1-12-4",
 ]
 FAILING = "kip328-shut-down-keys"
-"""A suppression buffer of which the run with the fourth record fails."""
+"""A scenario whose suppression buffer stops the run of its fourth record."""
 RUNS = 2
 """If a scenario needs more runs than these, only the records of these runs are used by default. The
 whole scenario runs in memory (``test_conformance.py``), and here with the marker ``endurance``."""

@@ -85,7 +85,8 @@ def names_in(spark: SparkSession, schema: str = "bronze") -> set[str]:
 
 
 def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
-    """A run that reports an existing commit also registers the names; a later run changes no name."""
+    """A run that reports an existing commit also registers the names; a further registration writes
+    none."""
     copy = market.copy(tmp_path / "copy")
     copy.instance = dg.DagsterInstance.ephemeral()
     result = run(copy, "spark_catalog.bronze")

@@ -100,8 +100,8 @@ def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -
 def test_a_question_to_spark_leaves_its_errors_as_they_are(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Spark parses ``deleted_when`` for the library. An error of that is not logged, also if it is the
-    first error of the process. Later errors of Spark are raised as before."""
+    """The library lets Spark analyze ``deleted_when``. A failed analysis is not logged, even if it is
+    the first error of the process. Later errors of Spark are raised as before."""
     logging.Logger.manager.loggerDict.pop("SQLQueryContextLogger", None)
     driver = TopologyTestDriver(table(deleted_when="gone_since is not null"), spark=spark)
     driver.pipe("customers", put("a", "x", 1, gone_since=None))

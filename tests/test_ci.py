@@ -160,7 +160,7 @@ def test_results_are_in_the_instance(here: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_of_real_tables(market: Market, tmp_path: Path) -> None:
     """All checks of a healthy market pass. After another writer duplicated the rows of a view, the
-    check of that fails."""
+    check for duplicate versions fails."""
     copy = market.copy(tmp_path / "copy")
     spark = SparkResource(master="local[2]")
     defs = build_definitions(copy.priced, copy.rates, warehouse=str(copy.warehouse), spark=spark)

@@ -154,7 +154,7 @@ def test_one_process_of_low_priority_makes_it(cache: Path, tmp_path: Path, pytho
     assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process is still at work
     (began,) = cache.iterdir()
     os.utime(began, (0, time.time() - 2 * 86_400))
-    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process failed yesterday
+    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process did not finish, days ago
     line = f"19 {cache} -m vt_dagster.cli class-archive\n"
     end = time.monotonic() + 60
     while not (told.exists() and told.read_text() == 2 * line):

@@ -280,7 +280,8 @@ post_processing:
 
 
 def test_specs_in_yaml(tmp_path: Path) -> None:
-    """Key prefixes are set in the topology. All other settings are Dagster's, as for any component."""
+    """Key prefixes are set in the topology. Tags, kinds and conditions are set by Dagster's
+    post-processing."""
     with project(SPECS.format(warehouse=tmp_path / "warehouse")) as defs:
         dg.Definitions.validate_loadable(defs)
         (spec,) = defs.resolve_all_asset_specs()
@@ -559,8 +560,7 @@ NEAR = {
     "until",
     "empty",
 }
-"""If a setting is missing or the whole is wrong, the error points to a line of the surrounding
-asset."""
+"""If a setting is missing or settings do not fit together, the error points to a line of the asset."""
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def first_that_tell_most(path: Path) -> dict[str, Any]:
 
 
 def telling(scenario: dict[str, Any]) -> int:
-    """The number of first records to use; one more for a join, for a record of its other side."""
+    """The number of first records to use; for a stream-table join one more, since one of its other side
+    comes first."""
     return RECORDS + (scenario["operator"] == "stream_table_join")
 
 
@@ -89,7 +90,7 @@ RUNS = 2
 """If a scenario has more runs, only the records of these runs are used by default; ``SINGLE`` runs if
 each record is a run."""
 SINGLE = 5
-"""Among so many records each such scenario emits a result, or fails."""
+"""Within so many records, each scenario whose records are runs emits a result, or fails."""
 RECORDS = 2
 """By default so many of the first records of a random sequence are used: the second record meets the
 state that the first one left."""

@@ -94,7 +94,8 @@ def test_rows_follow_the_table(spark: SparkSession) -> None:
         ("o2", 5.0, 1, 0, None, False),
         ("o3", 5.0, 1, 0, None, False),
     ]
-    # Late prices: each is valid until the next version, from which on that version is valid.
+    # The late price of 9 is valid until 15: only the first order changes. Of two prices at 25 the last
+    # counts.
     driver.pipe("prices", price(4.0, 9), price(7.0, 25), price(8.0, 25))
     assert told(driver.read("priced")) == [
         ("o1", 4.0, 1, 1, None, False),

@@ -146,7 +146,7 @@ def test_a_retry_after_a_kill_between_commit_and_event(
         args: Any = (str(tmp_path), os.getpid(), fatal)
         return dg.build_reconstructable_job(decorated.__name__, "job_of", args)
 
-    monkeypatch.setenv("ROOT", "")  # the job sets it
+    monkeypatch.setenv("ROOT", "")  # removed again after the test: the job sets it
     with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
         with dg.execute_job(job(fatal=True), instance, run_config=QUIET) as first:
             assert not first.success

@@ -173,8 +173,8 @@ def test_another_source_for_a_while(take: Any, tmp_path: Path) -> None:
 
 
 def test_another_delta_table_for_a_while(take: Any, store: Any, tmp_path: Path) -> None:
-    """After a change of the table and back, ``append`` continues at its former position in the first
-    table. ``changes`` is refused unless accepted, and then consumes the difference."""
+    """The source is changed to another table and back. Then ``append`` continues at its former position
+    in the first table. ``changes`` is refused unless accepted, and then consumes the difference."""
     for mode, kind in (("append", Stream), ("changes", Table)):
         first, second = (Theirs(tmp_path / mode / name, **FEED) for name in ("first", "second"))
         first.append(("a", 1))

@@ -1,4 +1,4 @@
-"""Every block of code in the documentation runs, and each recorded scenario has a picture."""
+"""Tests of every block of code in the documentation, and of the pictures of the recorded scenarios."""
 
 from __future__ import annotations
 
