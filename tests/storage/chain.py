@@ -1,7 +1,7 @@
-"""A chain of five operators over a million records, run without Dagster, as a program that is killed.
+"""A program that runs a chain of five operators over a million records, without Dagster. Tests kill it.
 
-``python -m tests.storage.chain ROOT`` takes the landed files one after another and runs every asset
-after each; it ends when nothing is left to do.
+``python -m tests.storage.chain ROOT`` consumes the landed files one after another and runs every asset
+after each file. The program ends when nothing is left to do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Chain:
         self.nodes = topological([hourly.suppress(UntilWindowCloses(), name="final")])
 
     def land(self, spark: SparkSession, records: int = RECORDS) -> None:
-        """So many records in two files: out of order within a few hours, some deletions."""
+        """Writes this number of records into two files: out of order by up to hours, some deletions."""
         self.landing.mkdir(parents=True)
         for i in range(FILES):
             size = records // FILES
@@ -79,14 +79,14 @@ class Chain:
             next(part.glob("*.parquet")).rename(self.landing / f"{i}.parquet")
 
     def run(self, spark: SparkSession) -> None:
-        """Everything that is left to do."""
+        """Runs every asset on each file, where that is not done yet."""
         for i in range(FILES):
             for node in self.nodes:
                 asked = {} if node.source is None else {"only": [f"{i}.parquet"]}
                 run_once(node, stores_of(self.warehouse, spark), **asked)
 
     def tables(self, spark: SparkSession) -> dict[str, object]:
-        """Of each asset how far it has come, and a sum over all rows of its log and view."""
+        """The progress of each asset (batch, offsets, totals), and the digests of its log and view."""
         found: dict[str, object] = {}
         for node in self.nodes:
             store = AssetStore(self.warehouse, node, spark)
@@ -101,8 +101,8 @@ class Chain:
 
 
 def digest(store: AssetStore, what: str) -> tuple[int, int]:
-    """The number of rows and a sum over their contents."""
-    rows = store.read(what).drop(RECORDED_AT)  # by the clock
+    """The number of rows, and the sum of their hashes."""
+    rows = store.read(what).drop(RECORDED_AT)  # differs in each run
     names = [F.col(c) if c != OLD else F.to_json(c) for c in sorted(rows.columns)]
     total = rows.agg(F.count(F.lit(1)), F.sum(F.xxhash64(*names).cast("decimal(38,0)"))).first()
     assert total is not None
@@ -110,7 +110,7 @@ def digest(store: AssetStore, what: str) -> tuple[int, int]:
 
 
 def view_digest(store: AssetStore) -> tuple[int, int]:
-    """The same of a table's view."""
+    """The digest of a table's view."""
     return digest(store, "versions" if isinstance(store.node, VersionedTable) else "current")
 
 

@@ -1,10 +1,10 @@
 """Runs assets of the topology in processes that kill themselves at a named point: ``[ADDRESS ROOT ASSET
-POINT]…``. At ``purge`` one erases the key ``b`` from the asset instead. With the address of a Spark
-Connect server the queries run there, and go on when the process is dead; with ``local`` Spark dies with
-it. Each process is a fork of this one, which has imported everything.
+POINT]…``. If the point names ``purge``, the process erases the key ``b`` from the asset instead. If
+ADDRESS is a Spark Connect server, the queries run there and continue after the process is killed. If
+it is ``local``, Spark dies with the process. Each process is a fork of this one, which has all imports.
 
-A point is ``before:FUNCTION`` or ``after:FUNCTION``; ``during:FUNCTION`` kills some milliseconds after
-the function has begun.
+A point is ``before:FUNCTION`` or ``after:FUNCTION``; ``during:FUNCTION`` kills the process some
+milliseconds after the function begins.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def killed(run: Callable[..., None]) -> None:
     """Runs each case of the command line in a fork of this process, which must be killed.
 
     Args:
-        run: what runs a case; it has as many arguments as a case has words.
+        run: the function that runs a case; it takes each word of the case as one argument.
     """
     words, told = len(signature(run).parameters), sys.argv[1:]
     for case in (told[n : n + words] for n in range(0, len(told), words)):

@@ -1,7 +1,7 @@
-"""Random chains whose records are cut into runs at random, and a program that runs them.
+"""Random chains whose records are split into runs at random, and a program that runs them.
 
-``python -m tests.storage.random_runs ROOT SEED …`` takes one run after the other through Dagster's
-assets; it ends when nothing is left to do. It can be killed anywhere and started again.
+``python -m tests.storage.random_runs ROOT SEED …`` does one run after the other through Dagster's
+assets, and ends when no run is left. It can be killed at any point and started again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vt_dagster.storage.commit_log import Offsets
 
 Config = dict[str, Any]
 DRAWN, LONGEST = 5, 12
-"""How many sequences of records a seed draws of its chain, and of how many records at most."""
+"""The number of record sequences that a seed draws for its chain, and the most records of one."""
 MOST_RUNS = 4
 
 
 @dataclass(frozen=True)
 class RandomChain:
-    """A chain, its records in the order in which its runs take them, what the model makes of them.
+    """A chain, its records in the order in which its runs consume them, and the model's output.
 
     Args:
-        runs: ranges of its records.
+        runs: the range of records of each run.
     """
 
     content: Config
@@ -50,12 +50,12 @@ class RandomChain:
 
 
 def random_chain(seed: int, most_runs: int = MOST_RUNS) -> RandomChain:
-    """The chain of a seed, with that one of some record sequences that shows most.
+    """The chain of a seed. Of the drawn record sequences it has the one with the longest output.
 
-    So many seeds as there are shapes, from a multiple of that on, have every shape once.
+    If n is the number of shapes, n consecutive seeds from a multiple of n on have every shape once.
 
     Args:
-        most_runs: how many runs the records are cut into at most; the order of a task may ask for more.
+        most_runs: the most runs to split the records into; the order of a task may require more runs.
     """
     block, place = divmod(seed, len(SHAPES))
     drawn = scenarios(block, "chain", configs=len(SHAPES), sequences=DRAWN, longest=LONGEST)
@@ -90,12 +90,12 @@ def _cut(random: Random, scenario: Config, most_runs: int) -> RandomChain:
 
 
 class _Order:
-    """The order in which the tasks of a chain's joins take the records of one run.
+    """The order in which the tasks of a chain's joins process the records of one run.
 
-    Assets run one after the other, so a join has all that a run brings to both its sides: it takes
-    the smaller head first, by each side's own stream time, the left one of equals. The model knows
-    one order alone, that of the records. It is the same as long as nothing comes between two rows
-    that one record gave a side.
+    Assets run one after the other, so a join has all rows that a run adds to both its sides. It takes
+    the head with the smaller stream time of its own side first; of equal ones, the left one. The
+    model knows only one order, that of the records. Both orders are the same as long as no row of the
+    other side comes between two rows of one side that the same record produced.
     """
 
     def __init__(self, config: Config) -> None:
@@ -103,10 +103,10 @@ class _Order:
         self.steps = {s["id"]: s for s in config["steps"]}
 
     def of(self, name: str, before: Sequence[Config], new: Sequence[Config]) -> list[Config]:
-        """Those of the new records that a run of the step can take, in its order.
+        """The new records that a run of the step can process, in the step's order.
 
         Args:
-            before: what earlier runs took.
+            before: the records of earlier runs.
         """
         step = self.steps[name]
         sides = inputs_of(step)
@@ -123,7 +123,7 @@ class _Order:
     def _rows(
         self, name: str, before: Sequence[Config], records: Sequence[Config]
     ) -> list[tuple[int, int]]:
-        """The rows that a step gives in a run: its stream time, and by which of the records."""
+        """The rows that a step outputs in a run: the stream time and the causing record of each."""
         config = self.config | {"output": name}
         chain = {"operator": "chain", "config": config, "records": [*before, *records]}
         rows = [r for r in complete(chain)["expected"] if r["trigger"] >= len(before)]
@@ -148,14 +148,14 @@ class _Order:
 
 
 def as_scenarios(chains: Sequence[RandomChain], root: Path) -> list[Scenario]:
-    """Chains as they are read from a file, which lies in that directory then."""
+    """Writes the chains into a file below ``root``, and returns the scenarios read from it."""
     root.mkdir(parents=True, exist_ok=True)
     write([c.content for c in chains], root / "chains.json")
     return list(read_scenarios([root / "chains.json"]))
 
 
 class RandomRuns(ThroughAssets):
-    """Chains as partitions of one topology; goes on after the last run done in its directory."""
+    """Runs chains as partitions of one topology, and continues after the last run of its directory."""
 
     def __init__(self, chains: Sequence[RandomChain], root: Path, spark: SparkSession) -> None:
         super().__init__(as_scenarios(chains, root), root, spark, [c.runs for c in chains])

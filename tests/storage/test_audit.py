@@ -1,4 +1,4 @@
-"""After a run, checks look at what it changed; at everything where that would not be enough."""
+"""After a run, the audit checks what the run changed; if that is not enough, it checks everything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THIRD = [("a", 1, 2.7), ("c", 2, 2.8)]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """Rates after two runs in order, in segments of a few versions."""
+    """``rates`` after two runs whose records are in order, in segments of a few versions."""
     topology = Topology(tmp_path_factory.mktemp("two"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
@@ -42,7 +42,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(two: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """After the third one, in order."""
+    """``rates`` after a third run, in order too."""
     topology = Topology(Path(shutil.copytree(two, tmp_path_factory.mktemp("ran") / "copy")))
     topology.land("rates", "3.jsonl", THIRD)
     with pytest.MonkeyPatch.context() as patched:
@@ -59,7 +59,7 @@ def after_three(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
 @pytest.fixture
 def three(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
-    """The same, where a third one has landed."""
+    """``rates`` after two runs; the third file has landed, but no run has consumed it."""
     monkeypatch.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
     topology = Topology(Path(shutil.copytree(two, tmp_path / "copy")))
     topology.land("rates", "3.jsonl", THIRD)
@@ -67,14 +67,14 @@ def three(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topolog
 
 
 def run(topology: Topology, node: Stream, spark: SparkSession) -> AssetStore:
-    """The asset's tables after a run."""
+    """Runs the asset, and returns its store."""
     done = run_once(node, stores_of(topology.warehouse, spark), run_id=f"run of {node.name}")
     assert done.commit is not None
     return AssetStore(topology.warehouse, node, spark)
 
 
 def findings(store: AssetStore) -> dict[str, Finding]:
-    """What the checks find in the run that made the last commit."""
+    """The findings, by name, for the run that made the last commit."""
     return {f.name: f for f in audit(store, f"run of {store.node.name}")}
 
 
@@ -83,7 +83,7 @@ def bad(found: list[Finding] | dict[str, Finding]) -> set[str]:
 
 
 def overwrite(path: str, rows: DataFrame, segment: int | None = None) -> None:
-    """As a fault of ours would: under the name of the last batch."""
+    """Overwrites a table as a bug of ours would: in the name of the last batch."""
     found = delta.last_commit(path)
     assert found is not None
     parquet.write(
@@ -107,14 +107,15 @@ FIRST = f"{SEGMENT} = 0"
 
 
 def spoiled(rows: DataFrame) -> DataFrame:
-    """The first segment with one of its versions twice."""
+    """The rows of the first segment, one version of which is there twice."""
     first = rows.where(FIRST)
     again = first.orderBy("valid_from").limit(1)
     return first.unionByName(again)
 
 
 def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: SparkSession) -> None:
-    """A compaction by others changes nothing that it would be looked at for."""
+    """The audit of a run skips segments that the run left unchanged, after another program's compaction
+    too. An audit of everything finds the fault in such a segment."""
     store = three.store("rates", spark)
     spark.sql(f"OPTIMIZE delta.`{store.view_path}`")
     overwrite(store.view_path, spoiled(view_of(store)), 0)
@@ -125,7 +126,7 @@ def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: Sp
     everything = audit(store)
     assert bad(everything) == {"one_version_per_key_and_timestamp"}
     assert {f.looked_at for f in everything} == {"everything"}
-    # an empty run commits nothing: it looks at everything
+    # an empty run commits nothing: its audit checks everything
     assert bad(audit(store, "another run")) == bad(everything)
 
 
@@ -152,7 +153,7 @@ def test_where_somebody_else_wrote_everything_is_looked_at(
 
 
 def test_a_run_of_late_records_only(after_three: Topology, spark: SparkSession) -> None:
-    """It commits a batch, but no row, and the view stays as it is."""
+    """The run commits a batch without rows. The view is unchanged, so the audit does not read it."""
     after_three.land("rates", "4.jsonl", [("a", 1, -60)])
     store = run(after_three, after_three.rates, spark)
     head = store.head()
@@ -179,7 +180,7 @@ def test_a_record_that_the_run_lost_or_doubled(after_three: Topology, spark: Spa
     overwrite(store.log_path, log.unionByName(log.where("k = 'c'")))
     found = findings(store)["every_record_is_accounted_for"]
     assert any(row["found"] == "more than once" for row in found.sample)
-    # and one of a batch before it is missed by the number of rows
+    # a lost row of an earlier batch shows in the number of rows
     overwrite(store.log_path, log.where("`offset` != 3"))
     found = findings(store)["every_record_is_accounted_for"]
     assert found.sample == [
@@ -188,7 +189,7 @@ def test_a_record_that_the_run_lost_or_doubled(after_three: Topology, spark: Spa
 
 
 def test_results_that_contradict_those_of_a_run_before(tmp_path: Path, spark: SparkSession) -> None:
-    """One that is older than them, and a window that is released again."""
+    """The audit finds a result that is older than an earlier run's, and a window released twice."""
     topology = Topology(tmp_path)
     counts = (
         topology.orders.group_by("k")

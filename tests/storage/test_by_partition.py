@@ -1,4 +1,4 @@
-"""Tables whose partitions have lengths of their own, and logs of many partitions."""
+"""Tables with a history retention per partition, and logs of many partitions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_partition_has_its_own_retention(spark: SparkSession, tmp_path: Pat
         (landing / f"{number}.jsonl").write_text(lines(*part), encoding="utf-8")
         run_once(table, stores_of(str(warehouse), spark))
 
-    # of the short one what ended by 05:00 is forgotten
+    # in the short one, versions that ended by 05:00 have expired
     kept = [("long", v) for v in ("long1", "in time", "long3", "long5", "long7")]
     kept += [("short", v) for v in ("short4", "short6")]
     store = AssetStore(str(warehouse), table, spark)
@@ -62,7 +62,7 @@ def test_each_partition_has_its_own_retention(spark: SparkSession, tmp_path: Pat
     assert rejected is not None
     assert [(row["partition"], row["reason"]) for row in rejected.collect()] == [(0, "late")]
     for of in (store, opened):
-        # what had expired for one partition is still known of the other
+        # a time that has expired in one partition can still be read in the other
         moment = "2024-01-01T03:30:00Z"
         with pytest.raises(StorageError, match="from 2024-01-01T05:00:00Z on"):
             of.read(as_of=moment)
@@ -80,7 +80,7 @@ def test_a_partition_without_a_length_is_named() -> None:
 
 @pytest.mark.parametrize("partitions", [3, MANY + 40])
 def test_rows_from_offsets_on(spark: SparkSession, partitions: int) -> None:
-    """Some partitions have nothing new, and some are not known yet."""
+    """Some partitions have no new rows. Some have no start offset yet: all their rows are read."""
     ends = {p: p % 5 + p + 2 for p in range(partitions)}
     start = {p: max(0, end - p % 3) for p, end in ends.items() if p % 7 != 1}
     rows = [(p, offset) for p, end in ends.items() for offset in range(end)]

@@ -1,4 +1,4 @@
-"""A chain of five operators over a million records, killed at random instants, run again."""
+"""A chain of five operators over a million records, killed at random moments and run again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vt_dagster.topology.model import Table
 KILLS = 10
 REPOSITORY = Path(__file__).parents[2]
 STARTED = 9.0
-"""Seconds that a process needs before it works, about."""
+"""Seconds that a process needs to start, about."""
 
 
 def _start(root: Path) -> subprocess.Popen[str]:
@@ -68,7 +68,7 @@ def test_killed_ten_times_it_equals_the_undisturbed_one(tmp_path: Path, spark: S
     assert isinstance(logged, tuple)
     assert logged[0] > RECORDS * 0.9
 
-    # The view of each table is what its log folds to.
+    # The view of each table equals a rebuild from its log.
     for name in ("vehicles", "moving", "regions", "hourly", "final"):
         node = node_of(chain, name)
         assert isinstance(node, Table)

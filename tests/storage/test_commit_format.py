@@ -1,4 +1,4 @@
-"""Commits of another format: each reader refuses them, and names the release that wrote them."""
+"""Each reader refuses commits in another format, and names the release that wrote them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vt_dagster.storage.arrow_reader import head_of
 
 
 def edit(log: Path, version: int, **changes: Any) -> None:
-    """Changes the document of a commit on disk; None removes an entry."""
+    """Changes entries of a commit's document on disk; None removes an entry."""
     path = log / "_delta_log" / f"{version:020d}.json"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for info in (line["commitInfo"] for line in lines if "commitInfo" in line):

@@ -1,4 +1,4 @@
-"""A corrected join on Delta: what a killed run leaves, and what its tables say without Spark."""
+"""Corrected joins on Delta: recovery after a killed run, and reads of their tables without Spark."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_corrections_on_delta(
     assert [f.name for f in audit(store) if not f.passed] == []
 
 
-@pytest.mark.endurance  # test_corrected_joins.py has its rows, the test below what is made anew
+@pytest.mark.endurance  # test_corrected_joins.py has such rows, the test below restates and replays
 def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkSession) -> None:
-    """An inner join with ``key``: a price comes after its order, is deleted, and comes back; made anew
-    from a time on, as a whole, and as it would be declared."""
+    """An inner join with ``key``: a rate comes after its order, is deleted, and comes back. A restate,
+    a replay and a what-if agree with the live rows, whatever the number of corrections per row."""
     topology = Topology(tmp_path)
     about: dict[str, Any] = {"corrected_for": timedelta(minutes=10), "key": "n"}
     select = ["left.k", "left.n", "right.n as rate"]
@@ -98,7 +98,7 @@ def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkS
             topology.land("orders", f"{i}.jsonl", others)
         for node in nodes:
             run_once(node, stores)
-    # How often a row was corrected depends on the runs; what is there does not.
+    # The number of corrections of a row depends on the runs; the current rows do not.
     expected = {1: (4, 2), 4: (1, 0)}
     assert _rates(topology, spark, "corrected") == expected
     store = stores(joined)
@@ -157,7 +157,7 @@ def test_two_streams_on_delta(
     store = AssetStore(topology.warehouse, amended, spark)
     told = look_up(topology.warehouse, "amended").to_pylist()
     rows = {(r["number"], r["payment"]): r["is_final"] for r in told}
-    # The payment of b was too late, after one of minute 20: what is said of both stays so.
+    # The payment of b was too late, after one of minute 20: both keep their rows without a match.
     assert rows == {
         (1, 12): True,
         (2, None): True,
@@ -190,7 +190,7 @@ def test_through_dagster_and_made_anew(tmp_path: Path, spark: SparkSession) -> N
         first = run_once(node, stores_of(warehouse, spark)).commit
     assert first is not None
     assert first.counts["corrections_too_late"] == 0
-    # The rate of minute 3.5 comes in time for what it covers, that of 3.2 after the promise.
+    # The rate of minute 3.5 comes in time for the orders it covers, that of 3.2 after corrected_for.
     topology.land("rates", "2.jsonl", [("a", 3, 3.5), ("b", 4, 10), ("a", 7, 3.2), ("a", 8, 4)])
     topology.land("orders", "2.jsonl", [("a", 5, 9)])
     with dg.DagsterInstance.ephemeral() as instance:
@@ -200,17 +200,17 @@ def test_through_dagster_and_made_anew(tmp_path: Path, spark: SparkSession) -> N
     assert [told[f"records_{n}"] for n in names] == [2, 1, 5, 3]
     assert all(one.passed for one in checks(second).values())
     rows = _rates(topology, spark, "corrected")
-    # Order 2 has the rate that came in time, not the one of its own minute that came after it.
+    # Order 2 has the rate that came in time, not the one of its own minute, which came too late.
     assert rows == {1: (1, 0), 2: (3, 1), 3: (None, 0), 4: (8, 1), 5: (8, 0)}
     store = AssetStore(warehouse, topology.corrected, spark)
     listed = _listed(store)
     assert listed == [("too_late", "orders", 1, {"table": "rates", "partition": 0, "offset": 4})]
-    # From a time on, in place: what the batches before it have refused is still told.
+    # A restate, in place: the quarantine keeps the rejections of the batches before its start.
     made = restate(warehouse, topology.corrected, "2020-01-01T00:09:00Z", spark, nodes)
     assert made == ["corrected"]
     assert _rates(topology, spark, "corrected") == rows
     assert _listed(AssetStore(warehouse, topology.corrected, spark)) == listed
-    # As a whole: of what was final, it is what the table says now.
+    # A replay: an order whose row was final gets the rate that the table has now.
     replay(warehouse, topology.corrected, "anew", spark)
     assert _rates(topology, spark, "anew") == {
         n: (8 if n == 2 else rate, 0) for n, (rate, _) in rows.items()

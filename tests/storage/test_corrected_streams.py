@@ -1,4 +1,4 @@
-"""A corrected join of two streams on Delta: explained, without a key that is erased, declared anew."""
+"""A corrected join of two streams on Delta: explained, restated, with an erased key, and redeclared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCHEMA = StructType(
 
 
 class Shop:
-    """``orders`` and ``payments``, their join ``amended``, and what that says of each key, ``sums``."""
+    """``orders`` and ``payments``, their join ``amended``, and its aggregation by key, ``sums``."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.warehouse = root, str(root / "warehouse")
@@ -77,7 +77,7 @@ class Shop:
         return [(r["rows"], r["paid"]) for r in rows if r["k"] == key]
 
     def known(self) -> dict[str, list[str]]:
-        """What anybody can ask about others, now and as known at each commit."""
+        """All rows that reads return for other keys, now and as known at each commit."""
         found: dict[str, list[str]] = {}
         for node in self.nodes:
             told = [c for c in commits(f"{self.warehouse}/{node.name}") if ":" not in (c.run_id or "")]
@@ -97,7 +97,7 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """Most of the first orders and payments have a row without a match; then a payment comes late."""
+    """Most of the first orders and payments have a row without a match; then a late payment lands."""
     shop = Shop(tmp_path_factory.mktemp("shop"))
     shop.land(
         "0",
@@ -116,7 +116,8 @@ def shop(made: Path, tmp_path: Path) -> Shop:
 
 
 def require_explained(shop: Shop) -> None:
-    """The key says of which records a row is; what took one back is named, and matches it."""
+    """``explain`` names the records whose offsets a row's key has. For a row that was taken back, it
+    also names the record that caused this, and this record matches the row."""
     logs = {
         name: look_up(shop.warehouse, name, "log").sort_by("offset").to_pylist()
         for name in ("amended", "orders", "payments")
@@ -153,7 +154,7 @@ def test_made_anew_and_an_erased_key(shop: Shop, spark: SparkSession) -> None:
     ]
     assert shop.rows() == rows
     assert [shop.sum_of(k) for k in keys] == sums
-    # What has no match yet is known to the runs after it.
+    # Later runs still match the rows that have no match yet.
     shop.land("2", orders=[("dan", 6, 4)], payments=[("eve", 26, 11), ("fay", 27, 0.5)])
     shop.run(spark)
     head = AssetStore(shop.warehouse, shop.amended, spark).head()
@@ -169,7 +170,7 @@ def test_made_anew_and_an_erased_key(shop: Shop, spark: SparkSession) -> None:
     erase(shop.warehouse, shop.orders, spark, **about)
     assert shop.rows(ERIN) == set()
     assert shop.known() == before
-    # Her payment is there still, its row is not: what matches it takes nothing back.
+    # Her payment still exists, its row does not: an order that matches it takes no row back.
     shop.land("3", orders=[(ERIN, 5, 5)], payments=[("bob", 25, 2)])
     shop.run(spark)
     assert shop.rows() == {(ERIN, 5, 21), ("bob", 2, 25), *others}
@@ -182,9 +183,9 @@ def test_made_anew_and_an_erased_key(shop: Shop, spark: SparkSession) -> None:
     assert shop.findings(spark) == []
 
 
-@pytest.mark.endurance  # core/test_corrected_stream_join.py changes promises between runs at random
+@pytest.mark.endurance  # core/test_corrected_stream_join.py changes corrected_for at random
 def test_another_promise(shop: Shop, spark: SparkSession) -> None:
-    """A shorter one holds from its first run on; by a longer one what was final stays so."""
+    """A shorter ``corrected_for`` applies from its first run on; a longer one reopens no final rows."""
     with pytest.raises(
         StorageError, match=r"declared as stream keyed by .*'k'.*written as table keyed"
     ):
@@ -203,7 +204,7 @@ def test_another_promise(shop: Shop, spark: SparkSession) -> None:
     assert shop.rows() - alone == {("cyd", 4, 23), (ERIN, None, 24)}
     shop.land("2", orders=[("eve", 8, 12)], payments=[("bob", 25, 2), ("eve", 26, 10)])
     shop.run(spark, shop.orders, shop.payments, shop.joined(corrected_for=60 * MINUTE))
-    # That of bob is in time now, and was too late when his order's row became final.
+    # The payment of bob would be in time now, but the row of his order is already final.
     assert alone < shop.rows()
     assert shop.rows() - alone == {("cyd", 4, 23), (ERIN, None, 24), ("bob", None, 25), ("eve", 8, 26)}
     rows = look_up(shop.warehouse, "amended").to_pylist()

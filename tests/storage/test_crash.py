@@ -1,4 +1,4 @@
-"""Kill -9 at every step of the commit protocol, run again: as if nothing had happened."""
+"""After kill -9 at any step of the commit protocol, the next run leaves no trace of the killed one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_rows")]
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_POINTS = ["before:log", "during:view", "before:remove_staged_before"]
-# Points of an asset whose run shows most, and takes little; in endurance those of others.
+# Points in assets whose runs are short and show much; endurance tests kill other assets too.
 MADE_POINTS = [("corrected", "before:view"), ("counts", "during:stage_state")]
 MORE_SOURCE_POINTS = ["before:view"]
 MORE_POINTS = [
@@ -37,11 +37,11 @@ MADE = ("priced", "corrected", "counts")
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """The state before the disturbed run: one batch everywhere, and the second has landed."""
+    """The state before the killed run: each asset has one batch, and the second files have landed."""
     root = tmp_path_factory.mktemp("prepared")
     topology = Topology(root)
     land_first(topology)
-    # one that is corrected later, and one that a rate comes too late for
+    # an order whose row is corrected later, and one for which a rate comes too late
     topology.land("orders", "1b.jsonl", [("a", 8, 3.5), ("b", 9, 4.5)])
     for name in ("rates", "orders", "priced", "corrected", "counts"):
         topology.run(name, spark)
@@ -53,7 +53,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> P
 
 @pytest.fixture(scope="module")
 def rated(prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """The same where the table has taken its records: of what is derived a run is due."""
+    """The state after the second run of ``rates``: the derived assets have new input."""
     topology = _copy(prepared, tmp_path_factory.mktemp("rated"))
     topology.run("rates", spark)
     return topology.root
@@ -61,7 +61,7 @@ def rated(prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: Spark
 
 @pytest.fixture(scope="module")
 def finished(rated: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """The same after an undisturbed run of each derived asset."""
+    """The state after an undisturbed run of each derived asset."""
     topology = _copy(rated, tmp_path_factory.mktemp("finished"))
     for name in MADE:
         topology.run(name, spark)
@@ -86,12 +86,12 @@ def _copy(prepared: Path, target: Path) -> Topology:
 
 @dataclass
 class Killed:
-    """Copies of tables in which a run was killed, by its asset and point.
+    """Copies of the warehouse in each of which a run was killed, by asset and point.
 
     Args:
-        root: of the copies.
-        states: the tables before the run: of a source, of a derived asset, of an erase.
-        address: of a Spark server.
+        root: the directory of the copies.
+        states: the warehouse before a run of a source, before one of a derived asset, before an erase.
+        address: the address of a Spark Connect server.
     """
 
     root: Path
@@ -99,7 +99,7 @@ class Killed:
     address: str
 
     def at(self, asset: str, point: str) -> Topology:
-        if not self._place(asset, point).exists():  # of endurance
+        if not self._place(asset, point).exists():  # a point of an endurance test
             self.kill([(asset, point)])
         return Topology(self._place(asset, point))
 
@@ -107,8 +107,8 @@ class Killed:
         return self.root / f"{asset}-{point.replace(':', '-')}"
 
     def kill(self, cases: Sequence[tuple[str, str]]) -> None:
-        """While a file is written Spark dies, too, unless it is a server, which lives on: what it
-        writes when its client dies may be finished. Elsewhere it matters to nobody whether it dies."""
+        """Kills a run of each case. At ``during:view`` Spark is local and dies with the process: a
+        server would live on and might finish the file. At other points, both give the same result."""
         told = list[str]()
         for asset, point in cases:
             source, made, erased = self.states
@@ -134,7 +134,7 @@ def killed(
     tmp_path_factory: pytest.TempPathFactory,
     connect_server: ConnectServer,
 ) -> Killed:
-    """One process for all, which forks: to import everything takes longer than a run."""
+    """One process forks for all cases, because the imports take longer than a run."""
     states = prepared, rated, finished
     found = Killed(tmp_path_factory.mktemp("killed"), states, connect_server.address)
     sources = [("rates", point) for point in SOURCE_POINTS]
@@ -171,8 +171,8 @@ def test_a_killed_run_of_derived_assets_leaves_no_trace(
 def test_a_reader_repairs_what_a_dead_run_left(
     killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
-    """The table's run died right after its commit: quarantine and view lack the batch. The join that
-    comes next sees the committed table all the same."""
+    """The run of ``rates`` is killed right after its commit, so quarantine and view lack the batch. The
+    next run of the join reads the committed rows nevertheless."""
     topology = killed.at(*READ_AFTER)
     topology.run("priced", spark)
     assert topology.tables("priced", spark) == undisturbed["priced"]
@@ -183,7 +183,7 @@ def test_a_reader_repairs_what_a_dead_run_left(
 def test_a_killed_erase_goes_on(
     killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
-    """The log of the stream is without the key then, and nothing else is."""
+    """At the kill, only the log of the stream has lost the key. A second erase completes the first."""
     topology = killed.at(*ERASED)
     about: dict[str, Any] = {"key": ["b"], "reason": "asked to", "among": topology.nodes}
     done = erase(topology.warehouse, topology.orders, spark, **about)
@@ -200,7 +200,7 @@ def test_a_killed_erase_goes_on(
     assert topology.tables("corrected", spark)["view"] == others
 
 
-@pytest.mark.endurance  # each point is one of other assets
+@pytest.mark.endurance  # the tests above kill other assets at each of these points
 def test_a_killed_join_of_streams_leaves_no_trace(
     tmp_path: Path, spark: SparkSession, connect_server: ConnectServer
 ) -> None:
@@ -210,7 +210,7 @@ def test_a_killed_join_of_streams_leaves_no_trace(
     for name in ("orders", "payments", "amended"):
         topology.run(name, spark)
     land_second(topology)
-    # One whose match waits, one that will wait, two that are late, one in time.
+    # One payment has a waiting match, one will wait, two are late, one is in time.
     payments = [("b", 23, 5.5), ("z", 24, 16), ("a", 25, 1), ("b", 27, 9), ("c", 26, 15)]
     topology.land("payments", "2.jsonl", payments)
     for name in ("orders", "payments"):
@@ -226,7 +226,7 @@ def test_a_killed_join_of_streams_leaves_no_trace(
     killed.kill([("amended", point) for point in points])
     topology.run("amended", spark)
     undisturbed = topology.tables("amended", spark)
-    # The order of minute 1 had a row without a match, and a payment of its time has come.
+    # The order of minute 1 had a row without a match until a payment of its time came.
     ends = [(r["old"]["n"], r["cause"]["offset"]) for r in undisturbed["log"] if r["is_tombstone"]]
     assert ends == [(1, 4)]
     assert {row["_said"] for row in undisturbed["state"]} == {True, False}

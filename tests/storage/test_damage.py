@@ -1,5 +1,5 @@
-"""Damaged, lost and restored tables: no run goes on with a part of what it is to take, and what a
-message advises is tried as it is written."""
+"""Damaged, lost and restored tables: no run continues with only a part of its input. The tests follow
+the advice of each message literally."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def folder(topology: Topology, *parts: str) -> Path:
 
 
 def newest_file(table: Path) -> Path:
-    """A data file of the newest version of a table, of a view one with current rows."""
+    """The newest data file of a table's newest version; of a view, one with current rows."""
     places = [file.place for file in delta.files(str(table), wanted=delta.current)]
     return max((table / place for place in places), key=lambda path: path.stat().st_mtime)
 
@@ -100,7 +100,8 @@ def another(path: Path) -> None:
 def test_a_data_file_that_is_not_what_its_log_says(
     topology: Topology, spark: SparkSession, table: str
 ) -> None:
-    """Spark takes an empty one for no rows; of the others it tells in a Java stack."""
+    """Each reader names a damaged file and the way out, and no run commits. Spark alone would read an
+    empty file as no rows, and report the other damages as a Java stack trace."""
     topology.land("orders", "3.jsonl", [("a", 5, 8)])
     topology.run("orders", spark)
     file = newest_file(folder(topology, "rates" if table == "view" else "orders", table))
@@ -166,7 +167,8 @@ def test_a_consumed_file_list_that_is_damaged(topology: Topology, spark: SparkSe
 
 
 def test_a_base_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
-    """The rows of a truncated log are there and nowhere else, once the view is gone."""
+    """Without the view, only the base has the truncated rows of the log. Reads and runs name a damaged
+    file of the base."""
     rates = replace(topology.rates, log_retention=timedelta(0))
     assert truncate_logs(topology.warehouse, spark, [rates]) == {"rates": 4}
     shutil.rmtree(folder(topology, "rates", "view"))
@@ -192,7 +194,7 @@ def test_a_base_that_is_damaged(topology: Topology, spark: SparkSession) -> None
 def test_files_without_some_of_the_rows(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if Spark had lost rows, or computed them twice, between the gate and the files."""
+    """A run commits nothing if Spark loses rows, or computes them twice, between gate and files."""
     write_files = parquet._write_files  # pyright: ignore
     topology.land("orders", "3.jsonl", [("a", 5, 8), ("b", 6, 8)])
     for change in (lambda rows: rows.limit(1), lambda rows: rows.union(rows)):
@@ -211,7 +213,8 @@ def test_files_without_some_of_the_rows(
 def test_files_of_a_task_that_spark_has_not_committed(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a second attempt of a task leaves them that still runs as the job is done."""
+    """A second attempt of a task, which still runs when the job is done, leaves such files. Neither
+    runs nor reads take rows from them."""
     write_files = parquet._write_files  # pyright: ignore
     stage = AssetStore._stage  # pyright: ignore
     topology.land("rates", "3.jsonl", [("a", 7, 7), ("d", 6, 8), (None, 1, 1)])
@@ -248,7 +251,7 @@ def test_files_of_a_task_that_spark_has_not_committed(
         assert rows(topology, "rates", what) == rows(beside, "rates", what)
 
 
-# ---------------------------------------------------------------------------------- a backup put back
+# ----------------------------------------------------------------------------------- restored backups
 
 
 def put_back(topology: Topology, *names: str) -> None:
@@ -258,7 +261,7 @@ def put_back(topology: Topology, *names: str) -> None:
 
 
 def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkSession) -> None:
-    """What consumed it refuses, before and after it has as many batches and offsets again."""
+    """Consumers of a restored log refuse to run, even when it has as many batches and offsets again."""
     export = ExportRun(
         export_of(topology.orders, "log", str(topology.root / "x")), topology.warehouse, spark
     )
@@ -276,7 +279,7 @@ def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkS
     for consume in consumers:
         with pytest.raises(StorageError, match="its last batch is 1: the log was restored"):
             consume()
-    # Other records come under the same offsets.
+    # Other records get the same offsets.
     (topology.root / "orders" / "2.jsonl").unlink()
     (topology.root / "rates" / "2.jsonl").unlink()
     topology.land("orders", "3.jsonl", [("z", 3, 6), ("y", 4, 7)])
@@ -289,7 +292,7 @@ def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkS
                 consume()
         topology.land("orders", "4.jsonl", [("x", 3, 8)])
         topology.land("rates", "4.jsonl", [("x", 3, 8)])
-    # Each way out, as it is written.
+    # Each way out, as its message says.
     replay(topology.warehouse, topology.priced, "priced2", spark)
     swap(topology.warehouse, "priced", "priced2")
     assert topology.run("priced", spark).commit is None
@@ -311,7 +314,7 @@ def test_a_warehouse_that_was_put_back_goes_on(topology: Topology, spark: SparkS
 
 
 def test_a_view_and_a_quarantine_of_a_lost_log(topology: Topology, spark: SparkSession) -> None:
-    """The log alone is put back: the view is made anew, the quarantine has what the log's runs did."""
+    """Only the log is restored: the view is rebuilt, and the quarantine follows the log's runs."""
     wanted = rows(topology, "rates", "versions")
     for part in ("log", "attempts"):
         shutil.rmtree(folder(topology, "rates", part))
@@ -350,7 +353,7 @@ def test_a_view_and_a_quarantine_of_a_lost_log(topology: Topology, spark: SparkS
 def test_the_newest_commit_is_cut_off(
     topology: Topology, spark: SparkSession, name: str, lines: int
 ) -> None:
-    """After some whole lines; the advice is done as it is written."""
+    """The commit file ends after some whole lines. The advice of the message repairs the log."""
     wanted = {one: rows(topology, one) for one in NAMES}
     versions = rows(topology, "rates", "versions")
     table = folder(topology, name, "log")
@@ -374,7 +377,7 @@ def test_the_newest_commit_is_cut_off(
     topology.run(name, spark)
     assert rows(topology, name) == wanted[name]
     assert rows(topology, "rates", "versions") == versions
-    if name == "orders":  # of rates it looks into the view alone
+    if name == "orders":  # of rates it reads only the view
         with pytest.raises(StorageError, match="that batch was written by another run"):
             topology.run("priced", spark)
     topology.land(name, "3.jsonl", [("a", 9, 9)])
@@ -392,7 +395,7 @@ def test_the_newest_commit_of_a_view_is_cut_off(topology: Topology, spark: Spark
 
 
 def test_a_commit_of_another_format(topology: Topology, spark: SparkSession) -> None:
-    """Nothing of it is read or appended to; an asset that is moved away begins anew."""
+    """No run reads such a log or appends to it. Once the asset is moved away, a run starts it again."""
     log = folder(topology, "orders", "log")
     edit(log, 1, format=2, release="9.9.0")
     before = sorted(path.name for path in (log / "_delta_log").iterdir())
@@ -411,7 +414,7 @@ def test_a_commit_of_another_format(topology: Topology, spark: SparkSession) -> 
 
 
 def test_an_older_commit_that_has_lost_its_files(topology: Topology, spark: SparkSession) -> None:
-    """The log's rows are counted by its statistics, as far as the last commit says."""
+    """A reader compares the row counts of the log's statistics with the offsets of its last commit."""
     first = min((folder(topology, "orders", "log", "_delta_log")).glob("*.json"))
     lines = first.read_text().splitlines(keepends=True)
     first.write_text("".join(line for line in lines if not line.startswith('{"add"')))
@@ -421,13 +424,13 @@ def test_an_older_commit_that_has_lost_its_files(topology: Topology, spark: Spar
         topology.run("priced", spark)
 
 
-# ------------------------------------------------------------------------------ what comes between two
+# ------------------------------------------------------------------------------------ concurrent runs
 
 
 def test_a_run_that_slept_longer_than_maintenance_keeps(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files and attempt are looked for right before the commit."""
+    """Right before its commit, a run checks that its data files and its staged attempt still exist."""
     commit = parquet._commit  # pyright: ignore
     for what in ("files", "attempt"):
         topology.land("orders", f"{what}.jsonl", [("d", 7, 9)])
@@ -457,7 +460,7 @@ def test_a_run_that_slept_longer_than_maintenance_keeps(
 def test_a_rewrite_that_slept_longer_than_maintenance_keeps(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for a truncation and an erase: the next run needs what they stage."""
+    """A truncation and an erase check this too: the next run needs the data that they stage."""
     commit = parquet._commit  # pyright: ignore
     rates = replace(topology.rates, log_retention=timedelta(0))
     head = topology.store("rates", spark).head()
@@ -507,7 +510,7 @@ def test_a_log_that_is_exchanged_during_a_run(
     monkeypatch: pytest.MonkeyPatch,
     exchange: Callable[[Topology, SparkSession], None],
 ) -> None:
-    """The run's offsets are those of the other log."""
+    """Such a run commits nothing, because its offsets belong to the old log."""
     topology.land("orders", "3.jsonl", [("d", 5, 9)])
     read_records = Run.read
 
@@ -528,7 +531,7 @@ def test_a_log_that_is_exchanged_during_a_run(
 
 @pytest.fixture(scope="module")
 def made_twice(made: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """Beside ``rates`` is ``rates2``, of the same records and one more, in a single run."""
+    """``rates2`` has the records of ``rates`` and one more, from a single run."""
     root = shutil.copytree(made, tmp_path_factory.mktemp("twice") / "copy")
     topology = Topology(root)
     topology.land("rates", "3.jsonl", [("a", 3, 8)])
@@ -544,7 +547,8 @@ def twice(made_twice: Path, tmp_path: Path) -> Topology:
 def test_a_log_that_is_exchanged_during_a_read(
     twice: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions of one log mean other rows in the other one, which has been made in fewer runs."""
+    """A read returns rows of one log only. The same version has other rows in the other log, because
+    that has fewer runs."""
     topology = twice
     head_of = arrow_reader.head_of
 
@@ -559,7 +563,7 @@ def test_a_log_that_is_exchanged_during_a_read(
         monkeypatch.setattr(arrow_reader, "head_of", exchanged)
         found = read("rates", **asked)
         assert found.equals(read("rates", **asked)), what
-    head = exchanged(topology.warehouse, "rates")  # as one that notes what was read
+    head = exchanged(topology.warehouse, "rates")  # as a caller that stores which head it read
     with pytest.raises(ConcurrentRunError, match="swapped or restated during the read; read again"):
         arrow_reader.look_up(topology.warehouse, "rates", head=head)
 
@@ -588,7 +592,7 @@ def test_a_log_that_is_exchanged_during_a_read_by_spark(
 def test_an_input_that_is_exchanged_during_a_run(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run has pinned offsets of one log; versions of the other one mean other rows."""
+    """Such a run commits nothing: it has pinned versions and offsets of one log, not of the other."""
     topology.land("orders", "3.jsonl", [("d", 5, 9)])
     stores, files = stores_of(topology.warehouse, spark), [f"{n}.jsonl" for n in (1, 2, 3)]
     for name, runs in (("orders", [files]), ("at_once", [files]), ("alike", [[f] for f in files])):
@@ -616,7 +620,8 @@ def test_an_input_that_is_exchanged_during_a_run(
 def test_a_run_that_two_others_overtake(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have removed the state that it would continue from: nothing is to be restored."""
+    """The two runs have removed the state that the first would continue from. Its error says to run
+    again, not to restore anything."""
     topology.run("counts", spark)
     topology.land("orders", "3.jsonl", [("a", 5, 8)])
     topology.run("orders", spark)
@@ -641,7 +646,7 @@ def test_a_run_that_two_others_overtake(
 def test_a_version_that_is_removed_during_a_run(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the last step of an erase removes it."""
+    """A run stops if an erase removes a version that it reads; the next run consumes all records."""
     topology.land("orders", "3.jsonl", [("d", 5, 9)])
     topology.run("orders", spark)
     read_records = Run.read
@@ -663,7 +668,8 @@ def test_a_version_that_is_removed_during_a_run(
 
 
 def test_a_run_between_the_halves_of_an_exchange(topology: Topology, spark: SparkSession) -> None:
-    """It does not begin again from nothing, and what another program writes meanwhile stays apart."""
+    """A run between the two renames of a swap does not start from an empty table. A swap does not
+    overwrite a directory that another program creates in between."""
     wanted = rows(topology, "orders")
     replay(topology.warehouse, topology.orders, "orders2", spark)
     folder(topology, "orders").rename(folder(topology, "_orders.swap.orders2"))
@@ -691,7 +697,8 @@ def test_a_run_between_the_halves_of_an_exchange(topology: Topology, spark: Spar
 def test_another_run_begins_before_the_quarantine_is_there(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes up for the first, and goes on two batches: the first has committed, and says so."""
+    """The second process writes the first run's quarantine rows and two batches more. The first run
+    still reports its commit, and each quarantined row is written once."""
     topology.land("rates", "3.jsonl", [("d", 7, 9), (None, 3, 9)])
     commit = AssetStore.commit
 
@@ -706,7 +713,7 @@ def test_another_run_begins_before_the_quarantine_is_there(
     unpublished = AssetStore._unpublished  # pyright: ignore
 
     def late(store: AssetStore, head: Any) -> Any:
-        """The other one has looked, but not written, as this one looks."""
+        """Both processes check which batches lack quarantine rows, before either writes them."""
         found = unpublished(store, head)
         if not seen:
             seen.append(head)
@@ -761,7 +768,7 @@ def test_a_clock_that_was_ahead(
 
 
 def test_all_commits_are_gone_but_a_checkpoint(topology: Topology, spark: SparkSession) -> None:
-    """The asset has run: it does not begin again."""
+    """The checkpoint shows that the asset has run, so no run starts it from the beginning."""
     table = folder(topology, "orders", "log")
     DeltaTable(str(table)).create_checkpoint()
     for commit in (table / "_delta_log").glob("*.json"):
@@ -784,7 +791,7 @@ def test_all_commits_are_gone_but_a_checkpoint(topology: Topology, spark: SparkS
 def test_a_checkpoint_that_is_damaged(
     topology: Topology, spark: SparkSession, damage: Callable[[Path], None]
 ) -> None:
-    """All commits are there: the advice is to do without it."""
+    """All commits still exist, so the message advises to move the checkpoint away."""
     wanted = rows(topology, "rates", "versions")
     for part in ("log", "view"):
         table = folder(topology, "rates", part)
@@ -801,11 +808,11 @@ def test_a_checkpoint_that_is_damaged(
 
 
 class Canceled(BaseException):
-    """As Dagster's ``DagsterExecutionInterruptedError``, no ``KeyboardInterrupt``."""
+    """Like Dagster's ``DagsterExecutionInterruptedError``, not a ``KeyboardInterrupt``."""
 
 
 def test_a_call_that_is_canceled(spark: Any) -> None:
-    """What the JVM answers to it is not taken for the answer to the next call."""
+    """The JVM's late answer to a canceled call is not taken as the answer to the next call."""
 
     def cancel(*_: object) -> None:
         raise Canceled

@@ -1,4 +1,4 @@
-"""Two logs of a table are compared at the times that were read: what differs is found, no more."""
+"""A comparison of two logs finds exactly those read times at which the logs give different rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TYPES = {"n": pa.int32(), "price": pa.float64(), "tags": pa.list_(pa.string()), 
 
 
 def write(warehouse: Path, name: str, records: list[dict[str, Any]], columns: list[str]) -> None:
-    """A log of two partitions, without a view."""
+    """Writes a log of two partitions, without a view."""
     offsets, stream_time = dict[int, int](), dict[int, int]()
     for row in records:
         home = ord(row["k"]) % 2
@@ -59,7 +59,7 @@ def write(warehouse: Path, name: str, records: list[dict[str, Any]], columns: li
 
 
 def answer(warehouse: Path, name: str, moment: int) -> list[str]:
-    """What a read as of a time gives, but for where its rows stand in the log."""
+    """The rows of a read as of a time, without their partition and offset."""
     rows = look_up(str(warehouse), name, as_of=in_utc(moment), partial=True).to_pylist()
     own = ("k", "n", "price", "tags", "more", "valid_from")
     return sorted(

@@ -1,4 +1,5 @@
-"""A key is gone from every file, nobody else's answers change, and what was interrupted goes on."""
+"""An erase removes a key from every file, and changes no read of other keys; a second erase completes
+an interrupted one."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def schema(*names: str) -> StructType:
 
 
 class Shop:
-    """Customers and what is derived from them and their orders, under their key and under others."""
+    """Customers, their orders and items, and assets derived from them, with the same or another key."""
 
     def __init__(self, root: Path, **customers: Any) -> None:
         self.root, self.warehouse = root, str(root / "warehouse")
@@ -107,7 +108,7 @@ class Shop:
         (folder / file).write_text("\n".join(lines) + "\n")
 
     def land_some(self, chance: random.Random, place: int) -> None:
-        """Records at random: out of order, late, deleted, of everybody."""
+        """Lands random records of all customers: out of order, late, and deletions."""
         who = [ERIN, *OTHERS]
 
         def moment() -> float:
@@ -126,7 +127,7 @@ class Shop:
                 }
                 for c, name in people
             ]
-            # one that is late, and one with nothing to say whose it is
+            # one that is late, and one with a null key
             + [{"customer": ERIN, "name": NAME, "city": "rome", "timestamp": -600}] * (place > 0)
             + [{"customer": None, "name": "nobody", "city": "rome", "timestamp": 1}],
         )
@@ -146,7 +147,7 @@ class Shop:
         return erase(self.warehouse, node, spark, **about)
 
     def answers(self) -> dict[str, list[Any]]:
-        """All that anybody can ask of the tables about others, now and as known at each commit."""
+        """All rows that reads of the tables return for others, now and as known at each commit."""
         found: dict[str, list[Any]] = {}
         for node in self.nodes:
             when = [c.recorded_at for c in commits(f"{self.warehouse}/{node.name}") if not _erase(c)]
@@ -175,12 +176,12 @@ def _of_others(rows: pa.Table) -> list[Any]:
     found = [row for row in rows.to_pylist() if all(row[c] not in (ERIN, None) for c in whose)]
     for row in found:
         if isinstance(row.get("old"), dict) and row["old"].get("owner") in (ERIN, None):
-            row["old"] = None  # of an item that was hers before
+            row["old"] = None  # the item was hers before
     return sorted(map(repr, found))
 
 
 def left(folder: Path, *without: str) -> list[str]:
-    """The files below a folder that have the key or a value of hers, as bytes or in what they hold."""
+    """The files below a folder that contain the key or a value of hers, as bytes or after decoding."""
     found: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         place = str(path.relative_to(folder))
@@ -203,7 +204,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
     shop.run(spark)
     shop.land_some(chance, 1)
     shop.run(spark, shop.customers, shop.orders, shop.items)
-    # statistics of a compacted file name the key
+    # the statistics of a compacted file contain the key
     DeltaTable(f"{shop.warehouse}/customers/quarantine").optimize.compact()
     return shop
 
@@ -222,10 +223,10 @@ def _copy(made: Shop, root: Path) -> Shop:
 
 @dataclass
 class Erased:
-    """After an erase of a customer.
+    """The shop after an erase of a customer.
 
     Args:
-        before: what was answered about others before it, and ``exported``, by export.
+        before: the answers about others before the erase; ``exported``: their rows, by export.
     """
 
     shop: Shop
@@ -278,7 +279,7 @@ def test_the_certificate(erased: Erased, spark: SparkSession) -> None:
     with pytest.raises(StorageError, match="got none of"):
         restate(shop.warehouse, shop.customers, EPOCH, spark, (), lines.append, dry_run=True)
     assert re.match(r"! customers: \d+ rows were erased .* they come back", lines[0])
-    # again: nothing to do, and it says so
+    # a second erase finds no rows, and its certificate says so
     again = shop.erase(spark, shop.customers)
     assert again.id != done.id
     assert {one.erased for one in again.searched.values()} == {0}
@@ -301,7 +302,7 @@ def test_no_byte_is_left_and_nobody_else_notices(erased: Erased, spark: SparkSes
         assert ExportRun(export, shop.warehouse, spark).run() is None
     assert shop.answers() == erased.before
     assert shop.findings(spark, shop.customers, shop.orders, shop.items, shop.cities) == []
-    # what had not been taken when she went is taken without her, and the accounts still hold
+    # runs consume the rest of the input without her records, and the record counts still add up
     behind = (shop.placed, shop.owned, shop.hourly)
     shop.run(spark, *behind)
     assert shop.findings(spark, *behind) == []
@@ -326,7 +327,7 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     ]
     for export in exports:
         ExportRun(export, shop.warehouse, spark).run()
-    # Its view is behind its log, which has one more of hers.
+    # The view of this table is behind its log, which has one more record of hers.
     late = Shop(shop.root, freshness=timedelta(days=1))
     records = [{"customer": c, "name": NAME, "city": "bern", "timestamp": 50} for c in (ERIN, "bob")]
     shop.land("customers", "2.jsonl", records)
@@ -348,7 +349,7 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     assert [*told.searched] == [*done.searched]
     assert told.searched["customers/view"].files is None
     assert done.searched["customers/log"].erased > told.searched["customers/view"].erased > 0
-    # What readers find there; in its files what has expired may lie besides.
+    # The dry run counts the rows that readers see; the files may have expired rows besides.
     view, stored = (one.searched.pop("customers/view") for one in (told, done))
     assert view.rows <= stored.rows
     assert view.erased <= stored.erased
@@ -358,7 +359,7 @@ def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSessio
     for name in ("kept", "elsewhere", "unreachable"):
         assert getattr(told, name) == getattr(done, name)
     assert told.elsewhere
-    # What is published is no table of its own; the certificate names the topic, and no key.
+    # The published topic counts as no table; the certificate names the topic, and no key.
     (topic,) = [line for line in told.unreachable if line.startswith("the topic ")]
     assert topic.startswith(
         "the topic people, to which customers_to_kafka has published customers up to its offsets "
@@ -399,7 +400,7 @@ def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.
 
         return call
 
-    # after the commit of the log, of one more; after attempts are gone; after a log was cleaned
+    # after the commit of one log, of another; after attempts were removed; after a log was purged
     for place in (0, 1, 2, 4):
         with monkeypatch.context() as patch:
             steps = iter(range(100))
@@ -429,7 +430,7 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
     shop.erase(spark, shop.orders)
     with pytest.raises(ConcurrentRunError, match="a key was erased during this run"):
         run.commit(results)
-    # and the other way round: the erase is refused, and can be made again
+    # if the run commits first, the erase is refused, and can be repeated
     shop.land("orders", "9.jsonl", [{"customer": "ada", "note": "late", "timestamp": 70}])
     find = rewrite.find
 
@@ -450,7 +451,8 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
 def test_not_beside_the_first_run_of_a_consumer(
     shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its log is not there to be searched, and its rows are already written as the key is erased."""
+    """The consumer has no log to search yet, but has written rows with the key before the erase. So the
+    consumer's commit is refused."""
     for name in ("placed", "owned", "cities", "hourly"):
         shutil.rmtree(f"{shop.warehouse}/{name}")
     to, commit, find = str(shop.root / "versions"), parquet._commit, rewrite.find  # pyright: ignore
@@ -464,7 +466,7 @@ def test_not_beside_the_first_run_of_a_consumer(
     runs = [consume, export.run, training.run]
 
     def erased(path: str, *rest: Any) -> None:
-        """As one run is about to commit the next one begins, and as all are the key is erased."""
+        """Starts the next run before each run commits; when all are about to commit, erases the key."""
         if runs:
             refused()
         else:
@@ -485,7 +487,7 @@ def test_not_beside_the_first_run_of_a_consumer(
     export.run()
     assert NAME not in repr(pl.read_delta(to).rows())
 
-    # One that commits after an erase was planned is searched as well.
+    # A consumer that first commits after the erase was planned is searched as well.
     def consumed(*args: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(rewrite, "find", find)
@@ -554,7 +556,7 @@ def test_what_statistics_name(shop: Shop, spark: SparkSession) -> None:
     for one, count in ((key, 2), (Key({"customer": StringType()}, None, "customer like 'erin%'"), 2)):
         assert in_statistics(spark, to, one, {"customer": "id"}) == count
     assert in_statistics(spark, to, Key(key.types, ("erin",)), {"customer": "id"}) == 0
-    # of a long text Delta has the beginning
+    # Delta's statistics have only the beginning of a long text
     shutil.rmtree(to)
     spark.createDataFrame([("x" * 40,), ("y",)], "id string").write.format("delta").save(to)
     assert in_statistics(spark, to, Key(key.types, ("x" * 40,)), {"customer": "id"}) > 0

@@ -1,5 +1,5 @@
-"""Tables of other kinds, erased, exported and made anew: with ``new_version_on``, and with a snapshot
-to start with. Nobody else's answers change."""
+"""Erases, exports and restates of tables with ``new_version_on`` or with a snapshot to start with. They
+do not change the rows of other keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WHAT = ("log", "current", "versions")
 
 
 def answers(warehouse: str, node: Stream, spark: SparkSession) -> dict[str, list[str]]:
-    """All that can be asked about keys other than ``a``, now and as known then."""
+    """All rows that reads return for keys other than ``a``, now and as known at each run."""
     runs = [c for c in commits(f"{warehouse}/{node.name}") if not (c.run_id or "").startswith("erase:")]
     store, found = AssetStore(warehouse, node, spark), dict[str, list[str]]()
     for known in (None, *(in_utc(c.recorded_at) for c in runs)):
@@ -76,7 +76,8 @@ def exported(to: str) -> list[str]:
 
 
 def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) -> None:
-    """Exported as they are read, and erased: of others each answer stays, then and now."""
+    """Exports equal what reads return. An erase changes no read of other keys, also as known at an
+    earlier time."""
     live = Live(tmp_path, spark)
     accounts, b, c = live.table(), {"k": "b"}, {"k": "c"}
     kept = Materialized(history_retention=timedelta(hours=1))
@@ -101,7 +102,7 @@ def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) ->
             assert exported(export.to) == there != []
 
     run(1, change("x", 0, 10), change("x", 1, 20), change("x", 2, 30, **b), change("x", 3, 40, **b))
-    # Late: one comes between two that repeat, one before them, and a deletion.
+    # Out of order: a change between two equal rows, one before them, and a deletion.
     late = [change("z", 4, 35, **b), change("y", 5, 15), change("x", 6, 5, **b), change("w", 7, 1, **c)]
     run(2, *late, change("x", 8, 50, **b), {"k": "c", "timestamp": at(9)}, change("x", 9, 25))
     for one in exports:
@@ -120,7 +121,7 @@ def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) ->
         assert look_up(live.warehouse, node.name, "log", key="a").num_rows == 0
         assert failed(stores(node)) == []
     assert [one.run() for one in exports] == [None] * len(exports)
-    # What comes then, also of the key that was erased, is put as if nothing had been.
+    # Later records, also of the erased key, are put as if there had been no erase.
     run(3, change("z", 9, 36, **b), change("x", 1, 12))
     versions = live.versions(accounts)
     assert [v[:3] for v in versions if v[2] == 12] == [("x", 1, 12)]
@@ -137,7 +138,7 @@ def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) ->
 @pytest.mark.endurance  # test_restate.py restates a join, test_new_version_on.py joins such tables
 @pytest.mark.parametrize("name", ["joined", "names"])
 def test_what_is_made_of_them_is_restated(spark: SparkSession, tmp_path: Path, name: str) -> None:
-    """A join, and a table of its own, take in what came late, as a replay does."""
+    """A restate of a join or a derived table includes records that came late, as a replay does."""
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()
     kept = Materialized(history_retention=timedelta(hours=1))
@@ -192,7 +193,7 @@ def test_what_if_takes_the_snapshot_again(started: Accounts) -> None:
     table, spark = started.table, started.spark
     warehouse = str(started.root / "warehouse")
     there = set(started.root.rglob("*"))
-    # After all changes: that of b at 8, which came after the snapshot, covers b's row there.
+    # A replay takes the snapshot after all changes: b's change at 8 replaces b's row of the snapshot.
     same = what_if(warehouse, replace(table, history_retention=timedelta(days=2)), spark)
     assert (same.added, same.removed, same.changed, same.keys) == (0, 1, 1, 1)
     assert same.rows_before == len(started.versions()) == same.rows_after + 1
@@ -201,7 +202,7 @@ def test_what_if_takes_the_snapshot_again(started: Accounts) -> None:
 
 @pytest.mark.endurance  # a replay of changes alone, as in test_what_if.py
 def test_what_if_without_the_snapshot(started: Accounts) -> None:
-    """What only the snapshot said of a and d is gone, too."""
+    """Versions of ``a`` and ``d`` that come only from the snapshot count as removed too."""
     table, spark = started.table, started.spark
     warehouse = str(started.root / "warehouse")
     there = set(started.root.rglob("*"))
@@ -225,7 +226,7 @@ def test_of_a_snapshot_to_start_with_it_is_told_where_it_is(started: Accounts) -
     assert "2.jsonl (1 rows)" in files[0]
     assert answers(warehouse, table, spark) == before
     assert failed(started.store()) == []
-    # It is not taken again, and a key of it goes on.
+    # The snapshot is not consumed again, and its keys take later changes.
     assert started.take() == {}
     started.land("3", ("d", 21, "d21"))
     assert started.take()["in"] == 1
@@ -235,7 +236,7 @@ def test_of_a_snapshot_to_start_with_it_is_told_where_it_is(started: Accounts) -
 
 
 def stream_of(tmp_path: Path, spark: SparkSession, name: str, kind: DataType, *values: Any) -> Stream:
-    """A stream with these keys, and a record that is not one."""
+    """A stream with records of these keys, and one record that goes to quarantine."""
     (tmp_path / name).mkdir()
     lines = [json.dumps({"id": v, "at": "2024-01-01T00:00:00Z"}) for v in values]
     lines.append(json.dumps({"id": values[0], "at": "never"}))
@@ -248,7 +249,7 @@ def stream_of(tmp_path: Path, spark: SparkSession, name: str, kind: DataType, *v
 
 
 def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, tmp_path: Path) -> None:
-    """The search for other places of the key compares what has another type as text."""
+    """The search for the key in other tables compares columns of another type as text."""
     numbers = stream_of(tmp_path, spark, "numbers", LongType(), 7, 8)
     stream_of(tmp_path, spark, "texts", StringType(), "A-7", "7", "7")
     stream_of(tmp_path, spark, "days", DateType(), "2024-01-07")
@@ -260,7 +261,7 @@ def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, t
 
 
 def test_keys_that_are_no_plain_literals(spark: SparkSession, tmp_path: Path) -> None:
-    """A record in quarantine has the key as its source wrote it."""
+    """A record in quarantine has the key as its source wrote it. The erase finds it there too."""
     warehouse = str(tmp_path / "warehouse")
 
     def rejected(node: Stream) -> int:

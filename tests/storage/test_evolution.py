@@ -1,4 +1,4 @@
-"""Which columns a live table may have next: what is followed, and each refusal in words. No Spark."""
+"""Changes of a live table's columns: which it follows, and the message of each refusal. No Spark."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LONGER = {
 
 
 def test_which_types_are_longer_ones() -> None:
-    """Of all pairs these and no others."""
+    """Of all pairs of types, only those in ``LONGER`` are widened."""
     found = {(a.simpleString(), b.simpleString()) for a in KINDS for b in KINDS if widens(a, b)}
     assert found == LONGER
 
@@ -71,7 +71,7 @@ def test_what_is_followed() -> None:
 
 
 def test_nothing_changes() -> None:
-    """Neither by another order nor by what may be null, within a type either."""
+    """Another order of columns or another nullability is no change, also within an array."""
     then = columns(a=ArrayType(StringType()), n=IntegerType())
     now = StructType([StructField("n", IntegerType(), False)])
     now = now.add("a", ArrayType(StringType(), containsNull=False), False)
@@ -82,7 +82,7 @@ def test_nothing_changes() -> None:
 
 
 def test_a_column_comes_back() -> None:
-    """What was left out before is no news; declared again it is what it was."""
+    """A column that is left out is not reported twice. If it comes back, it must have its old type."""
     then = columns(k=StringType(), gone=IntegerType())
     assert not evolve(then, columns(k=StringType()), declared=["k"]).summary
     assert not evolve(then, then, declared=["k"]).summary
@@ -135,21 +135,21 @@ def test_other_types_are_refused(then: DataType, now: DataType) -> None:
 
 
 def test_old_is_refused_once() -> None:
-    """The row before has the same columns: what is wrong with one is said once."""
+    """``old`` has the same columns as the row, so a refused column is named once."""
     then = columns(n=LongType(), old=columns(n=LongType()))
     now = columns(n=IntegerType(), old=columns(n=IntegerType()))
     assert evolve(then, now).refused == ("n: bigint -> int",)
 
 
 def test_what_inputs_give_is_no_rename() -> None:
-    """Two changes of an input may come to its consumer at once."""
+    """A consumer may see two changes of its input at once: one column is missing, another is new."""
     then, now = columns(k=StringType(), a=DateType()), columns(k=StringType(), b=DateType())
     assert evolve(then, now).refused
     assert not evolve(then, now, derived=True).refused
 
 
 def test_two_things_are_not_a_rename() -> None:
-    """Of different types: one column left out, and another one added."""
+    """A missing and a new column of different types are one dropped and one added column."""
     found = evolve(columns(k=StringType(), n=IntegerType()), columns(k=StringType(), s=BooleanType()))
     assert not found.refused
     assert (found.dropped, found.added) == (("n",), ("s",))

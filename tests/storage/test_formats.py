@@ -1,5 +1,5 @@
-"""What the bytes of messages mean. The schema registry is a small HTTP server in this process that
-gives recorded answers of Confluent's API; Avro bytes are Spark's, Protobuf's are Google's."""
+"""How each format decodes the bytes of messages. The schema registry is a small HTTP server in this
+process with recorded answers of Confluent's API. Spark encodes Avro, Google's library Protobuf."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ AT = datetime(2024, 5, 1, 12, 0, 0, 250_000)
 
 
 Asked = tuple[Format, Sequence[bytes], StructType]
-"""A format, messages, and the columns to make of them."""
+"""A format, messages, and the columns to decode from them."""
 _SENT = "n int, i int, m binary"
 
 
 def decoded(
     spark: SparkSession, format_: Format, messages: Sequence[bytes], wanted: StructType = WANTED
 ) -> list[dict[str, Any]]:
-    """What a format makes of each message; ``reason`` alone where it cannot be read."""
+    """The values that a format decodes from each message; only ``reason`` if it cannot be read."""
     return each_decoded(spark, (format_, messages, wanted))[0]
 
 
 def each_decoded(spark: SparkSession, *asked: Asked) -> list[list[dict[str, Any]]]:
-    """The same of several formats in one query: each reads the messages of all."""
+    """The same for several formats in one query, in which each format reads the messages of all."""
     messages = [
         (n, i, bytearray(m)) for n, (_, some, _) in enumerate(asked) for i, m in enumerate(some)
     ]
@@ -137,7 +137,7 @@ def registry() -> Iterator[str]:
 
 
 NAMED = ['{"x": 1, "z": 2}', "{}", '{"z": 1}', '{"x": 1, "x": 2}', '{"x": 1, "Y": 2}']
-"""Objects in an object: good ones, two without wanted fields; a field twice, in another case."""
+"""Nested objects: good ones, two without the wanted fields, a field twice, a field in another case."""
 
 
 def test_json(spark: SparkSession) -> None:
@@ -170,7 +170,7 @@ def test_json(spark: SparkSession) -> None:
 
 
 class WithoutPattern(Json):
-    """Reads each object as one that is not as most are."""
+    """Reads each object without the pattern that fits most objects."""
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = self.text(message)
@@ -192,7 +192,7 @@ TOKENS = [
 
 
 def test_json_by_pattern(spark: SparkSession) -> None:
-    """An object as most are is read by a pattern: to the same values as any other."""
+    """Most objects are read by a pattern, with the same values and reasons as by the general reader."""
     kinds = ["integer", "string", "timestamp", "decimal(6,2)", "double", "boolean", "binary", "date"]
     wanted = StructType()
     for name, kind in zip(USUAL, [*kinds, "string"], strict=True):
@@ -271,7 +271,7 @@ def test_decimals_are_not_rounded(spark: SparkSession) -> None:
 
 
 def test_avro(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
-    """A row of nulls is a row, garbage is not."""
+    """A record whose fields are all null is a row; other bytes are unreadable."""
     nothing = {
         "type": "record",
         "name": "N",
@@ -288,7 +288,7 @@ def test_avro(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
     ]
     key = StructType().add("id", "string")
     assert decoded(spark, Avro('"string"'), [b"\x06abc"], key) == [{"id": "abc"}]
-    # Of a message with another schema, or in a frame, the first values would be read.
+    # Avro alone would read the first values of a framed message, or of one with another schema.
     bad = {"reason": "unreadable"}
     odd = [framed(3, orders[0]), orders[0] + b"x", orders[0] + orders[0], orders[0][:-1], b""]
     assert decoded(spark, Avro(json.dumps(V1)), odd) == [bad] * 5
@@ -323,8 +323,8 @@ def test_avro_fills_in_what_is_newer(
 
 
 def test_avro_fields_have_other_names(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
-    """By the aliases of the newest schema or the message's own; and what a column cannot have is no
-    value that it has."""
+    """Fields are found by the aliases of the newest schema or of the message's own. A value that
+    does not fit its column is unreadable."""
     later = {**V2, "fields": [{"name": "hue", "type": "string", "default": "", "aliases": ["colour"]}]}
     made = avro(spark, later, "'blue' as hue")
     with Registry() as other:
@@ -342,7 +342,7 @@ def test_avro_fields_have_other_names(spark: SparkSession, orders: tuple[bytes, 
 
 
 def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client asks again after seconds
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client retries after seconds
     with pytest.raises(SourceError, match=r"the schema registry at http://127\.\S+ did not answer"):
         SchemaRegistry("http://127.0.0.1:9").schemas("orders-value")
 
@@ -377,7 +377,7 @@ def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
     assert decoded(spark, plain, [sent, b"\x0a\xff", *others], wanted) == [row, bad, bad, bad, row]
     (said,) = plain.misfits(StructType().add("id", "long").add("Tags", ArrayType(StringType())))
     assert said == "Tags is named 'tags', expected the same case"
-    # message indexes: [0] is a single zero; [1, 0] is their number and each of them, all doubled
+    # message indexes: [0] is one zero byte; [1, 0] is their number and each index, all doubled (zigzag)
     messages = [framed(5, b"\x00" + sent), framed(5, b"\x04\x02\x00" + sent), sent]
     assert decoded(spark, Protobuf(str(path), "shop.Order", framed=True), messages, wanted) == [
         row,
@@ -415,7 +415,7 @@ def test_debezium_json(spark: SparkSession) -> None:
 
 
 def test_debezium_avro(spark: SparkSession) -> None:
-    """Debezium names the row's schema once, in ``before``, and refers to it in ``after``."""
+    """Debezium defines the row's schema once, in ``before``, and refers to it by name in ``after``."""
     row = {
         "type": "record",
         "name": "Value",
@@ -448,7 +448,7 @@ def test_debezium_avro(spark: SparkSession) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
-    """Its envelope in values and keys, with the names that its schema has for times and decimals."""
+    """Connect's envelope is read; its schema names the types of times and decimals."""
     wanted = StructType().add("id", "long").add("at", "timestamp").add("day", "date")
     wanted = wanted.add("d", "decimal(9,2)")
     fields = [
@@ -481,7 +481,7 @@ def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_decimals_of_connect_in_other_columns(spark: SparkSession) -> None:
-    """The number, as Avro gives it, and not the base64 of its bytes."""
+    """A column of another type gets the number, as it does from Avro, not the base64 of its bytes."""
     numbers = [(570, 3), (-150, 2), (0, 2), (5, 2), (-7, 0), (12, -2), (2**100, 5)]
     texts = ["0.570", "-1.50", "0.00", "0.05", "-7", "1200", "12676506002282294014967032.05376"]
     names = [f"d{n}" for n in range(len(numbers))]
@@ -516,7 +516,7 @@ def test_decimals_of_connect_in_other_columns(spark: SparkSession) -> None:
 
 
 def test_json_keys(spark: SparkSession) -> None:
-    """A key is often a value and no object."""
+    """A JSON key is often a plain value, not an object."""
     text, bad = StructType().add("id", "string"), {"reason": "unreadable"}
     keys = [b'"apple"', b"1.10", b'{"id": "apple"}', b'{"schema": {}, "payload": "apple"}']
     keys += [b'{"schema": {}, "payload": {"id": "apple"}}', b'"a", "x": 1', b'{"x": 1}', b"apple"]
@@ -593,7 +593,7 @@ def test_values_that_debezium_does_not_send(spark: SparkSession) -> None:
 
 
 def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
-    """In streams, plain tables and with a tie-break there is nothing to keep it from."""
+    """In streams, plain tables and tables with a tie-break, such a record is unreadable."""
     schema = StructType().add("id", "long").add("t", "string").add("n", "long")
     source = KafkaSource(KafkaCluster("localhost:1"), "x", value=Debezium())
     about: Any = {"key": "id", "schema": schema, "source": source}
@@ -610,7 +610,7 @@ def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
 
 
 def test_avro_within_arrays_maps_and_unions(spark: SparkSession) -> None:
-    """By name at any depth: fields in another order, left out, or new."""
+    """Fields are matched by name at any depth: in another order, left out, or new."""
     item = {"type": "record", "name": "Item", "fields": [
         {"name": "sku", "type": "string"}, {"name": "label", "type": "string"}]}  # fmt: skip
     fields = [
@@ -651,8 +651,8 @@ def test_avro_within_arrays_maps_and_unions(spark: SparkSession) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_avro_bytes_and_texts(spark: SparkSession) -> None:
-    """A decimal of more digits than Spark's is read: Connect declares 64. Bytes of another logical
-    type, and bytes that are not UTF-8, are no text."""
+    """A decimal declared with more digits than Spark's is read: Connect declares 64. Bytes of another
+    logical type, and bytes that are not UTF-8, are no text."""
     number = {"type": "bytes", "logicalType": "decimal", "precision": 64, "scale": 2}
     identity = {"type": "fixed", "name": "Id", "size": 2, "logicalType": "uuid"}
     kinds = {"d": number, "s": number, "id": identity, "name": "string"}
@@ -729,7 +729,7 @@ def test_protobuf_values_of_google(spark: SparkSession, tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_message_is_read_once(spark: SparkSession, value: Format, reader: str) -> None:
-    """However many columns and reasons are made of it: reading is what a run spends its time with."""
+    """The plan parses a message once for all columns: parsing takes most of a run's time."""
     source = KafkaSource(KafkaCluster("localhost:1"), "orders", value=value)
     rows = source.read(spark, {"orders": {0: (0, 9)}}, key=["id"], schema=WANTED)
     frame: Any = rows

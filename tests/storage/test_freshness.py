@@ -1,4 +1,4 @@
-"""A view is a checkpoint of its log: it may be behind, and whoever reads gets what was committed."""
+"""A view is a checkpoint of its log: it may be behind, but readers see all committed rows."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of a few rows is as one of many millions: too large to be written by each run."""
+    """Treats a small table as one of many millions of rows, whose view is not written by each run."""
     monkeypatch.setattr(view, "EACH_RUN", 0)
 
 
 def declared(topology: Topology, **more: Any) -> Topology:
-    """The same with another table."""
+    """The topology with ``rates`` declared otherwise."""
     topology.rates = replace(topology.rates, **more)
     topology.priced = topology.orders.left_join(
         topology.rates, name="priced", select=["left.*", "right.n as rate"]
@@ -44,7 +44,7 @@ def declared(topology: Topology, **more: Any) -> Topology:
 
 
 def of_batch(store: AssetStore) -> int:
-    """The batch that the view's own document says."""
+    """The batch in the document of the view."""
     base = store._view.base()
     assert base is not None
     return base.checkpoint.batch
@@ -56,14 +56,14 @@ def rows_of(store: AssetStore, what: str, as_of: str | None = None) -> list[Any]
 
 
 def everything(store: AssetStore) -> list[list[Any]]:
-    """All that one can read of a versioned table."""
+    """All rows that reads of a versioned table return, also as of some times."""
     times = [f"2020-01-01T00:{minute:02}:00Z" for minute in (0, 3, 7, 12)]
     return [rows_of(store, "versions"), *(rows_of(store, "current", time) for time in (None, *times))]
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """Thirty keys at once; two of them have landed again."""
+    """One run of thirty keys; a second file, with two of these keys, has landed."""
     topology = Topology(tmp_path_factory.mktemp("begun"))
     topology.land("rates", "0.jsonl", [(f"k{i}", i, 1) for i in range(30)])
     topology.run("rates", spark)
@@ -77,14 +77,14 @@ def one_run(begun: Path, tmp_path: Path) -> Topology:
 
 
 def grown(topology: Topology, spark: SparkSession) -> AssetStore:
-    """The two of them in a run of their own."""
+    """Runs the second file, and returns the store."""
     topology.run("rates", spark)
     return topology.store("rates", spark)
 
 
 @pytest.fixture(scope="module")
 def made(begun: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """Of a large table: its view is that of the first run."""
+    """After the second run of a table that counts as large: its view is that of the first run."""
     root = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "copy")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(view, "EACH_RUN", 0)
@@ -105,7 +105,7 @@ def test_readers_fold_the_tail_of_the_log(behind: Topology, spark: SparkSession)
     topology, store = behind, behind.store("rates", spark)
     assert of_batch(store) == 1
     found = everything(store)
-    # a run of its own, a join, checks and the quarantine see the same
+    # the table's next run, a join, checks and the quarantine see the same rows
     topology.land("rates", "2.jsonl", [("k4", 7, 5.5), ("k5", 8, 8)])
     topology.run("rates", spark)
     topology.land("orders", "0.jsonl", [("k3", 1, 4), ("k4", 2, 6), ("k3", 3, 5), ("k5", 4, 20)])
@@ -122,7 +122,7 @@ def test_readers_fold_the_tail_of_the_log(behind: Topology, spark: SparkSession)
     assert quarantine is not None
     assert quarantine.count() == 1
     assert [one.name for one in audit(store) if not one.passed] == []
-    # and what they see is what the whole log makes
+    # these rows equal a rebuild from the whole log
     now = everything(store)
     assert now != found
     store.rebuild_view()
@@ -139,7 +139,7 @@ def test_reading_writes_nothing(behind: Topology, spark: SparkSession) -> None:
 
 
 def test_other_engines_read_the_checkpoint(behind: Topology, spark: SparkSession) -> None:
-    """Its document says up to where it is."""
+    """Other engines read the view of an earlier batch; its document names that batch."""
     store = behind.store("rates", spark)
     by_polars = pl.read_delta(store.view_path).filter(pl.col("valid_to").is_null())
     assert dict(zip(by_polars["k"], by_polars["n"], strict=True)) == {f"k{i}": i for i in range(30)}
@@ -153,7 +153,7 @@ def test_other_engines_read_the_checkpoint(behind: Topology, spark: SparkSession
 
 
 def is_due(topology: Topology, spark: SparkSession, rows: int = 0) -> bool:
-    """Whether a run writes the view, which is a batch behind, after so many rows more."""
+    """Whether a run that adds this number of rows writes the view, which is a batch behind."""
     store = topology.store("rates", spark)
     head = store.head()
     assert head is not None
@@ -187,8 +187,8 @@ def test_many_batches_are_folded(
 def test_any_tail_gives_what_the_whole_log_makes(
     tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of order into any segment, replaced, deleted and expired, over several batches; as of times
-    that need only a part of the history; with many rows and with few."""
+    """A view and the log rows after it give what a rebuild gives. Records of several batches are out of
+    order in any segment, replaced, deleted or expired. Reads need all or a part of the history."""
     monkeypatch.setattr(view, "SEGMENT_ROWS", 6)
     monkeypatch.setattr(view, "SHARE", 10)
     dice = random.Random(20)
@@ -214,7 +214,7 @@ def test_any_tail_gives_what_the_whole_log_makes(
         log = store.log({}, head)
         copy.commit(log, first, log.count())
         copy.catch_up()
-        # Also looked up by some keys, one of them twice, and one that is not there.
+        # Also a look-up of some keys, one of them twice, and one that does not exist.
         few = spark.createDataFrame([("a",), ("a",), ("c",), ("z",)], "k string")
         assert {row.k for row in store.current_at(at).collect()} > {"a", "c"}
         of_keys, all_rows = store.current_at(at, few), copy.current_at(copy.snapshot())
@@ -260,7 +260,7 @@ def minute(n: float) -> int:
 def test_a_run_opens_the_files_that_it_needs(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After thirty batches of three partitions in turns. Arrow writes their rows, for speed."""
+    """The log has thirty batches, alternately of three partitions. Arrow writes them, for speed."""
     node = Stream("orders", key="k", schema=SCHEMA, source=FilesSource("landing"))
     store = AssetStore(str(tmp_path), node, spark)
     rows = spark.createDataFrame([], log_schema(node))
@@ -296,13 +296,13 @@ def test_a_run_opens_the_files_that_it_needs(
     assert {row.offset for row in store.log(last, head).collect()} == set(last.values())
     recent = minute(26.5)
     assert len(store.log(last, head, recent).inputFiles()) == 4
-    # As if these offsets were those after a batch.
+    # These offsets are taken as those after a batch.
     assert len(store.log(last, head, consumed=28).inputFiles()) == 2
     assert len(store.log(last, head, recent, consumed=28).inputFiles()) == 4
     first, later = (store.oldest(last, head, consumed=batch) for batch in (0, 29))
     assert [first, later] == [minute(28), minute(30)]
     assert store.log({}, head).count() == 30
-    # compacted by Spark it has statistics still
+    # a log that Spark compacted still has statistics
     spark.sql(f"OPTIMIZE delta.`{store.log_path}`")
     (file,) = delta.files(store.log_path)
     assert (file.rows, file.partitions, file.offsets) == (30, (0, 2), (0, 9))

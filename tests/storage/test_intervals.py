@@ -1,4 +1,4 @@
-"""A read of a table as of a time is wrong exactly if what was true then has been changed since."""
+"""A read as of a time is stale exactly if the rows valid at that time have changed since the read."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def at(minutes: float) -> int:
 
 
 def looked(topology: Topology, minutes: float) -> Read:
-    """A read as of a time, now."""
+    """A read as of a time, made now."""
     _, commit = head_of(topology.warehouse, "rates")
     return Read.of("rates", commit, None, in_utc(at(minutes)), None)
 
 
 Row = tuple[str, int, int, int]
-"""Of a log: key, time, partition, offset."""
+"""A row of a log: key, time, partition, offset."""
 
 
 def log_of(topology: Topology) -> list[Row]:
@@ -46,7 +46,7 @@ def log_of(topology: Topology) -> list[Row]:
 
 
 def valid(log: list[Row], upto: Offsets, moment: int) -> dict[str, tuple[int, int]]:
-    """Of each key the record that says what was true, by the log alone: its partition and offset."""
+    """By key, the partition and offset of the record that is valid at a time, from the log alone."""
     found = dict[str, tuple[Any, ...]]()
     for key, time, home, offset in log:
         if offset < upto.get(home, 0) and time <= moment:
@@ -58,7 +58,7 @@ def valid(log: list[Row], upto: Offsets, moment: int) -> dict[str, tuple[int, in
 def test_random_arrivals(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Late, replaced, deleted, forgotten; in several partitions; with a view that is behind or not."""
+    """Versions are late, replaced, deleted or expired, in two partitions; the view may be behind."""
     monkeypatch.setattr(view, "SEGMENT_ROWS", 5)
     monkeypatch.setattr(view, "EACH_RUN", 0)
     monkeypatch.setattr(view, "SHARE", 0.4)

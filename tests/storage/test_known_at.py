@@ -1,4 +1,4 @@
-"""Two times: what is read as known at a time is what a copy of the tables taken then would give."""
+"""Valid time and system time: a read ``as_known_at`` a time gives what the tables gave at that time."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 MINUTE = 60_000_000
 START = int(EPOCH.timestamp()) * 1_000_000
 FIRST = START + 1_000 * MINUTE
-"""When the first run of a log below was recorded."""
+"""The runs of a log below are recorded one minute apart, from one minute after this time on."""
 RETENTION = 10 * MINUTE
 
 Record = tuple[str, int | None, int]
-"""A key, a value (null: a deletion), and minutes."""
+"""A key, a value (null: a deletion), and a timestamp in minutes."""
 record = st.tuples(st.sampled_from("abc"), st.sampled_from([None, 1, 2]), st.integers(0, 40))
 runs = st.lists(st.tuples(st.lists(record, max_size=5), st.booleans()), min_size=2, max_size=7)
-"""Runs, and whether the view is written at the end of each."""
+"""The records of each run, and whether the view is written at the end of it."""
 
 
 def moment(micros: int) -> str:
@@ -64,7 +64,7 @@ def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
 
 
 def answer(warehouse: str, name: str, known: str | None, **asked: Any) -> Any:
-    """The rows; or what the error says, without the name of the asset."""
+    """The rows of a read, or the text of its error."""
     try:
         rows = vt_dagster.read(name, warehouse=warehouse, as_known_at=known, **asked)
     except StorageError as error:
@@ -86,7 +86,7 @@ def questions(kind: str) -> list[dict[str, Any]]:
 
 @dataclass
 class Log:
-    """A log as runs write it, without Spark: the rules of ``put``, a record at a time."""
+    """Writes a log as runs do, without Spark: the rules of ``put``, record by record."""
 
     root: Path
     kind: Any
@@ -99,7 +99,7 @@ class Log:
 
     @property
     def recorded(self) -> int:
-        """Of the last run."""
+        """The time at which the last run was recorded."""
         return FIRST + self.batch * MINUTE
 
     def run(self, records: Sequence[Record]) -> Commit:
@@ -176,8 +176,9 @@ def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
 def test_as_known_at_is_what_a_copy_of_then_gives(
     kind: str, drawn: list[tuple[list[Record], bool]], cleaned: int
 ) -> None:
-    """Late, refused, deleted, replaced and expired; at the time of each run, and shortly before the
-    next; with a view of any batch, and after maintenance has removed the first commits."""
+    """Records are out of order, late, deleted, replaced or expired. A read as known at the time of a
+    run, or shortly before the next, gives the rows of then. The view is of any batch; maintenance has
+    removed commits."""
     with a_log(kind) as log:
         root, then = str(log.root), list[tuple[int, list[Any]]]()
         for number, (records, with_view) in enumerate(drawn):
@@ -198,7 +199,7 @@ def test_as_known_at_is_what_a_copy_of_then_gives(
 
 
 def versions_by_the_rules(rows: Sequence[dict[str, Any]], now: dict[int, int]) -> Counter[Any]:
-    """FORMAT 4.1 for a log, a record at a time: ``k, n, valid_from, valid_to`` (n is null: deleted)."""
+    """The versions of a log by FORMAT 4.1: ``k, n, valid_from, valid_to`` (n is null: deleted)."""
     found = Counter[Any]()
     for k in {row["k"] for row in rows}:
         at = {row["timestamp"]: row["n"] for row in rows if row["k"] == k}
@@ -210,7 +211,7 @@ def versions_by_the_rules(rows: Sequence[dict[str, Any]], now: dict[int, int]) -
 
 
 def gets_by_the_rules(versions: Counter[Any], at: int, now: dict[int, int]) -> Counter[Any]:
-    """FORMAT 4.1.4: before the horizon only a version that is still current."""
+    """The rows as of a time by FORMAT 4.1.4: before the horizon, only versions still current."""
     return Counter(
         (k, n, begin, end)
         for k, n, begin, end in versions
@@ -269,9 +270,9 @@ def test_nothing_was_known_yet(tmp_path: Path) -> None:
         "t: expected as_known_at at or after the first known commit, got 2020-01-01T00:00:00Z, but "
         "that commit was recorded at 2020-01-01T16:41:00Z: no data existed before it; use a later time"
     )
-    # One that is still to come is now.
+    # A future time means now.
     assert vt_dagster.read("t", **{**asked, "as_known_at": "2300-01-01"}).num_rows == 1
-    # An earlier release has removed the commits that said what was known: not kept, they are gone.
+    # An earlier release has removed, without an archive, the commits of the times before.
     log.run([("a", 2, 2)])
     log.run([("a", 3, 3)])
     (tmp_path / "t" / "log" / "_delta_log" / f"{0:020}.json").unlink()
@@ -280,7 +281,7 @@ def test_nothing_was_known_yet(tmp_path: Path) -> None:
 
 
 def test_it_costs_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commits are found by bisection, and no file of a later time is opened."""
+    """The read finds the commit by bisection, and opens no file of a later time."""
     log = Log(tmp_path, "table")
     for minute in range(40):
         log.run([("a", minute, minute)])
@@ -305,8 +306,8 @@ def test_it_costs_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def land_all(topology: Topology) -> Iterator[None]:
-    """A record of 8 minutes comes late, which splits 5 to 10; then a deletion; one that is refused; one
-    that makes all before 20 minutes forgotten."""
+    """Lands five files: the third has a record of minute 8, out of order, which splits the version from
+    5 to 10. The fourth has a deletion and an old record. The last expires all before minute 20."""
     files = [
         [("a", 1, 0), ("a", 2, 5), ("b", 1, 1)],
         [("a", 3, 10), ("b", 2, 9)],
@@ -323,7 +324,7 @@ def land_all(topology: Topology) -> Iterator[None]:
 def told(
     spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Topology, list[tuple[int, list[Any]]]]:
-    """``rates`` and a plain table of the same, with what was answered after each run."""
+    """``rates`` and a plain table of the same records, with the answers after each run."""
     topology = Topology(tmp_path_factory.mktemp("known"))
     plain = plain_of(topology)
     then = list[tuple[int, list[Any]]]()
@@ -362,7 +363,7 @@ def test_what_a_late_record_changes(told: tuple[Topology, list[tuple[int, list[A
     before, after = then[1][0], then[2][0]
     assert (as_of_8(topology, before), as_of_8(topology, after)) == ([2], [9])
     assert as_of_8(topology, after - 1) == [2]
-    assert as_of_8(topology, then[4][0]) == []  # its history has been forgotten by then
+    assert as_of_8(topology, then[4][0]) == []  # its history had expired by then
     current = [
         sorted(
             vt_dagster.read("rates", warehouse=topology.warehouse, as_known_at=moment(t))[
@@ -391,7 +392,8 @@ def test_each_row_says_when_it_was_recorded(
 def test_a_replay_keeps_the_times(
     told: tuple[Topology, list[tuple[int, list[Any]]]], spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Of records; unless it is told otherwise. The original's commits have been removed in part."""
+    """A replay keeps ``recorded_at`` of each record, unless ``keep_recorded=False``. Here maintenance
+    has removed some commits of the original."""
     topology, then = told
     warehouse = shutil.copytree(topology.warehouse, tmp_path / "copy")
     DeltaTable(warehouse / "rates" / "log").create_checkpoint()
@@ -413,7 +415,7 @@ def test_spark_gives_the_same(
     tmp_path: Path,
     maintained: bool,
 ) -> None:
-    """And both what was answered then, also when files are compacted and commits are gone."""
+    """Spark and Arrow give the same answers, also after compaction and the removal of commits."""
     topology, then = told
     if maintained:
         topology = Topology(Path(shutil.copytree(topology.root, tmp_path / "copy")))
@@ -441,7 +443,7 @@ def test_spark_gives_the_same(
 
 
 def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> None:
-    """Its rows say nothing; its commits have Delta's time; and the next run adds the column."""
+    """The commits of a log without ``recorded_at`` have Delta's time; the next run adds the column."""
     topology = Topology(tmp_path)
     log = Log(tmp_path / "made", "versioned", noted=False)
     for records in ([("a", 1, 1)], [("a", 2, 3), ("b", 1, 3)]):
@@ -458,14 +460,14 @@ def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> 
     noted = {(r["k"], r["n"]): r[RECORDED_AT] is not None for r in rows.to_pylist()}
     assert noted == {("a", 1): False, ("a", 9): True, ("a", 2): False, ("b", 1): False, ("c", 1): True}
     now = answers_of(topology, moment(receipt.commit.recorded_at - 1))
-    # The column is there since, and null.
+    # The old rows now have the column, with null.
     assert [len(one) for one in now] == [len(one) for one in then]
     in_stream = topology.store("rates", spark).read("versions", as_known_at=moment(second.recorded_at))
     assert in_stream.count() == len(then[4])
 
 
 def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
-    """Of another machine: a commit is recorded after the one before it all the same."""
+    """If the clock is behind the last commit's time, a commit is still recorded after the last one."""
     topology = Topology(tmp_path)
     topology.land("orders", "1.jsonl", [("a", 1, 1)])
     ahead = 4_102_444_800 * 10**9  # 2100

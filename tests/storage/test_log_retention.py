@@ -1,5 +1,5 @@
-"""Logs that are cut off: every answer that is promised stays, every other names the limit, and no
-consumer loses a record."""
+"""Truncated logs: a read of a time within the limit gives the same rows as before, a read of an earlier
+time names the limit, and no consumer loses a record."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vt_dagster.topology.model import VersionedTable
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 RETENTION = timedelta(minutes=8)
-"""Of each log: so much is recorded in one or two rounds."""
+"""The log retention, which covers the records of one or two rounds."""
 ROUND = 10 * MINUTE
 
 
@@ -52,7 +52,7 @@ class Kept(Topology):
 
     def __init__(self, root: Path, retention: timedelta = RETENTION) -> None:
         super().__init__(root)
-        # The corrected join needs a late record's later ones: those of the history.
+        # For a late record, the corrected join re-reads the later records of the history.
         log_retention = max(retention, timedelta(minutes=10))
         self.rates = replace(self.rates, log_retention=log_retention)
         self.orders = replace(self.orders, log_retention=retention)
@@ -73,14 +73,14 @@ class Kept(Topology):
         self.nodes = [self.rates, self.orders, self.fixed, self.near]
 
     def round(self, number: int, spark: SparkSession, only: Sequence[str] = ()) -> None:
-        """Runs of all assets, recorded at a time that is the same in each copy."""
+        """Runs all assets, with a recording time that is the same in each copy."""
         at = FIRST + number * ROUND
         for node in self.nodes:
             if not only or node.name in only:
                 run_once(node, stores_of(self.warehouse, spark), recorded_at=at)
 
     def cut(self, number: int, spark: SparkSession, **more: Any) -> tuple[dict[str, int], list[str]]:
-        """Shortly after a round."""
+        """Truncates the logs shortly after a round."""
         told: list[str] = []
         now = FIRST + number * ROUND + MINUTE
         done = truncate_logs(self.warehouse, spark, self.nodes, now=now, tell=told.append, **more)
@@ -93,7 +93,7 @@ class Kept(Topology):
 
 
 def land_round(topology: Topology, number: int, chance: random.Random) -> None:
-    """Random records around the round's time, some out of order, late or deletions."""
+    """Lands random records around the round's time, some of them out of order, late or deletions."""
     for name in ("rates", "orders"):
         records = [
             (chance.choice("abc"), chance.choice([None, 1, 2, 3]), 10 * number + chance.randint(-6, 6))
@@ -110,7 +110,7 @@ def copy_of(topology: Topology, place: Path) -> Kept:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Kept:
-    """After two rounds; nothing was cut off."""
+    """The topology after two rounds, with whole logs."""
     topology = Kept(tmp_path_factory.mktemp("begun"))
     chance = random.Random(7)
     for number in range(2):
@@ -125,7 +125,7 @@ def rows_of(topology: Kept, name: str, what: str | None = None) -> list[Any]:
 
 
 def kept_rows(topology: Kept, name: str, whole: Kept, known: str | None) -> list[Any]:
-    """The rows of the log of another copy, without those that are cut off here."""
+    """The rows of the whole log of another copy, without those that are truncated here."""
     rows = vt_dagster.read(name, warehouse=whole.warehouse, what="log", as_known_at=known)
     commit = topology.commit(name)
     places = zip(rows.column("partition").to_pylist(), rows.column("offset").to_pylist(), strict=True)
@@ -133,8 +133,8 @@ def kept_rows(topology: Kept, name: str, whole: Kept, known: str | None) -> list
 
 
 def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
-    """Compares what both answer as known at each round; gives how many questions had the same answer
-    and how many were refused."""
+    """Compares the reads of both copies as known at each round. Returns how many reads gave the same
+    rows and how many were refused."""
     same = refused = 0
     for name, kind in (("rates", "versioned"), ("orders", "stream"), ("fixed", "table")):
         since = topology.commit(name).truncation
@@ -161,8 +161,8 @@ def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
 def test_what_is_promised_stays_and_the_rest_names_the_limit(
     begun: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """Random arrivals; cuts between runs change no result of a consumer: a join with grace, a corrected
-    one, and one of a stream with itself, each of which reads logs again."""
+    """With random arrivals, truncations between runs change no result of a consumer. The consumers
+    re-read logs: a join with grace, a corrected join, and a join of a stream with itself."""
     whole, topology = copy_of(begun, tmp_path / "whole"), copy_of(begun, tmp_path / "cut")
     done, told = topology.cut(1, spark, keep=timedelta(0))
     assert set(done) <= {"rates", "orders"}
@@ -208,7 +208,7 @@ def answers(topology: Kept) -> list[Any]:
 
 
 def failing(patched: pytest.MonkeyPatch, whose: Any, name: str, call: int, after: bool) -> None:
-    """Lets a function fail at one of its calls, before or after it has done its work."""
+    """Makes a function fail at one of its calls, before or after its work."""
     real, calls = getattr(whose, name), [0]
 
     def wrapped(*args: Any, **more: Any) -> Any:
@@ -224,7 +224,8 @@ def failing(patched: pytest.MonkeyPatch, whose: Any, name: str, call: int, after
 
 
 def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
-    """Nothing is cut off before the log's commit, and all is after it; the next one does the rest."""
+    """Before the commit, a killed truncation has no effect; after it, the whole truncation. The next
+    truncation cleans up."""
     before = answers(alone)
     steps = [(parquet, "write", 1), (AssetStore, "stage_files", 1), (parquet, "write", 2)]
     for whose, name, call in [*steps, (AssetStore, "remove_staged_before", 1)]:
@@ -257,7 +258,7 @@ def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
 
 
 def test_beside_a_run(alone: Kept, spark: SparkSession) -> None:
-    """Whoever commits first wins; the other one is made again."""
+    """Of a run and a truncation at the same time, the first commit wins; the other must be repeated."""
     land_round(alone, 2, random.Random(3))
     run = Run.pin(alone.rates, stores_of(alone.warehouse, spark))
     results = run.operate(run.read())
@@ -323,14 +324,14 @@ def test_who_comes_later_and_who_was_not_known(
     store = AssetStore(topology.warehouse, topology.orders, spark)
     with pytest.raises(StorageError, match="expected a stream with its whole log to compare"):
         compare(store, store)
-    # A join with itself may read records again, which were recorded long ago and are of now; so may a
-    # corrected one those of the table that later ones are bounded by.
+    # A join of a stream with itself may re-read records of its current window, recorded long ago. A
+    # corrected join may re-read the table's records that bound later ones.
     batches = [topology.commit(name).truncation.batch for name in ("rates", "orders")]
     done, told = topology.cut(100, spark)
     assert done == {}
     assert [topology.commit(name).truncation.batch for name in ("rates", "orders")] == batches
     assert {"rates: its log is held for fixed", "orders: its log is held for near"} <= set(told)
-    # A source's own replay has it all again.
+    # A replay of the source has all records again.
     again = replay(topology.warehouse, topology.rates, "again", spark)
     assert again.head().commit.truncation is None
     found = compare(AssetStore(topology.warehouse, topology.rates, spark), again)
@@ -338,11 +339,11 @@ def test_who_comes_later_and_who_was_not_known(
 
 
 def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
-    """What had expired by then is gone; the rest is made again of what was put aside."""
+    """Versions that had expired at the truncation are lost; the others are rebuilt from the base."""
     assert alone.cut(1, spark)[0]
     store = AssetStore(alone.warehouse, alone.rates, spark)
     then = answers(alone)
-    # A record that a version is of is still explained; of others it is told that they may be gone.
+    # A record that a version still has is explained; for others, a note says that they may be removed.
     base = pq.read_table(
         f"{store.root}/bases/{alone.commit('rates').truncation.base}", columns=["offset"]
     )
@@ -367,12 +368,12 @@ def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     longer = replace(alone.rates, history_retention=timedelta(minutes=10 + grown))
     now = AssetStore(alone.warehouse, longer, spark)
     now.catch_up()
-    # Who reads by the last commit goes by the retention that it says.
+    # A read by the last commit uses the retention in that commit.
     assert now.read("versions").count() >= len(then[-1])
 
 
 def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
-    """Also from what was put aside."""
+    """The erase removes the key from the base too."""
     assert alone.cut(1, spark)[0]
     erase(alone.warehouse, alone.rates, spark, reason="asked for", key=["a"])
     files = [*Path(alone.warehouse, "rates").rglob("*.parquet")]
@@ -428,7 +429,7 @@ def test_what_cannot_be_kept_so_short(make: Any, message: str) -> None:
 
 
 def test_a_log_with_the_system_times_of_its_files(tmp_path: Path, spark: SparkSession) -> None:
-    """The commit of a truncation has no rows, and so none of the last run's system times."""
+    """The commit of a truncation has no rows, so it has no system times of the last run either."""
     topology, times = Topology(tmp_path), [FIRST + n * ROUND for n in range(3)]
     rates = VersionedTable(
         "rates",
@@ -453,7 +454,7 @@ def test_a_log_with_the_system_times_of_its_files(tmp_path: Path, spark: SparkSe
 
 
 def test_a_window_that_is_made_longer_afterwards() -> None:
-    """Than maintenance knew of: it would miss what was cut off."""
+    """A window longer than at the truncation would miss truncated records, so the run is refused."""
     kept = Kept(Path("nowhere"), timedelta(minutes=30))
     near = kept.orders.join(kept.orders, name="near", within=timedelta(minutes=15))
     cut = Truncation(
@@ -472,7 +473,8 @@ def test_a_window_that_is_made_longer_afterwards() -> None:
 
 
 def test_an_export_that_is_behind(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:
-    """It holds the log where maintenance knows of it; else it says what is gone."""
+    """The export holds the log back if maintenance is given it. Otherwise its next run fails, and the
+    error names the missing offsets."""
     to = str(tmp_path / "export")
     exporting = ExportRun(export_of(alone.rates, "log", to), alone.warehouse, spark)
     assert exporting.run() is not None

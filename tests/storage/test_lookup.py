@@ -1,4 +1,4 @@
-"""What is read without Spark is what Spark reads: any table, any time, whatever the view is behind."""
+"""Reads without Spark give the same rows as Spark, for any table and time, also if views are behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def by_spark(store: AssetStore, *asked: Any) -> list[tuple[Any, ...]]:
 
 
 def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
-    """The rows as tuples, of columns and in an order that do not depend on who read them."""
+    """The rows as tuples; the order of rows and columns does not depend on the reader."""
     columns = sorted(rows.column_names)
     values = [rows.column(c).to_pylist() for c in columns]
     return sorted(zip(*values, strict=True), key=repr)
@@ -63,7 +63,7 @@ def without_spark(topology: Topology, name: str, *asked: Any, **more: Any) -> li
 def test_random_tables(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Out of order, replaced, deleted, expired; views that are behind, and some that are not."""
+    """Records are out of order, replaced, deleted or expired; some views are behind, some are not."""
     monkeypatch.setattr(view, "SEGMENT_ROWS", 5)
     monkeypatch.setattr(view, "EACH_RUN", 0)
     monkeypatch.setattr(view, "SHARE", 0.4)
@@ -123,8 +123,8 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def of_all_kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A table whose key has a column of each type that it may have, with two keys and two versions of
-    one; and one for each type alone, of which all but one are in endurance."""
+    """A table whose key has a column of each allowed type, with two keys, one of which has two
+    versions; and a table with a key of one type. Endurance tests have a table for each other type."""
     root = tmp_path_factory.mktemp("kinds")
     columns = ", ".join(f"`{name}` {kind}" for name, (kind, _, _) in KINDS.items())
     schema = StructType.fromDDL(f"{columns}, n int, at timestamp, raw binary")
@@ -142,11 +142,11 @@ def of_all_kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) 
 
 
 EACH, ALONE = "each", "moment"
-"""A key of all types, and a type that is the whole key for every change."""
+"""The key of all types, and the single-column key that `make test` tests, not only `make endurance`."""
 
 
 def by_kind(root: Path, name: str, spark: SparkSession) -> str:
-    """The warehouse, with a table whose key is of that type."""
+    """Runs a table whose key is of that type, and returns the warehouse."""
     columns = ", ".join(f"`{name}` {kind}" for name, (kind, _, _) in KINDS.items())
     table = VersionedTable(
         f"by_{name}",
@@ -205,7 +205,7 @@ def test_a_value_that_cannot_be_the_key(of_all_kinds: Path, name: str, key: str,
 
 @pytest.fixture(scope="module")
 def topology(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
-    """Three rates, of one run; only to be read."""
+    """Three rates from one run; tests only read them."""
     topology = Topology(tmp_path_factory.mktemp("rates"))
     topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 2, 1), ("a", 3, 2)])
     topology.run("rates", spark)
@@ -235,7 +235,7 @@ def test_into_other_libraries(topology: Topology) -> None:
 
 
 def test_as_of_the_clock(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current row may be future-dated; now is read once, with Spark and without."""
+    """``as_of="now"`` omits rows of the future. With and without Spark, a read asks the clock once."""
     about: dict[str, Any] = {"warehouse": topology.warehouse}
     for second, found in ((30, {1}), (90, {1, 2}), (120, {2, 3})):
         times = iter([parse_time("2020-01-01T00:00:00Z") + second * 1_000_000] * 2)
@@ -254,7 +254,7 @@ def test_as_of_the_clock(topology: Topology, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
-    """The same sentences as with Spark."""
+    """Without Spark, the messages are the same as with Spark."""
     topology = Topology(tmp_path)
     topology.land("rates", "1.jsonl", [("a", 1, 0), ("a", 3, 20)])
     topology.land("orders", "1.jsonl", [("a", 1, 0)])
@@ -300,8 +300,8 @@ print(sorted({{"pyspark", "dagster", "pandera"}} & set(sys.modules)))
 
 
 def test_a_read_waits_until_arrows_threads_have_released_the_file_system() -> None:
-    """On object stores it is a Python object: a thread that releases it while the process ends aborts
-    it."""
+    """For object stores, the file system is a Python object: a thread that releases it while the
+    process exits aborts the process."""
     memory: Any = fsspec.filesystem("memory")
     with memory.open("/rows.parquet", "wb") as file:
         pq.write_table(pa.table({"n": [1, 2]}), file)

@@ -1,4 +1,4 @@
-"""Tables stay in shape: compaction and cleaning change no result, for nobody."""
+"""Maintenance: compaction and cleaning change no result of any reader."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def files(topology: Topology, table: str) -> int:
 
 
 def of_batch(topology: Topology, spark: SparkSession) -> int:
-    """The batch that the view of the table is up to."""
+    """The batch of the table's view."""
     base = topology.store("rates", spark)._view.base()
     assert base is not None
     return base.checkpoint.batch
@@ -49,7 +49,8 @@ def of_batch(topology: Topology, spark: SparkSession) -> int:
 def test_compaction_and_cleaning_change_nothing(
     grown: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the job, which truncates logs besides, and by maintenance of one asset."""
+    """The job, which also truncates logs, and ``maintain`` for one asset change no rows of
+    ``rates``."""
     before = grown.tables("rates", spark)
     pinned = grown.store("rates", spark).head()
     assert pinned is not None
@@ -74,11 +75,11 @@ def test_compaction_and_cleaning_change_nothing(
     assert head is not None
     assert (head.commit, head.version > pinned.version) == (pinned.commit, True)
     assert grown.tables("rates", spark) == before
-    # a run that pinned the version before still finds its files
+    # a run that pinned the version before the compaction still finds its files
     assert parquet.read(spark, grown.store("rates", spark).log_path, pinned.version).count() == 4
-    # runs go on: the next batch, and again after that
+    # runs continue: the next batch, and one more further below
     grown.land("rates", "8.jsonl", [("a", 8, 8)])
-    monkeypatch.setattr(view, "EACH_RUN", 0)  # as that of a large table, the view is behind
+    monkeypatch.setattr(view, "EACH_RUN", 0)  # the view is behind, as that of a large table
     monkeypatch.setattr(view, "SHARE", 100)
     receipt = grown.run("rates", spark)
     assert receipt.commit is not None
@@ -90,7 +91,7 @@ def test_compaction_and_cleaning_change_nothing(
     run_once(paid, stores_of(grown.warehouse, spark))
     rows = AssetStore(grown.warehouse, paid, spark).read().collect()
     assert {row.n: row.rate for row in rows} == {1: 2, 2: 8}
-    # old files go: those that are replaced, and what runs that are too old have left
+    # old files are removed: replaced ones, and those left by killed or sleeping runs
     left = [
         grown.root / "warehouse" / "rates" / "attempts" / "of-a-killed-run",
         grown.root / "warehouse" / "rates" / "log" / "9-of-a-run-that-sleeps" / "part.parquet",
@@ -119,7 +120,7 @@ def test_compaction_and_cleaning_change_nothing(
 
 
 def test_the_age_of_what_an_object_store_holds() -> None:
-    """It has no directories whose time one could ask for."""
+    """An object store has no directories with a time, so the files decide."""
     attempt = "memory://warehouse/rates/attempts/of-a-killed-run"
     fs, local = delta.filesystem(attempt)
     fs.pipe_file(f"{local}/state/part-0.parquet", b"")
@@ -132,7 +133,7 @@ def commits(path: Path) -> list[int]:
 
 
 def days_pass(path: Path, days: int) -> None:
-    """What lies there is older by so much, as Delta and we judge it: by the files' times."""
+    """Makes all files older by this number of days: Delta and we take the age from the files' times."""
     for file in path.rglob("*"):
         then = file.stat().st_mtime - days * 86_400
         os.utime(file, (then, then))
@@ -166,8 +167,8 @@ def old(tmp_path: Path, spark: SparkSession) -> Path:
 def test_commits_are_kept_as_long_as_files(
     old: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And where nobody writes, the last one stays. Cleaning by others makes commits too, and Delta
-    itself would forget ours after a checkpoint."""
+    """If there are no new runs, our last commit stays. A VACUUM by another program makes commits too,
+    and Delta's own cleaning would remove ours after a checkpoint."""
     append(spark, old, 6)
     append(spark, old, 7)
     last = delta.last_commit(str(old))

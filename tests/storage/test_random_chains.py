@@ -1,7 +1,8 @@
-"""Random chains of operators through assets and tables give what the model says, however they are cut.
+"""Random chains of operators, through assets and tables, give the model's results, however they are
+split into runs.
 
-A seed's chain and its runs are the same wherever they run (``random_runs.random_chain``), so that one
-that differs can be run again alone: ``differing([random_chain(seed)], directory, spark)``.
+A seed always has the same chain and runs (``random_runs.random_chain``), so a chain that differs can be
+run again alone: ``differing([random_chain(seed)], directory, spark)``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ SEEDS = (
     *(6, 14, 29, 62, 129, 206, 215, 224, 230, 254),
     *(256, 471, 647, 751, 797, 1534, 1631, 1632, 1732, 1881),
 )
-"""Chains of 18 shapes, of all operators, that share nodes: a run of each node takes seconds."""
+"""Chains of 18 shapes with all operators. They share nodes, as a run of a node takes seconds."""
 FEW = (14, 256, 471, 647)
-"""Those of them that run for every change."""
+"""The seeds that ``make test`` runs."""
 OF_CHAINS = {
     *("table", "stream", "filter", "map_values", "to_table", "aggregate", "suppress"),
     *("table_join", "foreign_key_join", "stream_table_join"),
@@ -42,24 +43,24 @@ OF_CHAINS = {
 """All operators of random chains."""
 ENDURING, TOGETHER = 500, 100
 MAINTAINED = 0.1
-"""How many of the assets are maintained after each run."""
+"""The share of the assets that are maintained after each run."""
 KILLED_SEEDS = SEEDS[:8]
 ERASED_SEEDS = SEEDS[:3]
 KILLS = 10
 STARTED = 12.0
-"""Seconds that a process needs before it works, about."""
+"""Seconds that a process needs to start, about."""
 WORKS = 40.0
-"""Seconds that it has for that at most."""
+"""The most seconds that a process works before it is killed."""
 REPOSITORY = Path(__file__).parents[2]
 
 
 def differing(
     chains: Sequence[RandomChain], root: Path, spark: SparkSession, maintained: float = 0
 ) -> list[str]:
-    """How chains come out otherwise than the model says; each with its seed.
+    """The differences between the results of chains and the model; each with its seed.
 
     Args:
-        maintained: how many of the assets are maintained after each run, chosen at random.
+        maintained: the share of the assets that are maintained after each run, chosen at random.
     """
     runs = RandomRuns(chains, root, spark)
     chance = random.Random(len(chains))
@@ -72,7 +73,7 @@ def differing(
 
 
 def told(runs: RandomRuns) -> list[str]:
-    """The differences of all chains as lines, each chain's after its seed."""
+    """The differences of all chains as lines; those of a chain follow its seed."""
     found = runs.differences(counted=True)
     assert len(found) == len(runs.layouts)
     return [line for name, lines in found.items() if lines for line in (f"{name}:", *lines)]
@@ -118,7 +119,8 @@ def test_many_random_chains_with_maintenance(
 def test_random_chains_truncated_and_erased_in_between(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sources keep what their consumers still need, and a key that nobody has takes no rows with it."""
+    """Sources keep the records that their consumers still need, and an erase of a key that does not
+    exist removes no row."""
     source = Warehouse.source
 
     def truncated(self: Warehouse, kind: type[Stream], name: str, **more: Any) -> Any:

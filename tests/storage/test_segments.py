@@ -1,4 +1,4 @@
-"""A versioned table's view is changed where a run changes it, and is what the whole log makes of it."""
+"""A run rewrites only the segments of a view that change. The view equals a rebuild from the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Segments of a few versions, as a table of many millions has them of many thousands."""
+    """Segments of a few versions, where a table of many millions has segments of many thousands."""
     monkeypatch.setattr(view_module, "SEGMENT_ROWS", 6)
     return 6
 
@@ -40,7 +40,7 @@ def layout(store: AssetStore) -> Segments:
 
 
 def stored(store: AssetStore) -> Counter[int | None]:
-    """How many rows lie in each segment."""
+    """The number of rows in each segment."""
     rows = parquet.read(store.spark, store.view_path, parted=True)
     return Counter(
         {row[0]: row[1] for row in rows.groupBy("history_segment").count().toLocalIterator()}
@@ -48,12 +48,12 @@ def stored(store: AssetStore) -> Counter[int | None]:
 
 
 def files(store: AssetStore) -> set[str]:
-    """The files that hold history."""
+    """The files of the view that hold history."""
     return {file.place for file in delta.files(store.view_path) if file.segment is not None}
 
 
 def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[object]:
-    """The versions that the whole log makes."""
+    """The versions that a rebuild from the whole log gives."""
     store = topology.store("rates", spark)
     head = store.head()
     assert head is not None
@@ -72,7 +72,7 @@ def rows_of(store: AssetStore) -> list[object]:
 def test_any_runs_make_the_view_that_the_whole_log_makes(
     tmp_path: Path, spark: SparkSession, small: int
 ) -> None:
-    """Out of order, replaced, deleted and expired records in runs of any size."""
+    """Records are out of order, replaced, deleted or expired, in runs of any size."""
     dice = random.Random(889)
     topology = Topology(tmp_path)
     now = 0.0
@@ -109,11 +109,11 @@ def test_a_run_in_order_rewrites_no_history(tmp_path: Path, spark: SparkSession,
     topology.land("rates", "1.jsonl", [("a", 1, 2.5), ("b", 1, 2.4), ("a", 2, 2.6)])
     topology.run("rates", spark)
     assert before < files(store)
-    # a record out of order rewrites what ends after it
+    # a record out of order rewrites the segments that end after it
     topology.land("rates", "2.jsonl", [("a", 7, 1.51)])
     topology.run("rates", spark)
     assert 0 < len(files(store) & before) < len(before)
-    # and what nobody can ask for any more goes, without a look at it
+    # segments that expired from the history retention are removed without a read
     topology.land("rates", "3.jsonl", [("a", 8, 60)])
     topology.run("rates", spark)
     assert not files(store) & before
@@ -121,7 +121,7 @@ def test_a_run_in_order_rewrites_no_history(tmp_path: Path, spark: SparkSession,
 
 
 def test_what_was_deleted_and_forgotten_does_not_come_back(tmp_path: Path, spark: SparkSession) -> None:
-    """A version whose tombstone has expired still lies in a segment that is rewritten."""
+    """A rewritten segment may have a version whose tombstone has expired; no read returns it."""
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", None, 1), ("b", 1, 20), ("b", 2, 25)])
     topology.run("rates", spark)
@@ -135,7 +135,8 @@ def test_what_was_deleted_and_forgotten_does_not_come_back(tmp_path: Path, spark
 def test_a_run_is_small_by_what_it_meets(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the log has become: a table that runs often would be slow from some day on."""
+    """The current keys of a table decide whether a run is small, not its log's length: otherwise a
+    table that runs often would become slow some day."""
     topology = Topology(tmp_path)
 
     def next_is_small(file: str, *records: tuple[str, int, float]) -> bool:
@@ -184,7 +185,7 @@ def test_a_join_reads_the_history_that_it_needs(
 def test_a_compaction_at_the_same_time_does_not_end_a_run(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conflict is made up: the window for it is too short to be hit on purpose."""
+    """The test raises the conflict itself, because the window for a real one is too short to hit."""
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", 2, 1)])
     write, refused = parquet.write, list[str]()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
-    """Two batches of everything."""
+    """The topology after two batches of each asset."""
     topology = Topology(tmp_path_factory.mktemp("done"))
     land_first(topology)
     for name in ("rates", "orders", "priced"):
@@ -49,7 +49,7 @@ def _minutes(row: Any, column: str) -> float | None:
 
 def test_versions_of_a_table(done: Topology, spark: SparkSession) -> None:
     rows = done.store("rates", spark).read("versions").orderBy("k", "valid_from").collect()
-    # stream time 14, retention 10: what ended at or before minute 4 has expired
+    # stream time 14, retention 10: versions that ended at or before minute 4 have expired
     assert [
         (r.k, r.n, _minutes(r, "valid_from"), _minutes(r, "valid_to"), r.is_tombstone) for r in rows
     ] == [
@@ -103,7 +103,8 @@ def test_join_results(done: Topology, spark: SparkSession) -> None:
 def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many is more than none, here. The commit says which way, and why; results are the same."""
+    """In this test, more than no records count as many. The commit names the strategy and its reason;
+    each strategy gives the same results."""
     topology = Topology(tmp_path)
     for land in (land_first, land_second):
         land(topology)
@@ -166,7 +167,7 @@ def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) 
 
 
 def test_an_error_of_spark_is_told_as_it_is(tmp_path: Path, spark: SparkSession) -> None:
-    """Not as its own cause, which whoever follows causes would follow for ever."""
+    """An exception of Spark is not its own cause: a program that follows causes would never end."""
     topology = Topology(tmp_path)
     land_first(topology)
     run = Run.pin(topology.rates, stores_of(topology.warehouse, spark))
@@ -206,14 +207,14 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     assert "another run committed at the same time and won" in str(losers[0])
     assert store.read("log").count() == 3
     assert store.read("versions").count() == 3
-    # and one that comes after the winner has committed
+    # a run that commits after the winner loses too
     with pytest.raises(ConcurrentRunError):
         lost[0][0].commit(lost[0][1])
     assert store.read("log").count() == 3
 
 
 def test_an_older_view_never_replaces_a_newer_one(done: Topology, spark: SparkSession) -> None:
-    """A slow process that still brings the view up to an older commit changes nothing."""
+    """A slow process that updates the view to an older commit changes nothing."""
     store = done.store("rates", spark)
     head = store.head()
     assert head is not None
@@ -258,8 +259,8 @@ def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: Spar
 
 
 def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:
-    """Every record is joined once, whether the grace period grew, shrank or went away. At first all
-    records wait."""
+    """Each record is joined once, whether the grace period becomes longer, shorter or none. After the
+    first run, all records wait."""
     topology = Topology(tmp_path)
     topology.land("rates", "1.jsonl", [("a", 1, 0)])
     topology.run("rates", spark)
@@ -280,7 +281,7 @@ def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSess
             assert topology.store("priced", spark).read().count() == 0
     rows = topology.store("priced", spark).read("log").orderBy("offset").collect()
     assert [r.n for r in rows] == list(range(12))
-    # at stream times 2, 5, 8, 11; what minute 4 released stays released
+    # at stream times 2, 5, 8, 11; records released up to minute 4 stay released
     assert seen == [3, 1, 2, 0]
 
 
@@ -299,7 +300,7 @@ def test_a_join_with_a_table_that_has_nothing_yet(tmp_path: Path, spark: SparkSe
 def test_a_view_that_is_further_is_left_alone(
     done: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has committed brings the view up to that; another run may have been there since."""
+    """A run does not write a view that another run has meanwhile updated to a later batch."""
     store = done.store("rates", spark)
     head = store.head()
     assert head is not None

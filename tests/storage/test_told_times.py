@@ -1,4 +1,5 @@
-"""``recorded_at`` as a source tells it: its runs answer as one run a time of record does."""
+"""``recorded_at`` taken from a source: reads as known at a time give the rows that one run per such
+time would give."""
 
 from __future__ import annotations
 
@@ -43,28 +44,28 @@ RATES: dict[str, tuple[int, list[tuple[str | None, int | None, float]]]] = {
     "3": (3, [("c", 2, 14), ("a", 8, 4)]),  # written before 2
     "4": (8, [("a", 7, 26), ("b", 5, 16)]),
     "5": (9, [("b", 6, 20), ("d", 1, 27)]),
-    "6": (7, [("a", 6, 19), ("b", 4, 17)]),  # of the second run, written before the first was
+    "6": (7, [("a", 6, 19), ("b", 4, 17)]),  # in the second run, but written before the first run
     "7": ((Y2100 * 10**6 - START) // HOUR, [("d", 2, 28)]),
 }
 TIMES = [(0, 0), (4, 0), (4, 0), (8, 0), (9, 0), (9, 1)]
-"""Of these files, as they count: hours, and microseconds after them. That of the last one is now."""
+"""The effective times of these files: hours, and microseconds after them. That of file 7 is now."""
 ORDERS: dict[str, list[tuple[str, int, float, int | None]]] = {
     "1": [
         ("a", 1, 4, 2),
         ("b", 2, 4, 5),
         ("a", 3, 4, 4),
-        ("b", 4, 13, 3),  # recorded before what is ahead of it in its partition
+        ("b", 4, 13, 3),  # recorded before the record ahead of it in its partition
         ("a", 0, 1, None),
-        ("a", 5, 0, 3),  # likewise
+        ("a", 5, 0, 3),  # the same
         ("a", 0, 1, RATES["7"][0]),
         ("c", 6, 15, 5),
     ],
     "2": [("a", 7, 25, 10), ("a", 8, 4, 10), ("b", 9, 18, 8), ("d", 10, 27, 12)],
-    "3": [("a", 11, 4, 11), ("d", 12, 28, 13)],  # of the second run
+    "3": [("a", 11, 4, 11), ("d", 12, 28, 13)],  # in the second run
 }
-"""Records, and hours in their column ``seen``; b has a partition of its own."""
+"""Records, with the hours in their column ``seen``; b is alone in its partition."""
 SEEN = {1: 2, 2: 5, 3: 4, 4: 5, 5: 4, 6: 5, 7: 10, 8: 10, 9: 8, 10: 12, 11: 12, 12: 13}
-"""When each of them counts as recorded; 11 a microsecond later."""
+"""The hour at which each record counts as recorded; 11 counts a microsecond later."""
 
 
 def at(hours: int, micros: int = 0) -> int:
@@ -76,7 +77,7 @@ def micros(known: datetime) -> int:
 
 
 def a_commit_a_time(warehouse: str, name: str, copy: str) -> None:
-    """The rows of a log as runs that each recorded at one time would have left them."""
+    """Copies a log as one run per recording time would have written it."""
     log = vt_dagster.read(name, warehouse=warehouse, what="log")
     last = list(commit_log.commits(f"{warehouse}/{name}"))[-1]
     offsets, stream_time = dict[int, int](), dict[int, int]()
@@ -104,8 +105,8 @@ def a_commit_a_time(warehouse: str, name: str, copy: str) -> None:
 def both(
     tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
 ) -> tuple[VersionedTable, Stream, str, str]:
-    """A table by its files' times and a stream by a column, of two runs each; and a copy of a commit a
-    time."""
+    """A table with its files' times and a stream with the times of a column, after two runs each; and
+    their copies with one commit per time."""
     topology = Topology(tmp_path_factory.mktemp("told"))
     for file, (hours, records) in RATES.items():
         topology.land("rates", f"{file}.jsonl", records)
@@ -157,7 +158,7 @@ def test_each_row_has_the_time_of_its_file(both: tuple[Any, Any, str, str]) -> N
         expected += [(k, n, known or second.recorded_at) for k, n, _ in records]
     rows = vt_dagster.read("rates", warehouse=warehouse, what="log").to_pylist()
     found = [(r["k"], r["n"], micros(r[RECORDED_AT])) for r in rows]
-    refused = [("a", 9, at(4))]  # further back than the table remembers
+    refused = [("a", 9, at(4))]  # late: older than the history retention
     assert sorted(found + refused, key=repr) == sorted(expected, key=repr)
 
 
@@ -199,7 +200,8 @@ def test_any_time_is_answered_as_by_a_run_a_time(
 def test_joins_by_what_was_known_follow_the_times(
     both: tuple[VersionedTable, Stream, str, str], spark: SparkSession
 ) -> None:
-    """Of a backfill: also what the table had forgotten by then."""
+    """A join of a backfill by what was known at each record's time; versions that had expired by then
+    are not found."""
     rates, orders, warehouse, copy = both
     joined = orders.left_join(
         rates, name="known", select=["left.*", "right.n as rate"], as_known="when_recorded"
@@ -221,8 +223,8 @@ EXPECTED = {1: 1, 2: 1, 3: 8, 4: None, 5: None, 6: 2, 7: 6, 8: None, 9: 5, 10: 1
 def test_times_of_rows_do_not_go_back_and_are_few(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in their partition, across what tasks take at a time, nor before the last commit, nor
-    after the run; where more than so many are told apart, each counts as one that is not earlier."""
+    """Times do not decrease in a partition, also across the chunks of tasks. They are neither before
+    the last commit nor after the run. Too many different times are rounded up to fewer."""
     monkeypatch.setattr(record_times, "_MOST", 3)
     topology = Topology(tmp_path)
     store = topology.store("orders", spark)
@@ -242,7 +244,7 @@ def test_times_of_rows_do_not_go_back_and_are_few(
     for held in arrival.persisted:
         store.unpersist(held)
     assert end == 12
-    # Of 2, 3, 5, 9 and 12 two each are one.
+    # Of the times 2, 3, 5, 9 and 12, two each become one.
     assert found[:6] == [9, 9, 3, 12, 12, 9]
 
 

@@ -1,6 +1,7 @@
-"""Each format, each type, odd values: what comes out is what the bytes say, or it is unreadable.
+"""For each format, type and odd value, the decoded value is exactly the one in the bytes, or
+unreadable.
 
-What is right is told by a plain reading in Python of the same bytes, which knows nothing of Spark.
+The expected value comes from plain Python code that reads the same bytes without Spark.
 """
 
 from __future__ import annotations
@@ -118,11 +119,11 @@ TEXTS = [
 ]  # fmt: skip
 
 
-# -- a plain reading ---------------------------------------------------------------------------------
+# -- the expected values -----------------------------------------------------------------------------
 
 
 def plain(text: str, kind: DataType, base64_too: bool) -> set[Any]:
-    """All that a text may be read as, rightly; nothing: it is unreadable."""
+    """The values that a text may correctly be read as; empty if it is unreadable."""
     if isinstance(kind, StringType):
         return {text}
     if isinstance(kind, BinaryType):
@@ -152,8 +153,8 @@ def plain(text: str, kind: DataType, base64_too: bool) -> set[Any]:
 
 
 def number(exact: Decimal, kind: DataType, of_text: bool = True) -> set[Any]:
-    """A number as a value of a type. Of a text the nearest FLOAT or DOUBLE is right, of a number in
-    bytes only the same one."""
+    """A number as a value of a type. A text may become the nearest FLOAT or DOUBLE; a number in bytes
+    only one that is equal."""
     if isinstance(kind, FloatType | DoubleType):
         code = "f" if isinstance(kind, FloatType) else "d"
         try:
@@ -207,7 +208,7 @@ def moments(text: str, kind: DataType) -> set[Any]:
 
 
 def counted(count: int | Decimal, kind: DataType, unit: str | None) -> set[Any]:
-    """A number in a column of times, by its unit."""
+    """The time that a number means in a unit."""
     if unit is None:
         return set()
     micros = Fraction(count) * {"seconds": 10**6, "millis": 1000, "micros": 1, "days": 86400 * 10**6,
@@ -227,11 +228,11 @@ def is_time(kind: DataType) -> bool:
     return isinstance(kind, DateType | TimestampType | TimestampNTZType)
 
 
-# -- the table ---------------------------------------------------------------------------------------
+# -- the comparison ----------------------------------------------------------------------------------
 
 
 Right = Callable[[int, DataType], set[Any]]
-"""What the message of a number may be read as by a column of a type."""
+"""The values that a column of a type may have for the message with a given index."""
 
 
 def judged(
@@ -240,11 +241,11 @@ def judged(
     reading: Mapping[str, tuple[Format, StructType]],
     right: Right,
 ) -> Counter[str]:
-    """Reads the messages by every type in one job; of a message one field has a value.
+    """Reads the messages as each type in one job; one field of a message has a value.
 
     Args:
-        messages: what is shown of each, and its bytes.
-        reading: by type the format, and the fields to read.
+        messages: the label of each message in errors, and its bytes.
+        reading: for each type the format, and the fields to read.
     """
     rows = spark.createDataFrame(
         [(i, bytearray(m)) for i, (_, m) in enumerate(messages)], "i int, m binary"
@@ -262,8 +263,8 @@ def judged(
 
 
 def with_columns(rows: DataFrame, groups: Sequence[Mapping[str, Column]]) -> DataFrame:
-    """Adds columns of which each may refer to those before it in its group; of all groups at once, as
-    Spark looks through the whole plan each time."""
+    """Adds columns, each of which may refer to earlier ones of its group. Adds those of all groups at
+    once, because Spark analyzes the whole plan for each call."""
     for some in zip_longest(*(group.items() for group in groups)):
         rows = rows.withColumns(dict(one for one in some if one is not None))
     return rows
@@ -305,7 +306,7 @@ def of(kind: DataType, *names: str) -> StructType:
 
 
 MOST_REFUSED = 0.04
-"""Of all cells: those that are unreadable though a value could be had, as a BOOLEAN "t" is not."""
+"""The largest share of cells that may be unreadable although they have a value of the type."""
 
 
 def require(counts: Counter[str], cells: int) -> None:
@@ -447,7 +448,7 @@ VALUES: list[tuple[str, Any]] = [
 
 
 def binary(name: str, value: Any, kind: DataType, unit: str | None) -> set[Any]:
-    """What a value that is no text may be read as."""
+    """The values that a value of Avro or Protobuf may correctly be read as."""
     if isinstance(value, str):
         if unit and is_time(kind) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", value, re.ASCII):
             return counted(Decimal(value), kind, unit)
@@ -514,7 +515,7 @@ def by_fields(
     units: Mapping[str, str],
     at_once: bool = True,
 ) -> Counter[str]:
-    """Each type with the fields that may fit it; the others are refused when definitions load."""
+    """Reads each type from the fields that may fit it; others are refused when definitions load."""
     reading: dict[str, tuple[Format, StructType]] = {}
     for name, kind in KINDS.items():
         there = [n for n in dict.fromkeys(n for n, _ in VALUES) if not format_.misfits(of(kind, n))]

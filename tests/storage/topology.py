@@ -1,4 +1,4 @@
-"""A small topology, and one run of it without Dagster, for tests of the commit protocol."""
+"""A small topology, whose assets run without Dagster, for tests of the commit protocol."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class Topology:
         return AssetStore(self.warehouse, getattr(self, name), spark)
 
     def run(self, name: str, spark: SparkSession) -> Receipt:
-        """One run of an asset."""
+        """Runs an asset once."""
         return run_once(getattr(self, name), stores_of(self.warehouse, spark))
 
     def tables(self, name: str, spark: SparkSession) -> Mapping[str, list[Any]]:
-        """Everything that an asset shows, in a comparable form."""
+        """All tables of an asset and the progress of its last commit, in a comparable form."""
         with small_run(spark):
             return self._tables(name, spark)
 
@@ -126,18 +126,18 @@ class Topology:
 
 
 def _rows(frame: Any) -> list[Any]:
-    frame = frame.drop(RECORDED_AT)  # by the clock
+    frame = frame.drop(RECORDED_AT)  # differs in each run
     return sorted(frame.select(*sorted(frame.columns)).collect(), key=repr)
 
 
 def land_first(topology: Topology) -> None:
-    """What has arrived and been run before the run that is disturbed."""
+    """Lands the files of the runs before the killed run."""
     topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 1), ("a", 2, 5)])
     topology.land("orders", "1.jsonl", [("a", 1, 1), ("b", 2, 4)])
 
 
 def land_second(topology: Topology) -> None:
-    """What the disturbed run takes: out of order, late, deleted, replaced, and bad records."""
+    """Lands the files of the killed run: records out of order, late, replaced or bad, and deletions."""
     topology.land(
         "rates",
         "2.jsonl",
