@@ -1,15 +1,14 @@
 """Random chains: shapes of a few steps, with random kinds, materializations and grace periods.
 
-A shape adds its steps with the methods of :class:`Chain` and returns the id of the one that is
-emitted. ``SHAPES`` have one result by FORMAT.md. That of ``DOUBTFUL`` ones depends on what it leaves
-open:
+A shape adds its steps with the methods of :class:`Chain` and returns the id of the step whose results
+are emitted. FORMAT.md defines the results of ``SHAPES``. The results of ``DOUBTFUL`` shapes depend on
+what FORMAT.md leaves open:
 
-- which of the two paths of a record goes first, where they meet again (``diamond``);
-- which old value suppress forwards and which timestamp its rows have (``after_suppress``): here it
-  is a table of what it let out;
-- which timestamp the rows of a left or outer join without ``Materialized`` have when another join
-  looks them up (``outer_inside``): here it is that of the newest of the rows that are joined, a
-  deleted row's is forgotten.
+- which of a record's two paths runs first before they join (``diamond``);
+- which old value suppress forwards and which timestamp its rows have (``after_suppress``): here its
+  rows are those that it has emitted;
+- which timestamp another join finds in the rows of a left or outer join without ``Materialized``
+  (``outer_inside``): here it is the largest of the joined rows; a deleted row has none.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NUMBERED = ("3", "6", "9", "12")
 
 
 class Chain:
-    """A chain that is being built: its steps and what arrives at its inputs."""
+    """A chain under construction: its steps, and what records its inputs get."""
 
     def __init__(self, random: Random, unit: int) -> None:
         self.random, self.unit = random, unit
@@ -92,7 +91,7 @@ class Chain:
         return self.add("stream_table_join", kind=kind, stream=stream, table=of, grace=wait)
 
     def some(self, of: str, most: int = 2) -> str:
-        """At most so many steps of filter, mapValues and toTable."""
+        """Adds at most this number of filter, mapValues and toTable steps."""
         for _ in range(self.random.randint(0, most)):
             of = self.random.choice((self.filter, self.map, self.map, self.to_table))(of)
         return of
@@ -185,7 +184,7 @@ def aggregates_joined(c: Chain) -> str:
 
 
 def aggregate_foreign_key(c: Chain) -> str:
-    """The right side of a foreign-key join counts what has moved between its groups."""
+    """The right side of a foreign-key join is an aggregate, whose rows move between groups."""
     right = c.aggregate(c.table("right", "number", FOREIGN[:2]))
     return c.foreign(c.table("left", "l", FOREIGN), right)
 
@@ -216,7 +215,7 @@ def join_aggregate(c: Chain) -> str:
 
 
 def join_foreign_key(c: Chain) -> str:
-    """The left side is a join, whose values begin with a parenthesis: so do its foreign keys."""
+    """The left side is a join, so its values and foreign keys begin with a parenthesis."""
     left = c.join(c.table("left", "l", FOREIGN[:2]), c.table("third", "v"))
     return c.foreign(left, c.table("right", "r", keys=("(x", "(y")))
 
@@ -291,7 +290,7 @@ def _named(*shapes: Shape) -> dict[str, Shape]:
 
 
 SHAPES = _named(
-    # those of tests/conformance/random/chain.json
+    # the shapes of tests/conformance/random/chain.json
     aggregate_stream,
     to_table_stream,
     filter_stream,
@@ -331,7 +330,7 @@ DOUBTFUL = _named(after_suppress, diamond, foreign_key_diamond, outer_inside)
 
 
 def build(random: Random, unit: int, shape: str) -> tuple[Config, dict[str, Feed]]:
-    """The config of a random chain of a shape, and what arrives at its inputs."""
+    """The config of a random chain of a shape, and the feed of each input."""
     chain = Chain(random, unit)
     output = (SHAPES | DOUBTFUL)[shape](chain)
     return {"steps": chain.steps, "output": output}, chain.feeds

@@ -1,4 +1,4 @@
-"""Random parts of configs: tables, grace periods, limits; and what arrives at an input."""
+"""Random parts of configs (tables, grace periods, limits), and the kinds of records of an input."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SEGMENTS = (1, 3, 10, 40)
 
 @dataclass(frozen=True)
 class Feed:
-    """What arrives at an input.
+    """The kind of records that an input gets.
 
     Attributes:
-        text: what its values begin with, before their number; ``number``: a small integer alone.
-        heads: what stands before the bar of a value; none: no bar.
-        keys: its keys; none: those that the inputs of a sequence have in common.
-        more: keys besides.
-        stream: whether it is a stream, whose values are seldom null.
+        text: the beginning of each value, before its number; ``number``: the value is a small integer.
+        heads: the texts before the bar of a value; none: values have no bar.
+        keys: the input's keys; none: those that all inputs of a sequence have.
+        more: additional keys.
+        stream: whether the input is a stream, whose values are seldom null.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Feed:
 def table(
     random: Random, unit: int, versioned: bool | None = None, unmaterialized: float = 0
 ) -> Config:
-    """A TABLE: versioned more often than not, or as told."""
+    """A TABLE: mostly versioned, unless ``versioned`` decides."""
     if not (random.random() < 0.6 if versioned is None else versioned):
         plain = {"versioned": False}
         return plain | ({"materialized": False} if random.random() < unmaterialized else {})
@@ -55,7 +55,7 @@ def predicate(random: Random) -> Config:
 
 
 def grace(random: Random, unit: int, joined: Config | None = None) -> int | None:
-    """A grace period that often is just the table's history retention, or none."""
+    """A grace period, or none. Now and then it is exactly the table's history retention."""
     if random.random() < 0.35 or (joined and not joined["versioned"] and random.random() < 0.7):
         return None
     retention: int | None = joined.get("history_retention") if joined else None
@@ -66,7 +66,7 @@ def grace(random: Random, unit: int, joined: Config | None = None) -> int | None
 
 
 def suppress(random: Random, unit: int, final: bool = False) -> Config:
-    """Limits of suppress; without a largest number of records seldom any that is never reached."""
+    """Limits of suppress. A time limit that is never reached occurs only with a limit of records."""
     most = random.choice((None, None, 1, 2, 3, 5))
     full = "unbounded"
     if most is not None:

@@ -30,7 +30,7 @@ Made = tuple[Config, dict[str, Feed]]
 
 ALPHABET = ("a", "b", "B", "aa", "c", "d")
 DURATIONS = ("history_retention", "grace", "duration", "size", "advance", "gap", "retention")
-REFUSED = 0.3  # how many of the configs that are refused when they are built stay
+REFUSED = 0.3  # the share of the configs refused at build that are kept
 
 
 def scenarios(
@@ -42,14 +42,14 @@ def scenarios(
     sliding: bool = False,
     longest: int = 60,
 ) -> list[Scenario]:
-    """Random scenarios of an operator: a number of configs, of each a number of record sequences.
+    """Random scenarios of an operator: a number of configs, each with a number of record sequences.
 
     The same arguments give the same scenarios. Scenarios of one config follow each other.
 
     Args:
-        doubtful: chains of those shapes whose results FORMAT.md does not settle, and only those.
-        sliding: sliding windows, and only those.
-        longest: how many records a sequence has at most.
+        doubtful: only chains of shapes whose results FORMAT.md leaves open.
+        sliding: only sliding windows.
+        longest: the most records of a sequence.
     """
     random = Random(f"{operator} {seed} {doubtful} {sliding}")
     shapes = sorted(DOUBTFUL if doubtful else SHAPES)
@@ -76,7 +76,7 @@ def scenarios(
 def _config(
     random: Random, operator: str, shape: str, sliding: bool
 ) -> tuple[Config, dict[str, Feed], int]:
-    """A config that can be built, or now and then one that cannot."""
+    """A config that can be built or, now and then, one that is refused at build."""
     while True:
         unit = random.choice((1, 1, 1, 1000))
         if shape:
@@ -176,7 +176,7 @@ ALL = (*OPERATORS, "windowed_aggregate", "chain")
 
 
 class Clock:
-    """Timestamps that mostly go on, stand still or come late, often by just one of the durations."""
+    """Timestamps that increase, stay the same or come late, often by exactly one of the durations."""
 
     def __init__(self, random: Random, unit: int, durations: Sequence[int]) -> None:
         self.random, self.unit, self.durations = random, unit, durations or (5 * unit,)
@@ -205,7 +205,7 @@ class Clock:
         return at
 
     def near(self) -> int:
-        """A duration, more or less exactly."""
+        """A duration, or one that is 1 ms longer or shorter."""
         return max(0, self.random.choice(self.durations) + self.random.choice((-1, 0, 0, 1)))
 
     def past(self) -> int:
@@ -220,7 +220,7 @@ class Clock:
 
 
 class Values:
-    """The values of an input: numbered, now and then one again or null."""
+    """The values of an input: numbered; now and then an earlier one or null."""
 
     def __init__(self, random: Random, feed: Feed) -> None:
         self.random, self.feed = random, feed
@@ -246,7 +246,7 @@ class Values:
 
 
 class Keys:
-    """The keys of an input, the first ones more often, null now and then."""
+    """The keys of an input: the first ones are more frequent, and null occurs now and then."""
 
     def __init__(self, random: Random, feed: Feed, common: Sequence[str]) -> None:
         self.random = random
@@ -314,7 +314,7 @@ def _durations(config: Any) -> Iterator[int]:
 
 
 def write(found: Sequence[Scenario], path: Path) -> None:
-    """Writes scenarios as the files in ``tests/conformance/random`` are written."""
+    """Writes scenarios in the layout of the files in ``tests/conformance/random``."""
     path.write_text("[\n" + ",\n".join(map(_text, found)) + "\n]\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
-"""All operators once more, one record at a time, without Spark.
+"""A model of all operators: record by record, without Spark.
 
-Written from ``tests/conformance/FORMAT.md`` 4 and 7 alone; it shares nothing with the operators.
-:func:`complete` fills in what a scenario expects. Left out: limits in bytes (:class:`NotCovered`).
+The model follows only ``tests/conformance/FORMAT.md`` 4 and 7, and shares no code with the operators.
+:func:`complete` fills in what a scenario expects. Limits in bytes are left out (:class:`NotCovered`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUTCOME = ("expected", "expected_error", "final_store_of", "final_store", "metri
 
 
 def complete(scenario: Entry) -> Entry:
-    """The scenario with ``expected`` and, as far as they apply, the other fields of an outcome."""
+    """The scenario with ``expected`` and the other fields of an outcome that apply."""
     given = {field: value for field, value in scenario.items() if field not in OUTCOME}
     run = Run()
     try:

@@ -1,4 +1,4 @@
-"""Stream time told by its bounds, and offsets kept in place: the same as looking at each record."""
+"""Stream time from bounds per chunk, and offsets in place, give the same as a pass over each record."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ def micros(seconds: float) -> int:
 
 
 def records(spark: SparkSession, seed: int, late: float, waits: tuple[int, int]) -> DataFrame:
-    """Three partitions of some records each; some late, some that do not move stream time, some
-    without a deadline."""
+    """Three partitions; some records are late, do not advance stream time, or have no deadline."""
     chance = random.Random(seed)
     rows: list[Row] = []
     for partition in range(3):
@@ -123,7 +122,7 @@ def test_bounds_decide_as_looking_at_each_record_does(
     assert by_bounds.exceptAll(each).isEmpty()
     assert by_bounds.count() == each.count() == rows.count()
     assert each.where(PASSED).isEmpty() != exact
-    # Without a look at the chunks in doubt, another answer: they matter.
+    # If the undecided chunks are not read, the result differs: they matter.
     blind = framed(spark, Bounds([replace(c, exact=False) for c in told.chunks]))
     guessed = passed(rows, deadline, known, moves, chunk=chunk, bounds=blind)
     assert guessed.exceptAll(each).isEmpty() != (late > 0.1)
@@ -159,7 +158,7 @@ def test_offsets_in_place_are_those_of_numbering(
     spark: SparkSession, left_out: float, of_record: int
 ) -> None:
     chance = random.Random(6)
-    large = 1 << 20  # by partition_by
+    large = 1 << 20  # a partition from partition_by
     taken = {0: (0, 50), 1: (13, 90), 2: (7, 8), large: (0, 20), large + 1: (0, 40)}
     rows = [
         (partition, offset, turn)
@@ -187,7 +186,8 @@ def test_offsets_in_place_are_those_of_numbering(
 
 
 def test_offsets_of_a_large_snapshot(spark: SparkSession) -> None:
-    """Its rows arrive after all changes, whose last arrival is not known: their numbers are large."""
+    """Rows of a snapshot arrive after all changes. The last arrival of these is unknown, so the arrival
+    numbers of the snapshot's rows are large."""
     rows = spark.range(2 * CHUNK + 1).select((F.col("id") + _LAST).alias(ARRIVAL), "id")
     rows = rows.withColumn(PARTITION, F.lit(7))
     placed = number(rows, F.lit(5), [F.col(ARRIVAL)], arrival_order.arrival_chunk(), [7])
@@ -207,7 +207,7 @@ def test_chunks_of_results_by_time(rows: int, seconds: int, level: int) -> None:
 def test_windows_by_bounds_are_those_by_each_record(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
-    """Sessions and sliding windows of a large run: its chunks have late records, or none."""
+    """Sessions and sliding windows of a large run, whose chunks have late records or none."""
     monkeypatch.setattr(processor, "FINE", FINE)
     chance, partitions = random.Random(8), 2
     rows: list[tuple[str | None, datetime, int, int, bool]] = []
@@ -246,7 +246,7 @@ def test_windows_by_bounds_are_those_by_each_record(
 
 
 def test_a_store_lets_times_rise_as_a_pass_before_it_does(spark: SparkSession) -> None:
-    """Of a join's results, some after results of earlier runs."""
+    """The records are results of a join; some keys have results of earlier runs."""
     chance, rows = random.Random(9), list[tuple[Any, ...]]()
     for arrival in range(200):
         at = START + timedelta(seconds=arrival - chance.randrange(80))

@@ -1,4 +1,4 @@
-"""The ways to look a version up give the same, whatever the keys and times are like."""
+"""All strategies of a version look-up give the same results, for any keys and times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ rows_of_a_run = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c", "d", None]), moments), min_size=1, max_size=80
 )
 CASES = 6
-"""In one example, since a join costs the same for few rows; each has keys and a horizon of its own."""
+"""Cases of one example, as a join costs the same for few rows; each has its own keys and horizon."""
 cases_of_joins = st.lists(
     st.tuples(histories, rows_of_a_run, moments, st.integers(1, 5)), min_size=CASES, max_size=CASES
 ).filter(lambda cases: sum(len(rows) for _, rows, *_ in cases) > 10 * CASES)  # not the simplest ones
@@ -60,7 +60,7 @@ def key_of(case: int, key: str | None) -> str | None:
 
 
 def versions_of(cases: list[Looks]) -> dict[str, list[Version]]:
-    """By key; keys begin and end with tombstones, too. The case is the partition."""
+    """The versions by key; some keys begin or end with a tombstone. The case is the partition."""
     found: dict[str, list[Version]] = {}
     for case, (table, _, _, deleted) in enumerate(cases):
         for key, times in table.items():
@@ -74,7 +74,7 @@ def versions_of(cases: list[Looks]) -> dict[str, list[Version]]:
 
 
 def horizon_of(cases: list[Looks]) -> Column:
-    """Of each partition."""
+    """The horizon of each partition."""
     every = (
         (F.lit(i), F.timestamp_micros(F.lit((at(horizon) - EPOCH) // timedelta(microseconds=1))))
         for i, (*_, horizon, _) in enumerate(cases)
@@ -113,14 +113,14 @@ def test_every_way_finds_the_same(spark: SparkSession, cases: list[Looks]) -> No
     expected = found("sorted")
     assert [i for i, _, _ in expected] == list(range(len(looked_up)))
     assert found("broadcast") == expected
-    for crowd in (0, 100):  # tiles of each bucket's own, tiles for all
+    for crowd in (0, 100):  # tiles per bucket of keys, the same tiles for all
         tiles, _ = tiles_of(versions, key=KEY, first=first, last=last, crowd=crowd)
         assert isinstance(tiles.level, int) == (crowd == 100)
         assert found(tiles) == expected
 
 
 INTERPRETED = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
-"""For a test of many plans, each of few rows: to generate code of each takes longest."""
+"""For tests of many plans with few rows each: code generation would take most of the time."""
 LOOKS: dict[str, tuple[At, bool]] = {
     "at or after": ("at_or_after", False),
     "after": ("after", False),
@@ -130,7 +130,7 @@ LOOKS: dict[str, tuple[At, bool]] = {
 
 
 def matching(versions: list[Version], moment: datetime, horizon: datetime, look: str) -> int | None:
-    """The rule, version by version: the number of the one that a time finds."""
+    """The rule, version by version: the number of the version that a time finds."""
     values = [v for v in versions if not v[4]]
     valid = next((v for v in reversed(versions) if v[2] <= moment), None)
     remembered = valid is not None and (valid[3] is None or moment >= horizon)
@@ -148,7 +148,7 @@ def matching(versions: list[Version], moment: datetime, horizon: datetime, look:
 @one_example
 @given(cases_of_joins)
 def test_versions_that_start_after_a_record(spark: SparkSession, cases: list[Looks]) -> None:
-    """Each way against the rule."""
+    """Each strategy gives what the rule gives."""
     of_key: dict[str | None, list[Version]] = {**versions_of(cases)}
     looked_up = rows_of(cases)
     versions = spark.createDataFrame([*chain(*of_key.values())], VERSIONS)
@@ -165,7 +165,7 @@ def test_versions_that_start_after_a_record(spark: SparkSession, cases: list[Loo
                 for case, k, t in looked_up
             ]
             tiles, _ = tiles_of(about, key=KEY, first=first, last=last, crowd=0)
-            # Where it differs from "after" is no question of the way.
+            # Where "at or after" differs from "after" does not depend on the strategy.
             ways = ("sorted",) if look == "at or after" else ("sorted", "broadcast", tiles)
             for strategy in ways:
                 joined = as_of_join.as_of_join(
@@ -183,7 +183,7 @@ def test_versions_that_start_after_a_record(spark: SparkSession, cases: list[Loo
 
 
 def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
-    """Each key's tiles fit its own rhythm: few versions in one, and few copies of a version."""
+    """Tiles fit how often their key changes: few versions in a tile, and few copies of a version."""
     often = F.struct(F.lit("often").alias("key"), F.lit(1).alias("step"))
     seldom = F.struct(F.lit("seldom").alias("key"), F.lit(1_000).alias("step"))
     rows = (
@@ -201,11 +201,12 @@ def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
     assert levels(tiles) == [21, 31]  # some two seconds, some two thousand
     assert 2 < most < 40  # an upper bound
     early, _ = tiles_of(rows, key=KEY, first=0, last=4_999_999, crowd=0)
-    assert levels(early) == [21, 24]  # what is not looked for does not count
+    assert levels(early) == [21, 24]  # versions outside the times looked up do not count
 
 
 def test_keys_that_are_equal_without_being_the_same_meet(spark: SparkSession) -> None:
-    """Spark's hash tells ``a`` from ``A`` where a collation does not: such keys share their tiles."""
+    """Spark's hash differs for ``a`` and ``A``, but a collation takes them as equal: they share
+    tiles."""
     lower = "CAST(key AS STRING COLLATE UTF8_LCASE) AS key"
     often = [("a", 0, at(n), at(n + 1), False, n) for n in range(20)]
     seldom = [("b", 0, at(0), at(10**9), False, 99)]

@@ -1,4 +1,4 @@
-"""After any runs a corrected join of two streams has the rows of one run over everything."""
+"""A corrected join of two streams has the rows of a single run, however it is split into runs."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from vt_dagster.testing import TopologyTestDriver
 
 CASES = 10
 other = st.tuples(st.integers(0, 8), st.integers(0, 12))
-"""Another grace period, and how much longer the promise is."""
+"""Another grace period, and how much longer than it ``corrected_for`` is."""
 MS = timedelta(milliseconds=1)
 KEYED = StructType([StructField("k", StringType()), StructField("timestamp", TimestampType())])
 
 
 @dataclass
 class InTime(StreamJoin):
-    """A join in which what is too late finds nothing: its grace period is the promise.
+    """A model in which records that are too late find nothing. Its ``grace`` is ``corrected_for``.
 
     Args:
-        soon: the grace period, after which what has no match has a row until it finds one.
-        edge: what is older was too late before, and stays so.
+        soon: the grace period, after which a record without a match has a row until it finds one.
+        edge: records before this time were too late at some point, and remain so.
         late: the times of records that were too late.
-        told: the arrivals of those that had a row before the grace period was another.
+        told: the arrivals of unmatched records that had a row before the grace period changed.
     """
 
     soon: int = 0
@@ -67,18 +67,18 @@ class InTime(StreamJoin):
         return super().found(row) if row.time >= self.edge else []
 
     def becomes(self, i: int, soon: int, promise: int) -> None:
-        """Goes on with another grace period and promise."""
+        """Continues with another grace period and another ``corrected_for``."""
         self.told |= {row.arrival for row in self.unmatched if not self.waits_for_one(row)}
         self.soon = soon
         self.changed(i, promise)
 
     def waits_for_one(self, row: Row) -> bool:
-        """Whether a record without a match has no row yet."""
+        """Whether an unmatched record has no row yet."""
         over = row.time + self.fore[row.side] + self.soon < self.looked
         return row.arrival not in self.told and not over
 
     def rows(self) -> Counter[Any]:
-        """Its results, and what of the others has been let go."""
+        """The matches, and the rows of unmatched records whose grace period is over."""
         rows = Counter((e["key"], e["value"], e["timestamp"]) for e in self.emitted)
         for row in self.unmatched:
             if not self.waits_for_one(row):
@@ -107,8 +107,8 @@ class InTime(StreamJoin):
 def test_runs_end_as_one_run(
     spark: SparkSession, cases: list[Case], others: list[tuple[int, int]], turn: int
 ) -> None:
-    """The last number of a case is how much longer than the grace period the promise is; from some run
-    on all have another of each, and plans are those of large runs."""
+    """The last number of a case is how much longer than the grace period ``corrected_for`` is. From
+    some run on, all cases have other values of both, and runs use the plans of large runs."""
     cases, others = [*map(sure, ("left", "right")), *cases], [(0, 12), (0, 12), *others]
     layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, *_) in enumerate(cases)]
     nodes = nodes_of(layouts)
@@ -167,7 +167,7 @@ def test_runs_end_as_one_run(
         assert late[number] == told.late, about
         alone = Counter(row[1] for row in rows.elements() if "null" in row[1])
         assert set(alone.values()) <= {1}, about
-        # What arrives in another order may be late in one and not in the other, but for what is young.
+        # In another order of arrival, other records may be too late; so only young rows are compared.
         if turn >= steps:
             w = cases[number][0]
             edge = told.now - promise + max(0, *w[:2], w[0] + w[1])
@@ -175,7 +175,7 @@ def test_runs_end_as_one_run(
 
 
 def sure(alone: str) -> Case:
-    """A case in which a side's record has a row without a match, which a later run takes back."""
+    """A case in which one side's record has a row without a match, which a later run takes back."""
     match = "left" if alone == "right" else "right"
     told = [(alone, "a", 5), (match, "b", 9), (match, "a", 6)]
     records = [{"input": i, "key": k, "value": "x", "timestamp": at} for i, k, at in told]
@@ -183,7 +183,7 @@ def sure(alone: str) -> Case:
 
 
 def corrected(plain: Any, lengths: Sequence[tuple[int, int]]) -> Any:
-    """The join with a grace period and a promise of each case."""
+    """The join with the grace period and ``corrected_for`` of each case."""
     graces, promises = ({i: n * MS for i, n in enumerate(some)} for some in zip(*lengths, strict=True))
     left, right = plain.inputs
     about = {n: getattr(plain.operator, n) for n in ("before", "after", "select")}
@@ -198,7 +198,7 @@ def by_case(rows: Sequence[dict[str, Any]]) -> dict[int, Counter[Any]]:
 
 
 def final_of(rows: Sequence[dict[str, Any]]) -> dict[int, set[Any]]:
-    """The rows that can no longer change; each has values of its own."""
+    """The rows that can no longer change; no two rows have the same values."""
     found: dict[int, set[Any]] = {n: set() for n in range(CASES)}
     for row in rows:
         if row["is_final"]:
@@ -226,7 +226,7 @@ def young(rows: Counter[Any], edge: float) -> Counter[Any]:
 
 
 def test_bounds_tell_also_what_was_too_late_before() -> None:
-    """By a longer promise a record is in time, but by the one before it was too late."""
+    """A record that was too late by the previous ``corrected_for`` stays so by a longer one."""
     left, right = (Stream(name, key="k", schema=KEYED) for name in ("left", "right"))
 
     def told(longer: int, oldest: int, marks: dict[str, dict[int, int]]) -> Any:

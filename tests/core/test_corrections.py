@@ -1,4 +1,4 @@
-"""After any sequence of runs a corrected join is the join of everything in one run."""
+"""A corrected join gives the rows of a single run, however its input is split into runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLUMNS_OF_STREAM = StructType([*COLUMNS.fields, StructField("number", IntegerTy
 
 
 FEW = ("left", "keyed_waiting")
-"""An outer one and an inner one, with a grace period and without."""
+"""A left join without a grace period, and an inner join with one."""
 
 
 def joins(names: Sequence[str]) -> list[Stream]:
@@ -58,7 +58,7 @@ def joins(names: Sequence[str]) -> list[Stream]:
 
 
 def numbered(blocks: list[Any]) -> list[Any]:
-    """The blocks with a number for each record of the stream: a key that no other has."""
+    """The blocks with a unique number for each record of the stream, which is its key."""
     numbers = count()
     return [
         (rows, [[r | {"number": next(numbers)} for r in case] for case in records], *rest)
@@ -76,17 +76,17 @@ def newest(rows: list[Record]) -> dict[int, int]:
 
 
 def found(rows: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
-    """What was found for each record of a join's table that is younger than the promise."""
+    """The value found for each record of a join's table that is younger than ``corrected_for``."""
     return {
         (r["case"], r["left_offset"]): r["found"]
         for r in rows
-        # It may be younger where the table alone was so far ahead.
+        # A final row may be younger, where only the table was that far ahead.
         if not r["is_final"] and r["timestamp"].timestamp() * 1000 >= edges[r["case"]]
     }
 
 
 def told(driver: TopologyTestDriver, name: str, rows: list[Record]) -> dict[str, Any]:
-    """What does not depend on how arrivals were cut into runs; how often a row was corrected does."""
+    """The results that do not depend on the split into runs. A row's number of corrections does."""
     store = driver._stores[name]  # pyright: ignore[reportPrivateUsage]
     head, refused = store.head(), store.quarantine()
     listed = [] if refused is None else refused.collect()
@@ -112,9 +112,9 @@ def test_runs_end_as_one_run(spark: SparkSession, names: Sequence[str], blocks: 
     blocks = numbered(blocks)
     for rows, records, *_ in blocks:
         split.run({"table": placed(rows), "stream": placed(records)})
-    # What arrives in the same order gives the same, however it is cut into runs: also what is older.
+    # The same order of arrival gives the same rows, also older ones, however it is split into runs.
     for place, (rows, records, first, second) in enumerate(blocks):
-        if not place:  # there is nothing to correct yet, and nothing waits
+        if not place:  # there are no rows to correct yet, and no records wait
             finer.run({"table": placed(rows), "stream": placed(records)})
             continue
         finer.run({"table": heads(rows, first)})
@@ -143,7 +143,7 @@ def test_runs_end_as_one_run(spark: SparkSession, names: Sequence[str], blocks: 
 
 
 def by_duckdb(table: list[Record], stream: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
-    """The same by an ASOF JOIN over all that the table took."""
+    """The expected values, by an ASOF JOIN over all records that the table accepted."""
     names = ("case", "key", "value", "timestamp", "offset")
     versions = pa.Table.from_pylist([{n: r[n] for n in names} for r in table])
     records = pa.Table.from_pylist([{n: r[n] for n in names} for r in stream if not r["is_tombstone"]])

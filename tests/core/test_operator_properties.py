@@ -1,6 +1,6 @@
-"""What holds of every operator, whatever the records: cut into runs or not, in any order.
+"""Properties of every operator, for any records in any order, split into runs or not.
 
-As in ``test_split_invariance``, each partition is an experiment of its own, with its own durations.
+As in ``test_split_invariance``, each partition is a separate experiment with its own durations.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def log_of(driver: TopologyTestDriver, name: str) -> dict[int, list[Record]]:
 
 
 def as_sets(logs: dict[int, list[Record]]) -> dict[int, Counter[str]]:
-    """Logs without what order decides: offsets, and what a result replaced."""
+    """Logs without the columns that depend on the order: offset, and the replaced row."""
     return {
         case: Counter(repr({k: v for k, v in r.items() if k not in ("offset", "old")}) for r in rows)
         for case, rows in logs.items()
@@ -77,8 +77,8 @@ def as_sets(logs: dict[int, list[Record]]) -> dict[int, Counter[str]]:
 
 
 FEW = {"sessions", "sliding", "early_sliding"}
-"""Of windows and of what holds them back. Fixed ones are cut by the test of closed windows below and by
-``test_calendar_windows``, what tables are made of by ``test_random_chains``."""
+"""Windows and a suppress. The test of closed windows below and ``test_calendar_windows`` split fixed
+windows into runs; ``test_random_chains`` splits tables."""
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.endurance)])
@@ -149,7 +149,7 @@ def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
 
 
 def merged(lefts: Sequence[Record], rights: Sequence[Record]) -> list[tuple[str, Record]]:
-    """The order in which a task takes the records of two inputs: the smaller head first."""
+    """The order in which a task processes the records of two inputs: the smaller head first."""
     left, right = list(lefts), list(rights)
     order: list[tuple[str, Record]] = []
     while left or right:
@@ -160,7 +160,7 @@ def merged(lefts: Sequence[Record], rights: Sequence[Record]) -> list[tuple[str,
     return order
 
 
-@pytest.mark.endurance  # test_random_chains cuts joins of tables at random
+@pytest.mark.endurance  # test_random_chains splits joins of tables at random
 @pytest.mark.parametrize("kind", ["versioned", "plain"])
 @careful
 @given(
@@ -179,7 +179,7 @@ def test_joins_of_tables_do_not_mind_how_records_are_cut_into_runs(
     first: list[int],
     kept: list[int],
 ) -> None:
-    """A run that has all records takes the plans of large runs, which broadcast a few right changes."""
+    """A run with all records uses the plans of large runs, which broadcast a few right changes."""
     select = ("left.value as l", "right.value as r")
     more: dict[str, Any] = {"history_retention": ms(retention)} if kind == "versioned" else {}
     make = VersionedTable if kind == "versioned" else Table

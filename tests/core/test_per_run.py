@@ -1,4 +1,4 @@
-"""``emit="per_run"``: the last of every update, however it is found."""
+"""``emit="per_run"`` emits the last update of each key in a run, by each plan that finds it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def records(seed: int) -> list[dict[str, Any]]:
 
 
 def by_key(node: Stream, rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Each key's last row, without its place and what was there before."""
+    """The last row of each key, without ``offset`` and ``old``."""
     told = [{c: v for c, v in row.items() if c not in ("offset", "old")} for row in rows]
     return {tuple(row[k] for k in node.key): row for row in told}
 
@@ -98,7 +98,7 @@ def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
 def test_a_join_is_the_last_of_every_update(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the plans of large runs, which leave out earlier changes of keys without tombstones."""
+    """The plans of large runs leave out earlier changes of keys without tombstones."""
     monkeypatch.setattr(Arrival, "single_task", False)
     monkeypatch.setattr(run_module, "are_few_keys", lambda keys, rows: True)
     left_out = Mock(wraps=table_joins.last_changes)

@@ -1,4 +1,4 @@
-"""What Spark is asked to do: no more columns, windows, shuffles and sorts than are needed."""
+"""Spark's plans have no more columns, windows, shuffles and sorts than necessary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan(rows: Any) -> str:
 
 
 def count(text: str) -> dict[str, int]:
-    """How often rows are shuffled and sorted, and how many window functions are computed."""
+    """The numbers of shuffles, sorts and window functions of a plan."""
     signs = {"shuffles": "Exchange hash", "sorts": "Sort [", "windows": "windowspecdefinition("}
     return {name: text.count(sign) for name, sign in signs.items()}
 
@@ -59,8 +59,8 @@ def results_of(spark: SparkSession, node: Stream, **large: Any) -> DataFrame:
 
 
 def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
-    """For the look at keys that are there twice and the join; what is different once more, for its
-    order."""
+    """One shuffle serves the check for duplicate keys and the join. Only the differing rows are
+    shuffled once more, for their order."""
     held = spark.createDataFrame([], "k string, price double")
     dump = spark.createDataFrame(
         [], "k string, price double, _source string, _position bigint, _reason string"
@@ -73,7 +73,7 @@ def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
 def test_a_join_reads_and_sends_what_its_result_has(
     spark: SparkSession, strategy: JoinStrategy
 ) -> None:
-    """Spark takes the structs of both sides apart only where all in them is cheap."""
+    """Spark prunes fields from the structs of both sides only if all expressions in them are cheap."""
     stream = spark.createDataFrame(
         [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_outcome:string"
     )
@@ -96,8 +96,8 @@ def test_a_join_reads_and_sends_what_its_result_has(
 
 
 def test_a_join_of_tables_is_by_key_and_in_order_for_its_store(spark: SparkSession) -> None:
-    """Each side by partition, for stream time; both by key; and that was all. The store of a plain
-    table finds the largest time so far in one pass with the row that a result replaces."""
+    """The plan shuffles each side by partition, for stream time, and both by key; no more. The store of
+    a plain table finds the largest time so far in one pass with the row that a result replaces."""
     sides, select = (rates("left"), rates("right")), ["left.*", "right.price as other"]
     once = plan(results_of(spark, sides[0].join(sides[1], name="b", select=select, emit="per_run")))
     each = plan(results_of(spark, sides[0].join(sides[1], name="b", select=select)))
@@ -115,7 +115,8 @@ def test_a_large_join_per_run_shuffles_the_last_changes_by_key(spark: SparkSessi
 
 
 def test_a_large_join_by_foreign_key_shuffles_the_left_by_its_key_alone(spark: SparkSession) -> None:
-    """Besides the chunks of each side, for stream time, and the few changes of the right by theirs."""
+    """The other shuffles are by chunks of each side, for stream time, and of the few right changes by
+    their key."""
     rated = rates("left").left_join(
         rates("right"), foreign_key="grade", name="rated", select=["left.*", "right.price as other"]
     )
@@ -127,7 +128,7 @@ def test_a_large_join_by_foreign_key_shuffles_the_left_by_its_key_alone(spark: S
 
 
 def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
-    """Begins and ends of its versions in one pass."""
+    """The join finds begins and ends of versions in one pass over each history."""
     joined = rates("left").join(rates("right"), name="both", history="complete", select=["left.*"])
     assert joined.operator is not None
     sides = [(log_schema(one), view_schema(one)) for one in joined.operator.inputs]
@@ -137,7 +138,7 @@ def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
 
 
 def test_each_window_is_computed_once(spark: SparkSession) -> None:
-    """A versioned put: stream time, the newest time so far, what a record replaces."""
+    """A versioned put needs three windows: stream time, newest time so far, replaced row."""
     table = rates("rates")
     names = "partition:int,_arrival:bigint,is_tombstone:boolean,_outcome:string"
     records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
@@ -146,8 +147,8 @@ def test_each_window_is_computed_once(spark: SparkSession) -> None:
 
 
 def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
-    """Spark computes a frame that ends with the key anew for each row, which takes a key of 100,000
-    records hours; so one sort is backwards."""
+    """Spark recomputes a frame that ends with the key for each row. A key of 100,000 records would take
+    hours, so one sort is descending."""
     table = VersionedTable("rates", history_retention=WEEK, **ABOUT, only_columns=["price"])
     names = "partition:int,_arrival:bigint,is_tombstone:boolean,_outcome:string"
     names += ",provided_columns:array<string>"
@@ -163,8 +164,8 @@ def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
 
 
 def test_sessions_are_sorted_by_key_once(spark: SparkSession) -> None:
-    """By partition for stream time, by key, and by key and session for their store; by bounds of stream
-    time not by partition."""
+    """Sessions sort by partition for stream time, by key, and by key and session for their store. With
+    bounds of stream time, they do not sort by partition."""
     window = SessionWindow(timedelta(hours=1))
     sessions = Stream("orders", **ABOUT).group_by().windowed_by(window).count(name="sessions")
     of_few = plan(results_of(spark, sessions))
@@ -179,7 +180,7 @@ def test_sessions_are_sorted_by_key_once(spark: SparkSession) -> None:
 
 
 def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
-    """Spark sorts before it shuffles as well for ``row_number() = 1``."""
+    """For ``row_number() = 1``, Spark would also sort before the shuffle."""
     stream = Stream("orders", **ABOUT)
     hourly = (
         stream.group_by()

@@ -1,4 +1,4 @@
-"""The model agrees with the recorded scenarios; ``test_conformance`` holds the operators against it."""
+"""The model agrees with the recorded scenarios; ``test_conformance`` compares the operators with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recorded(*directories: str) -> list[dict[str, Any]]:
 
 
 def where(error: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    """Whether, when and by which record; what an error is called and says is free."""
+    """When and at which record an error occurs, if there is one; its name and message may differ."""
     return (error["at"], error.get("trigger")) if error else None
 
 
@@ -73,7 +73,7 @@ def test_the_model_leaves_out_limits_in_bytes_only() -> None:
 
 
 def test_a_left_join_of_a_table_with_itself_deletes() -> None:
-    """What Kafka Streams 4.1.1 emitted in its TopologyTestDriver."""
+    """The expected records are those of the TopologyTestDriver of Kafka Streams 4.1.1."""
     source = {"id": "t", "op": "table", "input": "table", "table": {"versioned": False}}
     join = {"id": "j", "op": "table_join", "kind": "left", "left": "t", "right": "t"}
     values = ["1", "2", None, None]
@@ -104,7 +104,7 @@ def test_random_scenarios_are_reproducible_and_complete() -> None:
 
 
 def test_random_scenarios_show_something() -> None:
-    """Most of them emit, drop, fail and keep now and then, and have late records and nulls."""
+    """Most scenarios emit records; enough of them drop some, have late records, or have null values."""
     for operator in ALL:
         found = scenarios(7, operator, configs=40, sequences=2)
         seen = Counter[str]()

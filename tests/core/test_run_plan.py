@@ -1,4 +1,4 @@
-"""What a run of each operator does, by its plan alone."""
+"""The steps of a run of each operator, checked in its plan alone."""
 
 from datetime import timedelta
 
@@ -19,7 +19,7 @@ SCHEMA = StructType(
 )
 MS = timedelta(milliseconds=1)
 MILLI = 1000
-"""Microseconds: the unit of a plan's times."""
+"""A millisecond in microseconds, the unit of a plan's times."""
 
 STREAM = Stream("orders", key="k", schema=SCHEMA)
 OTHER = Stream("payments", key="k", schema=SCHEMA)
@@ -62,7 +62,8 @@ def test_a_corrected_join_reads_again_from_the_oldest_change_of_its_table() -> N
 
 
 def test_a_corrected_join_that_looks_ahead_reads_again_from_before_the_change() -> None:
-    """Records up to ``max_age`` before it, and the versions up to ``max_age`` before these."""
+    """The run re-reads records up to ``max_age`` before the change, and versions up to ``max_age``
+    before these records."""
     node = STREAM.left_join(
         TABLE, name="priced", select=["left.*"], at="nearest", max_age=3 * MS, corrected_for=90 * MS
     )

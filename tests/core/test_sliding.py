@@ -1,4 +1,4 @@
-"""The kernel of sliding windows against the model, without Spark: many random records."""
+"""The kernel of sliding windows agrees with the model on many random records, without Spark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def micros(ms: int) -> int:
 
 
 def records_of(scenario: Row) -> list[Row]:
-    """A scenario's records in order of arrival as the kernel takes them."""
+    """A scenario's records in order of arrival, in the kernel's input format."""
     window = scenario["config"]["window"]
     time: int | None = None
     rows: list[Row] = []
@@ -49,7 +49,7 @@ def records_of(scenario: Row) -> list[Row]:
 
 
 def batches(rows: list[Row]) -> list[Any]:
-    """The rows by key, in batches that do not care where a key ends."""
+    """The rows by key, in batches of a fixed size, which may split a key."""
     by_key = sorted(rows, key=lambda r: (r["key"] or "", r["key"] is None, r["order"]))
     made: list[Row] = []
     for _, group in groupby(by_key, key=lambda r: (r["key"] or "", r["key"] is None)):
@@ -67,7 +67,7 @@ def batches(rows: list[Row]) -> list[Any]:
 
 
 def results_of(scenario: Row) -> tuple[list[tuple[Any, ...]], int]:
-    """What both kernels make of a scenario's records: the results in order, and what is dropped."""
+    """The results of both kernels for a scenario, in order, and the number of dropped records."""
     rows = records_of(scenario)
     window = scenario["config"]["window"]
     kept = window.get("retention") or 2 * window["size"] + window["grace"]

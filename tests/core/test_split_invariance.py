@@ -1,4 +1,4 @@
-"""However an arrival order is cut into runs, the results are the same."""
+"""However an arrival order is split into runs, the results are the same."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vt_dagster.topology.model import Stream, VersionedTable
 Record = dict[str, Any]
 PARTITIONS = 12
 
-# A partition is an experiment of its own: its number is part of every key, and it has its own
-# history retention and grace period. So one run of the driver tries many small cases.
+# Each partition is a separate experiment: its number is part of every key, and it has its own
+# history retention and grace period. So one run of the driver tests many small cases.
 COLUMNS = StructType(
     [
         StructField("case", IntegerType()),
@@ -49,7 +49,7 @@ cuts = st.lists(st.integers(0, 6), min_size=PARTITIONS, max_size=PARTITIONS)
 
 
 def each_case(records: SearchStrategy[list[Record]]) -> SearchStrategy[list[list[Record]]]:
-    """Records of each case; not the simplest example, in which no case has any."""
+    """Records of each case; without the simplest examples, which have hardly any records."""
     drawn = st.lists(records, min_size=PARTITIONS, max_size=PARTITIONS)
     return drawn.filter(lambda cases: sum(map(len, cases)) > PARTITIONS)
 
@@ -57,8 +57,8 @@ def each_case(records: SearchStrategy[list[Record]]) -> SearchStrategy[list[list
 of_each_case = each_case(some_records)
 
 careful = settings(
-    max_examples=1,  # of as many cases as there are partitions: a run costs the same for few records
-    # A failing example is small as it is; to make it smaller takes longer than to read it.
+    max_examples=1,  # with a case per partition: a run costs the same for few records
+    # A failing example is already small; shrinking it takes longer than reading it.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
     print_blob=True,
@@ -120,10 +120,10 @@ def test_a_split_of_a_join_gives_the_same_results_for_given_table_contents(
     grace: list[int],
     blocks: list[tuple[list[list[Record]], list[list[Record]], list[int], list[int]]],
 ) -> None:
-    """A block is table records, then stream records: the table does not change between the latter.
+    """A block is table records, then stream records: the table does not change between these.
 
-    Without a grace period the logs are equal; with one, a run that takes more records at once may
-    release them in another order, so that the results are equal as sets.
+    Without a grace period, the logs are equal. With one, a run with more records may release them in
+    another order, so the results are equal as sets.
     """
     table = VersionedTable("table", history_retention=ms(retention), **SOURCE)
     stream = Stream("stream", null_key="keep", **SOURCE)

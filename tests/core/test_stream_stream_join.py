@@ -1,4 +1,4 @@
-"""The join of two streams: what it promises, however an arrival order is cut into runs."""
+"""The join of two streams gives the promised rows, however an arrival order is split into runs."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ Case = tuple[tuple[int, int, int], list[Entry], set[int], int]
 
 
 def case_of(longest: int) -> SearchStrategy[Case]:
-    """A window with its grace, at most so many records, where runs are cut besides, another grace."""
+    """A window with its grace, at most ``longest`` records, places to split runs, another grace."""
     cuts = st.sets(st.integers(1, longest - 1))
     return st.tuples(window, st.lists(record, max_size=longest), cuts, st.integers(0, 12))
 
 
 def cases_of(number: int) -> SearchStrategy[list[Case]]:
-    """So many cases of few runs; not the simplest ones, which have no records."""
+    """This number of cases of few runs; without the simplest ones, which have hardly any records."""
     drawn = st.lists(case_of(4), min_size=number, max_size=number)
     return drawn.filter(lambda cases: sum(len(records) for _, records, *_ in cases) > number)
 
 
 def scenario_of(number: int, kind: str, window: tuple[int, int, int], records: list[Entry]) -> Scenario:
     config = {"kind": kind, **dict(zip(("before", "after", "grace"), window, strict=True))}
-    # Values are made different, so that each result says what it is of.
+    # Values differ, so that each result shows its records.
     told = [
         {**r, "value": None if r["value"] is None else f"{r['value']}{i}"}
         for i, r in enumerate(records)
@@ -114,8 +114,8 @@ def scenario_of(number: int, kind: str, window: tuple[int, int, int], records: l
 def test_a_split_of_a_join_of_streams_gives_the_same_results(
     spark: SparkSession, cases: list[Case], turn: int
 ) -> None:
-    """Runs as long as the order of arrival allows, and some cut further, against one record a run.
-    From some run on all have another grace period."""
+    """Runs are as long as the order of arrival allows, or split further. The model takes one record at
+    a time. From some run on, all cases have another grace period."""
     layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, *_) in enumerate(cases)]
     others = [
         layout(scenario_of(i, "outer", (*w[:2], grace), records))
@@ -160,7 +160,7 @@ def test_a_split_of_a_join_of_streams_gives_the_same_results(
 
 
 def declared_anew(driver: TopologyTestDriver, *nodes: Stream) -> None:
-    """Goes on with the tables that there are, as a code location does that has been deployed anew."""
+    """Continues with the existing tables, as a newly deployed code location does."""
     stores = driver._stores  # pyright: ignore[reportPrivateUsage]
     driver.nodes = {node.name: node for node in nodes}
     assert set(driver.nodes) == set(stores)
@@ -171,7 +171,8 @@ def declared_anew(driver: TopologyTestDriver, *nodes: Stream) -> None:
 
 @given(one=case_of(10), at=st.integers(0, 14))
 def test_what_a_change_of_grace_promises(one: Case, at: int) -> None:
-    """What was said stays, none leaves alone twice, and none that is in time loses a match."""
+    """Emitted rows stay. No record is emitted twice without a match, or loses a match if it is in
+    time."""
     window, records, _, grace = one
     told = scenario_of(0, "outer", window, records)
     join = StreamJoin(dict(told.config)).feed(records_of(told)[:at])
@@ -203,7 +204,7 @@ def records_of(scenario: Scenario) -> list[Entry]:
 
 
 def pieces(runs: Sequence[range], at: set[int]) -> list[range]:
-    """The same runs, cut further."""
+    """The same runs, split further."""
     found: list[range] = []
     for one in runs:
         ends = [one.start, *sorted(i for i in at if i in one and i > one.start), one.stop]
@@ -256,7 +257,8 @@ select l, r, ts from matches union all select l, r, ts from alone
 def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """Plans of large runs: chunks by order of arrival, and tiles of time; in two runs."""
+    """Runs use the plans of large runs: chunks by order of arrival, and tiles of time. Without late
+    records, there are two runs."""
     told: list[bool] = []
     in_time = StreamJoinTime.advance_if_none_late
 
@@ -286,7 +288,7 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
     driver = TopologyTestDriver(
         orders.left_join(payments, name="joined", select=selected, **about), spark=spark
     )
-    # The query knows one order of arrival alone: that of a single run.
+    # The query knows only one order of arrival: that of a single run.
     for taken in [range(500)] if late else [range(300), range(300, 500)]:
         driver.run(
             {

@@ -10,7 +10,7 @@ from tests.core.reference.tables import Source, Table
 
 
 class TableJoin(Table):
-    """inner, left and outer join of two tables by key; without a store it is read from its sides."""
+    """inner, left and outer join of two tables by key. Without a store, it is read from its sides."""
 
     def __init__(
         self, run: Run, left: Table, right: Table, kind: str, materialize: Config | None
@@ -64,11 +64,11 @@ class TableJoin(Table):
 
 
 class ForeignKeyJoin(Source):
-    """inner and left join of a left table with the right row that the head of its value names.
+    """inner and left join of a left table with the right row whose key is the head of the left value.
 
-    A left change subscribes to the right key that it names, and that answers; a right change
-    answers every subscription. An answer is joined with the left row as it then is, unless that is
-    no longer the one that asked.
+    A left change subscribes to the right key of its value, and gets an answer. A right change sends
+    an answer to every subscription. An answer is joined with the current left row. If that row is no
+    longer the one that subscribed, the answer is dropped.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ForeignKeyJoin(Source):
 
 
 class Stream:
-    """A stream of records and those that listen to it."""
+    """A stream of records and its listeners."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[Record], None]] = []

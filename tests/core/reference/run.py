@@ -1,4 +1,4 @@
-"""What the nodes of a topology share: changes, records, errors, the run that drives them."""
+"""What all nodes of a topology use: changes, records, errors, and the run that drives them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 
 class Refused(Exception):
-    """A topology or a record that must be refused."""
+    """The topology or the record must be refused."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """What a table forwards; ``latest``: whether it is about the newest version of its key."""
+    """A change that a table forwards; ``latest``: whether it changes the newest version of its key."""
 
     key: str
     new: str | None
@@ -34,7 +34,7 @@ class Change:
 
 
 class Record(NamedTuple):
-    """What a stream forwards."""
+    """A record that a stream forwards."""
 
     key: str | None
     value: str | None
@@ -42,10 +42,10 @@ class Record(NamedTuple):
 
 
 class Run:
-    """One run of a topology: what was emitted and dropped, and what waits in internal topics.
+    """One run of a topology: its emitted and dropped records, and those that wait in internal topics.
 
-    Internal topics are those of groupings and foreign-key joins. They are drained, first in first
-    out, after the record that filled them and before the next one.
+    Groupings and foreign-key joins have internal topics. These are drained, first in first out, after
+    each record and before the next one.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Run:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def store(self, table: Config | None) -> Store:
-        """The store of a TABLE. None has a view all the same, which keeps the last change."""
+        """The store of a TABLE; without one, a plain store, which keeps the last change of each key."""
         if not table or not table["versioned"]:
             return PlainStore()
         retention, segment = table["history_retention"], table.get("segment_interval")
@@ -78,7 +78,7 @@ class Run:
         return self._dropped + sum(s.dropped for s in self._stores)
 
     def later(self, step: Callable[[], None]) -> None:
-        """Does a step when the records of internal topics before it are done."""
+        """Adds a step that runs after the records that already wait in internal topics."""
         self._waiting.append(step)
 
     def drain(self) -> None:
@@ -97,7 +97,7 @@ def number(value: str | None) -> int | None:
 
 
 def head(value: str | None) -> str | None:
-    """What is before the first bar of a value."""
+    """The part of a value before its first bar."""
     return value.split("|", 1)[0] if value is not None and "|" in value else None
 
 

@@ -1,4 +1,4 @@
-"""What a table holds: versions by timestamp, or one row a key."""
+"""The stores of tables: versions by timestamp, or one row per key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Row(NamedTuple):
 
 
 class VersionedStore:
-    """For each key its values by timestamp; None is a tombstone, which is a version like others."""
+    """The values of each key by timestamp. None is a tombstone, which is a version like others."""
 
     versioned = True
 
@@ -27,7 +27,7 @@ class VersionedStore:
         self.versions: dict[str, dict[int, str | None]] = {}
 
     def put(self, key: str, value: str | None, timestamp: int) -> int:
-        """LATEST, the timestamp of the next newer version, or NOT_PUT if it came too late."""
+        """Returns LATEST, the timestamp of the next newer version, or NOT_PUT if the record is late."""
         if timestamp < self.time - self.retention:
             self.dropped += 1
             return NOT_PUT
@@ -63,7 +63,7 @@ class VersionedStore:
 
 
 class PlainStore:
-    """One row a key: the last record to arrive counts, whatever its timestamp."""
+    """One row per key: that of the last record to arrive, whatever its timestamp."""
 
     versioned = False
     retention = 0

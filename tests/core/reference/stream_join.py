@@ -1,6 +1,6 @@
-"""A join of two streams, one record at a time: as Kafka Streams does it (FORMAT.md 4.13), and as here.
+"""A join of two streams, record by record: by Kafka Streams' rules (FORMAT.md 4.13), and by ours.
 
-The difference is four points, each a keyword of :class:`StreamJoin`.
+The rules differ in four points, each a keyword of :class:`StreamJoin`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> tuple[int, bool, bytes, int]:
-        """By time, then right before left, then key, then arrival."""
+        """The sort order of rows: time, then right before left, then key, then arrival."""
         return self.time, self.side == "left", (self.key or "").encode(), self.arrival
 
 
 @dataclass
 class StreamJoin:
-    """Fed with a scenario's records, it has what they emitted and how many were dropped.
+    """Processes a scenario's records, and keeps the emitted records and the number of dropped ones.
 
     Args:
-        config: of the scenario.
-        loses_boundary: a record that is no later than the grace period loses what is no later than the
-            other side's time - retention.
-        cuts_at_zero: windows are cut off at time 0.
-        alone_at_once: a record without a match leaves once its window is over, though grace is not.
-        delays: the list of unmatched records is looked at only when its watermark says so.
+        config: the scenario's config.
+        loses_boundary: a record within the grace period does not find records at or before the other
+            side's time - retention.
+        cuts_at_zero: the bounds of windows are at least time 0.
+        alone_at_once: a record without a match that arrives after its window's end is emitted at once,
+            though the grace period is not over.
+        delays: the unmatched records are checked only when the watermark is due.
     """
 
     config: Entry
@@ -63,11 +64,12 @@ class StreamJoin:
         self.kept = {"inner": (), "left": ("left",), "outer": ("left", "right")}[self.config["kind"]]
 
     def waits(self, grace: int) -> None:
-        """Has another grace period from now on."""
+        """Sets the grace period from now on."""
         self.grace, self.retention = grace, self.config["before"] + self.config["after"] + grace
 
     def changed(self, i: int, grace: int) -> None:
-        """The same while it lives: what a shorter one would have let go leaves with the next record."""
+        """Changes the grace period between two records. Unmatched records that are due by a shorter one
+        are emitted, with the next record as their trigger."""
         self.waits(grace)
         self.let_go(i, "left")
 
@@ -146,11 +148,11 @@ class StreamJoin:
 
 
 def as_kafka(scenario: Entry) -> StreamJoin:
-    """The scenario as Kafka Streams runs it."""
+    """Runs the scenario by Kafka Streams' rules."""
     every = {"loses_boundary": True, "cuts_at_zero": True, "alone_at_once": True, "delays": True}
     return StreamJoin(scenario["config"], **every).feed(scenario["records"])
 
 
 def as_here(scenario: Entry, **kafkas: bool) -> StreamJoin:
-    """The scenario as it is meant to be here, but for some points that are Kafka's."""
+    """Runs the scenario by our rules, except for the given points, which follow Kafka Streams."""
     return StreamJoin(scenario["config"], **kafkas).feed(scenario["records"])

@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class NotCovered(Exception):
-    """Something that this model leaves out: limits in bytes."""
+    """The scenario has limits in bytes, which this model leaves out."""
 
 
 class Buffer(Generic[T]):
-    """Holds the last update of each key at the place of the first one, until time passes it.
+    """Holds the last update of each key at the place of its first one, until stream time passes it.
 
     Args:
         suppress: the limits.
-        duration: how far behind stream time an update is let out.
-        let_out: takes what leaves.
-        after: an update leaves when its place is before that time, not already when it is there.
+        duration: how far stream time must pass an update's place before the update leaves.
+        let_out: is called with each update that leaves.
+        after: an update leaves only when stream time is later than that limit, not when it is equal.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Buffer(Generic[T]):
         self.held: dict[bytes, T] = {}
 
     def put(self, place: int, key: bytes, timestamp: int, update: T) -> None:
-        """Takes an update; ``key`` orders those of the same place."""
+        """Takes an update; ``key`` orders updates of the same place."""
         self.time = max(self.time, timestamp)
         self.places.setdefault(key, place)
         self.held[key] = update

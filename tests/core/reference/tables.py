@@ -1,4 +1,4 @@
-"""Tables, and what makes a table of a table: filter, mapValues, aggregation, suppress."""
+"""Tables, and the operators from a table to a table: filter, mapValues, aggregation, suppress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.reference.suppress import Buffer
 
 
 class Table:
-    """A table with a store of its own, and those that listen to its changes in order of joining."""
+    """A table with its own store; its listeners get changes in the order in which they joined."""
 
     def __init__(self, run: Run, store: Store | None) -> None:
         self.run = run
@@ -37,7 +37,7 @@ class Table:
         return self.store.retention if self.store else 0
 
     def get(self, key: str, as_of: int | None = None) -> Row | None:
-        """The latest row of a key, or, of a versioned table, the one that was valid at a time."""
+        """The latest row of a key or, for a versioned table, the row that was valid at a time."""
         return self.store.get(key, as_of) if self.store else None
 
     def value(self, key: str) -> str | None:
@@ -49,7 +49,7 @@ class Table:
             listener(change)
 
     def settle(self, change: Change) -> None:
-        """Puts a change into the store, if there is one, and forwards it unless that refuses it."""
+        """Puts a change into the store, if there is one, and forwards it if it is not refused."""
         if self.store is None:
             self.forward(change)
             return
@@ -59,7 +59,7 @@ class Table:
 
 
 class Source(Table):
-    """A table of the records that arrive: of a topic, of toTable, of a foreign-key join's results."""
+    """A table of records: those of a topic, of toTable, or of a foreign-key join's results."""
 
     def __init__(self, run: Run, table: Config | None) -> None:
         super().__init__(run, run.store(table))
@@ -73,7 +73,7 @@ class Source(Table):
 
 
 class _Derived(Table, ABC):
-    """A table that is a function of each value of another; without a store it reads upstream."""
+    """A table that applies a function to each value of another. Without a store, it reads upstream."""
 
     def __init__(self, run: Run, parent: Table, materialize: Config | None) -> None:
         super().__init__(run, run.store(materialize) if materialize else None)
@@ -112,7 +112,7 @@ class _Derived(Table, ABC):
 
 
 class Filter(_Derived):
-    """filter and filterNot; of an unversioned table they forward no tombstone after none."""
+    """filter and filterNot. Of an unversioned table, they forward no tombstone after a tombstone."""
 
     def __init__(self, run: Run, parent: Table, step: Config, materialize: Config | None) -> None:
         super().__init__(run, parent, materialize)
@@ -184,7 +184,7 @@ class Aggregate(Table):
 
 
 class Suppress(Table):
-    """suppress(untilTimeLimit): its view, and so the old values, is what it let out."""
+    """suppress(untilTimeLimit). Its rows, and so the old values, are those that it has emitted."""
 
     def __init__(self, run: Run, parent: Table, suppress: Config) -> None:
         super().__init__(run, run.store(None))

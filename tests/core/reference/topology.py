@@ -1,4 +1,4 @@
-"""Builds a topology of nodes from a scenario's config and feeds it the scenario's records."""
+"""Builds a topology of nodes from a scenario's config, and processes the scenario's records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.reference.windows import windows_of
 
 
 class Topology:
-    """Nodes by step, where the records of each input go, and what is watched."""
+    """The nodes by step, the receivers of each input's records, and the store that is compared."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -98,7 +98,7 @@ class Topology:
 
 
 def steps_of(operator: str, config: Config) -> Iterable[Config]:
-    """The steps of a chain that does what an operator does; its last one is ``result``."""
+    """The steps of a chain that is equal to an operator; the last step is ``result``."""
     result = {"id": "result", "op": operator, **config}
     result["materialize"] = config.get("materialize_result")
     if "left" in config:

@@ -11,7 +11,7 @@ from tests.core.reference.suppress import Buffer
 
 @dataclass(frozen=True)
 class Result:
-    """A window's result as it is forwarded: None is the tombstone of a merged session."""
+    """A window's result that is forwarded; the value None is the tombstone of a merged session."""
 
     key: str
     start: int
@@ -21,7 +21,7 @@ class Result:
 
 
 class Windows(ABC):
-    """What all windows share: stream time, what a record adds, where results go."""
+    """The common part of all windows: stream time, the amount of a record, the target of results."""
 
     def __init__(self, run: Run, config: Config) -> None:
         window, suppress = config["window"], config["suppress"]
@@ -33,7 +33,7 @@ class Windows(ABC):
         self.advance: int = window.get("advance", self.size)
         needed = (2 if self.kind == "sliding" else 1) * self.size + self.grace
         self.retention: int = needed if window.get("retention") is None else window["retention"]
-        least = 0 if self.kind == "session" else 1  # a session without a gap has equal timestamps
+        least = 0 if self.kind == "session" else 1  # a session with gap 0 has equal timestamps
         if self.retention < needed or self.grace < 0 or not least <= self.advance <= self.size:
             raise Refused("IllegalArgumentException", "a window that has no meaning")
         self.time = -1
@@ -93,7 +93,7 @@ class FixedWindows(Windows):
 
 
 class Sessions(Windows):
-    """Session windows: only open ones merge, and a store's retention changes nothing."""
+    """Session windows: only open ones merge, and the store's retention has no effect."""
 
     def __init__(self, run: Run, config: Config) -> None:
         super().__init__(run, config)
@@ -120,7 +120,7 @@ class Sessions(Windows):
 
 
 class SlidingWindows(Windows):
-    """Sliding windows; a window [start, start + size] is made where a record enters or leaves it."""
+    """Sliding windows: there is a window [start, start + size] where a record enters or leaves one."""
 
     def __init__(self, run: Run, config: Config) -> None:
         super().__init__(run, config)
@@ -186,12 +186,12 @@ class SlidingWindows(Windows):
         self.update(key, 0, zero, amount, t)
 
     def after_previous(self, key: str, amount: int, t: int, before: int | None, met: set[int]) -> None:
-        """The window that the record before this one has just left."""
+        """Makes the window that begins just after the record before this one."""
         if before is not None and before + 1 not in met and before + 1 + self.size >= t:
             self.update(key, before + 1, None, amount, t)
 
     def right(self, key: str, t: int, base: Result | None, met: set[int]) -> None:
-        """The window that this record has just left."""
+        """Makes the window that begins just after this record."""
         if t + 1 not in met and base is not None and base.timestamp > t:
             self.store(Result(key, t + 1, t + 1 + self.size, base.value, base.timestamp))
 
