@@ -1,4 +1,4 @@
-"""One real broker for all tests; one of them kills it, and starts it again."""
+"""One real broker for all tests; one test kills it and starts it again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vt_dagster.testing_kafka import KafkaBroker
 
 OF_TOKENS = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
 CLUSTER = uuid.UUID(bytes=b"\xf8" * 16)
-"""As an id of a cluster it begins with a dash, as one of 64 does."""
+"""As the id of a cluster, it begins with a dash, as one of 64 ids does."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Broker(KafkaBroker):
-    """A broker with a plain listener, one that wants TLS and a password, and one that wants tokens."""
+    """A broker with three listeners: a plain one, one for TLS and a password, and one for tokens."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, user=("alice", "sesame-4711"))

@@ -1,5 +1,5 @@
 """Runs the table of a topic in processes that kill themselves at a named point: ``[ROOT SERVERS TOPIC
-POINT ADDRESS]…``. With the address of a Spark Connect server the queries run there; with ``local``
+POINT ADDRESS]…``. If ADDRESS is a Spark Connect server, the queries run there; if it is ``local``,
 Spark dies with the process."""
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def run(root: str, servers: str, topic: str, point: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    import tests.kafka.test_faults  # noqa: F401  # once, not in each process
+    import tests.kafka.test_faults  # noqa: F401  # imported once, not in each fork
 
     killed(run)

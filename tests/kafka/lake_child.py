@@ -1,6 +1,6 @@
-"""The deployment's code locations in a process with a Spark of its own, as in a pod: see
-``test_lake_on_s3.py``. Each line of input names assets to run at once; each line of output says what
-came of them."""
+"""Runs the deployment's code locations in a process with its own Spark, as in a pod: see
+``test_lake_on_s3.py``. A line of input names assets to run at the same time; a line of output has
+their errors."""
 
 from __future__ import annotations
 

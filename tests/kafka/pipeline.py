@@ -1,4 +1,4 @@
-"""Runs assets of topics through Dagster, and looks at what they wrote."""
+"""Runs assets of topics through Dagster, and reads their tables."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Pipeline:
         return KafkaSource(topics.cluster, topic, **options)
 
     def execute(self, node: Stream, **options: Any) -> dg.ExecuteInProcessResult:
-        """A run of one asset."""
+        """Runs one asset."""
         made = [build_asset(node), *([build_checks(node)] if self.checked else [])]
         return run(made, self.root / "warehouse", **{"instance": self.instance, **options})
 
     def run(self, node: Stream, **config: Any) -> dict[str, Any]:
-        """What a run that succeeds, and commits something, says."""
+        """Requires that a run succeeds and commits; returns its metadata."""
         return materialized(self._succeeds(node, config), node.name)
 
     def runs_idle(self, node: Stream, **config: Any) -> None:
-        """A run that finds nothing new."""
+        """Requires that a run succeeds and finds no new records."""
         unchanged(self._succeeds(node, config), node.name)
 
     def _succeeds(self, node: Stream, config: dict[str, Any]) -> dg.ExecuteInProcessResult:
@@ -50,7 +50,7 @@ class Pipeline:
         return result
 
     def fails(self, node: Stream, **config: Any) -> str:
-        """What a run that fails says."""
+        """Requires that a run fails; returns its messages."""
         result = self.execute(node, run_config=self._config(node, config))
         assert not result.success
         return messages(result)
@@ -60,7 +60,7 @@ class Pipeline:
         return {"ops": {node.name: {"config": config}}}
 
     def tick(self, node: Stream, cursor: str | None = None, **options: Any) -> Any:
-        """What a sensor says: a run request, or the text of a skip reason."""
+        """The result of a sensor's tick: a run request, or the text of a skip reason."""
         with dg.DagsterInstance.ephemeral() as own:
             instance = options.pop("instance", own)
             said = build_sensor(node, **options).evaluate_tick(
@@ -85,7 +85,7 @@ class Pipeline:
         assert head is not None
         return head.commit
 
-    # Rows are compared with those of other runs, which were recorded at another time.
+    # Rows are compared with those of other runs, which have other recording times.
 
     def log(self, node: Stream) -> list[Row]:
         return self._rows(node, "log").orderBy("partition", "offset").collect()

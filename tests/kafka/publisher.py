@@ -1,5 +1,5 @@
-"""Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison. Before the second
-half it waits for a line on stdin, so that runs have begun before it ends."""
+"""Publishes COUNT records to each of two topics: ``SERVERS PRICES SALES COUNT``. A thousandth is
+poison. Before the second half, the program waits for stdin, so that runs begin before it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
     chance = random.Random(7)
     start = 1_700_000_000_000
     for n in range(count):
-        # out of order by a quarter of an hour, some by an hour, which a table refuses
+        # out of order by up to 15 minutes, some by an hour, which is late for the table
         millis = start + n * 20 - chance.randrange(900_000) - (3_600_000 if n % 500 == 0 else 0)
         key = f"k{chance.randrange(2000)}"
         value = f'{{"k": "{key}", "n": {n}, "millis": {millis}}}' if n % 1000 else "poison"

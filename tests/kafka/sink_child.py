@@ -1,5 +1,5 @@
 """Publishes logs in processes that kill themselves at a named point: ``[ROOT SERVERS ORIGIN TARGET
-POINT ADDRESS]…``, the last word of each the address of a Spark Connect server."""
+POINT ADDRESS]…``. ADDRESS is a Spark Connect server."""
 
 from __future__ import annotations
 

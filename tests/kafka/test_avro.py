@@ -1,4 +1,4 @@
-"""Avro's schema of a topic changes while the table that is made of it lives."""
+"""The Avro schema of a topic changes while its table is live."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ V2 = {
         {"name": "n", "type": "long"},
     ],
 }
-"""Another order; ``note`` is new, ``name`` is renamed, ``n`` is longer, ``gone`` is left out."""
+"""The fields have another order; ``note`` is new, ``name`` is renamed, ``n`` is wider, ``gone`` is
+left out."""
 BIG = 2**40
 
 
@@ -99,13 +100,13 @@ def test_a_schema_changes_while_the_table_lives(
     topics.produce(topic, [first("a", 1, "x"), first("b", 2, "y")])
     before = declared("orders", after=False, more="gone")
     run(before)
-    # Its writers go first: what the table does not know yet it leaves out.
+    # The producers change first: the table ignores fields that it does not declare.
     registry.subjects[f"{topic}-value"].append(V2)
     topics.produce(topic, [second("a", 3, "z", "lost")])
     run(before[:1])
     (row,) = AssetStore(str(tmp_path), before[0], spark).read().where("k = 'a'").collect()
     assert (row["n"], row["name"], row["gone"]) == (3, "z", None)
-    # One column goes in a run of its own: beside a new one it might be that one's old name.
+    # A column is removed in a separate run: beside a new column, it might be a rename.
     topics.produce(topic, [first("b", 5, "y")])
     live, anew = (declared(name, after=True, more="note") for name in ("orders", "anew"))
     with pytest.raises(StorageError, match="gone is missing and note is new"):
@@ -117,7 +118,7 @@ def test_a_schema_changes_while_the_table_lives(
     for one, other in zip(live, anew, strict=True):
         for what in ("log", "current"):
             mine, theirs = (AssetStore(str(tmp_path), n, spark).read(what) for n in (one, other))
-            # Of a record that came before it was declared the table has never had it.
+            # The live table has no ``note`` of records that came before the column was declared.
             names = [c for c in theirs.columns if c not in ("recorded_at", "note", "old")]
             names += ["old.label", "old.n"] if what == "log" and one is live[0] else []
             assert sorted(map(tuple, mine.select(*names).collect()), key=str) == sorted(

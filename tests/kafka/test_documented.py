@@ -1,4 +1,4 @@
-"""What the documentation says of topics, on a real broker: the example, and the page to start with."""
+"""The documentation on topics, tested with a real broker: the example, and the start page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_the_example_prints_is_what_its_page_says(
     assert block is not None
     rows = [" ".join(line.replace("│", " ").split()) for line in printed if "│" in line]
     told = [line for line in printed if re.match(r"\w+: records: ", line)]
-    shown = block.group(1).replace("\n  ", " ").splitlines()  # long lines go on indented
+    shown = block.group(1).replace("\n  ", " ").splitlines()  # long lines continue indented
     assert rows + told == [" ".join(line.split()) for line in shown]
 
 
@@ -50,7 +50,7 @@ def test_the_page_to_start_with_consumes_a_topic(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its block as it stands, but for the broker's address; its second one imports."""
+    """The page's first block runs, only with another broker's address; its second block imports."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "start" / "kafka.md").read_text(encoding="utf-8")
     first, last = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

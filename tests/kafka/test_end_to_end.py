@@ -1,5 +1,5 @@
-"""Records over eight partitions are published while runs that sensors asked for consume them and are
-killed in between: the tables equal those of one undisturbed run."""
+"""Runs requested by sensors consume records of eight partitions while these are published; some runs
+are killed. The tables equal those of one undisturbed run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 REPOSITORY = Path(__file__).parents[2]
 PARTITIONS = 8
 LONGEST = 8.0
-"""So many seconds after a run has begun it is killed at most."""
+"""The most seconds after a run's begin until it is killed."""
 SCHEMA = StructType(
     [
         StructField("k", StringType()),
@@ -45,7 +45,7 @@ SCHEMA = StructType(
 
 
 def topology(topics: Topics, prices: str, sales: str, most: int | None) -> dict[str, Stream]:
-    """A versioned table and a stream, each of its own topic, of which a run takes so many records."""
+    """A versioned table and a stream, each with its own topic; runs take at most ``most`` records."""
 
     def source(topic: str) -> KafkaSource:
         return KafkaSource(topics.cluster, topic, max_records_per_run=most, max_bad_share=0.01)
@@ -58,7 +58,7 @@ def topology(topics: Topics, prices: str, sales: str, most: int | None) -> dict[
 
 
 def ticks(pipeline: Pipeline, nodes: dict[str, Stream]) -> Iterator[str]:
-    """A tick of each asset's sensor, and the run that it asks for, which is named before it begins."""
+    """Ticks each asset's sensor. If it requests a run, yields the asset's name, then does the run."""
     for name, node in nodes.items():
         said = pipeline.tick(node)
         if isinstance(said, dg.RunRequest):
@@ -90,7 +90,7 @@ def child(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def begins(worker: subprocess.Popen[str]) -> bool:
-    """Waits for a worker's next run; False where none is asked for."""
+    """Waits for a worker's next run; False if the sensors request none."""
     assert worker.stdout is not None
     said: list[str] = []
     for line in worker.stdout:
@@ -109,7 +109,7 @@ def tell(worker: subprocess.Popen[str]) -> None:
 
 
 def let_go_on(publisher: subprocess.Popen[str]) -> None:
-    """Lets a publisher publish its second half; again, it does nothing."""
+    """Lets a publisher publish its second half; a second call has no effect."""
     assert publisher.stdin is not None
     publisher.stdin.close()
 
@@ -129,8 +129,8 @@ def test_many_records_and_kills(
     kills: int,
     share: float,
 ) -> None:
-    """So many records of each topic, of which a run takes this share, and so many workers that are
-    killed in their first run. Then this process takes what is left, while the second half is
+    """Each topic gets ``each`` records, and a run consumes at most ``share`` of them. ``kills`` workers
+    are killed in their first run. Then this process consumes the rest, while the second half is
     published."""
     names, most = [topics.create(partitions=PARTITIONS) for _ in range(2)], int(each * share)
     publisher = child("publisher", broker.bootstrap_servers, *names, str(each))
@@ -139,7 +139,7 @@ def test_many_records_and_kills(
     for _ in range(kills):
         one = child("worker", str(tmp_path), broker.bootstrap_servers, *names, str(most))
         children.append(one)
-        while not begins(one):  # of what has been published nothing is left
+        while not begins(one):  # all published records are consumed
             let_go_on(publisher)
             tell(one)
         time.sleep(chance.uniform(0, LONGEST))
@@ -177,13 +177,13 @@ def test_many_records_and_kills(
             assert totals["late"] > 0
         rejected, others = ([_rejected(r) for r in p.quarantine(node)] for p in (disturbed, other))
         assert rejected == others
-        # by content: every number that was published is in the log or in quarantine, once
+        # by content: each published number is once in the log or in quarantine
         late = [json.loads(bytes(one["raw"]))["n"] for one in rejected if one["reason"] == "late"]
         assert sorted([*log["n"].to_pylist(), *late]) == [n for n in range(each) if n % 1000]
 
 
 def rows(pipeline: Pipeline, name: str, what: str, *order: str) -> pa.Table:
-    """What a reader without Spark has of an asset, but for the clock's time."""
+    """The rows of an asset, read without Spark, without their recording time."""
     found = read(name, warehouse=str(pipeline.root / "warehouse"), what=what)
     return found.drop_columns([RECORDED_AT]).sort_by([(column, "ascending") for column in order])
 

@@ -1,5 +1,5 @@
-"""What goes wrong with topics, brokers and processes, and what the user sees of it. At the end every
-record is in the log once, or in quarantine."""
+"""Faults of topics, brokers and processes, and what the user sees of them. In the end, each record is
+once in the log, or in quarantine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
-    """Without checks, but where records are lost or a process was killed."""
+    """A pipeline without checks, except in tests that lose records."""
     return Pipeline(tmp_path, spark, checked=False)
 
 
@@ -70,7 +70,7 @@ def test_retention_has_passed(topics: Topics, pipeline: Pipeline) -> None:
     )
     assert "accept_gap: true" in said
     assert pipeline.head(node).batch == 1
-    with pytest.raises(RecordsGoneError, match="5 offsets are gone"):  # a red tick, not a skipped one
+    with pytest.raises(RecordsGoneError, match="5 offsets are gone"):  # a failed tick
         pipeline.tick(node)
     done = pipeline.run(node, accept_gap=True)
     assert (done["records_lost"], done["records_in"]) == (5, 2)
@@ -81,7 +81,7 @@ def test_retention_has_passed(topics: Topics, pipeline: Pipeline) -> None:
 
 
 def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> None:
-    """The new topic has as many records as the old one: the offsets alone look valid."""
+    """The new topic has as many records as the old one, so the offsets alone look valid."""
     pipeline.checked = True
     topic = topics.create(partitions=2)
     topics.produce(topic, records(range(4), partition=1))
@@ -103,8 +103,8 @@ def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> N
 
 
 def test_topic_created_anew_while_a_run_reads(topics: Topics, pipeline: Pipeline) -> None:
-    """The new topic has records at the same offsets: read as those of the old one, they would be taken
-    twice, for the next run begins at the new topic's start."""
+    """The new topic has records at the same offsets. A run that read them as the old ones would consume
+    them twice, because the next run begins at the new topic's start."""
     topic = topics.create()
     topics.produce(topic, records(range(10)))
     node = stream(pipeline, topics, topic)
@@ -120,7 +120,8 @@ def test_topic_created_anew_while_a_run_reads(topics: Topics, pipeline: Pipeline
 
 
 def test_where_a_source_begins(topics: Topics, pipeline: Pipeline) -> None:
-    """By offsets of which records are gone, or that are not there yet; in a new or recreated topic."""
+    """A source starts at offsets whose records are removed or do not exist yet, in a topic that is new
+    to the source or recreated."""
     topic = topics.create(partitions=2)
     for partition in (0, 1):
         topics.produce(topic, records(range(10), partition=partition))
@@ -147,7 +148,7 @@ def test_where_a_source_begins(topics: Topics, pipeline: Pipeline) -> None:
             assert pinned.gaps == {topic: {0: (first, 5)}}
         with pytest.raises(SourceError, match=r"partition 1: expected start .* up to .* 10, got 11;"):
             source({topic: {0: 5, 1: 11}}).pin(before)
-    # of a recreated topic all records are new, wherever the source began in the old one
+    # all records of a recreated topic are new, wherever the source began in the old one
     for start in ("earliest", "latest", {topic: {0: 8, 1: 40}}):
         with pytest.raises(RecordsGoneError, match="was deleted and recreated since batch 1"):
             source(start).pin(commit("old"))
@@ -218,7 +219,7 @@ def test_broker_stops_and_starts_while_a_run_reads(
     restart = threading.Thread(target=broker.start)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(kafka_cluster, "_SECONDS", 1.0)  # nobody answers, however long it waits
+            patched.setattr(kafka_cluster, "_SECONDS", 1.0)  # no answer comes, however long it waits
             assert "did not answer" in pipeline.tick(node)
             assert "did not answer" in pipeline.fails(node)
     finally:
@@ -226,13 +227,13 @@ def test_broker_stops_and_starts_while_a_run_reads(
     finish(run)
     restart.join()
     assert Counter(r.n for r in pipeline.log(node)) == Counter([*range(500), *range(500)])
-    # that run was none of Dagster's: the next finds nothing new, and tells of its commit
+    # that run was not a Dagster run: the next one finds no new records, and reports its commit
     assert pipeline.run(node)["versions"]["batch"] == 1
     pipeline.runs_idle(node)
 
 
 def test_a_cluster_id_may_begin_with_a_dash(broker: Broker) -> None:
-    """One of 64 does: such a broker did not start."""
+    """One of 64 ids begins with a dash; formerly, a broker with such an id did not start."""
     admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
     assert str(admin.describe_cluster().result(30).cluster_id).startswith("-")
 
@@ -251,14 +252,14 @@ def test_run_killed(
     pipeline: Pipeline,
     connect_server: ConnectServer,
 ) -> None:
-    """Every record once, in log, view and quarantine, wherever the process was killed."""
+    """Each record is once in log, view or quarantine, wherever the process was killed."""
     topic = topics.create(partitions=2)
     good = [record(f"k{n % 7}", n, (n * 37) % 3600, partition=n % 2) for n in range(200)]
     topics.produce(topic, [*good, {"value": b"poison", "partition": 1}])
     killed = {point: Pipeline(pipeline.root / str(n), pipeline.spark) for n, point in enumerate(points)}
     cases: list[str] = []
     for point, of_it in killed.items():
-        # While files are written Spark dies, too.
+        # While files are written, Spark dies too.
         where = "local" if point.startswith("during") else connect_server.address
         cases += [str(of_it.root), broker.bootstrap_servers, topic, point, where]
     child = subprocess.run(
@@ -303,7 +304,8 @@ def crash_table(topics: Topics, topic: str) -> VersionedTable:
 
 
 def test_sensor_asks_once(topics: Topics, pipeline: Pipeline) -> None:
-    """A doubled tick, a lost cursor, two sensors: the same run. A replay on purpose: another one."""
+    """A repeated tick, a lost cursor or a second sensor requests the same run. After a replay, the
+    sensor requests another run."""
     topic = topics.create(partitions=2)
     node = stream(pipeline, topics, topic)
     assert "batch 0, 0 records consumed" in pipeline.tick(node)
@@ -315,10 +317,10 @@ def test_sensor_asks_once(topics: Topics, pipeline: Pipeline) -> None:
     for cursor in ('{"epoch": 0, "batch": 0}', "somebody's own", None):
         assert pipeline.tick(node, cursor).run_key == first.run_key
     assert pipeline.tick(node, '{"epoch": 0, "batch": 3}').run_key != first.run_key
-    # the run takes what it was asked to take, not what has come since
+    # the run consumes the requested range, not the records that have come since
     topics.produce(topic, records([6, 7], partition=1))
     assert pipeline.run(node, **config)["records_in"] == 6
-    # asked again, it finds its range consumed
+    # requested again, the run finds its range consumed
     pipeline.runs_idle(node, **config)
     second = pipeline.tick(node)
     assert second.run_config["ops"]["s"]["config"] == {"ranges": {topic: {"1": [6, 8]}}}

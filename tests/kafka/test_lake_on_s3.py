@@ -1,4 +1,4 @@
-"""The deployment's code locations on an S3 store: Spark by S3A, all else by s3fs and deltalake."""
+"""The deployment's code locations on an S3 store: Spark uses S3A, all else s3fs and deltalake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = "product,price,at\n"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A store with an empty bucket, and the environment of ``deploy/lake.env.example``."""
-    from moto.server import ThreadedMotoServer  # half a second, also where no test of this file runs
+    from moto.server import ThreadedMotoServer  # half a second, so not for other tests
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
@@ -124,7 +124,7 @@ def test_a_lake_on_s3(topics: Topics, store: Any, lake: subprocess.Popen[str]) -
         (2, 1.5, 3.0),
         (4, 2.5, 10.0),
     ]
-    # The same place by its other name.
+    # The same warehouse by its other URL scheme.
     asked = ["get", "prices", "--key", "apple", "--json", "--warehouse", "s3://lake/warehouse"]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output

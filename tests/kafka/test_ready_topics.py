@@ -1,4 +1,4 @@
-"""A join with a table of a topic that is loaded a part a run."""
+"""A join waits for a table whose topic is loaded in several runs."""
 
 from __future__ import annotations
 

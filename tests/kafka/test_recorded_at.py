@@ -1,4 +1,4 @@
-"""When messages were recorded: by the broker's append time, or a column of theirs."""
+"""``recorded_at`` of messages: the broker's append time, or a column of the message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_append_time(topics: Topics, tmp_path: Path, spark: SparkSession) -> Non
     assert {kind for kind, _ in appended} == {TIMESTAMP_LOG_APPEND_TIME}
     times = [datetime.fromtimestamp(0, timezone.utc) + timedelta(milliseconds=t) for _, t in appended]
     assert [row["recorded_at"] for row in rows_of("s", tmp_path)] == times
-    # The one after the second message is in the first partition.
+    # The message after the second one is in the first partition.
     known = [row["n"] for row in rows_of("s", tmp_path, as_known_at=times[1].isoformat())]
     assert (times[0], times[2], times[1]) == tuple(sorted(times)[:3])
     assert known == [0, 2, 1]

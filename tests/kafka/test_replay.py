@@ -1,4 +1,4 @@
-"""An asset made anew beside the live one, compared with it, and swapped for it."""
+"""An asset is replayed beside the live one, compared with it, and swapped for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     for _ in range(2):
         run_once(node, stores_of(warehouse, spark))
     run_once(big, stores_of(warehouse, spark))
-    topics.produce(topic, records([999]))  # came after the live table's last run: not replayed
+    topics.produce(topic, records([999]))  # after the live table's last run, so not replayed
     # the same definition gives the same table, in as many runs as it takes
     same = replay(warehouse, node, "t2", spark)
     assert pipeline.head(node).inputs == same.head().commit.inputs  # pyright: ignore
@@ -53,7 +53,7 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     assert (found.missing, found.extra) == (0, 0)
     live, anew = (list(commits(f"{warehouse}/{name}")) for name in ("t", "t2"))
     assert [(c.recorded_at, c.taken) for c in anew] == [(c.recorded_at, c.taken) for c in live]
-    # another definition gives another one: what differs is told
+    # another definition gives another table: compare reports the differing rows
     fixed = VersionedTable(
         "t",
         key="k",
@@ -70,11 +70,11 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     swap(warehouse, "t", "t3")
     now = AssetStore(warehouse, fixed, spark)
     assert compare(now, same).extra == 6
-    # the live table goes on where it was
+    # the live table continues at its position
     assert run_once(fixed, stores_of(warehouse, spark)).commit is not None
     assert pipeline.head(fixed).batch == 3
     assert pipeline.head(fixed).totals["in"] == 61
-    # what consumed the old log refuses to take the new one for it
+    # a consumer of the old log refuses to consume the new one
     with pytest.raises(StorageError, match="the log of t that batch 1 consumed, got another log"):
         run_once(big, stores_of(warehouse, spark))
     big_now = fixed.filter("n >= 30", name="big")
@@ -109,7 +109,7 @@ def test_replay_from_a_place(topics: Topics, pipeline: Pipeline, spark: SparkSes
 def test_replay_of_records_that_are_gone(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
-    """A replay or restatement never takes fewer or other records without saying so."""
+    """A replay or restatement with fewer or other records is an error, unless the user accepts it."""
     topic = topics.create()
     topics.produce(topic, records(range(3)))
     source = pipeline.source(topics, topic, start="latest", max_records_per_run=4)
@@ -119,7 +119,7 @@ def test_replay_of_records_that_are_gone(
     run_once(node, stores)
     topics.produce(topic, records(range(3, 9)))
     run_once(node, stores)
-    # it begins where the live asset began, wherever ``latest`` is now
+    # the replay begins where the live asset began, wherever ``latest`` is now
     same = replay(warehouse, node, "same", spark)
     assert sorted(r.n for r in same.read().collect()) == [3, 4, 5, 6]
     topics.expire(topic, {0: 5})

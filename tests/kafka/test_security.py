@@ -1,4 +1,4 @@
-"""A cluster that wants TLS and a password: it works, and the password is nowhere to be read."""
+"""A cluster with TLS and a password works, and the password appears in no file, log or message."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_secret_anywhere(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    caplog.set_level(logging.INFO)  # below it Py4J writes down each call that it makes
+    caplog.set_level(logging.INFO)  # at DEBUG, Py4J logs each call with its arguments
     origin, target = topics.create(), topics.create()
     topics.produce(origin, [*records(range(20)), {"value": b"poison"}])
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(secure, origin))
@@ -76,7 +76,7 @@ def test_no_secret_anywhere(
         assert len(topics.consume(target)) == 20
         said.append(everything_said(instance, done.run_id))
         # a wrong password, an unknown authority, a variable that is not set: messages without secrets
-        monkeypatch.setattr(kafka_cluster, "_SECONDS", 3.0)  # nobody answers, however long it waits
+        monkeypatch.setattr(kafka_cluster, "_SECONDS", 3.0)  # no answer comes, however long it waits
         for wrong, said_of_it in (
             ({"password": "wrong-secret-0815"}, "SASL authentication error: Authentication failed"),
             ({"ca_location": None}, "certificate verify failed"),
@@ -116,8 +116,8 @@ def test_password_is_asked_for() -> None:
 def test_a_password_changes_while_a_run_reads_or_publishes(
     broker: KafkaBroker, topics: Topics, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """Between offsets and read, and before a publication looks into its topic or sends. The next run,
-    with the new password, goes on."""
+    """The password changes between a run's pin and its read, and before a publication reads its topic
+    or sends. The next run, with the new password, continues."""
 
     def let_in(password: str) -> None:
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096)
@@ -154,7 +154,7 @@ def test_a_password_changes_while_a_run_reads_or_publishes(
     assert run_once(node("second"), stores).commit is not None
 
     class Changing(Publication):
-        """The password is another one when the publication begins to read its topic."""
+        """Changes the password before the publication reads its topic."""
 
         def _send(self, messages: DataFrame) -> dict[int, int]:
             let_in("third")

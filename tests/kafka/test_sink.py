@@ -1,4 +1,4 @@
-"""Logs in topics: keys, tombstones, timestamps, order; each record once, also after a kill."""
+"""Publication of logs: keys, tombstones, timestamps, order; each record once, also after a kill."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
-    """Without checks: what a source commits is checked by the tests of sources."""
+    """A pipeline without checks: the tests of sources check the commits of sources."""
     return Pipeline(tmp_path, spark, checked=False)
 
 
@@ -65,14 +65,14 @@ def run_publication(
 
 
 def place(message: Message) -> str:
-    """Where a record is in the log that it comes from, without the log's id."""
+    """The place of a record in its log, without the log's id."""
     ((name, value),) = message.headers() or []
     assert name == "vt_dagster"
     return bytes(value or b"").decode().rpartition("/")[0]
 
 
 def numbers(topics: Topics, topic: str) -> list[int | None]:
-    """The ``n`` of each record of a topic with one partition; None of a tombstone."""
+    """The ``n`` of each record of a topic with one partition; None for a tombstone."""
     return [json.loads(m.value() or b"{}").get("n") for m in topics.consume(topic)]
 
 
@@ -97,7 +97,7 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
     assert deleted.timestamp()[1] == 1_700_000_000_123
     assert (deleted.partition(), deleted.key()) == (first.partition(), first.key())
     unchanged(run_publication(pipeline, node, sink), f"{node.name}_to_kafka")
-    # what was published is a source again
+    # the published topic can be consumed as a source
     back = pipeline.source(topics, target, key=Json())
     again = Table("u", key="k", schema=SCHEMA, timestamp="at", source=back)
     assert pipeline.run(again)["records_quarantined"] == 0
@@ -129,7 +129,8 @@ def test_a_publication_that_another_one_overtakes_sends_the_rest(
 def test_killed_publications_repeat_nothing(
     topics: Topics, broker: Broker, pipeline: Pipeline, connect_server: ConnectServer
 ) -> None:
-    """Killed before and after the write of what was published."""
+    """A publication is killed before or after the commit of its progress. The next run sends
+    no record again."""
     origin = topics.create(partitions=2)
     for partition in (0, 1):
         topics.produce(origin, records(range(50), keys=50, partition=partition))
@@ -168,7 +169,7 @@ def test_killed_publications_repeat_nothing(
     one, target = killed[-1]
     one.run(node)
     assert publish(one, node, KafkaSink(topics.cluster, target))["records_published"] == 1
-    # in each topic partition, records of one log partition are in their order
+    # in each topic partition, records of one log partition keep their order
     found = topics.consume(target, 2)
     for partition in (0, 1):
         mine = [place(m).split("/") for m in found if m.partition() == partition]
@@ -178,7 +179,7 @@ def test_killed_publications_repeat_nothing(
 
 
 def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
-    """Also where the topic has the name of the asset."""
+    """``max_records_per_run`` also holds if the topic has the name of the asset."""
     origin, target = topics.create(), topics.create()
     topics.produce(origin, records(range(15)))
     node = Stream(
@@ -193,7 +194,7 @@ def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
 def test_another_log_is_not_taken_for_the_one_that_was_published(
     topics: Topics, pipeline: Pipeline, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """Its offsets mean other records: of another warehouse, of a restatement, of a replay."""
+    """The offsets of another warehouse, a restatement or a replay are those of other records."""
     target, sources = topics.create(), [topics.create(), topics.create()]
     topics.produce(sources[0], records([1, 2, 3]))
     topics.produce(sources[1], records([11, 12, 13]))
@@ -210,13 +211,13 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
     here, there = tmp_path / "warehouse", tmp_path / "other"
     run_once(node, stores_of(str(here), spark))
     run_once(nodes[1], stores_of(str(there), spark))
-    # two warehouses with an asset of one name, in one topic
+    # two warehouses have an asset of the same name, and publish to one topic
     for warehouse in (here, there):
         commit = publication(warehouse).run()
         assert commit is not None
         assert commit.counts["published"] == 3
     assert numbers(topics, target) == [1, 2, 3, 11, 12, 13]
-    # after a restatement, also where nothing is new, and where something is
+    # after a restatement, without and with new records
     assert publication(here).run() is None
     restate(str(here), node, "2020-01-01T00:00:00Z", spark)
     said = r"the log of s that batch \d has published, got another one .*restated.* from_start: true"
@@ -232,7 +233,7 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
     assert (again.batch, again.counts["published"]) == (2, 4)
     assert numbers(topics, target)[6:] == [1, 2, 3, 4]
     assert publication(here).run() is None
-    # after a replay and a swap, made anew: nothing of the new log is in the topic yet
+    # after a replay and a swap, a new publication: the topic has no record of the new log yet
     replay(str(here), node, "s2", spark)
     swap(str(here), "s", "s2")
     with pytest.raises(StorageError, match=said):
@@ -241,7 +242,7 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
     anew = publication(here).run()
     assert anew is not None
     assert (anew.batch, anew.counts["published"]) == (1, 4)
-    # made anew of the same log: all of it is in the topic
+    # a new publication of the same log: the topic has all its records
     shutil.rmtree(here / "out")
     same = publication(here).run()
     assert same is not None
@@ -255,7 +256,7 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
 def test_a_log_put_back_from_a_backup_is_refused(
     topics: Topics, pipeline: Pipeline, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """It has the id of the log that was published, and other records at offsets that were published."""
+    """The restored log has the id of the published log, but other records at published offsets."""
     target, source = topics.create(), topics.create()
     topics.produce(source, records([1, 2]))
     sink = KafkaSink(topics.cluster, target)
@@ -275,7 +276,7 @@ def test_a_log_put_back_from_a_backup_is_refused(
     with pytest.raises(StorageError, match=said):
         publication.run()
     topics.produce(source, records([4]))
-    run_once(node, stores)  # it takes 3 once more, and 4
+    run_once(node, stores)  # consumes 3 again, and 4
     with pytest.raises(StorageError, match=said):
         publication.run()
     assert numbers(topics, target) == [1, 2, 3]
@@ -299,14 +300,14 @@ def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
     topics.create(target)
     time.sleep(1)  # until all of the broker knows it
     with pytest.raises(RecordsGoneError, match=f"topic {target} was deleted and recreated since"):
-        way.run()  # though nothing is new
+        way.run()  # also without new records
     topics.produce(origin, records([3]))
     pipeline.run(node)
     with pytest.raises(RecordsGoneError, match="from_start: true in its config"):
         way.run()
     assert publish(pipeline, node, sink, from_start=True)["records_published"] == 3
     assert numbers(topics, target) == [1, 2, 3]
-    # the position is kept of each topic that it was sent to: an erase names them
+    # commits keep the position in each topic that got records: an erase names these topics
     elsewhere = Publication(
         str(pipeline.root / "warehouse"), "s_to_kafka", node, KafkaSink(topics.cluster, other), spark
     )
@@ -315,7 +316,7 @@ def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
     moved = elsewhere.run(from_start=True)
     assert moved is not None
     assert {*moved.inputs} == {"s", f"topic {target}", f"topic {other}"}
-    # a topic that ends before what was sent
+    # a topic that ends before the sent records
     short = TopicState(moved.topics[other], {0: 0}, {0: 1}, {0: 1})
     with pytest.raises(RecordsGoneError, match=r"partition 0, ended at offset 3 .* ends at 1 now"):
         elsewhere._require_topic(moved, short)  # pyright: ignore[reportPrivateUsage]
@@ -344,7 +345,8 @@ def test_times_that_kafka_has_no_number_for(
 
 
 def test_what_the_topic_refuses(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
-    """A record that is too large, or of too late a time: an error, and none overtakes it."""
+    """A record that is too large, or whose timestamp is too far ahead, is an error, and no later record
+    overtakes it."""
     origin, target = topics.create(), topics.create(max_message_bytes="1000000")
     schema = StructType([*SCHEMA.fields, StructField("text", StringType())])
     sent = [record("a", n, n) for n in range(4)]
@@ -372,14 +374,14 @@ def test_what_the_topic_refuses(topics: Topics, pipeline: Pipeline, spark: Spark
 def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
-    """The topic need not have the earlier ones any more: compacted, or expired. Sent again after the
-    last one they would be what a reader takes for the latest."""
+    """Compaction or retention may have removed the earlier records of the key. If they were sent again
+    after the last one, a reader would take them as the latest."""
     origin, target = topics.create(), topics.create()
     topics.produce(origin, [record(k, n, n) for n, k in enumerate("abaab")])
     node = Table("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
     pipeline.run(node)
     log = pipeline.head(node).log
-    # what a killed run has left there, of which compaction has kept the last; and what others write
+    # the last record that a killed run sent, the others are compacted; and records of other programs
     left = {"key": '{"k":"a"}', "value": {"k": "a", "n": 2}}
     topics.produce(
         target,
@@ -398,7 +400,7 @@ def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
     assert commit is not None
     assert commit.counts == {"in": 5, "published": 3}
     assert numbers(topics, target) == [7, 7, 7, 7, 2, 1, 3, 4]
-    # records that the topic has let go since the last run are not asked for
+    # records that have expired from the topic since the last run are not needed
     topics.produce(target, [{"value": {"n": 7}}] * 4)
     topics.expire(target, {0: 10})
     topics.produce(origin, [record("a", 9, 9)])
@@ -411,7 +413,8 @@ def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
 def test_the_topic_changes_while_a_publication_runs(
     topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recreated before or after it got the records; expired before the publication looked into it."""
+    """The topic is recreated after it got the records, or its records expire before the publication
+    reads them."""
     origin, target = topics.create(), topics.create()
     topics.produce(origin, records(range(5)))
     topics.produce(target, records([7, 7]))
@@ -421,7 +424,7 @@ def test_the_topic_changes_while_a_publication_runs(
     way = Publication(str(pipeline.root / "warehouse"), "out", node, sink, spark)
 
     def beside(name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Something happens before a step of the publication, and something after it."""
+        """Calls a function before a step of the publication, and another one after it."""
         step = getattr(Publication, name)
 
         def with_more(self: Publication, *args: Any) -> Any:
@@ -486,7 +489,8 @@ def test_an_open_transaction_hides_what_a_killed_publication_has_sent(
 
 
 def test_records_that_a_topic_does_not_take_are_counted(topics: Topics) -> None:
-    """All of the call, not the errors so far: the client gives up at the first one."""
+    """All records of the call that are missing in the topic count, not only those with an error: the
+    client stops at the first error."""
     topic = topics.create(max_message_bytes="100000")
     values = ["x", "x", "x" * 150_000, "x"]
     rows = [

@@ -1,4 +1,4 @@
-"""Records of topics in the log: what is read, from where, in which order, and what is not."""
+"""Records of topics in the log: which are read, from which offsets, and in which order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOMENT = datetime(2024, 5, 1, 12, 0, tzinfo=timezone.utc)
 
 @pytest.fixture
 def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
-    """Without checks, but where the first test, or one of bad records, asks for them."""
+    """A pipeline without checks, except in the first test and that of bad records."""
     return Pipeline(tmp_path, spark, checked=False)
 
 
@@ -59,7 +59,7 @@ def test_another_cluster_for_a_while(
     topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A topic of the same name on another cluster has another id. Back at the first cluster, the asset
-    goes on where it was."""
+    continues at its earlier position."""
     name, other, states = topics.create(), topics.create(), KafkaCluster.topics
     topics.produce(name, records([0, 1]))
     topics.produce(other, records([2, 3, 4]))
@@ -95,7 +95,7 @@ def _renamed(
 def test_a_topic_named_as_another_source(
     first: str, topics: Topics, pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    """A commit would keep both positions under one name, and records be lost."""
+    """A commit would store both positions under one name, and records would be lost."""
     with contextlib.suppress(KafkaException):  # the first test of the two has created it
         topics.create("files")
     topics.produce("files", records([0, 1, 2]))
@@ -111,7 +111,7 @@ def test_a_topic_named_as_another_source(
 
 
 def test_what_a_message_gives(topics: Topics, pipeline: Pipeline) -> None:
-    """Key and headers are kept where they are wanted; the time is the message's."""
+    """Declared columns get the key and headers of a message; the timestamp is the message's."""
     schema = StructType(
         [
             StructField("id", LongType()),
@@ -196,7 +196,8 @@ def test_poison_goes_to_quarantine_with_its_bytes(topics: Topics, pipeline: Pipe
 
 
 def test_several_topics_are_taken_by_time(topics: Topics, pipeline: Pipeline) -> None:
-    """As a task of Kafka Streams takes them: the smaller head, of equal ones the first topic's."""
+    """The order is that of a task of Kafka Streams: the smaller head first; of equal ones, that of the
+    first topic."""
     one, two = topics.create(), topics.create()
     base = int(MOMENT.timestamp() * 1000)
     for topic, times in ((one, [10, 30, 20, 40]), (two, [15, 25, 40])):
@@ -239,7 +240,7 @@ def test_where_the_first_run_begins(topics: Topics, pipeline: Pipeline) -> None:
     latest = node("latest", start="latest")
     assert pipeline.run(latest)["records_in"] == 0
     topics.produce(topic, records([9]))
-    # the first run has committed where it begins, though there was nothing to read
+    # the first run has committed its start offsets, though it read no records
     assert pipeline.run(latest)["taken"] == {topic: {"0": [5, 6]}}
     assert [r.n for r in pipeline.log(latest)] == [9]
 
@@ -266,7 +267,7 @@ def test_a_record_of_ten_megabytes(topics: Topics, pipeline: Pipeline) -> None:
 
 
 def test_compacted_topic_with_gaps(topics: Topics, pipeline: Pipeline) -> None:
-    """Offsets that compaction took away are no loss: what is left is all there is to read."""
+    """Offsets that compaction removed are no loss: a run reads exactly the remaining records."""
     topic = topics.create(
         cleanup_policy="compact",
         segment_ms="100",
@@ -286,7 +287,7 @@ def test_compacted_topic_with_gaps(topics: Topics, pipeline: Pipeline) -> None:
     seen = there()
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
     done = pipeline.run(node)
-    left = there()  # the broker may go on compacting at any time
+    left = there()  # the broker may compact again at any time
     got = [r.n for r in pipeline.log(node)]
     assert done["records_applied"] == len(got)
     assert len(left) <= len(got) <= len(seen) <= 20
@@ -297,7 +298,7 @@ def test_compacted_topic_with_gaps(topics: Topics, pipeline: Pipeline) -> None:
 
 
 def test_transactions(topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborted records are not there, open ones not yet, and control records take offsets."""
+    """Aborted records are not read, open ones not yet. Control records take offsets."""
     topic = topics.create()
     topics.produce(topic, records([1, 2]), **{"transactional.id": "one"})
     aborted = Producer({"bootstrap.servers": topics.cluster.servers, "transactional.id": "two"})
@@ -315,7 +316,7 @@ def test_transactions(topics: Topics, pipeline: Pipeline, monkeypatch: pytest.Mo
     pipeline.runs_idle(node)
     assert "2 records consumed; 1 offset(s) are in open transactions, or" in pipeline.tick(node)
     aborted.commit_transaction(30)
-    monkeypatch.setattr(gate, "CHUNK", -1)  # as many records: their places follow from their offsets
+    monkeypatch.setattr(gate, "CHUNK", -1)  # a large run, which derives places from offsets
     assert pipeline.run(node)["records_in"] == 1
     assert [(r.n, r.offset) for r in pipeline.log(node)] == [(1, 0), (2, 1), (3, 2)]
 
@@ -345,7 +346,7 @@ def test_no_such_topic_and_no_broker(
         "s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(Topics.nowhere(), "t")
     )
     with monkeypatch.context() as patched:
-        patched.setattr(kafka_cluster, "_SECONDS", 2.0)  # nobody answers, however long it waits
+        patched.setattr(kafka_cluster, "_SECONDS", 2.0)  # no answer comes, however long it waits
         assert "did not answer" in pipeline.tick(away)
     with pytest.raises(SourceError, match="environment variable NO_SUCH_SERVERS"):
         KafkaSource(type(topics.cluster)(dg.EnvVar("NO_SUCH_SERVERS")), "t").pin(None)

@@ -1,4 +1,4 @@
-"""A table of a topic that starts with a snapshot."""
+"""A table that starts with a snapshot and continues with a topic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 def test_a_snapshot_and_then_a_topic(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
-    """In runs of some records each it comes after those of the first end; bad rows have their text."""
+    """If runs are bounded, the snapshot comes after the records up to the end offsets of the first run.
+    Its bad rows keep their text in quarantine."""
     pipeline, dump = Pipeline(tmp_path, spark), tmp_path / "dump"
     topic = topics.create(partitions=2)
     for partition, numbers in enumerate((range(3), range(3, 5))):

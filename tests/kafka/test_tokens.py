@@ -1,4 +1,4 @@
-"""A cluster that wants tokens (OAUTHBEARER): from a Python function, and from an OAuth server."""
+"""A cluster with tokens (OAUTHBEARER): from a Python function, or from an OAuth server."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def cluster(servers: str, provider: str = PROVIDER, **more: Any) -> KafkaCluster
 
 @pytest.fixture(scope="module")
 def published_late(broker: Broker) -> Iterator[Future[Any]]:
-    """What comes of a record that is published when the token has expired: Kafka's client waits ten
-    seconds for another one, while other tests run."""
+    """The outcome of a record that is published after the token expired. Kafka's client waits ten
+    seconds for another token, while other tests run."""
     target = Topics(broker.bootstrap_servers).create()
     row = {"partition": 0, "key": b"a", "value": b"1", "millis": 1, "place": "p"}
     send = producing(cluster(broker.token_servers, f"{__name__}:short"), target, "h")
 
     def publish() -> Any:
-        time.sleep(0.6)  # until its token has expired
+        time.sleep(0.6)  # until the token has expired
         return [*send(iter([pa.RecordBatch.from_pylist([row])]))]
 
     with ThreadPoolExecutor(1) as beside:
         yield beside.submit(publish)
 
 
-@pytest.mark.usefixtures("published_late")  # which waits beside the tests from here on
+@pytest.mark.usefixtures("published_late")  # starts here, and waits while the tests run
 def test_a_function_gives_the_tokens(
     broker: Broker,
     tmp_path: Path,
@@ -93,8 +93,8 @@ def test_a_function_gives_the_tokens(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Of Python's client, which publishes, too; Spark's has a login of its own. No token is to be read
-    anywhere."""
+    """The function also gives the tokens of Python's client, which publishes. Spark's client has its
+    own login. No token appears in a file, log or message."""
     caplog.set_level(logging.INFO)
     topics = Topics(broker.bootstrap_servers)
     origin, target = topics.create(), topics.create()
@@ -117,7 +117,7 @@ def test_a_function_gives_the_tokens(
         assert not failed.success
         assert "to return a token and its expiry, got a ValueError" in messages(failed)
         said += [messages(failed), *(str(r) for r in instance.all_logs(failed.run_id))]
-    header = TOKENS[0].partition(".")[0]  # of every token
+    header = TOKENS[0].partition(".")[0]  # the same in each token
     captured = capfd.readouterr()
     said += [captured.out, captured.err, caplog.text]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
@@ -144,7 +144,7 @@ def test_what_a_function_must_return(name: str, told: str) -> None:
 
 
 def test_settings_of_both_clients_for_an_oauth_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not run here: no OAuth server signs tokens for the tests."""
+    """The test only compares settings: there is no OAuth server that signs tokens for tests."""
     monkeypatch.setenv("TEST_CLIENT_SECRET", 'a"b')
     made = KafkaCluster(
         "b:9093",
@@ -167,7 +167,7 @@ def test_settings_of_both_clients_for_an_oauth_server(monkeypatch: pytest.Monkey
     }
     from confluent_kafka.admin import AdminClient
 
-    AdminClient({**made.client_settings(), "log_level": 0})  # librdkafka knows all of them
+    AdminClient({**made.client_settings(), "log_level": 0})  # librdkafka accepts all settings
     java = {n: v for n, v in made.spark_options().items() if "sasl" in n}
     handler = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler"
     login = f'{OF_TOKENS} clientId="client" clientSecret="a\\"b" scope="kafka";'

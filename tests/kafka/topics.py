@@ -1,4 +1,4 @@
-"""What tests do with topics, by Kafka's own client: create, produce, consume, delete."""
+"""Operations on topics for tests, by Kafka's own client: create, produce, consume, delete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA = StructType(
         StructField("at", TimestampType()),
     ]
 )
-"""A key, a number, a time of its own."""
+"""A key, a number, and a time."""
 
 
 class Topics:
@@ -40,18 +40,18 @@ class Topics:
 
     @staticmethod
     def nowhere() -> KafkaCluster:
-        """A cluster where nobody answers."""
+        """A cluster without a broker."""
         return KafkaCluster("127.0.0.1:9")
 
     def create(self, name: str | None = None, partitions: int = 1, **config: str) -> str:
-        """A new topic; its name where none is given is one that nobody else has."""
+        """Creates a topic; without a given name, the name is unique."""
         name = name or f"t{uuid.uuid4().hex[:8]}"
         settings = {k.replace("_", "."): v for k, v in config.items()}
         self._wait(self._admin.create_topics([NewTopic(name, partitions, 1, config=settings)]))
         return name
 
     def configure(self, name: str, **config: str) -> None:
-        """Sets what a topic is configured with."""
+        """Sets the configuration of a topic."""
         wanted = ConfigResource(ResourceType.TOPIC, name)
         for key, value in config.items():
             setting, how = key.replace("_", "."), AlterConfigOpType.SET
@@ -74,7 +74,7 @@ class Topics:
             future.result(timeout=30)
 
     def produce(self, name: str, messages: Iterable[Mapping[str, Any]], **settings: Any) -> None:
-        """Messages ``{key, value, partition, timestamp, headers}``; a dict as value becomes JSON."""
+        """Sends messages ``{key, value, partition, timestamp, headers}``; a dict value becomes JSON."""
         producer = Producer({"bootstrap.servers": self._servers, "linger.ms": 5, **settings})
         transactional = "transactional.id" in settings
         if transactional:
@@ -99,7 +99,7 @@ class Topics:
                     producer.poll(0.1)
 
     def consume(self, name: str, partitions: int = 1) -> list[Message]:
-        """Everything that a reader of committed records sees, by partition and offset."""
+        """All records that a read_committed consumer sees, by partition and offset."""
         consumer = Consumer(
             {
                 "bootstrap.servers": self._servers,
@@ -125,7 +125,7 @@ class Topics:
 
 
 def record(k: str | None, n: int | None, second: int, **more: Any) -> dict[str, Any]:
-    """A message whose time is so many seconds after 2020 began."""
+    """A message whose time is this number of seconds after the begin of 2020."""
     value = {"k": k, "n": n, "at": f"2020-01-01T00:{second // 60:02d}:{second % 60:02d}Z"}
     return {"key": k, "value": value, **more}
 

@@ -1,5 +1,5 @@
-"""Ticks of both sensors and the runs that they ask for: ``ROOT SERVERS PRICES SALES MOST``. It prints
-``asked`` before a run, and ``idle`` where none is asked for; then a line on stdin lets it go on."""
+"""Ticks both sensors, and does the runs that they request: ``ROOT SERVERS PRICES SALES MOST``. Prints
+``asked`` before a run, and ``idle`` if none is requested; then it waits for a line on stdin."""
 
 from __future__ import annotations
 
