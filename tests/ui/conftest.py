@@ -1,4 +1,4 @@
-"""Dagster on what the demo of some days' flights left, and a browser to look at it."""
+"""Dagster on the data that the demo of a few days' flights left, and a browser that opens its pages."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 ]
-"""A browser in a container, that asks nobody outside for anything."""
+"""Flags for a browser in a container that sends no requests to other hosts."""
 
 
 @pytest.fixture(scope="session")
 def environment(
     tmp_path_factory: pytest.TempPathFactory, connect_server: ConnectServer
 ) -> dict[str, str]:
-    """The environment of a process that works on the instance: a copy with a damaged table."""
+    """The environment of a process that uses the instance, which is a copy with a damaged table."""
     made, _ = few_flights.what_they_left(few_flights.ALL, tmp_path_factory)
     data = shutil.copytree(made, tmp_path_factory.mktemp("ui") / "data")
     about = {
@@ -57,7 +57,7 @@ def environment(
 
 @contextlib.contextmanager
 def serving(environment: dict[str, str], *command: str) -> Iterator[str]:
-    """The address of a program of Dagster's that shows the instance."""
+    """The address of a program of Dagster that serves the instance."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -77,7 +77,7 @@ def serving(environment: dict[str, str], *command: str) -> Iterator[str]:
             time.sleep(0.5)
         yield address
     finally:
-        # It is asked to end, then its group is ended: it may leave a server of code behind.
+        # SIGTERM to the group, then SIGKILL: the program may leave a code server behind.
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(15)
@@ -88,14 +88,14 @@ def serving(environment: dict[str, str], *command: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def server(environment: dict[str, str]) -> Iterator[str]:
-    """The address of a webserver on the instance: pages are only looked at, which needs no daemon."""
+    """The address of a webserver on the instance. Its pages are only read, so no daemon runs."""
     with serving(environment, "dagster-webserver") as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def dev(environment: dict[str, str]) -> Iterator[str]:
-    """The address of a ``dg dev`` on the instance, webserver and daemon."""
+    """The address of ``dg dev`` on the instance: webserver and daemon."""
     with serving(environment, "dg", "dev") as address:
         yield address
 
@@ -113,7 +113,7 @@ def exploring(warehouse: str, **about: Any) -> Iterator[str]:
     """The address of a ``vt-dagster explore`` on a warehouse.
 
     Args:
-        about: working directory and environment of its process.
+        about: the working directory and environment of its process.
     """
     command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", "--port", "0"]
     process = subprocess.Popen([*command, warehouse], stdout=subprocess.PIPE, text=True, **about)
@@ -127,8 +127,8 @@ def exploring(warehouse: str, **about: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def explore(environment: dict[str, str]) -> Iterator[str]:
-    """Of a ``vt-dagster explore`` on the instance's warehouse."""
-    where = environment["VT_DAGSTER_DATA"]  # so that pictures show no path of this machine
+    """The address of a ``vt-dagster explore`` on the instance's warehouse."""
+    where = environment["VT_DAGSTER_DATA"]  # so that screenshots show no path of this machine
     with exploring("warehouse", cwd=where, env=environment) as address:
         yield address
 
@@ -147,7 +147,7 @@ def chromium() -> str:
 
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
-    """One for the tests of a file."""
+    """One browser for all tests of a file."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield browser
@@ -156,7 +156,7 @@ def browser(chromium: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def screenshots(environment: dict[str, str]) -> Path:
-    """Where pictures of the pages go; ``VT_DAGSTER_SCREENSHOTS`` keeps them."""
+    """The directory for screenshots; ``VT_DAGSTER_SCREENSHOTS`` sets one that is kept."""
     where = os.environ.get("VT_DAGSTER_SCREENSHOTS")
     folder = Path(where) if where else Path(environment["VT_DAGSTER_DATA"]) / "screenshots"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Damages a table of the worked example, and runs its checks and those of another one, so that pages
-show red ones and green ones.
+"""Damages a table of the worked example, and runs the checks of this and of another table, so that
+pages show failed and passed checks.
 
-Run as a process of its own, with ``VT_DAGSTER_DATA`` and ``DAGSTER_HOME``.
+Runs in a separate process, with ``VT_DAGSTER_DATA`` and ``DAGSTER_HOME``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CHECKED, DAMAGED = "flights_with_weather", "airlines"
 
 
 def main() -> None:
-    """Some rows are there twice."""
+    """Writes some rows twice, and runs the checks."""
     from assets.definitions import defs
     from resources import warehouse
     from vt_dagster.cli.run import run_checks

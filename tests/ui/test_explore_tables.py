@@ -1,4 +1,4 @@
-"""Pages of ``vt-dagster explore`` in a browser: tables are sorted and filtered, and fit on a phone."""
+"""Pages of ``vt-dagster explore`` in a browser: tables sort and filter, and fit on a phone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.browser
 
 PHONE = {"width": 390, "height": 844}
 VALUES = [2.25, 10.123456789, None, 10.123456781, -3.5]
-"""Of the rows by offset: two of them look the same."""
+"""The values of the rows by offset; two of them are shown alike."""
 WIDE = 20
-"""Columns beside these."""
+"""The number of additional columns."""
 
 
 def written_wide(warehouse: Path) -> None:
@@ -54,7 +54,7 @@ def written_wide(warehouse: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a ``vt-dagster explore``."""
+    """The address of a ``vt-dagster explore``."""
     root = tmp_path_factory.mktemp("tables")
     prices = Written(root, "prices_of_products_in_each_shop_by_the_hour")
     for run in range(1, 3):
@@ -70,7 +70,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def page(address: str, browser: Browser) -> Iterator[Page]:
-    """A page on which nothing that a browser complains of may happen."""
+    """A page on which the browser must report no error."""
     trouble: list[str] = []
     page = browser.new_page(base_url=address)
     page.set_default_timeout(10_000)
@@ -82,13 +82,14 @@ def page(address: str, browser: Browser) -> Iterator[Page]:
 
 
 def records(page: Page) -> list[str]:
-    """Returns the places of the rows that are seen."""
+    """Returns the places of the visible rows."""
     found = page.locator(".records tbody tr:visible th").all_inner_texts()
     return [one.split()[0] for one in found]
 
 
 def test_a_table_is_sorted_by_a_column(page: Page) -> None:
-    """By exact numbers, though the shown ones are equal; nulls are last, and a third click is none."""
+    """The exact numbers decide the order, even if the shown ones are equal. Nulls are last. A third
+    click restores the original order."""
     page.goto("/table/wide")
     assert records(page) == ["0:4", "0:3", "0:2", "0:1", "0:0"]
     head = page.get_by_role("columnheader", name="v", exact=True)
@@ -180,13 +181,13 @@ MEASURE = """() => {
   }
   return { outside, over, gone, labels: labels.length };
 }"""
-"""What is outside of the window but not in a box that scrolls, which labels of drawings lie over
-another, and whether first and last column are seen at the right end of tables."""
+"""Finds elements outside the window that are not in a scrolling box, labels of drawings that overlap,
+and tables whose first or last column is not visible after scrolling to the right end."""
 
 
 @pytest.mark.parametrize("script", [True, False])
 def test_nothing_vanishes_on_a_phone(address: str, browser: Browser, script: bool) -> None:
-    """With JavaScript and without it."""
+    """Everything fits with JavaScript and without it."""
     context = browser.new_context(base_url=address, viewport=PHONE, java_script_enabled=script)  # pyright: ignore[reportArgumentType]
     page, name = context.new_page(), "prices_of_products_in_each_shop_by_the_hour"
     for place, labels in (

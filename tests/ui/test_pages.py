@@ -1,5 +1,5 @@
-"""Pages as a user sees them: Dagster's own (lineage, an asset, its checks, its plots, a run), and those
-of ``vt-dagster explore``. In one file, so that the instance is made once."""
+"""Pages as a user sees them: those of Dagster (lineage, an asset, its checks and plots, a run), and
+those of ``vt-dagster explore``. They are in one file, so that the instance is built once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 expect.set_options(timeout=30_000)
 FLIGHT = "carrier=B6 flight=219 month=2 day=5"
-"""It left JFK in the week whose weather came a month late."""
+"""The flight left JFK in the week whose weather came a month late."""
 DOCS = Path(__file__).parents[2] / "docs" / "images"
 
 
 @pytest.fixture(scope="module")
 def dagster(server: str, browser: Browser) -> BrowserContext:
-    """One for all tests: Dagster's scripts are loaded once."""
+    """One browser context for all tests, so that Dagster's scripts are loaded once."""
     return browser.new_context(viewport={"width": 1500, "height": 950}, base_url=server)
 
 
@@ -40,7 +40,7 @@ def page(dagster: BrowserContext) -> Iterator[Page]:
 
 @pytest.fixture
 def docs_shot(screenshots: Path) -> Callable[[Page, str], None]:
-    """Keeps a picture; where ``VT_DAGSTER_DOCS_IMAGES`` is set among those of the documentation too."""
+    """Takes a screenshot. If ``VT_DAGSTER_DOCS_IMAGES`` is set, copies it to the documentation too."""
 
     def take(page: Page, name: str) -> None:
         page.screenshot(path=screenshots / f"{name}.png")
@@ -54,7 +54,7 @@ def docs_shot(screenshots: Path) -> Callable[[Page, str], None]:
 def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     page: Page, screenshots: Path
 ) -> None:
-    """By clicks alone, as a newcomer goes."""
+    """The walk uses only clicks, as a new user does."""
     page.goto("/asset-groups")
     graph = page.locator("foreignObject, svg g")
     groups = ("sources", "joined", "published")
@@ -66,7 +66,7 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     assert len(places) == 3
     assert places == sorted(places), "the groups read from left to right"
     boxes[1].dblclick()
-    graph.get_by_text(re.compile("^flights_w")).first.click()  # a long name is cut in its middle
+    graph.get_by_text(re.compile("^flights_w")).first.click()  # a long name is shortened in its middle
     page.get_by_text("View in Asset Catalog").click()
 
     expect(page.get_by_text("Every flight with the weather at its airport")).to_be_visible()
@@ -74,7 +74,7 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     expect(page.get_by_text("Delta Lake").first).to_be_visible()
     expect(page.get_by_text("wind_speed", exact=True).first).to_be_visible()
     expect(page.get_by_text("Wind speed, mph (from weather.wind_speed)")).to_be_visible()
-    history = page.get_by_text(re.compile(r"^\d+/\d+/\d{4}$"))  # it is loaded last
+    history = page.get_by_text(re.compile(r"^\d+/\d+/\d{4}$"))  # the part that is loaded last
     expect(history.first).to_be_visible()
     page.screenshot(path=screenshots / "asset.png")
     page.get_by_text("Plots", exact=True).first.scroll_into_view_if_needed()
@@ -90,16 +90,16 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     expect(page.get_by_text("Succeeded", exact=True)).to_have_count(2)
     page.screenshot(path=screenshots / "checks.png")
 
-    page.goto("/asset-groups")  # one node an asset, whatever its run does
+    page.goto("/asset-groups")  # one node per asset, whatever its run does
     expect(page.get_by_text("flights_with_weather", exact=True).first).to_be_visible()
 
 
 def test_the_steps_of_a_graph_are_seen(page: Page, docs_shot: Callable[[Page, str], None]) -> None:
-    """Those of ``assets/grace.py``: an op of one's own stands between the grace buffer and the join."""
+    """The graph of ``assets/grace.py`` has a user's op between the grace buffer and the join."""
     page.goto("/locations/assets.definitions/graphs/flights_with_weather/flights_with_weather")
     page.get_by_role("button", name="Expand graph").click()
     steps = ("read_flights", "grace_buffer", "waiting_by_airport", "stream_table_join", "write_flights")
-    for seen in steps:  # long names are cut
+    for seen in steps:  # long names are shortened
         expect(page.get_by_text(re.compile(f"^{seen}")).first).to_be_visible()
     docs_shot(page, "graph")
 
@@ -107,8 +107,8 @@ def test_the_steps_of_a_graph_are_seen(page: Page, docs_shot: Callable[[Page, st
 def test_what_a_run_did_is_seen_without_a_click(
     page: Page, screenshots: Path, docs_shot: Callable[[Page, str], None]
 ) -> None:
-    """On the pages of an asset the numbers, the lateness and the timeline; in the log of a run but the
-    first two. Dagster keeps our order."""
+    """The pages of an asset show its numbers, lateness and timeline, in our order; the log of a run
+    shows only the first two."""
     in_numbers = page.get_by_text(re.compile("^records: 7,823 in [+=] .* stream time: 2013-03-29 "))
     lateness = page.get_by_text(
         re.compile("^lateness of .* records behind stream time: .* grace period 6 hours$")
@@ -160,12 +160,12 @@ def test_a_failing_check_shows_the_rows(page: Page, screenshots: Path) -> None:
     page.screenshot(path=screenshots / "check.png")
 
 
-# -- vt-dagster explore: before the next test, which adds a run ------------------------------------
+# -- vt-dagster explore: before the last test, which adds a run ------------------------------------
 
 
 @pytest.fixture
 def explorer(explore: str, browser: Browser) -> Iterator[Page]:
-    """A page of ``vt-dagster explore``; nothing that a browser complains of may happen on it."""
+    """A page of ``vt-dagster explore``, on which the browser must report no error."""
     trouble: list[str] = []
     page = browser.new_page(viewport={"width": 1250, "height": 900}, base_url=explore)
     page.set_default_timeout(30_000)
@@ -178,14 +178,14 @@ def explorer(explore: str, browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def shot(docs_shot: Callable[[Page, str], None], explorer: Page) -> Callable[[str], None]:
-    """Keeps a picture of the explorer's page."""
+    """Takes a screenshot of the explorer's page."""
     return lambda name: docs_shot(explorer, f"explore-{name}")
 
 
 def test_explore_from_a_flight_to_the_weather_as_it_was_known(
     explorer: Page, shot: Callable[[str], None]
 ) -> None:
-    """Find a flight, see its explanation, follow it upstream, and move to before a late observation."""
+    """Finds a flight, opens its explanation, follows it upstream, and moves to before a late record."""
     explorer.goto("/")
     expect(explorer.get_by_role("row", name=re.compile("^weather "))).to_contain_text("versioned table")
     shot("tables")
@@ -211,7 +211,7 @@ def test_explore_from_a_flight_to_the_weather_as_it_was_known(
     shot("key")
     known = explorer.get_by_label("as known at, by runs")
     known.focus()
-    known.press("ArrowLeft")  # the last run: the same is known
+    known.press("ArrowLeft")  # as known at the last run: the same
     known.press("ArrowLeft")
     expect(answer).to_contain_text("as known at")
     expect(answer).to_contain_text("True from 2013-02-03 23:00:00 to 2013-02-11 00:00:00")
@@ -232,7 +232,7 @@ def test_explore_a_record_is_followed_upstream_by_clicks(explorer: Page) -> None
 
 
 def test_explore_the_grace_line_is_dragged(explorer: Page, shot: Callable[[str], None]) -> None:
-    """By mouse and by keys, and the numbers follow."""
+    """The mouse and keys move the line, and the numbers follow."""
     explorer.goto("/lateness/flights_with_weather")
     cost = explorer.locator("#cost")
     expect(cost).to_contain_text("6 h (declared)")
@@ -247,7 +247,7 @@ def test_explore_the_grace_line_is_dragged(explorer: Page, shot: Callable[[str],
     explorer.mouse.up()
     expect(cost).to_contain_text(re.compile(r"^0 s: [\d,]+ of [\d,]+ wrong"))
     expect(explorer.locator("#choices tr.chosen th")).to_have_text("0 s")
-    expect(explorer.locator(".costs .declared")).to_be_visible()  # where the line was at first
+    expect(explorer.locator(".costs .declared")).to_be_visible()  # at the line's first position
     shot("lateness")
     slider = explorer.get_by_label("grace period", exact=True)
     slider.focus()
@@ -287,7 +287,8 @@ def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) ->
 def test_materialize(
     dev: str, environment: dict[str, str], browser: Browser, screenshots: Path
 ) -> None:
-    """A click launches a run of what has landed; it succeeds, and its log and numbers are there."""
+    """A click launches a run that consumes the landed files. The run succeeds, and the pages show its
+    log and numbers."""
     write_landing(Path(environment["VT_DAGSTER_DATA"]) / "landing", (4,))
     page = browser.new_page(viewport={"width": 1500, "height": 950}, base_url=dev)
     page.goto("/assets/weather?view=overview")

@@ -1,4 +1,4 @@
-"""The documentation as a reader has it: built with no warning, opened from its directory, offline."""
+"""The documentation is built without warnings, and works offline from its directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def built_by_make_docs() -> Path | None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built anew if need be; a warning, also of a link, fails the build."""
+    """The site, rebuilt if necessary; a warning, also of a broken link, fails the build."""
     if found := built_by_make_docs():
         return found
     made = tmp_path_factory.mktemp("site")
