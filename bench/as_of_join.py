@@ -1,4 +1,4 @@
-"""The stream-table join as of the record's time, beside what else could be done with the rows."""
+"""The stream-table join as of the record's time, compared with other operations on the same rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vt_dagster.runs.run import tiles_of
 from vt_dagster.spark.session import build_session
 
 WARM = 3
-"""Rounds before those that count: until then the JVM compiles, and ours has most to compile."""
+"""Rounds that do not count: in these the JVM compiles, and our join has the most code to compile."""
 
 KEYS = 10_000
 BARE, SHUFFLE, SORT, TEMPO, DUCKDB = (
@@ -35,15 +35,16 @@ BARE, SHUFFLE, SORT, TEMPO, DUCKDB = (
 )
 TARGETS = {SHUFFLE: 2.2, SORT: 0.9, TEMPO: 0.7, DUCKDB: 4.0, BARE: None}
 OUTPUT = ("key", "quantity", "shop", TIMESTAMP, ARRIVAL, "price", "grade", VALID_FROM)
-"""What everyone writes: a row for each stream record, in any order."""
+"""The columns that each contender writes: a row per stream record, in any order."""
 
 THREADS = 2
 
 
 def operator(stream: DataFrame, versions: DataFrame, how: str = "tiled") -> DataFrame:
-    """As a user gets it: left join, all columns of both sides; of the tiled way its tiles are part.
+    """The join as a user gets it: a left join with all columns of both sides. The tiled strategy
+    includes the computation of its tiles.
 
-    A run knows the time that its records are in before it joins: it has counted them.
+    A run knows the time span of its records before it joins, because it has counted them.
     """
     way: JoinStrategy = "broadcast" if how == "broadcast" else "sorted"
     if how == "tiled":
@@ -82,8 +83,8 @@ def shuffled_and_sorted(stream: DataFrame, versions: DataFrame) -> DataFrame:
 
 
 def as_if_joined(rows: DataFrame) -> DataFrame:
-    """As many rows and values as a join writes: the stream's, with its own values for the table's."""
-    # Without chance in it Spark would not even scan the versions.
+    """As many rows and values as a join writes: stream rows with own values for those of the table."""
+    # Without rand() Spark would not even scan the versions.
     of_stream = F.coalesce(ARRIVAL, F.lit(-1)) >= F.rand() * 0
     values = {"price": "quantity", "grade": "shop", VALID_FROM: TIMESTAMP}
     filled = {c: F.coalesce(F.col(c), F.col(own)) for c, own in values.items()}
@@ -91,7 +92,7 @@ def as_if_joined(rows: DataFrame) -> DataFrame:
 
 
 def tempo(stream: DataFrame, versions: DataFrame) -> DataFrame:
-    """Tempo knows no tombstones: they are taken out after the join."""
+    """The join by Tempo. It has no tombstones, so they are removed after the join."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tempo import TSDF
@@ -114,7 +115,7 @@ def tempo(stream: DataFrame, versions: DataFrame) -> DataFrame:
 
 
 def in_duckdb(stream: Path, versions: Path, target: str) -> None:
-    """The same in DuckDB, from the same files, in this process."""
+    """The join by DuckDB, from the same files, in this process."""
     with duckdb.connect(config={"threads": THREADS, "preserve_insertion_order": False}) as db:
         Path(target).mkdir(parents=True)
         alive = f"CASE WHEN NOT v.{IS_TOMBSTONE} THEN v.%s END AS %s"
@@ -129,7 +130,7 @@ def in_duckdb(stream: Path, versions: Path, target: str) -> None:
 
 
 def fingerprint(folder: str) -> tuple[int, int, str]:
-    """Rows, rows that found a version, and a sum over hashes of whole rows, of an output."""
+    """Of an output: the number of rows, of rows with a version, and the sum of hashes of whole rows."""
     times = (TIMESTAMP, VALID_FROM)
     columns = ", ".join(f"epoch_us({c})" if c in times else c for c in OUTPUT)
     with duckdb.connect(config={"threads": THREADS}) as db:
@@ -144,7 +145,7 @@ def fingerprint(folder: str) -> tuple[int, int, str]:
 def run(
     spark: SparkSession, rows: int, table_rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times all contenders; the notes are the plans and whether the results agree."""
+    """Times all contenders. The notes are the plans, and that the results agree."""
     keys = min(KEYS, table_rows // 10)
     stream_path = generate.stream(spark, rows, keys)
     versions_path = generate.versions(spark, table_rows, keys)
@@ -195,11 +196,11 @@ def run(
 def first_turn(
     rows: int, table_rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """The join and the shuffle as the first that a process does, as Dagster's runs are."""
+    """Times the join and the shuffle as the first query of a process, as in a run of Dagster."""
     keys = min(KEYS, table_rows // 10)
 
     def told(name: str) -> dict[str, float]:
-        """The seconds from a session that is there to what is written."""
+        """The seconds from a started session to the written output."""
         call = [sys.executable, __file__, name, str(rows), str(table_rows), str(keys)]
         ended = subprocess.run(
             [*call, outputs.fresh(name)], capture_output=True, text=True, check=True, timeout=1800
@@ -214,7 +215,7 @@ def first_turn(
 
 
 def one_turn(name: str, rows: int, table_rows: int, keys: int, target: str) -> None:
-    """What ``first_turn`` asks another process for: prints its seconds."""
+    """Runs a contender of ``first_turn`` in this process, and prints its seconds."""
     spark = build_session("vt_dagster bench", master="local[2]", conf={"spark.driver.memory": "4g"})
     paths = [str(generate.stream(spark, rows, keys)), str(generate.versions(spark, table_rows, keys))]
     start = time.perf_counter()
@@ -229,7 +230,7 @@ def one_turn(name: str, rows: int, table_rows: int, keys: int, target: str) -> N
 def shapes(
     spark: SparkSession, rows: int, table_rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """The same join with other keys, beside itself: one hot key, few and many keys, few versions."""
+    """Compares the join with itself on other keys: one hot key, few and many keys, few versions."""
 
     def ours(keys: int, versions: int, hot: bool = False, how: str = "tiled") -> Callable[[], None]:
         left = generate.stream(spark, rows, keys, hot)

@@ -28,7 +28,7 @@ THREADS = {
     "G1": "collecting garbage",
     "GC": "collecting garbage",
 }
-"""What a thread of the JVM does, by the beginning of its name."""
+"""The work of a JVM thread, by the beginning of its name."""
 
 
 def stat_of(path: Path) -> tuple[str, list[str]]:
@@ -44,7 +44,7 @@ def jvms() -> list[Path]:
         if path.name.isdigit():
             try:
                 name, numbers = stat_of(path)
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             if name == "java" and int(numbers[1]) == os.getpid():
                 found.append(path)
@@ -59,7 +59,7 @@ def cpu_seconds() -> float:
 
 
 def of_threads() -> list[tuple[str, float]]:
-    """Returns the JVM's CPU seconds by what its threads do, the most first."""
+    """Returns the JVM's CPU seconds by the work of its threads, in descending order."""
     found: defaultdict[str, float] = defaultdict(float)
     for jvm in jvms():
         for thread in (jvm / "task").iterdir():
@@ -75,7 +75,7 @@ def main(archive: str, conf: dict[str, str]) -> None:
     def mark(stage: str) -> None:
         marks.append((stage, cpu_seconds()))
 
-    # Imported here, because their cost is the first stage.
+    # Imported here, because the imports are the first stage.
     from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
     from vt_dagster import FilesSource, Stream, VersionedTable

@@ -1,4 +1,4 @@
-"""Joins that mind what was known when, beside the same join that does not."""
+"""Joins by what was known, and corrected joins, compared with the same join without either."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY = timedelta(days=1)
 
 
 def topology(home: Path) -> dict[str, Stream]:
-    """A stream, a versioned table, their joins, and the stream's records as a table, by name."""
+    """By name: a stream, a versioned table, their joins, and a table of the stream's records."""
     orders = Stream(
         "orders",
         key="key",
@@ -63,8 +63,9 @@ def _table(name: str, landing: Path) -> VersionedTable:
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Of ``rows`` stream records and a fifth as many of a table, a hundredth comes after the first run,
-    of the table's a fiftieth: half of these are of times whose stream records have been joined."""
+    """Times the joins. There are ``rows`` stream records and a fifth as many table records. After the
+    first run come a hundredth of the stream's and a fiftieth of the table's. Half of these table
+    records are of times whose stream records have been joined."""
     home = Path(outputs.fresh("corrections"))
     nodes, warehouse = topology(home), home / "warehouse"
     stores = stores_of(str(warehouse), spark)
@@ -84,7 +85,7 @@ def run(
     for name in ("plain", "corrected", "kept"):
         run_once(nodes[name], stores)
         shutil.copytree(warehouse / name, home / "before" / name)
-    # The orders are recorded first: what the table learns then was not known to them.
+    # The orders are recorded first, so the new table records were not known at their time.
     for number, name in enumerate(("orders", "prices")):
         total = sizes[name]
         land(name, total, total - after[name], total, 1_600_001_000 + number)
@@ -129,7 +130,7 @@ def run(
 
 
 def _digest(rows: DataFrame) -> tuple[int, int]:
-    """How many rows there are, and a sum over hashes of them."""
+    """The number of rows, and the sum of their hashes."""
     of_each = F.xxhash64("key", "price", "grade", TIMESTAMP, "of_table").cast("decimal(38, 0)")
     count, total = rows.agg(F.count(F.lit(1)), F.sum(of_each)).collect()[0]
     return count, int(total)

@@ -1,6 +1,7 @@
-"""`vt-dagster explore` on a large warehouse: from the command to its start page, and a key's page.
+"""`vt-dagster explore` on a large warehouse: the time from the command to its start page, and for the
+page of a key.
 
-The warehouse is written by Arrow and `deltalake`, in files as large as those of runs.
+Arrow and `deltalake` write the warehouse, in files as large as those of runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ OPENS, SECONDS = "explore, from the command to its start page", 3.0
 
 
 class Site:
-    """A versioned table's log of many versions, a second each, of as many keys as there are in it."""
+    """The log of a versioned table: this number of versions, one per second, of at most ``KEYS``
+    keys."""
 
     def __init__(self, versions: int, folder: Path) -> None:
         self.versions, self.warehouse = versions, folder
@@ -66,7 +68,7 @@ class Site:
             write_deltalake(path, pa.table(columns), mode="append", commit_properties=about)
 
     def open(self) -> dict[str, float]:
-        """Opens the start page in a process of its own, then a key's page."""
+        """Starts a new process, and opens its start page, then a key's page."""
         start = time.perf_counter()
         command = [str(COMMAND), "explore", str(self.warehouse), "--port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -94,7 +96,7 @@ class Site:
 
 
 def run(versions: int, repeat: int, outputs: Outputs) -> tuple[list[Result], list[str]]:
-    """Times a warehouse of so many versions beside one of few."""
+    """Times a warehouse with this number of versions, compared with a small one."""
     large, small = (Site(n, Path(outputs.fresh(f"explore-{n}"))) for n in (versions, SMALL))
     times = take_turns({"ours": large.open, "small": small.open}, repeat)
     name, peer = f"{OPENS}, {versions:,} versions", f"the same of {SMALL:,}"

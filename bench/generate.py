@@ -1,6 +1,6 @@
-"""The data that every contender gets: made by Spark from row numbers, the same on every machine.
+"""The data of all contenders. Spark computes it from row numbers, so it is the same on every machine.
 
-Kept in ``bench/.data`` and made anew only where it is missing.
+The files are kept in ``bench/.data``; only missing ones are generated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vt_dagster.core.arrival_order import Outcome
 
 DATA = Path(__file__).parent / ".data"
 LAYOUT = 2
-"""Counts up when the data changes, so that old files are not taken for it."""
+"""The version of the data: increased when the data changes, so that old files are not used."""
 
 START = 1_577_836_800_000_000
 """2020-01-01, epoch microseconds."""
@@ -42,21 +42,21 @@ RECORD = StructType(
         StructField("at", TimestampType()),
     ]
 )
-"""A record of the versioned table ``prices``, as it stands in JSON lines."""
+"""The schema of a JSON line with a record of the versioned table ``prices``."""
 
 
 def noise(seed: int, *columns: str) -> Column:
-    """A number from 0 to 2**31 - 1 that looks random, from columns."""
+    """A pseudo-random number from 0 to 2**31 - 1, computed from columns."""
     return F.xxhash64(F.lit(seed), *columns).bitwiseAND(F.lit(2**31 - 1))
 
 
 def part_of(span: Column, seed: int, *columns: str) -> Column:
-    """A whole number from 0 (inclusive) to ``span`` (exclusive)."""
+    """A pseudo-random whole number from 0 (inclusive) to ``span`` (exclusive)."""
     return F.pmod(noise(seed, *columns) * F.lit(1_000_003), span)
 
 
 def partition_of(key: str) -> Column:
-    """The record's partition: the key's hash, as a files source does it."""
+    """The record's partition: the hash of the key, as for a files source."""
     return F.pmod(F.xxhash64(key), F.lit(PARTITIONS)).cast("int")
 
 
@@ -69,7 +69,7 @@ def grade() -> Column:
 
 
 def cached(name: str, rows: DataFrame) -> Path:
-    """Rows as Parquet files, written once."""
+    """The directory with the rows as Parquet files, which are written once."""
     path = DATA / f"{name}-v{LAYOUT}"
     if not (path / "_SUCCESS").exists():
         rows.write.mode("overwrite").parquet(str(path))
@@ -77,10 +77,10 @@ def cached(name: str, rows: DataFrame) -> Path:
 
 
 def stream(spark: SparkSession, rows: int, keys: int, hot: bool = False) -> Path:
-    """Stream records due to be joined, as they lie in a log: by arrival, that is roughly by time.
+    """Stream records to be joined, in log order: by arrival, which is roughly by time.
 
     Args:
-        hot: every other record is of one key, which no other has.
+        hot: every other record has the key -1, which no other record has.
     """
     step = SPAN // rows
     late = part_of(F.lit(SPAN // 100), 3, "id")
@@ -100,7 +100,7 @@ def versions(spark: SparkSession, rows: int, keys: int, hot: bool = False) -> Pa
     """A view: the versions of each key, spread over the time of the stream; 2 % are tombstones.
 
     Args:
-        hot: half of them are of one key, which no other has.
+        hot: half of the versions have the key -1, which no other version has.
     """
     if not hot:
         return cached(f"versions-{rows}-{keys}", _versions(spark, rows, keys))
@@ -161,12 +161,12 @@ def json_lines(
 ) -> Path:
     """One file of JSON lines: arrivals ``first`` to ``first + rows`` of ``total``.
 
-    A feed is as late as it is, however much history a table has: by up to 20,000 records.
+    The lateness of a feed does not depend on the table's history: it is at most 20,000 records.
 
     Args:
-        late, reach: one of so many records is late, by up to the time of so many.
-        step: from one record to the next, microseconds; None: all of them are a year.
-        seed: of the keys.
+        late, reach: one in ``late`` records is late, by up to the time of ``reach`` records.
+        step: microseconds from one record to the next; None: ``total`` records span a year.
+        seed: the seed of the keys.
     """
     reach = min(total // 5, 20_000) if reach is None else reach
     told = "" if step is None else f"-{step}-{seed}"
@@ -198,7 +198,7 @@ def _arrivals(
     """``id, key, price, grade, at``; no two records of a key have the same time.
 
     Args:
-        reach: one record in ``one_in`` is late, by up to the time of so many.
+        reach: one record in ``one_in`` is late, by up to the time of ``reach`` records.
     """
     step = SPAN // total if step is None else step
     late = F.when(noise(9, "id") % one_in == 0, 1 + noise(10, "id") % reach).otherwise(F.lit(0))

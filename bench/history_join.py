@@ -1,4 +1,4 @@
-"""A join of two histories that a few records change, beside the same join made anew."""
+"""A run of a history join with a few new records, compared with the same join recomputed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SIDES = ("prices", "offers")
 
 
 class Site:
-    """Two tables of ``rows`` records each and their join, and a change that has landed in both: of all
-    sites the same, since a smaller one has the last of a larger one's records."""
+    """Two tables of ``rows`` records each and their join. New records have landed in both. Sites have
+    the same new records, because a smaller site has the last records of a larger one."""
 
     def __init__(self, spark: SparkSession, home: Path, rows: int, of: int, change: int) -> None:
         self.spark, self.home, self.warehouse = spark, home, home / "warehouse"
@@ -67,7 +67,7 @@ class Site:
             if end == of:
                 run_once(self.both, stores)
                 shutil.copytree(self.warehouse / "both", home / "before")
-        # What the peer and the floor have is ready: nobody has to make it of the logs.
+        # The input of the peer and the floor is prepared: they need not compute it from the logs.
         for node in tables:
             versions = AssetStore(str(self.warehouse), node, spark).read("versions")
             versions.write.format("delta").save(self.history(node.name))
@@ -79,7 +79,7 @@ class Site:
         return str(self.home / f"history-{name}")
 
     def landed(self, name: str) -> str:
-        """The keys and times of the records that have landed last."""
+        """The table with the keys and times of the records that landed last."""
         return str(self.home / f"landed-{name}")
 
     def pin(self, anew: bool = False) -> Run:
@@ -108,11 +108,11 @@ class Site:
         return [rows.where(~F.col(IS_TOMBSTONE)) for rows in read]
 
     def joined_anew(self) -> DataFrame:
-        """What Spark joins, of both histories."""
+        """The peer's join of both whole histories, by Spark."""
         return self.joined(*self.versions())
 
     def floor(self) -> None:
-        """What a run needs Spark for at least: neither ended results, gate, positions nor an order."""
+        """The least that a run needs Spark for: no ended results, gate, positions or order."""
         with small_run(self.spark, True), look_up_of_few(self.spark):
             new: list[DataFrame] = []
             for name, rows in zip(SIDES, self.versions(), strict=True):
@@ -123,7 +123,7 @@ class Site:
             changed.write.format("delta").mode("append").save(str(self.home / "changed"))
 
     def joined(self, left: DataFrame, right: DataFrame) -> DataFrame:
-        """The rows of two histories that are valid at the same time."""
+        """Pairs of rows of two histories that are valid at the same time."""
         there = right.select(
             F.col("key").alias("of"),
             F.col("price").alias("offered"),
@@ -144,9 +144,9 @@ class Site:
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times a run that brings a five-hundredth of ``rows`` to each side, every fifth of them late by up
-    to a fiftieth of the year, on ``rows`` and on a tenth of them; one that makes all anew; and the
-    first of these on tables of a tenth, with a tenth of the new records."""
+    """Times three kinds of runs. The first adds a five-hundredth of ``rows`` to each side, on ``rows``
+    records and on a tenth of them; every fifth new record is late by up to a fiftieth of the year. The
+    second recomputes all. The third is the first with a tenth of all records, also of the new ones."""
     change, home = rows // 500, Path(outputs.fresh("history-join"))
     many = Site(spark, home / "many", rows, rows, change)
     few = Site(spark, home / "few", rows // 10, rows, change)
@@ -166,7 +166,7 @@ def run(
             "anew": many.turn(anew=True),
             ANEW: peer(many),
             "few": few.turn(),
-            # The last of this site: its rows are compared.
+            # The last contender of this site: its rows are compared.
             "many": many.turn(),
             "small": small.turn(),
             f"small: {ANEW}": peer(small),
@@ -197,7 +197,7 @@ def run(
 
 
 def _digest(rows: DataFrame) -> tuple[int, int]:
-    """How many rows there are, and a sum over hashes of them."""
+    """The number of rows, and the sum of their hashes."""
     columns = ("key", "price", "grade", "offered", "offered_grade", VALID_FROM, VALID_TO)
     of_each = F.xxhash64(*columns).cast("decimal(38, 0)")
     count, total = rows.agg(F.count(F.lit(1)), F.sum(of_each)).collect()[0]

@@ -1,4 +1,4 @@
-"""A small run on a table that is large already, commit and view included, beside a bare append."""
+"""A small run on a large table, with commit and view, compared with a bare append."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARTS = ("log commit", "view update", "the rest")
 
 
 class TimedStore(AssetStore):
-    """A store that keeps the time of its two writes."""
+    """A store that measures the time of its two writes."""
 
     def __init__(self, warehouse: str, node: VersionedTable, spark: SparkSession) -> None:
         super().__init__(warehouse, node, spark)
@@ -69,10 +69,10 @@ class Site:
     """A table of some size with its landing directory, and a Delta table to append to.
 
     Args:
-        a_year: so many records are a year of event time; None = the table's first ones.
-        keys: how many there are; None = one for ten versions, at most ``KEYS``.
+        a_year: the number of records that span a year of event time; None = that of the first file.
+        keys: the number of keys; None = one for ten versions, at most ``KEYS``.
 
-    The table has its first run, and so has the other, with :meth:`fill`.
+    :meth:`fill` writes the first file to both tables.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Site:
         self.file = self.deliver(versions)
 
     def fill(self) -> Site:
-        """Both tables take the first file."""
+        """Writes the first file to both tables."""
         self.run()
         self.append()
         return self
 
     def deliver(self, rows: int) -> Path:
-        """The next file arrives."""
+        """Lands the next file."""
         lines = generate.json_lines(self.spark, self.delivered, rows, self.a_year, self.keys)
         self.file = self.landing / f"{self.delivered:010}.jsonl"
         shutil.copy(lines, self.file)
@@ -120,7 +120,7 @@ class Site:
         return self.file
 
     def run(self) -> dict[str, float]:
-        """One run of the asset, as the Dagster ops do it."""
+        """Runs the asset once, as the Dagster ops do."""
         start = time.perf_counter()
         store = self.store()
         receipt = run_once(self.table, lambda _: store, run_id=self.run_id)
@@ -130,14 +130,14 @@ class Site:
 
     @property
     def run_id(self) -> str:
-        """What the run that takes the newest file is called."""
+        """The id of the run that consumes the newest file."""
         return f"run-{self.delivered}"
 
     def store(self) -> TimedStore:
         return TimedStore(self.warehouse, self.table, self.spark)
 
     def append(self) -> None:
-        """What a user without versioned tables would do with the newest file."""
+        """Appends the newest file, as a user without versioned tables would."""
         self.newest().coalesce(1).write.format("delta").mode("append").save(self.appended)
 
     def newest(self) -> DataFrame:
@@ -151,7 +151,7 @@ class Site:
         return rows
 
     def floor(self) -> None:
-        """What a run needs Spark for at least: neither outcomes, gate, quarantine, state nor commit."""
+        """The least that a run needs Spark for: no outcomes, gate, quarantine, state or commit."""
         with small_run(self.spark, True):
             before = self.current().select("key", F.struct("price", "grade").alias("old"))
             rows = self.newest().join(before, "key", "left").coalesce(1)
@@ -163,7 +163,7 @@ class Site:
             self.current().select("key").write.format("noop").mode("overwrite").save()
 
     def first_floor(self) -> None:
-        """What a first run needs Spark for at least."""
+        """The least that a first run needs Spark for."""
         rows = self.newest().repartition(generate.PARTITIONS, "key").sortWithinPartitions("key", "at")
         rows.persist()
         for name in ("log", "view"):
@@ -171,7 +171,7 @@ class Site:
         rows.unpersist()
 
     def check(self) -> None:
-        """Every record became a version: none was late, none has expired."""
+        """Requires that every record is a version: none was late, none has expired."""
         store = self.store()
         rows, appended = (
             store.view_at(store.snapshot()).count(),
@@ -220,7 +220,7 @@ def run(
 def many_keys(
     spark: SparkSession, keys: tuple[int, ...], new: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times runs of ``new`` records on tables of few and of many keys, each once or twice in it."""
+    """Times runs of ``new`` records on tables with few and many keys; a key has one or two versions."""
     sites: dict[str, Site] = {}
     for count in keys:
         folder = Path(outputs.fresh(f"keys-{count}"))
@@ -266,7 +266,7 @@ def first_run(
 
 
 def prepare(site: Site, files: int) -> None:
-    """Makes the next files, so that making them is not timed."""
+    """Generates the next files, so that their generation is not timed."""
     for turn in range(files):
         first = site.delivered + turn * site.new
         generate.json_lines(site.spark, first, site.new, site.a_year, site.keys)

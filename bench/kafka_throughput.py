@@ -1,6 +1,6 @@
-"""Topics into tables, beside a bare append of the same topic and beside Kafka Streams.
+"""Topics into tables, compared with a bare append of the same topic and with Kafka Streams.
 
-Needs a JDK for that peer (``java GraceJoin.java``); the broker is started here.
+Kafka Streams needs a JDK (``java GraceJoin.java``). This program starts the broker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SPAN = 5_000_000
 
 
 def fill(spark: SparkSession, cluster: KafkaCluster, topic: str, rows: int) -> None:
-    """Records in order of time but for every fifth, which is 20 s late."""
+    """Writes records in order of time, except every fifth, which is 20 s late."""
     n = F.col("id")
     key = F.concat(F.lit("k"), F.pmod(F.xxhash64(n), F.lit(KEYS)))
     late = F.when(n % 5 == 0, 20_000).otherwise(0)
@@ -66,7 +66,7 @@ def write(rows: DataFrame, path: str) -> None:
 
 
 def streams(servers: str, topics: list[str], expected: int) -> dict[str, float]:
-    """Runs the peer and returns the seconds from its start to its last result."""
+    """Runs Kafka Streams, and returns the seconds from its start to its last result."""
     classpath = ":".join(str(jar) for jar in resolve_maven_jars(*STREAMS_JARS))
     with tempfile.TemporaryDirectory() as state:
         done = subprocess.run(
@@ -91,7 +91,7 @@ def streams(servers: str, topics: list[str], expected: int) -> dict[str, float]:
 def run(
     spark: SparkSession, rows: int, versions: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times table, stream and join, each from nothing."""
+    """Times the first runs of table, stream and join."""
     with tempfile.TemporaryDirectory() as folder, KafkaBroker(folder) as broker:
         cluster = KafkaCluster(broker.bootstrap_servers)
         names = ["stream", "table", "out"]
@@ -135,8 +135,8 @@ def run(
             return rows.select("record.*", at, "partition", "offset")
 
         def floor() -> dict[str, float]:
-            """What the runs need Spark for at least: neither outcomes, gate, quarantine and positions,
-            nor the order of the results. The versions to join are ready."""
+            """The least that the runs need Spark for: no outcomes, gate, quarantine, positions or order
+            of results. The versions to join are prepared."""
             start = perf_counter()
             rows = records("table").repartition(PARTITIONS, "k").sortWithinPartitions("k", AT)
             rows.persist()

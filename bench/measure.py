@@ -1,4 +1,4 @@
-"""How things are timed: contenders take turns, medians are compared, outputs are kept apart."""
+"""Measurement: contenders run alternately, medians are compared, each contender has its own output."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Result:
 
 
 Times = dict[str, list[float]]
-"""Contender -> seconds, one for each repetition."""
+"""By contender, the seconds of each repetition."""
 
 
 def take_turns(
     contenders: Mapping[str, Callable[[], dict[str, float] | None]], repeat: int, warm: int = 1
 ) -> Times:
-    """Times contenders in turns, A B A B …, after some rounds that are not counted.
+    """Times contenders alternately, A B A B …, after some rounds that do not count.
 
-    Where there is but one round to be counted, there are none before it.
+    If only one round counts, there is none before it.
 
-    A contender may return times of its own parts; they are kept as ``contender: part``.
+    A contender may return the times of its parts; these are kept as ``contender: part``.
     """
     times: Times = {}
     for turn in range(1 - warm if repeat > 1 else 1, repeat + 1):
@@ -60,23 +60,23 @@ def take_turns(
 def compare(
     name: str, rows: int, ours: list[float], peer: str, theirs: list[float], target: float | None
 ) -> Result:
-    """A result from the times of one run."""
+    """The result of a benchmark from the times of both contenders."""
     mine, other = statistics.median(ours), statistics.median(theirs)
     return Result(name, rows, round(mine, 3), peer, round(other, 3), round(mine / other, 2), target)
 
 
 class Outputs:
-    """A directory for each contender's output; written anew each time."""
+    """A directory for the output of each contender, emptied each time."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, name: str) -> str:
-        """Where a contender writes."""
+        """The path to which a contender writes."""
         return str(self.root / name)
 
     def fresh(self, name: str) -> str:
-        """The same, emptied."""
+        """The path of a contender, emptied."""
         shutil.rmtree(self.root / name, ignore_errors=True)
         self.root.mkdir(parents=True, exist_ok=True)
         return self.path(name)
@@ -93,7 +93,7 @@ OPERATORS = {
 
 
 def plan_of(rows: DataFrame) -> str:
-    """What Spark plans to do, counted: ``2 scans, 1 shuffles, …``."""
+    """The counts of operators in Spark's plan: ``2 scans, 1 shuffles, …``."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         rows.explain()

@@ -1,4 +1,4 @@
-"""Operators in one large run that ends in commits to Delta, beside Spark SQL for the same."""
+"""Operators in one large run that commits to Delta, compared with Spark SQL for the same result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RATE = StructType(
 
 
 def topology(home: Path) -> dict[str, Stream]:
-    """Sources, and an asset of each operator, by name. A key has some eight records in a window."""
+    """By name: sources, and an asset of each operator. A key has about eight records in a window."""
 
     def about(name: str) -> dict[str, Any]:
         return {
@@ -97,12 +97,12 @@ def topology(home: Path) -> dict[str, Stream]:
 
 @dataclass(frozen=True)
 class Case:
-    """An operator and what Spark SQL makes of the same logs.
+    """An operator, and Spark SQL queries for the same logs.
 
     Args:
-        updates: every update; None = the peer writes the final state alone.
-        streamed: the same by Structured Streaming, another peer, and what is aimed at beside it.
-        final: the final state, of the updates where there are some, else of the logs.
+        updates: the query of every update; None = the peer writes only the final state.
+        streamed: the query by Structured Streaming, another peer, and the target ratio to it.
+        final: the query of the final state, from the updates if there are some, else from the logs.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Case:
 
 
 def newest(rows: DataFrame, by: Sequence[str], values: Sequence[str], *order: str) -> DataFrame:
-    """The newest row of each key, as one would write it without the library."""
+    """The newest row of each key, as a user would write the query without this library."""
     row = F.max_by(F.struct(*values), F.struct(*order)).alias("row")
     return rows.groupBy(*by).agg(row).select(*by, "row.*")
 
@@ -213,7 +213,7 @@ def pair(prices: DataFrame, others: DataFrame) -> DataFrame:
 
 
 def rated(prices: DataFrame, rates: DataFrame) -> DataFrame:
-    """Each pair of a price and a rate that were current at the same time."""
+    """The pairs of a price and a rate that were current at the same time."""
 
     def spans(rows: DataFrame, key: str, side: str) -> DataFrame:
         following = W.partitionBy(key).orderBy(TIMESTAMP, OFFSET)
@@ -247,7 +247,7 @@ CASES = [
 
 
 def prepare(spark: SparkSession, home: Path, rows: int, nodes: dict[str, Stream]) -> None:
-    """The logs of the sources, and of the windows that are suppressed."""
+    """Writes the logs of the sources, and of the windows that are suppressed."""
     keys = min(KEYS, rows // 10)
     sizes = {"prices": rows, "others": rows // 5, "orders": rows + 1}
     for name, many in sizes.items():
@@ -269,7 +269,7 @@ def prepare(spark: SparkSession, home: Path, rows: int, nodes: dict[str, Stream]
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times a run of each operator that takes all of its logs, and the queries of its peer."""
+    """Times a run of each operator that consumes its whole logs, and the queries of its peer."""
     home = Path(outputs.fresh("operators"))
     warehouse, nodes = str(home / "warehouse"), topology(home)
     prepare(spark, home, rows, nodes)
@@ -322,7 +322,7 @@ def run(
             contenders[STREAMED] = one_batch
 
         def floor(case: Case = case) -> None:
-            """What any run costs that has these logs and this result, if it computes nothing."""
+            """The cost of any run with these logs and this result: reads and writes, no computation."""
             for log in logs(case):
                 log.write.format("noop").mode("overwrite").save()
             made, key = stored(case.asset), list(nodes[case.asset].key)
@@ -336,7 +336,7 @@ def run(
         times = take_turns(contenders, repeat)
         found = stored(case.asset).read().count()
         there = spark.read.format("delta").load(outputs.path("theirs")).count()
-        # Late records open no window, and Spark's own windows know no grace.
+        # Late records open no window in ours; Spark's windows have no grace period.
         if found != there and case.asset not in (
             "monthly",
             "monthly_once",

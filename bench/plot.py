@@ -1,4 +1,4 @@
-"""The ratios of a run as a picture: a bar for each, and a line where its target is."""
+"""The ratios of a run as a picture: a bar for each ratio, and a line at its target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MET, MISSED, NONE = "#2e8b57", "#c0504d", "#8899aa"
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Writes an SVG. A bar is at most as long as three times its target, or as six times the peer."""
+    """Writes an SVG. A bar ends at three times its target, or without one at a ratio of six."""
     lines: list[str] = []
     for i, one in enumerate(results):
         y = 30 + i * ROW

@@ -1,4 +1,4 @@
-"""Runs as Dagster starts them, a process each: from the shell, and from a landing to its commit."""
+"""Runs that Dagster starts in separate processes: from the shell, and from a landing to its commit."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ defs = dg.Definitions(assets=[prices], asset_checks=[check], executor=dg.in_proc
 
 
 class Project:
-    """A code location in a folder, an instance, and a directory where files land."""
+    """A folder with code locations, a Dagster instance, and a landing directory."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.warehouse, self.landed = root, str(root / "warehouse"), 0
@@ -139,7 +139,7 @@ class Project:
             (root / f"{executor}.py").write_text(THREE.format(**places, executor=executor))
 
     def land(self) -> None:
-        """The next file: records of 100 keys, a minute each."""
+        """Lands the next file: records of 100 keys, one per minute."""
         start, self.landed = self.landed * RECORDS, self.landed + 1
         lines = (
             {"k": f"k{i % 100}", "v": str(i), "at": f"2024-01-{1 + i // 1440:02d}T{minute(i)}:00Z"}
@@ -168,8 +168,8 @@ class Project:
 
     @property
     def batch(self) -> int:
-        """What has been committed."""
-        with contextlib.suppress(Exception):  # before the first there is nothing to open
+        """The last committed batch; 0 before the first."""
+        with contextlib.suppress(Exception):  # before the first commit there is no log
             return head_of(self.warehouse, "prices")[1].batch
         return 0
 
@@ -196,8 +196,8 @@ def minute(i: int) -> str:
 
 
 def run(repeat: int, ticks: int, outputs: Outputs) -> tuple[list[Result], list[str]]:
-    """Times runs in processes of their own, beside an asset that does nothing; then ``ticks`` files
-    that land, one after the other, with a daemon that looks for them."""
+    """Times runs in separate processes, compared with an asset that does nothing. Then times ``ticks``
+    files that land one after the other, with a daemon whose sensor finds them."""
     found = server.running()
     if found is not None:
         raise AssertionError("a Spark server is there already: vt-dagster spark stop")
@@ -219,7 +219,7 @@ def run(repeat: int, ticks: int, outputs: Outputs) -> tuple[list[Result], list[s
 
 
 def executors(repeat: int, outputs: Outputs) -> tuple[list[Result], list[str]]:
-    """Times a run of three assets and their checks in one process, beside a process for each asset."""
+    """Times a run of three assets and their checks in one process, and with a process per asset."""
     projects = {executor: Project(Path(outputs.fresh(executor))) for executor in EXECUTORS}
 
     def news(executor: str) -> None:
@@ -274,7 +274,7 @@ def _from_the_shell(project: Project, repeat: int) -> list[Result]:
 def _landed(project: Project, warm: bool, ticks: int) -> list[float]:
     seconds: list[float] = []
     with project.daemon(warm):
-        for tick in range(-1, ticks):  # the first one waits for the daemon to start, and is not counted
+        for tick in range(-1, ticks):  # the first waits for the daemon to start: not counted
             project.land()
             landed = time.monotonic()
             while project.batch < project.landed:
@@ -283,5 +283,5 @@ def _landed(project: Project, warm: bool, ticks: int) -> list[float]:
                 time.sleep(0.05)
             if tick >= 0:
                 seconds.append(time.monotonic() - landed)
-            time.sleep(INTERVAL * (tick % 7) / 7)  # so that files land at any time between ticks
+            time.sleep(INTERVAL * (tick % 7) / 7)  # files land at different times between ticks
     return seconds

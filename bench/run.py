@@ -1,6 +1,6 @@
-"""Benchmarks of vt_dagster beside its peers: ``make bench``, or ``python bench/run.py --quick``.
+"""Benchmarks of vt_dagster compared with its peers: ``make bench``, or ``python bench/run.py --quick``.
 
-Prints a table and writes ``bench/results.json``. What is compared and why is in ``bench/README.md``.
+Prints a table and writes ``bench/results.json``. ``bench/README.md`` says what is compared and why.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows each benchmark takes."""
+    """The number of rows of each benchmark."""
 
     stream: int
     versions: int
@@ -110,8 +110,8 @@ def benchmarks(
     only: Sequence[str] = (),
     executors: bool = False,
 ) -> tuple[list[Result], list[str]]:
-    """Runs all of them in one session; or those that need a Kafka broker, many runs of one table, or
-    processes of their own."""
+    """Runs all benchmarks in one session. Instead, it can run those that need a Kafka broker, many runs
+    of one table, or separate processes."""
     if ticks or executors:
         with tempfile.TemporaryDirectory(prefix="vt_dagster-bench-") as folder:
             outputs = Outputs(Path(folder))

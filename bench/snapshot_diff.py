@@ -1,4 +1,4 @@
-"""A full dump of which 1 % has changed, beside a full outer join of both dumps by Spark."""
+"""The difference of two full dumps, 1 % of which changes, compared with a full outer join by Spark."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ JOINED = "Spark full outer join of both dumps, what differs, to Parquet"
 TARGET = 1.5
 KEY, VALUES = "id", ["name", "city", "spent", "grade"]
 CHANGED = 300
-"""One row in so many is changed, one is gone and one is new."""
+"""Among this number of rows, one is changed, one is removed and one is new."""
 
 
 def dump(spark: SparkSession, rows: int, day: int) -> DataFrame:
-    """A state of the table on a day: of each 300 keys one has another value, one goes and one comes."""
+    """The table on a day: of each 300 keys, one has another value, one is removed and one is new."""
     number = F.col("id")
     kept = spark.range(rows * day // CHANGED, rows + rows * day // CHANGED)
     return kept.select(
@@ -36,7 +36,7 @@ def dump(spark: SparkSession, rows: int, day: int) -> DataFrame:
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times the difference and its peer, each written to Parquet."""
+    """Times the difference and its peer, which both write to Parquet."""
     paths = [outputs.fresh(f"dump-{day}") for day in (0, 1)]
     for day, path in enumerate(paths):
         dump(spark, rows, day).orderBy(F.xxhash64(KEY)).write.mode("overwrite").parquet(path)

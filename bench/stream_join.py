@@ -1,4 +1,4 @@
-"""A join of two streams, of many keys and of one, beside Spark's own: in batch, and as a stream."""
+"""A join of two streams, with many keys or one, compared with Spark's joins: batch and streaming."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from vt_dagster.topology.model import Stream
 KEYS = 10_000
 MINUTE = timedelta(minutes=1)
 GRACE = 5 * MINUTE
-"""Records are late by up to the time of 20,000 of them, which is two minutes."""
+"""Records are late by at most the time of 20,000 records, which is two minutes."""
 BATCH = "Spark SQL's interval join, to Delta"
 STREAMED = "Structured Streaming, one batch, to Delta"
 SAME = "the same of 10,000 keys"
 STATE = {
-    # The default keeps all of it in the heap, which ten million records do not fit.
+    # The default keeps the state in the heap, which is too small for ten million records.
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
-    # One batch, and no other that drops the state.
+    # One batch, without another one that drops the state.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
 }
 
 
 class Site:
-    """Two streams of ``rows`` records each, and their join. As many records of a key lie in a window as
-    in a minute of a stream of ``KEYS`` keys: one, on average."""
+    """Two streams of ``rows`` records each, and their join. A window contains as many records of a key
+    as a minute of a stream with ``KEYS`` keys: one, on average."""
 
     def __init__(self, spark: SparkSession, home: Path, rows: int, keys: int) -> None:
         self.spark, self.warehouse = spark, str(home / "warehouse")
@@ -78,7 +78,7 @@ class Site:
         return AssetStore(self.warehouse, self.paid, self.spark).read()
 
     def near(self, orders: DataFrame, payments: DataFrame) -> DataFrame:
-        """What Spark joins, of the logs."""
+        """Spark's interval join of the logs."""
         right = payments.select(
             F.col("key").alias("of"), F.col(TIMESTAMP).alias("paid_at"), F.col("price").alias("paid")
         )
@@ -90,7 +90,7 @@ class Site:
         return found.select("key", "price", "grade", "paid", time)
 
     def near_by_tile(self, orders: DataFrame, payments: DataFrame) -> DataFrame:
-        """The same of one key, of which Spark's join alone would look at all pairs of records."""
+        """Spark's join for one key, by tiles of time: else Spark would compare all pairs of records."""
         wide = 2 * self.within // timedelta(microseconds=1)
         tile = F.floor(F.unix_micros(TIMESTAMP) / wide)
         beside = F.explode(F.array(tile - 1, tile, tile + 1))
@@ -107,10 +107,10 @@ class Site:
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times one run that takes both logs as a whole, and what joins the same logs otherwise.
+    """Times one run that consumes both whole logs, and Spark's joins of the same logs.
 
-    Structured Streaming looks for each record at all records of its key that are still in its state, of
-    one batch at all there are: ten times the records take it a hundred times as long.
+    Structured Streaming compares each record with all records of its key in the state, which in one
+    batch are all there are. So ten times the records take a hundred times as long.
     """
     many = Site(spark, Path(outputs.fresh("stream-join")), rows, KEYS)
     hot = Site(spark, Path(outputs.fresh("stream-join-hot")), rows, 1)
@@ -179,7 +179,7 @@ def _settings(spark: SparkSession) -> Iterator[None]:
 
 
 def _digest(rows: DataFrame) -> tuple[int, ...]:
-    """How many rows there are, and sums of what they say."""
+    """The number of rows, and the sums of their values."""
     cents = [F.sum((F.col(c) * 100).cast("long")) for c in ("price", "paid")]
     newest = F.sum(F.unix_micros(TIMESTAMP).cast("decimal(38, 0)"))
     return tuple(int(n) for n in rows.agg(F.count(F.lit(1)), *cents, newest).collect()[0])

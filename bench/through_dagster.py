@@ -1,4 +1,4 @@
-"""Operators as Dagster assets, with their metadata and pictures, beside the same runs without it."""
+"""Operators as Dagster assets, with metadata and pictures, compared with runs without Dagster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASSETS = {"as-of join": "joined", "aggregate": "grades_once", "windowed count": 
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times one run of each asset that takes everything."""
+    """Times one run of each asset that consumes all records."""
     home = Path(outputs.fresh("dagster"))
     warehouse, nodes = str(home / "warehouse"), topology(home)
     prepare(spark, home, rows, nodes)

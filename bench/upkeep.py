@@ -1,4 +1,4 @@
-"""What a table's keeping costs: gates and checks, expiry of history, and many runs after each other."""
+"""The cost of a table's upkeep: gates and checks, expiry of history, and many runs in a row."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vt_dagster.storage.maintenance import maintain
 
 GATES, EXPIRY, RUNS = 1.2, 1.3, 1.3
 LAST = 10
-"""Of many runs so many are compared."""
+"""The number of last runs that are compared."""
 
 
 class Price(pa.DataFrameModel):
-    """The records with a contract."""
+    """The contract of the records."""
 
     key: T.LongType = pa.Field(ge=0)
     price: T.DoubleType = pa.Field(ge=0, le=1_000)
@@ -34,7 +34,7 @@ class Price(pa.DataFrameModel):
 def gates(
     spark: SparkSession, versions: int, new: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Runs of a table with a contract, and all its checks after each; beside one that has none."""
+    """Times runs with a contract and all checks after each run, compared with runs without both."""
     bare = Site(spark, versions, new, Path(outputs.fresh("without")))
     gated = Site(spark, versions, new, Path(outputs.fresh("with")), schema=Price)
     for site in (bare, gated):
@@ -65,7 +65,7 @@ def gates(
 def expiry(
     spark: SparkSession, sizes: tuple[int, ...], new: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """A run after which all history before it is forgotten, of a small and of a large table."""
+    """Times a run after which all earlier history expires, on a small and on a large table."""
     times: dict[int, list[float]] = {}
     notes: list[str] = []
     for size in sizes:
@@ -100,8 +100,9 @@ def expiry(
 def many_runs(
     spark: SparkSession, count: int, new: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """One small run after the other, with maintenance every hundred; the last in turns with the 6th to
-    15th of another table: an hour after its own 6th the machine may be slower, or busier.
+    """Times small runs one after another, with maintenance every hundred runs. The last ones run
+    alternately with the 6th to 15th of another table: an hour after its own 6th run, the machine may be
+    slower.
     """
 
     def one(site: Site) -> dict[str, float]:
@@ -110,7 +111,7 @@ def many_runs(
         site.run()
         return {"run": time.perf_counter() - start}
 
-    # All of them within a year: a thousand runs of what is a year to 10,000 would end in the future.
+    # All runs span a year: if 10,000 records spanned one, a thousand runs would end in the future.
     a_year = 10_000 + count * new
     site = Site(spark, 10_000, new, Path(outputs.fresh("many")), a_year=a_year)
     alone: list[float] = []

@@ -1,4 +1,4 @@
-"""Many records, 20 % out of order, into an empty versioned table, beside a sorted append."""
+"""Many records, 20 % out of order, into an empty versioned table, compared with a sorted append."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALUES = ("price", "grade")
 
 
 def in_part(records: DataFrame) -> DataFrame:
-    """The same records, of which each third says both columns, the price, or the grade."""
+    """The same records; alternately they provide both columns, only the price, or only the grade."""
     third = F.col(ARRIVAL) % 3
     said = [F.when(third == n, F.array(F.lit(c))) for n, c in enumerate(VALUES, 1)]
     return records.withColumn(PROVIDED_COLUMNS, F.coalesce(*said))
@@ -56,14 +56,14 @@ def chunk() -> Column:
 
 
 def bounds_of(records: DataFrame) -> Bounds:
-    """Bounds of stream time: one aggregate, as a run with many records computes it first."""
+    """Bounds of stream time: the aggregate that a run with many records computes first."""
     timed = Timed(records, F.col(OUTCOME).isNull(), late_from(RETENTION))
     bounds = Bounds.of(time_by_chunk(timed, chunk()).collect(), {})
     return replace(bounds, frame=records.sparkSession.createDataFrame(*bounds.rows))
 
 
 def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
-    """The log rows of a first run: what the table accepts, and which are their key's latest.
+    """The log rows of a first run: the accepted records, and whether each is its key's latest.
 
     Args:
         parts: the columns that a record may leave out.
@@ -86,13 +86,13 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
 
 
 def view_of(log: DataFrame) -> DataFrame:
-    """The versions that a log amounts to."""
+    """The versions that a log folds to."""
     horizon = F.timestamp_micros(F.lit(generate.START)) - F.lit(RETENTION)
     return versioned_table.fold(None, log, key=["key"], horizon=horizon)
 
 
 def in_order(records: DataFrame) -> DataFrame:
-    """The rows by key and time: shuffled by key, sorted, nothing else."""
+    """The rows shuffled by key, and sorted by key and time."""
     partitions = records.sparkSession.conf.get("spark.sql.shuffle.partitions")
     return (
         records.select(*COLUMNS[:5], F.col(ARRIVAL).alias(OFFSET), IS_TOMBSTONE)
@@ -148,7 +148,7 @@ def check(records: Path, log: str, view: str) -> str:
 
 
 def check_parts(records: Path, log: str) -> str:
-    """Compares what the log of parts says last of each version with a fill by time in DuckDB."""
+    """Compares the last log row of each version, with parts of rows, with a fill by time in DuckDB."""
     with duckdb.connect() as db:
         fills = ", ".join(
             f"last_value(CASE WHEN {ARRIVAL} % 3 IN (0, {n}) THEN {{v: {c}}} END IGNORE NULLS) OVER "
@@ -180,7 +180,7 @@ def check_parts(records: Path, log: str) -> str:
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
-    """Times the log, the view, and both from rows that are computed once."""
+    """Times the log, the view, and both from the same rows, which are computed once."""
     keys = min(KEYS, rows // 10)
     path = generate.arrivals(spark, rows, keys)
 
@@ -194,7 +194,7 @@ def run(
         write(view_of(log_of(records())), outputs.fresh("view"))
 
     def into_both() -> None:
-        """As a run does it: the rows are computed once, for the log and for the view."""
+        """Computes the rows once, for log and view, as a run does."""
         rows = log_of(records()).persist()
         write(rows, outputs.fresh("log"))
         write(view_of(rows), outputs.fresh("view"))
@@ -204,7 +204,7 @@ def run(
         write(in_order(records()), outputs.fresh("sorted"))
 
     def floor() -> None:
-        """The same rows sorted by key once and written as log and view: no outcome, order or end."""
+        """Sorts the same rows by key once, and writes log and view: no outcome, order or end."""
         rows = in_order(records()).withColumns({IS_LATEST: F.lit(True), VALID_TO: F.col(TIMESTAMP)})
         rows = rows.persist()
         write(rows.drop(VALID_TO), outputs.fresh("floor_log"))
