@@ -12,7 +12,7 @@ from vt_dagster.cli import app
 
 Say = Callable[[str], None]
 ALLOWED = "1%"
-"""The share of hours that may lack flights, or change."""
+"""The share of hours that may lack flights or change."""
 
 
 def why(title: str, asset: str, partition: int, offset: int, say: Say) -> None:

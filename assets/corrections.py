@@ -1,4 +1,4 @@
-"""The demo's corrections: weather that came late, an aircraft that is erased."""
+"""The demo's corrections: late weather, and the erase of an aircraft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vt_dagster.runs.erase import erase
 
 Say = Callable[[str], None]
 FORGOTTEN = "N201AA"
-"""A Cessna of 1959 with two seats: somebody's own."""
+"""A Cessna of 1959 with two seats: a private owner's."""
 _KEY = ["carrier", "flight", "time_hour"]
 _WEATHER = ["temp", "wind_speed", "visib"]
 _ISO = "%Y-%m-%dT%H:%M:%SZ"
@@ -80,7 +80,7 @@ def asked(row: dict[str, Any]) -> list[str]:
 
 
 def forgotten_aircraft(say: Say) -> None:
-    """Erases a key; last, because nothing shown before depends on it."""
+    """Erases a key. This comes last, so that it changes nothing that was shown before."""
     versions = _read("airline_fleet", "versions", FORGOTTEN).num_rows
     why = "its owner asked for it"
     done = erase(

@@ -40,7 +40,7 @@ def run() -> None:
     started = time.monotonic()
     say(started, "flights from New York, winter of 2013, each with the weather as of its departure")
     with ThreadPoolExecutor(1) as beside:
-        # Spark's JVM starts while the first months land.
+        # Spark's JVM starts while the files of the first months are written.
         session = beside.submit(build_session, master=spark.master, conf=FEW_QUERIES)
         with fresh_instance() as instance:
             for number, months in enumerate(LANDINGS, 1):
@@ -92,7 +92,7 @@ def plain(text: str) -> None:
 
 @contextmanager
 def fresh_instance() -> Iterator[dg.DagsterInstance]:
-    """An empty Dagster instance; nothing has landed and nothing is materialized."""
+    """An empty Dagster instance, without landed files and materialized tables."""
     home = DATA / "dagster_home"
     for old in (LANDING, DATA / "warehouse", home):
         shutil.rmtree(old, ignore_errors=True)
@@ -104,7 +104,7 @@ def fresh_instance() -> Iterator[dg.DagsterInstance]:
 
 
 def land(started: float, months: Sequence[int], late: LateWeather) -> None:
-    """Delivers months into the landing directory."""
+    """Delivers the files of some months into the landing directory."""
     landed = write_landing(LANDING, months, late)
     rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)
     say(started, f"  landed {rows}; materializing")

