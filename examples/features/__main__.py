@@ -1,4 +1,4 @@
-"""``python -m examples.features``: lands files, makes both sets, and shows where they differ."""
+"""``python -m examples.features``: lands files, builds both sets, and shows where they differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VISITS = {
     ),
     "2026-03-07T23:00:00Z": "customer,bought,at\nbob,true,2026-03-07T15:00:00Z\n",
 }
-"""Files by the time at which each was written."""
+"""The content of each file, by the time at which the file was written."""
 
 
 def land() -> None:

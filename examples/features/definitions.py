@@ -1,4 +1,4 @@
-"""Visits, a score of each customer, and two training sets of them; README.md says what to look at."""
+"""Visits, a score per customer, and two training sets from them; README.md explains them."""
 
 import os
 from datetime import timedelta
@@ -34,7 +34,7 @@ class Visit(pa.DataFrameModel):
 
 
 def landed(name: str) -> FilesSource:
-    """Files whose rows were known when they were written, not when a backfill takes them."""
+    """A source whose rows count as known at their file's time, not when a backfill consumes them."""
     return FilesSource(str(LANDING / name), format="csv", recorded_at="file_time")
 
 

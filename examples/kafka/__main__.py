@@ -25,7 +25,7 @@ def price(product: str, amount: float, at: str) -> dict[str, Any]:
 
 
 def deleted(product: str, at: str) -> dict[str, Any]:
-    """A tombstone: it has no value, so its time is the message's own."""
+    """A tombstone: it has no value, so its timestamp is that of the message."""
     moment = datetime.fromisoformat(f"{DAY}T{at}:00").replace(tzinfo=timezone.utc)
     return _message(PRICES, product, None) | {"timestamp": int(moment.timestamp() * 1000)}
 
@@ -47,7 +47,7 @@ SECOND = [
     *(price("apple", 1.2, "10:30"), deleted("pear", "11:05")),
     *(order(3, "apple", "13:30"), {"topic": ORDERS, "key": "apple", "value": "not JSON"}),
 ]
-"""What comes after the first run; the first two of them were true before its orders."""
+"""The messages after the first run; the first two were valid before the orders of that run."""
 
 
 def send(servers: str, messages: list[dict[str, Any]]) -> None:
@@ -58,7 +58,7 @@ def send(servers: str, messages: list[dict[str, Any]]) -> None:
 
 
 def make() -> dict[str, Any]:
-    """One run of all assets; what each says of it, by name."""
+    """Runs all assets; returns the metadata of each, by name."""
     run = defs.resolve_implicit_global_asset_job_def().execute_in_process(
         run_config={"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
     )
@@ -71,7 +71,7 @@ def make() -> dict[str, Any]:
 
 
 def published(servers: str) -> list[dict[str, Any]]:
-    """The records of the topic that the join goes to."""
+    """The records of the topic to which the join is published."""
     about = {"bootstrap.servers": servers, "group.id": "example", "enable.partition.eof": True}
     consumer = Consumer(about)
     consumer.assign([TopicPartition(PRICED, 0, 0)])
@@ -96,7 +96,7 @@ def show(records: list[dict[str, Any]], said: dict[str, Any]) -> None:
 
 
 def walk(servers: str) -> None:
-    """Everything, on a broker that is there."""
+    """Does all steps with a running broker."""
     os.environ["EXAMPLE_KAFKA"] = servers
     admin = AdminClient({"bootstrap.servers": servers})
     topics = [NewTopic(name, 1, 1) for name in (PRICES, ORDERS, PRICED)]

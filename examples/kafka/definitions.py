@@ -1,4 +1,4 @@
-"""Two topics, their join, and the topic that it is published to; README.md says what to look at."""
+"""Two topics, their join, and the topic that it is published to; README.md explains them."""
 
 import os
 from datetime import timedelta
@@ -41,7 +41,7 @@ orders = Stream(
     key="product",
     schema=Order,
     timestamp="at",
-    # Of so few messages one that cannot be read is more than the usual tenth.
+    # With so few messages, one unreadable message is more than the default share of a tenth.
     source=KafkaSource(CLUSTER, ORDERS, key=Raw("product"), value=Json(), max_bad_share=0.5),
 )
 priced = orders.left_join(

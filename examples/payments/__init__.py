@@ -1,1 +1,1 @@
-"""Payments in euros; README.md says what to look at."""
+"""Payments in euros; README.md explains the example."""

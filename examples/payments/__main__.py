@@ -33,12 +33,12 @@ DELIVERIES: list[dict[str, tuple[str, str]]] = [
             + "p1,ann,USD,100,2026-03-28T10:00:00Z\n"
             + "p2,bob,GBP,20,2026-03-28T22:30:00Z\n"
             + "p3,ann,USD,50,2026-03-28T23:30:00Z\n"
-            + "p3,ann,USD,50,2026-03-28T23:30:00Z\n"  # sent twice
-            + "p4,bob,GBP,-5,2026-03-29T09:00:00Z\n",  # no valid amount
+            + "p3,ann,USD,50,2026-03-28T23:30:00Z\n"  # a duplicate
+            + "p4,bob,GBP,-5,2026-03-29T09:00:00Z\n",  # an invalid amount
         ),
     },
     {
-        "rates/2.csv": (  # a correction, and an end
+        "rates/2.csv": (  # a correction, and a tombstone
             "2026-03-30T00:05:00Z",
             RATE + "USD,0.9,2026-03-28T20:00:00Z\nGBP,,2026-03-29T00:00:00Z\n",
         ),
@@ -46,13 +46,13 @@ DELIVERIES: list[dict[str, tuple[str, str]]] = [
         "payments/2.csv": (
             "2026-03-30T10:00:00Z",
             PAYMENT
-            + "p2,bob,GBP,20,2026-03-28T22:30:00Z\n"  # sent twice, in another file
+            + "p2,bob,GBP,20,2026-03-28T22:30:00Z\n"  # a duplicate, in another file
             + "p5,bob,GBP,30,2026-03-29T12:00:00Z\n"
             + "p6,ann,USD,10,2026-03-29T22:30:00Z\n",
         ),
     },
 ]
-"""Files by name, each with the time at which it was written."""
+"""Files by name, each with the time at which it was written, and its content."""
 
 
 def land(delivery: dict[str, tuple[str, str]]) -> None:
@@ -65,7 +65,7 @@ def land(delivery: dict[str, tuple[str, str]]) -> None:
 
 
 def make(instance: dg.DagsterInstance) -> None:
-    """Runs all assets, and the sensor of the alerts as Dagster's daemon does."""
+    """Runs all assets, then the sensor of the alerts, as Dagster's daemon does."""
     run = defs.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=instance, run_config={"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
     )

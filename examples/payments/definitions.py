@@ -1,4 +1,4 @@
-"""Payments, exchange rates, and what is made of them; README.md says what to look at."""
+"""Payments, exchange rates, and assets derived from them; README.md explains them."""
 
 import os
 from datetime import timedelta
@@ -97,7 +97,7 @@ examples = build_training_set(
     payments,
     [
         FeatureView(rates, columns=["rate"]),
-        # A dump says nothing of when its rows were known.
+        # A dump has no time at which its rows became known.
         FeatureView(customers, columns=["country"], as_known="now"),
     ],
     name="examples",
@@ -107,7 +107,7 @@ examples = build_training_set(
 
 
 def tell(alert: Alert) -> None:
-    """Stands for a message to Slack."""
+    """Prints an alert; a real one would be a message to Slack."""
     print(f"alert: {alert.asset}: {alert.text}")
 
 

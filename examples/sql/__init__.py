@@ -1,1 +1,1 @@
-"""SQL models in DuckDB on tables of vt_dagster; README.md says what to look at."""
+"""SQL models in DuckDB on tables of vt_dagster; README.md explains the example."""

@@ -23,7 +23,7 @@ DELIVERIES = [
         ),
     },
     {
-        "prices/2.csv": (  # a price that comes late, and an end
+        "prices/2.csv": (  # a late price, and a tombstone
             PRICE + "apple,1.5,2026-03-02T09:00:00Z\npear,,2026-03-03T00:00:00Z\n"
         ),
         "orders/2.csv": ORDER + "o4,pear,4,2026-03-03T12:00:00Z\n",

@@ -1,4 +1,4 @@
-"""Orders with the price of their time, and SQL models of them; README.md says what to look at."""
+"""Orders with the price of their time, and SQL models on them; README.md explains them."""
 
 import os
 from datetime import timedelta

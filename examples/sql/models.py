@@ -1,4 +1,4 @@
-"""A folder of SQL files as Dagster assets: DuckDB runs each on the tables that it names."""
+"""A folder of SQL files as Dagster assets: DuckDB runs each file on the tables that the file names."""
 
 import hashlib
 import json
@@ -17,17 +17,17 @@ from vt_dagster import Stream, Table, VersionedTable, read
 def build_models(
     folder: Path, nodes: Sequence[Stream], *, warehouse: Path, results: Path
 ) -> list[dg.AssetsDefinition]:
-    """Returns an asset for each SQL file of a folder, named after it. Its lineage are the names that
-    its query reads: other models of the folder, and of each stream and table
+    """Returns an asset for each SQL file of a folder, named after the file. Its upstream assets are
+    those that its query names: other models of the folder, and for a stream or table ``prices``
 
-    - ``prices``: its current rows; of a stream its records;
-    - ``prices_versions``: of a versioned table its versions, deletions included;
-    - ``prices_log``: of a table its log.
+    - ``prices``: the current rows of a table, or the records of a stream;
+    - ``prices_versions``: the versions of a versioned table, deletions included;
+    - ``prices_log``: the log of a table.
 
     Args:
         nodes: the streams and tables that can be read.
-        warehouse: of the tables.
-        results: the directory of the models' rows, a Parquet file each.
+        warehouse: the warehouse of the tables.
+        results: the directory of the models' rows, one Parquet file each.
 
     Raises:
         ValueError: a file is no query, or reads a name that is neither a table nor a model.
@@ -38,7 +38,7 @@ def build_models(
 
 
 def _names(node: Stream) -> Iterator[tuple[str, tuple[str, str]]]:
-    """The names of an asset's tables, each with the asset and what it has of it."""
+    """The names that queries can read of an asset, each with the asset and the rows it stands for."""
     asset, name = "/".join(node.path), "_".join(node.path)
     if not isinstance(node, Table):
         yield name, (asset, "log")
@@ -75,7 +75,7 @@ def _model(
             for name in names:
                 if name in tables:
                     asset, what = tables[name]
-                    # Not the files of the view: the newest rows of the log may be missing there.
+                    # Not from the files of the view, which may lack the newest rows of the log.
                     rows = read(asset, what=what, warehouse=str(warehouse))
                 else:
                     rows = pq.read_table(results / f"{name}.parquet")
@@ -94,7 +94,7 @@ def _model(
 
 
 def _in_utc(rows: pa.Table) -> pa.Table:
-    """Names UTC as the time zone of timestamps, where DuckDB names that of the machine."""
+    """Sets UTC as the time zone of timestamps; DuckDB sets that of the machine."""
     utc = pa.timestamp("us", "UTC")
     zoned = [pa.types.is_timestamp(f.type) and f.type.tz is not None for f in rows.schema]
     fields = [f.with_type(utc) if its else f for f, its in zip(rows.schema, zoned, strict=True)]
@@ -102,14 +102,14 @@ def _in_utc(rows: pa.Table) -> pa.Table:
 
 
 def _write(rows: pa.Table, to: Path) -> None:
-    """Replaces a file in one step: a reader sees the rows of before or those of now."""
+    """Replaces a file in one step: a reader sees either the old or the new rows."""
     to.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, to.with_suffix(".new"))
     to.with_suffix(".new").replace(to)
 
 
 def _read_by(query: str, file: Path) -> set[str]:
-    """The tables that a query names, by DuckDB's own parser; not the subqueries of its WITH."""
+    """The tables that a query names, by DuckDB's parser, without the subqueries of its WITH."""
     (said,) = duckdb.connect().execute("select json_serialize_sql(?)", [query]).fetchone() or ("{}",)
     parsed = json.loads(said)
     if parsed["error"] or len(parsed["statements"]) != 1:

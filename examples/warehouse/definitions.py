@@ -1,4 +1,4 @@
-"""Three versioned tables between assets of a team's own; README.md says what to look at."""
+"""Three versioned tables between a team's own assets; README.md explains them."""
 
 from datetime import date, timedelta
 from typing import Any

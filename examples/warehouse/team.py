@@ -1,5 +1,5 @@
-"""What the team has besides: a Spark asset that writes a Delta table each day, as dbt would, another
-that reports in Polars, a ``spark`` resource and an executor of their own."""
+"""The team's own definitions: a Spark asset that writes a Delta table each day, as dbt would, an asset
+that reports in Polars, a ``spark`` resource and an executor."""
 
 import os
 from datetime import date, datetime, timezone
@@ -21,7 +21,7 @@ RAW_PRICES = DATA / "raw" / "prices"
 
 
 class TeamSpark(dg.ConfigurableResource[None]):
-    """The team's own session, whatever it is made by."""
+    """The team's own Spark session, however it is built."""
 
     master: str = "local[2]"
 

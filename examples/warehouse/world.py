@@ -1,5 +1,5 @@
-"""What others deliver: a full dump of customers and a file of orders each day, and what the shop's
-source system says of prices and exchange rates. Every number follows from the day."""
+"""The deliveries of other systems: each day a full dump of customers and a file of orders, and the
+shop's prices and exchange rates. The day determines every number."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CUSTOMERS = 12
 
 
 def number(day: date) -> int:
-    """0, 1, … of the week."""
+    """The number of a day: 0, 1, … in the week."""
     return (day - FIRST).days
 
 
 def customers(day: date) -> pl.DataFrame:
-    """All customers as of the end of a day: some rise a tier, one leaves, one is new."""
+    """All customers at the end of a day: some have another tier, some have left, one is new."""
     n = number(day)
     there = [c for c in range(CUSTOMERS + n) if not (c < n and c % 3 == 0)]
     tiers = [TIERS[min(2, (c + n) // 6 % 3)] for c in there]
@@ -32,21 +32,21 @@ def customers(day: date) -> pl.DataFrame:
 
 
 def prices(day: date) -> list[tuple[str, float, datetime]]:
-    """Prices that begin on a day: of one product at its start, of another at ten o'clock."""
+    """Prices that begin on a day: one product's at midnight, another's at ten o'clock."""
     n, start = number(day), datetime(day.year, day.month, day.day, tzinfo=timezone.utc)
     first, second = PRODUCTS[n % 3], PRODUCTS[(n + 1) % 3]
     return [(first, 1.0 + n, start), (second, 2.5 + n, start + timedelta(hours=10))]
 
 
 def rates(day: date) -> pl.DataFrame:
-    """Exchange rates that hold from a day's start on."""
+    """Exchange rates that are valid from the begin of a day on."""
     n, start = number(day), datetime(day.year, day.month, day.day, tzinfo=timezone.utc)
     rows = {"currency": CURRENCIES, "rate": [1.0 + n / 10, 0.9 - n / 100], "at": [start, start]}
     return pl.DataFrame(rows)
 
 
 def orders(day: date) -> Iterator[dict[str, Any]]:
-    """An order each hour; the last three of a day are delivered with the day before's."""
+    """The orders in a day's file, one per hour; a day's last three orders come with the next file."""
     for hour in range(24):
         known = day if hour < 21 else day - timedelta(days=1)
         if number(known) < 0:
@@ -63,7 +63,7 @@ def orders(day: date) -> Iterator[dict[str, Any]]:
 
 
 def deliver(landing: Path, day: date) -> None:
-    """A day's dump and orders; each is there as a whole, or not at all."""
+    """Writes a day's dump and orders; each file appears when it is complete."""
     dump, file = landing / "customers" / f"customers_{day}.parquet", landing / "orders" / f"{day}.jsonl"
     for target in (dump, file):
         target.parent.mkdir(parents=True, exist_ok=True)
