@@ -553,7 +553,6 @@ NEAR = {
     "missing setting",
     "no concept",
     "two concepts",
-    "no window",
     "columns and schema",
     "kind of input",
     "suppress",

@@ -42,8 +42,7 @@ SCHEMA = StructType(
     ]
 )
 
-REFUSED = (
-    r"""
+REFUSED = r"""
 rand()
 rand(42) < 0.5
 RANDOM()
@@ -120,10 +119,7 @@ row_number() over (order by n)
 first(s) ignore nulls over (partition by s)
 n > (select avg(n) from delta.`/x`)
 exists (select 1)
-""".strip()
-    .replace("\n  and", " \n and")
-    .split("\n")
-)
+""".strip().split("\n")
 
 TAKEN = r"""
 n

@@ -263,7 +263,7 @@ def test_the_certificate(erased: Erased, spark: SparkSession) -> None:
     assert told["reason"] == "asked to"
     assert told["searched"]["customers/log"]["erased"] > 0
     assert told["searched"]["customers/quarantine"]["erased"] > 0
-    assert told["searched"]["owned/view"]["erased"] >= 0
+    assert "owned/view" in told["searched"]
     assert set(told["kept"]) == {"cities"}
     assert any(line.startswith("items: ") and "owner" in line for line in told["elsewhere"])
     assert any(line.startswith("orders: ") for line in told["elsewhere"])

@@ -113,7 +113,6 @@ def test_a_table_is_sorted_by_a_column(page: Page) -> None:
 
 def test_sizes_and_lengths_are_sorted_by_what_they_are(page: Page) -> None:
     page.goto("/")
-    rows = page.locator(".tables tbody tr")
     sizes = page.locator(".tables tbody td:nth-child(5)")
     wanted = sorted(int(str(one.get_attribute("data-sort"))) for one in sizes.all())
     page.get_by_role("button", name="size", exact=True).click()
