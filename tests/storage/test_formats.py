@@ -22,11 +22,16 @@ from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import (
     ArrayType,
     DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
     IntegerType,
     LongType,
     MapType,
     StringType,
+    StructField,
     StructType,
+    TimestampType,
 )
 
 from tests.registry import Registry, framed
@@ -513,6 +518,81 @@ def test_decimals_of_connect_in_other_columns(spark: SparkSession) -> None:
     messages = [json.dumps(one).encode() for one in (message, none)]
     found = each_decoded(spark, (Json(), messages, wanted))
     assert found == [[right, dict.fromkeys(right) | {"s": "x"}]]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_values_of_connect_within_others(spark: SparkSession) -> None:
+    """Times and decimals in structs, arrays and maps; Debezium's decimals, each with its own scale, and
+    its dates with a zone."""
+    scale = {"parameters": {"scale": "2"}}
+    decimal = {"type": "bytes", "name": "org.apache.kafka.connect.data.Decimal"} | scale
+    parts = {"type": "struct", "fields": [{"field": "scale"}, {"field": "value", "type": "bytes"}]}
+    varies = parts | {"name": "io.debezium.data.VariableScaleDecimal"}
+    moment = {"type": "int64", "name": "io.debezium.time.MicroTimestamp"}
+    inner = {
+        "type": "struct",
+        "fields": [decimal | {"field": "d"}, decimal | {"field": "t"}, moment | {"field": "at"}],
+    }
+    fields = [
+        {"field": "id", "type": "int64"},
+        inner | {"field": "s"},
+        {"field": "rows", "type": "array", "items": inner},
+        {"field": "by", "type": "map", "values": moment},
+        {"field": "ds", "type": "array", "items": decimal},
+        *(varies | {"field": name} for name in ("v", "text", "near")),
+        {"field": "day", "type": "string", "name": "io.debezium.time.IsoDate"},
+    ]
+    row = {"d": "AJY=", "t": "AJY=", "at": 1714564800250000}
+    numbers: list[Any] = [{"scale": 3, "value": "AJY="}, {"scale": -1, "value": "AJY="}]
+    payload = {"id": 7, "s": row, "rows": [row], "by": {"k": row["at"]}, "ds": ["AJY=", None]}
+    payload |= {"v": numbers[0], "text": numbers[1], "near": numbers[0], "day": "2024-05-01Z"}
+    whole = {"schema": {"type": "struct", "fields": fields}, "payload": payload}
+    told = {"field": "after", "type": "struct", "fields": fields}
+    event = {
+        "schema": {"type": "struct", "fields": [{"field": "op"}, told]},
+        "payload": {"op": "c", "after": payload, "source": {"ts_ms": 1714564800250}},
+    }
+    of_row = StructType().add("d", "decimal(9,2)").add("t", "string").add("at", "timestamp")
+    wanted = StructType().add("id", "long").add("s", of_row).add("rows", ArrayType(of_row))
+    kinds: dict[str, Any] = {"by": MapType(StringType(), TimestampType())}
+    kinds |= {"ds": ArrayType(DecimalType(9, 2)), "v": DecimalType(9, 3), "text": StringType()}
+    kinds |= {"near": DoubleType(), "day": DateType()}
+    for name, kind in kinds.items():
+        wanted = StructType([*wanted.fields, StructField(name, kind)])
+    made = Row(d=Decimal("1.50"), t="1.50", at=AT)
+    right = {"id": 7, "s": made, "rows": [made], "by": {"k": AT}, "ds": [Decimal("1.50"), None]}
+    right |= {"v": Decimal("0.150"), "text": "1500", "near": 0.15, "day": AT.date()}
+    none = {"schema": whole["schema"], "payload": dict.fromkeys(payload) | {"id": 7}}
+    plain = StructType().add("v", "decimal(9,3)").add("text", "decimal(9,0)")
+    assert each_decoded(
+        spark,
+        (Json(), [json.dumps(one).encode() for one in (whole, none)], wanted),
+        (Debezium(), [json.dumps(event).encode()], wanted),
+        (Json(decimals="base64"), [json.dumps(payload).encode()], plain),
+    ) == [
+        [right, dict.fromkeys(right) | {"id": 7}],
+        [right | {"deleted": False, "time": AT}],
+        [{"v": Decimal("0.150"), "text": Decimal(1500)}],
+    ]
+
+
+def test_avro_decimals_of_variable_scale(spark: SparkSession) -> None:
+    fields = [{"name": "scale", "type": "int"}, {"name": "value", "type": "bytes"}]
+    number = {"type": "record", "name": "VariableScaleDecimal", "namespace": "io.debezium.data"}
+    kinds = {"d": number | {"fields": fields}, "s": "io.debezium.data.VariableScaleDecimal"}
+    columns = [{"name": name, "type": ["null", kind]} for name, kind in kinds.items()]
+    columns.append({"name": "day", "type": "string"})
+    schema = json.dumps({"type": "record", "name": "V", "fields": columns})
+    one, day = b"\x02\x06\x04\x00\x96", b"\x162024-05-01Z"
+    wanted = StructType().add("d", "decimal(9,3)").add("s", "string").add("day", "date")
+    found = decoded(spark, Avro(schema), [one + one + day, b"\x00\x00" + day], wanted)
+    assert found == [
+        {"d": Decimal("0.150"), "s": "0.150", "day": AT.date()},
+        {"d": None, "s": None, "day": AT.date()},
+    ]
+    assert Avro(schema).misfits(StructType().add("d", StructType().add("scale", "integer"))) == []
+    (said,) = Avro(schema).misfits(StructType().add("d", "date"))
+    assert said == "d is decimal in the schema, expected date"
 
 
 def test_json_keys(spark: SparkSession) -> None:

@@ -114,6 +114,7 @@ TEXTS = [
     *("2024-01-05T10:30:00.1234565Z", "2024-01-05T25:00:00Z", "2024-01-05T10:30:60Z", "epoch"),
     *("9999-12-31T23:59:59-08:00", "0001-01-01T00:00:00+02:00", "10000-01-01", "0000-01-01"),
     *("2024-01-05T10:30:00 Europe/Berlin", "2024-01-05T10:30:00Z\n", "YXBwbGU=", "YXBwbGU", "YX=="),
+    *("2024-01-05Z", "2024-02-30Z", "2024-01-05+01:00", "20240105Z"),
     *("apple", "5L", "+12024-01-05", "2024-005", "1704448800", "20240105", "200", "1.239"),
     *("240105", "202401", "1.10", "0b1", "٣", "5\n", "é", "1e"),
 ]  # fmt: skip
@@ -184,6 +185,8 @@ def number(exact: Decimal, kind: DataType, of_text: bool = True) -> set[Any]:
 
 
 def moments(text: str, kind: DataType) -> set[Any]:
+    if isinstance(kind, DateType) and re.fullmatch(r"\d{4}-\d\d-\d\dZ", text, re.ASCII):
+        text = text[:-1]
     found = re.fullmatch(
         r"(\d{4})-?(\d\d)-?(\d\d)"
         r"(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d+))?)?(Z|[+-]\d\d(?::?\d\d)?)?)?",

@@ -27,6 +27,7 @@ from vt_dagster.sources.value_reader import (
     INTEGERS,
     NAMED_UNITS,
     TIMES,
+    VARIABLE_DECIMAL,
     Reading,
     any_of,
     in_other_case,
@@ -39,6 +40,7 @@ from vt_dagster.sources.value_reader import (
     of_text,
     of_unscaled,
     other_case,
+    text_of_unscaled,
 )
 from vt_dagster.topology.schema import was
 
@@ -61,7 +63,7 @@ _MOST_DIGITS = 38
 declares less."""
 _NUMBERS = (*INTEGERS, *FLOATS, DecimalType, StringType)
 _FITTING = {
-    **dict.fromkeys(("int", "long", "float", "double", "decimal", "unscaled"), _NUMBERS),
+    **dict.fromkeys(("int", "long", "float", "double", "decimal", "unscaled", "variable"), _NUMBERS),
     "boolean": (BooleanType, StringType),
     **dict.fromkeys(("bytes", "fixed"), (BinaryType, StringType)),
     "encoded": (BinaryType,),
@@ -70,6 +72,7 @@ _FITTING = {
 _ENCODED = ("decimal", "big-decimal", "duration", "uuid")
 """Logical types whose bytes are no text."""
 _LEAVES = ("string", "enum", "null", "int", "long", "float", "double", "boolean", "bytes", "fixed")
+_RECORDS = ("record", "variable")
 _DEEP = ("record", "recursive", "array", "map")
 _MEMBER = re.compile(r"member\d+")
 
@@ -79,7 +82,8 @@ class Node(NamedTuple):
 
     Args:
         type: the Avro type: ``record``, ``long``, …; ``decimal`` for that logical type; ``unscaled``
-            for one of more digits than Spark reads; ``encoded`` for bytes of another logical type.
+            for one of more digits than Spark reads; ``variable`` for Debezium's record of a decimal and
+            its scale; ``encoded`` for bytes of another logical type.
         fields: the fields of a record.
         items: the element type of an array, or the value type of a map.
         members: the members of a union, without null.
@@ -138,7 +142,8 @@ def _node(schema: Any, known: dict[str, Any], space: str, inside: tuple[str, ...
         inside = (*inside, name, name.lstrip("."))
     if kind in ("record", "error"):
         fields = {one["name"]: _node(one["type"], known, space, inside) for one in schema["fields"]}
-        return Node("record", fields)
+        is_number = name == VARIABLE_DECIMAL and {*fields} == {"scale", "value"}
+        return Node("variable" if is_number else "record", fields)
     if kind in ("array", "map"):
         items = schema["items" if kind == "array" else "values"]
         return Node(kind, items=_node(items, known, space, inside))
@@ -248,7 +253,7 @@ def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
 
 def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:
     """Yields descriptions of the parts of a type that no value of an Avro type fits into."""
-    if node.type == "record" and isinstance(kind, StructType):
+    if node.type in _RECORDS and isinstance(kind, StructType):
         for f in kind.fields:
             if f.name in node.fields:
                 yield from _never(node.fields[f.name], f.dataType, how, (*path, f.name))
@@ -275,7 +280,7 @@ def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     return isinstance(kind, _FITTING.get(node.type, (DataType,)))
 
 
-_NAMES = {"unscaled": "decimal", "encoded": "bytes of a logical type"}
+_NAMES = {**dict.fromkeys(("unscaled", "variable"), "decimal"), "encoded": "bytes of a logical type"}
 
 
 def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
@@ -290,7 +295,7 @@ def _fitted(
     value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
 ) -> tuple[Column, Column]:
     """Returns a value as a type, and whether it does not fit (never null)."""
-    if node.type == "record" and isinstance(kind, StructType):
+    if node.type in _RECORDS and isinstance(kind, StructType):
         return _fitted_record(value, node, kind, how, path)
     if node.type == "array" and isinstance(kind, ArrayType):
         items, element = node.items, kind.elementType
@@ -321,6 +326,9 @@ def _leaf(value: Column, node: Node, kind: DataType, how: Reading, path: tuple[s
     if node.type == "unscaled":
         number = DecimalType(_MOST_DIGITS, node.scale)
         return of_decimal(of_unscaled(F.base64(value), node.scale, number), kind)
+    if node.type == "variable":
+        text = text_of_unscaled(F.base64(value["value"]), value["scale"].cast("string"))
+        return of_text(text, kind)
     of_binary = dict.fromkeys(("bytes", "fixed", "encoded"), of_bytes)
     readers = {"decimal": of_decimal, "boolean": of_boolean, **of_binary}
     if node.type in readers:

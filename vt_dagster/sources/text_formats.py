@@ -16,6 +16,7 @@ import csv
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -39,12 +40,14 @@ from vt_dagster.core.source_records import POSITION, RAW, are_once
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.consumed_files import FileInfo, byte_order, chunks_of
 from vt_dagster.sources.value_reader import (
+    DECIMALS,
     FLOATS,
     INTEGERS,
     NAMED_UNITS,
     TIMES,
     Reading,
     any_of,
+    leaves,
     of_number,
     of_text,
     of_unscaled,
@@ -602,7 +605,8 @@ PAYLOAD, SCHEMA = "payload", "schema"
 SCHEMA_OF = "_schema"
 _BARE = (*INTEGERS, *FLOATS, BooleanType)
 """Types whose values in JSON may be written with or without quotes."""
-DECIMAL = "org.apache.kafka.connect.data.Decimal"
+_LOGICAL = (*TIMES, *INTEGERS, *FLOATS, DecimalType, StringType)
+"""Types that a value of a logical type of Connect fits into."""
 
 
 class Parsed(NamedTuple):
@@ -743,7 +747,7 @@ def _texts_of_tokens(tokens: Mapping[str, Column], wanted: StructType) -> Column
             number = F.when(there, F.concat(F.lit(NUMBER), token))
             text = F.when(F.startswith(token, F.lit('"')), quoted).otherwise(number)
         texts.append(text.alias(f.name))
-    return F.struct(*texts, F.lit(None).cast(_connect(2)).alias(SCHEMA_OF))
+    return F.struct(*texts, F.lit(None).cast(_connect(wanted)).alias(SCHEMA_OF))
 
 
 _PAIRS = (
@@ -842,7 +846,7 @@ def _texts(
     whole = whole & (same | unnamed | are_once(keys))
     if by_itself is not None:
         whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
-    no_schema = F.lit(None).cast(_connect(2)).alias(SCHEMA_OF)
+    no_schema = F.lit(None).cast(_connect(wanted)).alias(SCHEMA_OF)
     plain = F.struct(*[row[n].alias(n) for n in wanted.names], no_schema)
     some = any_of([row[n].isNotNull() for n in wanted.names])
     ours = F.when(unnamed, some).otherwise((_known(keys, wanted) > 0) & _are_alike(keys, wanted))
@@ -880,11 +884,14 @@ def read_object(
     texts = parsed.texts if texts is None else texts
     schema = parsed.texts[SCHEMA_OF] if schema is None else schema
     columns, named = dict(parsed.columns), f"{into}_named"
-    exact = [f.name for f in wanted.fields if isinstance(f.dataType, (*TIMES, DecimalType))]
-    if exact and _enveloped(wanted):
-        columns[named] = F.when(
-            schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in exact])
-        )
+    exact = dict[tuple[str, ...], str]()  # the values whose field in Connect's schema is looked up
+    for path, kind in leaves(wanted) if _enveloped(wanted) else ():
+        alone = path[1:] == () and kind == wanted[path[0]].dataType
+        if isinstance(kind, (*TIMES, DecimalType) if alone else _LOGICAL):
+            exact[path] = f"_{len(exact)}"
+    if exact:
+        fields = [_named(schema, wanted, path).alias(name) for path, name in exact.items()]
+        columns[named] = F.when(schema.isNotNull(), F.struct(*fields))
 
     plain, numbers, own = f"{into}_plain", f"{into}_numbers", {n: texts[n] for n in wanted.names}
     others = [f.name for f in wanted.fields if isinstance(f.dataType, (StringType, *INTEGERS, *FLOATS))]
@@ -901,8 +908,7 @@ def read_object(
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
         if len(path) == 1 and path[0] in bare:
             return of_text(text, kind, how)
-        known = len(path) == 1 and path[0] in exact and named in columns
-        return value_of(text, kind, how, path, F.col(named)[path[0]] if known else None)
+        return value_of(text, kind, how, path, F.col(named)[exact[path]] if path in exact else None)
 
     return columns | read_row(F.col(plain), wanted, leaf, into), F.col(f"{into}_row")
 
@@ -915,18 +921,39 @@ def _with_decimals(texts: Mapping[str, Column], schema: Column) -> Column:
         of_column = F.filter(decimals, lambda field: field["field"] == one["column"])
         scale = F.get(of_column, F.lit(0))["parameters"]["scale"]
         is_encoded = (F.size(of_column) > 0) & ~one["text"].startswith(NUMBER)
-        number = F.when(is_encoded, text_of_unscaled(one["text"], scale))
+        number = F.when(is_encoded, text_of_unscaled(*_encoded(one["text"], scale)))
         return F.coalesce(number, one["text"])
 
-    decimals = F.filter(schema["fields"], lambda field: field["name"] == DECIMAL)
+    decimals = F.filter(schema["fields"], lambda field: field["name"].isin(*DECIMALS))
     each = [F.struct(F.lit(name).alias("column"), text.alias("text")) for name, text in texts.items()]
     return F.when(F.size(decimals) > 0, F.transform(F.array(*each), with_decimal))
 
 
-def _named(schema: Column, name: str) -> Column:
-    """Returns a field's logical type in Connect's schema, and the scale of a decimal."""
-    field = F.get(F.filter(schema["fields"], lambda one: one["field"] == name), F.lit(0))
+def _encoded(text: Column, scale: Column) -> tuple[Column, Column]:
+    """Returns the base64 and the scale of a decimal; Debezium's of variable scale is an object that has
+    both."""
+    varies, own = (
+        text.startswith("{"),
+        F.replace(F.get_json_object(text, "$.scale"), F.lit(NUMBER), F.lit("")),
+    )
+    value = F.when(varies, F.get_json_object(text, "$.value")).otherwise(text)
+    return value, F.when(varies, own).otherwise(scale)
+
+
+def _named(schema: Column, wanted: DataType, path: Sequence[str]) -> Column:
+    """Returns the logical type of a value in Connect's schema, and the scale of a decimal."""
+    field, kind = schema, wanted
+    for name in path:
+        assert isinstance(kind, StructType)
+        field, kind = _field_of(field, name), kind[name].dataType
+        while isinstance(kind, ArrayType | MapType):
+            field = field["items" if isinstance(kind, ArrayType) else "values"]
+            kind = kind.elementType if isinstance(kind, ArrayType) else kind.valueType
     return F.struct(field["name"].alias("name"), field["parameters"]["scale"].alias("scale"))
+
+
+def _field_of(schema: Column, name: str) -> Column:
+    return F.get(F.filter(schema["fields"], lambda one: one["field"] == name), F.lit(0))
 
 
 def value_of(
@@ -937,6 +964,10 @@ def value_of(
     Args:
         field: the field in Connect's schema, with the logical type of a number.
     """
+    if field is not None and isinstance(kind, (StringType, *INTEGERS, *FLOATS)):
+        is_encoded = field["name"].isin(*DECIMALS) & ~text.startswith(NUMBER)
+        number = rarely(text, lambda odd: text_of_unscaled(*_encoded(odd, field["scale"])))
+        text = F.coalesce(F.when(is_encoded, number), text)
     if isinstance(kind, StringType):
         marked = F.contains(text, F.lit(NUMBER))
         bare = F.regexp_replace(text, f'"?{NUMBER}([^"]*)"?', "$1")
@@ -944,14 +975,13 @@ def value_of(
     number = F.replace(text, F.lit(NUMBER), F.lit(""))
     if isinstance(kind, DecimalType):
         plain = of_text(number, kind, how)
-        is_decimal = None if field is None else field["name"] == DECIMAL
-        unscaled = of_unscaled(text, kind.scale, kind) if how.unscaled else None
-        if unscaled is not None:
+        if how.unscaled:
+            unscaled = of_unscaled(*_encoded(text, F.lit(str(kind.scale))), kind)
             plain = F.when(text.startswith(NUMBER), plain).otherwise(unscaled)
-        if field is None or is_decimal is None:
+        if field is None:
             return plain
-        by_name = rarely(text, lambda odd: of_unscaled(odd, field["scale"], kind))
-        return F.when(is_decimal, by_name).otherwise(plain)
+        by_name = rarely(text, lambda odd: of_unscaled(*_encoded(odd, field["scale"]), kind))
+        return F.when(field["name"].isin(*DECIMALS), by_name).otherwise(plain)
     if not isinstance(kind, (*TIMES, BinaryType)):
         return of_text(number, kind, how)
     counted = rarely(number, lambda odd: _counted(odd, kind, how.unit(path), field))
@@ -978,17 +1008,35 @@ def _columns_to_parse(wanted: StructType) -> StructType:
     if not _enveloped(wanted):
         return own
     inner = own if len(own.fields) > 1 else StringType()
-    return StructType([*own.fields, StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(2))])
+    return StructType([*own.fields, StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(wanted))])
 
 
-def _connect(depth: int) -> StructType:
-    """Returns the type of the schema in Connect's envelope, with ``depth`` levels of fields."""
+def _connect(kind: DataType) -> StructType:
+    """Returns the type of the schema in Connect's envelope, with the parts that values of a type
+    have."""
     scale = StructType([StructField("scale", StringType())])
     fields = [StructField(n, StringType()) for n in ("field", "name")]
     fields.append(StructField("parameters", scale))
-    if depth:
-        fields.append(StructField("fields", ArrayType(_connect(depth - 1))))
+    if isinstance(kind, StructType):
+        parts = [_connect(f.dataType) for f in kind.fields]
+        fields.append(StructField("fields", ArrayType(reduce(_merged, parts))))
+    elif isinstance(kind, ArrayType):
+        fields.append(StructField("items", _connect(kind.elementType)))
+    elif isinstance(kind, MapType):
+        fields.append(StructField("values", _connect(kind.valueType)))
     return StructType(fields)
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Returns a type with the fields of both types, at any depth."""
+    if isinstance(one, ArrayType):
+        return ArrayType(_merged(one.elementType, other.elementType))
+    if not isinstance(one, StructType):
+        return one
+    fields = {f.name: f.dataType for f in one.fields}
+    for f in other.fields:
+        fields[f.name] = _merged(fields[f.name], f.dataType) if f.name in fields else f.dataType
+    return StructType([StructField(name, kind) for name, kind in fields.items()])
 
 
 def _payload(row: Column, wanted: StructType) -> Column:

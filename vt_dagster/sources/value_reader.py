@@ -61,6 +61,9 @@ NAMED_UNITS = {
     "org.apache.kafka.connect.data.Timestamp": "millis",
 }
 """Units by type name in Kafka Connect's schemas."""
+VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
+DECIMALS = ("org.apache.kafka.connect.data.Decimal", VARIABLE_DECIMAL)
+"""Type names of decimals there."""
 _WHOLE = r"\A[+-]?[0-9]+\z"
 _NUMBER = r"\A[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?\z"
 _DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
@@ -214,8 +217,9 @@ def _time(text: Column, kind: DataType, how: Reading) -> Column:
     if isinstance(kind, DateType):
         compact = F.rlike(text, F.lit(r"\A[0-9]{8}\z"))
         spread = F.regexp_replace(text, r"\A([0-9]{4})([0-9]{2})([0-9]{2})\z", "$1-$2-$3")
-        whole = F.rlike(text, F.lit(rf"\A{_DATE}\z"))
-        value = F.when(whole, text.try_cast(kind)).when(compact, spread.try_cast(kind))
+        # Debezium writes the zone of a date too.
+        whole, day = F.rlike(text, F.lit(rf"\A{_DATE}Z?\z")), F.substring(text, 1, 10)
+        value = F.when(whole, day.try_cast(kind)).when(compact, spread.try_cast(kind))
         return F.when(F.year(value) >= 1, value)
     zone = _ZONE if isinstance(kind, TimestampType) else ""
     whole = F.rlike(text, F.lit(rf"\A{_DATE}(?:{_CLOCK}{zone})?\z"))
