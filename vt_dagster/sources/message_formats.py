@@ -398,7 +398,8 @@ class Protobuf(Format):
         descriptor: a descriptor file, made by ``protoc --include_imports --descriptor_set_out``.
         message: the full name of the message, ``package.Name``.
         framed: whether the message begins with Confluent's framing. Its schema id and message indexes
-            are ignored: the wire format identifies the fields.
+            are ignored: the wire format identifies the fields. A message without the indexes is
+            unreadable.
         timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column:
             ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
     """
@@ -434,7 +435,7 @@ class Protobuf(Format):
         if odd := protobuf.misfits(made.DESCRIPTOR, wanted, self.reading):
             raise SourceError(f"Protobuf: {'; '.join(odd)}; correct the columns, or the message")
         text = protobuf_reader(descriptors, self.message, wanted)(
-            _without_indexes(_unframed(message)) if self.framed else message
+            _without_indexes(_unframed(message), _depth(made.DESCRIPTOR)) if self.framed else message
         )
         name, how = f"{into}_text", self.reading
         found = F.from_json(F.col(name), texts_of(wanted), {"mode": "PERMISSIVE"})
@@ -602,10 +603,29 @@ def _unframed(message: Column) -> Column:
     return F.when(_is_framed(message), F.substring(message, _FRAME + 1, 2**31 - 1))
 
 
-def _without_indexes(message: Column) -> Column:
-    """Returns the message after Protobuf's message indexes: their zigzag count and one byte each."""
-    number = F.conv(F.hex(F.substring(message, 1, 1)), 16, 10).cast("int") / 2
-    return F.substring(message, (number + 2).cast("int"), F.length(message))
+def _depth(descriptor: Any) -> int:
+    """Returns the number of messages that a message is nested in, and itself."""
+    outer = descriptor.containing_type
+    return 1 if outer is None else 1 + _depth(outer)
+
+
+_INDEX = "(?:[0-7][02468ACE]|[89A-F][02468ACE](?:[89A-F][0-9A-F])*+[0-7][0-9A-F])"
+"""A message index in hexadecimal digits: a whole number from 0 on as a zigzag varint."""
+
+
+def _without_indexes(message: Column, depth: int) -> Column:
+    """Returns the message after Protobuf's message indexes, one for each level at which the message is
+    nested, after their number; a single zero is the first message of its file. Null if they are not
+    there: a message does not begin with the bytes of so few indexes.
+
+    Args:
+        depth: the number of indexes.
+    """
+    digits = F.hex(F.substring(message, 1, 1 + 10 * depth))
+    first = "00|" if depth == 1 else ""
+    found = F.regexp_extract(digits, rf"\A(?:{first}{2 * depth:02X}{_INDEX}{{{depth}}})", 0)
+    start = (F.length(found) / 2 + 1).cast("int")
+    return F.when(found != "", F.substring(message, start, F.length(message)))
 
 
 __all__ = ["Avro", "Debezium", "Decoded", "Format", "Json", "Protobuf", "Raw", "SchemaRegistry"]
