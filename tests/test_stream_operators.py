@@ -318,6 +318,7 @@ def test_other_errors_of_an_aggregate_are_not_those_of_its_sums() -> None:
 @pytest.mark.parametrize(
     ("expression", "got"),
     [
+        ("sum(n * 2)", "overflow. Use 'try_multiply' to tolerate overflow "),
         ("max(n + 1)", "overflow. Use 'try_add' to tolerate overflow and return NULL instead. "),
         ("min(cast(n AS int))", "The value 9223372036854775807L of the type "),
         (
@@ -332,7 +333,7 @@ def test_other_errors_of_an_aggregate_are_not_those_of_its_sums() -> None:
 )
 def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str, got: str) -> None:
     sales = stream(schema=SUMMED)
-    totals = sales.group_by().aggregate({"m": expression}, name="totals")
+    totals = sales.group_by().aggregate({"m": expression, "total": "sum(n)"}, name="totals")
     driver = TopologyTestDriver(sales, totals, spark=spark)
     with pytest.raises(ContractError) as refused:
         driver.run({"sales": [{"k": "a", "g": "x", **BIG}]})

@@ -763,6 +763,8 @@ _OVERFLOW = re.compile(
     r"|\bOverflowError: Python int|\bArrowInvalid: Decimal type with precision"
 )
 """Errors of Spark, and of Arrow for the sums of sessions and sliding windows."""
+_IN_AN_EXPRESSION = "\n== SQL ("
+"""Precedes the user's SQL in an error of Spark; a sum is not part of it."""
 
 
 def sum_too_large(node: Stream, error: Exception) -> ContractError | None:
@@ -771,7 +773,7 @@ def sum_too_large(node: Stream, error: Exception) -> ContractError | None:
     types = {c: node.schema[c].dataType for c in sums}
     # A sum of floating-point numbers becomes infinite. Of an expression only Spark knows the type.
     exact = {c: kind for c, kind in types.items() if not isinstance(kind, DoubleType)}
-    if not exact or not _OVERFLOW.search(str(error)):
+    if not exact or not _OVERFLOW.search(str(error)) or _IN_AN_EXPRESSION in str(error):
         return None
     shown = [f"{c} = sum({sums[c]}) {_type_name(kind)}".rstrip() for c, kind in exact.items()]
     return ContractError(
