@@ -49,9 +49,9 @@ def table(name: str = "limits", *more: str) -> Table:
     return Table(name, key="k", schema=columns("k", "n", *more, "at"), timestamp="at")
 
 
-def prices(name: str = "prices") -> VersionedTable:
+def prices(name: str = "prices", kept: Any = DAY) -> VersionedTable:
     schema = columns("k", "m", "at")
-    return VersionedTable(name, key="k", schema=schema, timestamp="at", history_retention=DAY)
+    return VersionedTable(name, key="k", schema=schema, timestamp="at", history_retention=kept)
 
 
 def added(row: dict[str, Any], total: dict[str, Any]) -> dict[str, Any]:
@@ -202,6 +202,17 @@ def test_lengths_of_partitions() -> None:
     assert [*other.changes(join, [], {})] == [
         "before was 1 hour in partition 0, minus 1 hour in partition 1, is 1 hour in partition 0, "
         "1 day in partition 1"
+    ]
+    windows = [TumblingWindow({0: HOUR, 1: length}) for length in (HOUR, DAY)]
+    one, two = (counted(window).operator.specification for window in windows)
+    assert [*two.changes(one, [], {})] == [
+        "window was tumbling windows of 1 hour in partition 0, 1 hour in partition 1, "
+        "is tumbling windows of 1 hour in partition 0, 1 day in partition 1"
+    ]
+    kept = [shape_of(prices(kept={0: HOUR, 1: length})) for length in (HOUR, DAY)]
+    assert kept[1].changed_settings(kept[0]) == [
+        "history_retention was 1 hour in partition 0, 1 hour in partition 1, "
+        "is 1 hour in partition 0, 1 day in partition 1"
     ]
 
 

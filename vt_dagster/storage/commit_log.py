@@ -45,7 +45,7 @@ from vt_dagster.rules import WAITING
 from vt_dagster.storage import delta
 from vt_dagster.storage.delta import File, Wanted
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
-from vt_dagster.topology.specification import Length, OperatorSpec
+from vt_dagster.topology.specification import Length, OperatorSpec, in_words
 from vt_dagster.topology.version_rules import EVER, VersionRules
 
 # Commit log
@@ -104,7 +104,7 @@ class Shape(BaseModel):
         columns."""
         found: list[str] = []
         if self.history_retention != then.history_retention:
-            lengths = spoken(then.retention()), spoken(self.retention())
+            lengths = in_words(then.retention()), in_words(self.retention())
             found.append(f"history_retention was {lengths[0]}, is {lengths[1]}")
         for name in ("valid_until", "new_version_on", "has_partial_updates", "ordered_by_source"):
             before, now = getattr(then, name), getattr(self, name)
@@ -963,8 +963,8 @@ def require_history(
             kept = length_at(rules.history_retention, partition)
             there = kept - timedelta(microseconds=since - now[partition])
             raise NeedsReplayError(
-                f"{name}: expected a history_retention of at most {spoken(there)}, got "
-                f"{spoken(kept)}: {cut.description()}, and versions that "
+                f"{name}: expected a history_retention of at most {in_words(there)}, got "
+                f"{in_words(kept)}: {cut.description()}, and versions that "
                 f"ended before {in_utc(since)} had expired by then; lengthen it as the history grows, "
                 "or rebuild the table from its source (vt-dagster replay) and swap"
             )

@@ -106,7 +106,7 @@ class Specification(BaseModel, frozen=True, extra="forbid"):
         """Returns the differences from an earlier specification in what may change between runs."""
         before = then.settings()
         return [
-            f"{name} was {_words(before.get(name))}, is {_words(value)}"
+            f"{name} was {in_words(before.get(name))}, is {in_words(value)}"
             for name, value in self.settings().items()
             if value != before.get(name)
         ]
@@ -153,7 +153,7 @@ class TumblingWindowSpec(_Window, frozen=True):
         return self.size
 
     def __str__(self) -> str:
-        return f"tumbling windows of {spoken(self.size)}"
+        return f"tumbling windows of {in_words(self.size)}"
 
 
 class CalendarWindowSpec(_Window, frozen=True):
@@ -178,7 +178,7 @@ class HoppingWindowSpec(_Window, frozen=True):
     advance: Lengths
 
     def __str__(self) -> str:
-        return f"hopping windows of {spoken(self.size)} every {spoken(self.advance)}"
+        return f"hopping windows of {in_words(self.size)} every {in_words(self.advance)}"
 
 
 class SessionWindowSpec(_Window, frozen=True):
@@ -186,7 +186,7 @@ class SessionWindowSpec(_Window, frozen=True):
     gap: Lengths
 
     def __str__(self) -> str:
-        return f"sessions with a gap of {spoken(self.gap)}"
+        return f"sessions with a gap of {in_words(self.gap)}"
 
 
 class SlidingWindowSpec(_Window, frozen=True):
@@ -194,7 +194,7 @@ class SlidingWindowSpec(_Window, frozen=True):
     time_difference: Lengths
 
     def __str__(self) -> str:
-        return f"sliding windows of {spoken(self.time_difference)}"
+        return f"sliding windows of {in_words(self.time_difference)}"
 
 
 WindowSpec = (
@@ -246,7 +246,7 @@ class _Operator(Specification, frozen=True):
                 now == before if _INPUT in field.metadata else _equals_renamed(now, before, sides, own)
             )
             if not same:
-                yield f"{name} was {_words(before)}, is {_words(now)}"
+                yield f"{name} was {in_words(before)}, is {in_words(now)}"
 
 
 def _equals_renamed(now: Any, then: Any, sides: Sequence[Names], own: Names) -> bool:
@@ -294,8 +294,8 @@ def _earlier_names(tokens: Sequence[str], place: int, sides: Sequence[Names], ow
     return {name, *before} if before else set()
 
 
-def _words(value: Any) -> str:
-    """Returns a value as text, for messages."""
+def in_words(value: Any) -> str:
+    """Returns a value as text, for messages: of a length of each partition, all of them."""
     if isinstance(value, timedelta):
         return spoken(value)
     if isinstance(value, ColumnSpec):
@@ -304,7 +304,7 @@ def _words(value: Any) -> str:
         return repr(", ".join(map(str, cast(Sequence[Any], value))))
     if isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value).items()
-        return ", ".join(f"{_words(one)} in partition {partition}" for partition, one in items)
+        return ", ".join(f"{in_words(one)} in partition {partition}" for partition, one in items)
     return str(value) if isinstance(value, Specification) else repr(value)
 
 
