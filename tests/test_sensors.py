@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -18,6 +20,7 @@ from tests.market import RECORD, Market, checks, materialized, record, unchanged
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
 from vt_dagster.errors import RecordsGoneError
 from vt_dagster.kafka import KafkaCluster, KafkaSource
+from vt_dagster.orchestration import sensors
 from vt_dagster.sources.kafka_cluster import TopicState
 from vt_dagster.storage.commit_log import Commit, Shape
 
@@ -143,6 +146,44 @@ def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> 
         market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
         again = evaluate(market, instance=instance)
         assert (files(again), again.run_key == asked.run_key) == (["1.jsonl"], False)
+
+
+def test_a_table_that_fails_with_each_input(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More input is requested at once, until the second run has failed; then later each time."""
+    market = Market(tmp_path, spark)
+
+    @dg.job
+    def nothing() -> None: ...
+
+    with dg.DagsterInstance.ephemeral() as instance:
+
+        def fails(number: int, after: float) -> Any:
+            """What the sensor says of more input, some seconds after the last failure."""
+            market.land("prices", f"{number}.jsonl", record("a", f"p{number}", "1 00:00"))
+            later = SimpleNamespace(time=lambda: time.time() + after)
+            monkeypatch.setattr(sensors, "time", later)
+            asked = evaluate(market, instance=instance)
+            if isinstance(asked, dg.RunRequest):
+                tags = {**asked.tags, "dagster/run_key": str(asked.run_key)}
+                failed.append(
+                    instance.create_run_for_job(nothing, tags=tags, status=dg.DagsterRunStatus.FAILURE)
+                )
+            return asked
+
+        failed = list[dg.DagsterRun]()
+        assert [files(fails(number, 0))[-1] for number in (1, 2)] == ["1.jsonl", "2.jsonl"]
+        said = fails(3, 50)
+        assert said.startswith("3 new file(s): 2 runs for this batch have failed, the last one is ")
+        assert failed[-1].run_id in said
+        assert ". To run at once, re-execute that run, or materialize the asset" in said
+        assert len(files(fails(4, 61))) == 4
+        assert fails(5, 110).startswith("5 new file(s): 3 runs")
+        assert len(files(fails(6, 121))) == 6
+        for number in range(7, 20):
+            assert len(files(fails(number, 3601))) == number
+        assert "16 runs" in fails(20, 3590)
 
 
 def test_the_runs_of_an_asset_with_the_same_name(spark: SparkSession, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.stale_reads import UNDECIDABLE, Position, Read, StaleRead, stale_reads
-from vt_dagster.topology.durations import check_duration
+from vt_dagster.topology.durations import check_duration, in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.options import Consumer, check_arguments, require_readable
 
@@ -87,6 +87,8 @@ _UNFINISHED = [
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 ]
+_MOST_FAILURES, _LONGEST_WAIT = 16, 3600
+"""The number of failed runs that are counted, and the longest wait after them in seconds."""
 _FAILED = [dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]
 _ASSET, _RUN_KEY = "vt_dagster/asset", "dagster/run_key"
 
@@ -119,7 +121,8 @@ def build_sensor(
     consumed commits nothing. While a requested run is unfinished, the sensor requests no other one.
 
     The input of a run that failed, or was canceled, is not requested again by itself: the tick names
-    the run. A re-execution takes it, a retry policy too, and so does the next run with more input.
+    the run. A re-execution takes it, a retry policy too, and so does the next run with more input. If
+    that fails too, the sensor waits longer after each failure, up to an hour.
 
     If a cluster or directory does not respond, the tick is skipped. Records that are gone before they
     were consumed fail the tick.
@@ -190,6 +193,9 @@ def build_sensor(
                 "died, mark it as canceled, or let Dagster's run monitoring do that"
             )
         tags["vt_dagster/batch"] = str(batch + 1)
+        waits = _after_failures(context, tags, minimum_interval_seconds)
+        if waits is not None:
+            return dg.SkipReason(f"{news.description}: {waits}")
         chosen = _without_partitions(context, selection)
         request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         while _consumed_before(context, node, batch, request):
@@ -258,16 +264,52 @@ def _consumed_before(
     return asset_op(node) in steps
 
 
+def _after_failures(
+    context: dg.SensorEvaluationContext, tags: Mapping[str, str], seconds: int
+) -> str | None:
+    """Returns why a request has to wait: several runs for this batch of the asset have failed, and each
+    time the input had changed. The second failure doubles the interval of the sensor, each other one
+    doubles it again, up to an hour; a table that fails on a busy topic would fail at each tick.
+
+    Args:
+        tags: of the asset and the batch.
+        seconds: the interval of the sensor.
+    """
+    failed = _records_of(context, tags, [dg.DagsterRunStatus.FAILURE], _MOST_FAILURES)
+    if len(failed) < 2:
+        return None
+    ended = failed[0].end_time or failed[0].update_timestamp.timestamp()
+    until = ended + min(seconds * 2 ** (len(failed) - 1), _LONGEST_WAIT)
+    if time.time() >= until:
+        return None
+    last = failed[0].dagster_run.run_id
+    return (
+        f"{len(failed)} runs for this batch have failed, the last one is {last}; "
+        f"the next one is requested from {in_utc(round(until) * 1_000_000)} on. To run at once, "
+        "re-execute that run, or materialize the asset"
+    )
+
+
 def _run_of(
     context: dg.SensorEvaluationContext, tags: Mapping[str, str], statuses: list[dg.DagsterRunStatus]
 ) -> str | None:
     """Returns the newest run with these tags and one of these statuses; None = there is none."""
+    found = _records_of(context, tags, statuses, 1)
+    return found[0].dagster_run.run_id if found else None
+
+
+def _records_of(
+    context: dg.SensorEvaluationContext,
+    tags: Mapping[str, str],
+    statuses: list[dg.DagsterRunStatus],
+    most: int,
+) -> Sequence[dg.RunRecord]:
+    """Returns the newest runs with these tags and one of these statuses, at most so many."""
     try:
         instance = context.instance
     except dg.DagsterInvariantViolationError:  # a test calls the sensor without one
-        return None
-    found = instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=statuses), limit=1)
-    return found[0].dagster_run.run_id if found else None
+        return []
+    return instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=statuses), limit=most)
 
 
 @dataclass(frozen=True)
