@@ -491,8 +491,11 @@ def test_import_starts_nothing():
 def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
     done = run(
         f"""
-        import os, sys
+        import os, signal, sys, threading
         from vt_dagster.spark.session import build_session
+        class Canceled(BaseException): pass
+        def cancel(*_): raise Canceled  # as Dagster cancels a step
+        signal.signal(signal.SIGINT, cancel)
         conf = {{"spark.driver.extraJavaOptions": {QUICK!r}}}
         spark = build_session(master="local[2]", conf=conf)
         path = {str(tmp_path / "a table")!r}
@@ -505,9 +508,15 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
         print(os.environ["PYSPARK_PYTHON"] == sys.executable)
         again = build_session(conf={{"spark.sql.shuffle.partitions": "7"}})
         print(again is spark, again.conf.get("spark.sql.shuffle.partitions"))
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            spark._jvm.java.lang.Thread.sleep(20_000)
+        except Canceled:
+            print("canceled", spark.range(4).count())
         """
     )
-    assert done.stdout.splitlines() == ["1000000", "UTC", "True", "True 7"], done.stderr
+    told = ["1000000", "UTC", "True", "True 7", "canceled 4"]
+    assert done.stdout.splitlines() == told, done.stderr
     assert done.stderr == ""
 
 

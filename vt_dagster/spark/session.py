@@ -13,13 +13,14 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -275,6 +276,23 @@ def build_session(
     return session
 
 
+@contextlib.contextmanager
+def _interrupts_kept() -> Generator[None]:
+    """Keeps the process's handler of interrupts, unless it is Python's own.
+
+    PySpark installs one that raises ``KeyboardInterrupt`` after a call to the JVM, which uses the
+    connection of the interrupted call. Dagster cancels a step by its own handler; with PySpark's, the
+    step fails with these two errors instead.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and before not in (None, signal.default_int_handler):
+            signal.signal(signal.SIGINT, before)
+
+
 def close_when_interrupted(session: Any) -> None:
     """Makes py4j close the connection of a call to the JVM that is interrupted by any exception.
     Without effect on Spark Connect.
@@ -458,7 +476,7 @@ def _classic(
         python = conf.get("spark.pyspark.python", sys.executable)
         os.environ.setdefault("PYSPARK_PYTHON", python)
     spark_conf = SparkConf(loadDefaults=False).setAll(list(settings.items()))
-    with quiet_start(master) as launch:
+    with _interrupts_kept(), quiet_start(master) as launch:
         SparkContext(conf=spark_conf, gateway=launch(spark_conf) if own_jvm else None)
         session = create(settings)
         if not own_jvm:  # a JVM started elsewhere may lack the jars: load a class of Delta
