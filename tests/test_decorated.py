@@ -224,7 +224,12 @@ def test_a_partition_that_is_tried_again(
         expected = ["call 1", "call 2"]
     tags = {"vt_dagster/take_again": "true"} if again else {}
     faults[0] = 1
-    assert made(run(1, **tags)) == {"daily"}, "a retry of its step"
+    result = run(1, **tags)
+    assert made(result) == {"daily"}, "a retry of its step"
+    (event,) = result.get_asset_materialization_events()
+    assert event.materialization.metadata["status"].value == (
+        f"an earlier try has committed batch {len(expected)}"
+    )
     assert values(tmp_path, "daily") == expected
     if again:
         return

@@ -516,18 +516,23 @@ def _of_partition(
     """
     last, consumed = None if head is None else head.commit, store.consumed_files(head)
 
-    def reported(partition: str) -> bool:
-        return is_reported(context, key, partition, batch_of_delivery(consumed, partition))
-
-    if all(map(reported, context.partition_keys)):
+    batches = {
+        partition: batch_of_delivery(consumed, partition) for partition in context.partition_keys
+    }
+    if all(is_reported(context, key, partition, batch) for partition, batch in batches.items()):
         return unchanged(context, key, last)
-    return _without_new_records(last)
+    return _without_new_records(last, max(batches.values()))
 
 
-def _without_new_records(last: Commit | None) -> dg.MaterializeResult[Any]:
+def _without_new_records(last: Commit | None, earlier: int = 0) -> dg.MaterializeResult[Any]:
     """Returns the materialization of a run without new records: last batch and positions of the
-    asset."""
-    metadata: dict[str, Any] = {"status": "nothing new: no commit"}
+    asset.
+
+    Args:
+        earlier: the batch in which an earlier try has committed the records; 0 = there are none.
+    """
+    status = f"an earlier try has committed batch {earlier}" if earlier else "nothing new: no commit"
+    metadata: dict[str, Any] = {"status": status}
     if last is not None and last.batch:
         metadata |= {"versions": {"batch": last.batch}, "positions": positions_of(last)}
     return dg.MaterializeResult(
