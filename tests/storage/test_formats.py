@@ -383,12 +383,13 @@ def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
     (said,) = plain.misfits(StructType().add("id", "long").add("Tags", ArrayType(StringType())))
     assert said == "Tags is named 'tags', expected the same case"
     # message indexes: [0] is a single zero; others are their number and each of them, all doubled
-    good = [framed(5, start + sent) for start in (b"\x00", b"\x02\x00", b"\x02\x02", b"\x02\x82\x01")]
-    # [1, 0] is another message, within one; a message without indexes begins with a field
-    others = [framed(5, b"\x04\x02\x00" + sent), framed(5, b"\x02\x01" + sent), sent]
+    starts = (b"\x00", b"\x02\x00", b"\x02\x02", b"\x02\x82\x01", b"\x04\x02\x00", b"\x06\x00\x00\x00")
+    good = [framed(5, start + sent) for start in starts]
+    # no index is negative; a message without indexes begins with a field
+    others = [framed(5, b"\x02\x01" + sent), framed(5, b"\x02"), sent]
     others += [framed(5, order(id=7).SerializeToString()), framed(5, b""), framed(5, sent)]
     packed = Protobuf(str(path), "shop.Order", framed=True)
-    assert decoded(spark, packed, [*good, *others], wanted) == [row] * 4 + [bad] * 6
+    assert decoded(spark, packed, [*good, *others], wanted) == [row] * 6 + [bad] * 6
     with pytest.raises(SourceError, match=r"expected the message 'shop\.Nothing'"):
         decoded(spark, Protobuf(str(path), "shop.Nothing"), [sent], wanted)
 

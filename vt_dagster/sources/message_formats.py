@@ -614,16 +614,19 @@ _INDEX = "(?:[0-7][02468ACE]|[89A-F][02468ACE](?:[89A-F][0-9A-F])*+[0-7][0-9A-F]
 
 
 def _without_indexes(message: Column, depth: int) -> Column:
-    """Returns the message after Protobuf's message indexes, one for each level at which the message is
-    nested, after their number; a single zero is the first message of its file. Null if they are not
-    there: a message does not begin with the bytes of so few indexes.
+    """Returns the message after Protobuf's message indexes: their number, and one for each level at
+    which the message is nested; a single zero is the first message of its file. Null without indexes.
+
+    No message begins like up to three indexes: their number would be the tag of a field 0.
 
     Args:
-        depth: the number of indexes.
+        depth: the levels at which the message is nested in its descriptor. More than three indexes are
+            read only if it has as many.
     """
-    digits = F.hex(F.substring(message, 1, 1 + 10 * depth))
-    first = "00|" if depth == 1 else ""
-    found = F.regexp_extract(digits, rf"\A(?:{first}{2 * depth:02X}{_INDEX}{{{depth}}})", 0)
+    numbers = sorted({1, 2, 3, depth})
+    digits = F.hex(F.substring(message, 1, 1 + 10 * numbers[-1]))
+    indexes = "|".join(f"{2 * n:02X}{_INDEX}{{{n}}}" for n in numbers)
+    found = F.regexp_extract(digits, rf"\A(?:00|{indexes})", 0)
     start = (F.length(found) / 2 + 1).cast("int")
     return F.when(found != "", F.substring(message, start, F.length(message)))
 
