@@ -52,6 +52,9 @@ IS_FINAL = "is_final"
 FINAL = "final"
 """A commit's watermark of a corrected join: per partition, the time (inclusive) from which rows can
 still change."""
+CLOSED_UP_TO = "closed"
+"""A commit's watermark of a windowed aggregate: per partition, the time up to which windows have
+closed."""
 PROVIDED_COLUMNS = "provided_columns"
 """In a table with partial updates: the value columns that a row's own records provided, ARRAY<STRING>;
 null = all."""

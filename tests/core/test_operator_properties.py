@@ -31,7 +31,9 @@ from tests.core.test_split_invariance import (
     placed,
     tails,
 )
+from tests.core.test_stream_stream_join import MS, declared_anew
 from vt_dagster.core import table_joins
+from vt_dagster.runs import gate, pin
 from vt_dagster.runs.pin import Arrival
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -276,3 +278,54 @@ def test_until_window_closes_gives_each_closed_window_once_as_a_batch_job_would(
         ]
         assert len(found) == len(dict(found)), "a window was released twice"
         assert dict(found) == closed
+
+
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_a_longer_grace_does_not_reopen_windows(spark: SparkSession, rows: str) -> None:
+    """A closed window keeps its result: the state no longer has its records."""
+    stream = Stream("stream", **SOURCE)
+
+    def results(grace: int) -> list[Table]:
+        windows = {
+            "tumbling": TumblingWindow(10 * MS, grace * MS),
+            "hopping": HoppingWindow(10 * MS, 5 * MS, grace * MS),
+            "sessions": SessionWindow(5 * MS, grace * MS),
+            "sliding": SlidingWindow(5 * MS, grace * MS),
+        }
+        counts = [
+            stream.group_by().windowed_by(window).count(name=name) for name, window in windows.items()
+        ]
+        final = [one.suppress(UntilWindowCloses(), name=f"{one.name}_final") for one in counts]
+        return [*counts, *final]
+
+    def run(driver: TopologyTestDriver, *times: int) -> dict[str, Counter[tuple[int, int, int]]]:
+        told = [{"case": 0, "key": "a", "value": "x", "timestamp": time} for time in times]
+        driver.run({"stream": told})
+        return {
+            name: Counter(
+                (row["count"], *((row[end] - EPOCH) // MS for end in ("window_start", "window_end")))
+                for row in driver.table(name)
+            )
+            for name in driver.nodes
+            if name != "stream"
+        }
+
+    driver = TopologyTestDriver(*results(0), spark=spark)
+    with pytest.MonkeyPatch.context() as patched:
+        if rows == "many":
+            for module in (pin, gate):
+                patched.setattr(module, "CHUNK", -1)
+        before = run(driver, 100, 101, 103, 120)
+        declared_anew(driver, stream, *results(100))
+        # All windows of these had closed; the second run knows it from the first one's commit.
+        assert run(driver, 104) == run(driver, 99, 105) == before
+        after = run(driver, 119, 300)
+    assert after["tumbling"] == before["tumbling"] + Counter([(1, 300, 310)])
+    hopping = Counter([(2, 115, 125), (1, 295, 305), (1, 300, 310)])
+    assert after["hopping"] == before["hopping"] - Counter([(1, 115, 125)]) + hopping
+    sessions = Counter([(2, 119, 120), (1, 300, 300)])
+    assert after["sessions"] == before["sessions"] - Counter([(1, 120, 120)]) + sessions
+    sliding = Counter([(2, 115, 120), (1, 120, 125), (1, 295, 300)])
+    assert after["sliding"] == before["sliding"] - Counter([(1, 115, 120)]) + sliding
+    log = log_of(driver, "tumbling_final")[0]
+    assert [row["count"] for row in log] == [3, 1]

@@ -302,6 +302,12 @@ class TimePolicy(ABC):
         """
         return {}
 
+    def watermarks_of_time(
+        self, stream_time: Times, before: Mapping[str, Times]
+    ) -> dict[str, dict[int, int]]:
+        """Returns watermarks that follow from stream time at the end of the run, see ``watermarks``."""
+        return {}
+
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
         """Stream-time bounds per chunk; used when ``bounded`` is true. See
         ``stream_time.time_by_chunk``."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Context
@@ -41,6 +41,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
+    CLOSED_UP_TO,
     HOME,
     INPUT,
     IS_TOMBSTONE,
@@ -65,6 +66,7 @@ from vt_dagster.core.processor import (
     RunPlan,
     RunTimes,
     TimePolicy,
+    Times,
     folded,
     is_exact,
 )
@@ -80,7 +82,7 @@ from vt_dagster.core.stream_time import (
     with_stream_time,
     with_time_in_bounds,
 )
-from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME, Calendar
+from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME, Calendar, length_at
 from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windows import (
@@ -168,9 +170,13 @@ def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
 
 def closes_at(window: TumblingWindow | HoppingWindow, end: Column) -> Column:
     """Returns the stream time (epoch microseconds, inclusive) from which on a window is closed."""
+    return F.try_add(over_at(end), micros(window.grace))
+
+
+def over_at(end: Column) -> Column:
+    """Returns the first time (epoch microseconds) after a window."""
     # The last window contains its end, since no time follows it.
-    end = F.when(end >= LAST_TIME, F.lit(LAST_TIME + 1)).otherwise(end)
-    return F.try_add(end, micros(window.grace))
+    return F.when(end >= LAST_TIME, F.lit(LAST_TIME + 1)).otherwise(end)
 
 
 def ends(key: Sequence[str]) -> list[Column]:
@@ -740,6 +746,19 @@ class WindowedAggregateTime(TimePolicy):
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
         return undecided_chunks(rows, deadline, self.processor.fine_chunk, bounds)
 
+    def watermarks_of_time(
+        self, stream_time: Times, before: Mapping[str, Times]
+    ) -> dict[str, dict[int, int]]:
+        """Returns the time up to which windows have closed. It never decreases, even if the grace
+        period becomes longer: the state no longer has these windows."""
+        window, one = self.processor.operator.window, timedelta(microseconds=1)
+        closed = dict(before.get(CLOSED_UP_TO, {}))
+        for p, now in stream_time.items():
+            now -= now % TICK if isinstance(window, SlidingWindow) else 0
+            up_to = now - length_at(window.closes_after, p) // one
+            closed[p] = max(up_to, closed.get(p, up_to))
+        return {CLOSED_UP_TO: closed}
+
 
 @dataclass(frozen=True)
 class WindowedAggregateCounts(RunCounts):
@@ -830,6 +849,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
             window=self.operator.window,
             aggregates=self.operator.parsed(),
             before=context.stream_time,
+            closed=context.watermarks.get(CLOSED_UP_TO),
             chunk=self.chunk,
             fine_chunk=self.fine_chunk,
             bounds=context.bounds,
@@ -869,6 +889,7 @@ def aggregate(
     window: Window,
     aggregates: Aggregates,
     before: Column,
+    closed: Column | None = None,
     chunk: Column | None = None,
     fine_chunk: Column | None = None,
     bounds: Bounds | None = None,
@@ -893,6 +914,8 @@ def aggregate(
             (kip328-probe-null-values-sliding); a record without a key is dropped.
         state: the windows kept before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
+        closed: the time (epoch microseconds) up to which the row's partition had closed its windows by
+            an earlier, shorter grace period; None = as follows from T.
         chunk: see ``with_stream_time``; ``fine_chunk`` is that of ``bounds``, see ``passed``.
         once: whether only the last update of each window is needed; others may be returned.
 
@@ -923,6 +946,9 @@ def aggregate(
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
         chunk = chunk if bounds is None else fine_chunk
         judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
+        if closed is not None:
+            had = F.coalesce(over_at(F.unix_micros(WINDOW_END)) <= closed, F.lit(False))
+            judged = judged.withColumn(PASSED, F.col(PASSED) | had)
         return _fixed(judged, earlier, key, window, aggregates, once)
     if bounds is None:
         seen = with_stream_time(records, before, counts, chunk=chunk)
@@ -931,8 +957,8 @@ def aggregate(
         seen = with_time_in_bounds(records, counts, chunk=fine_chunk, bounds=bounds)
     seen = seen.select(*fresh, STREAM_TIME)
     if isinstance(window, SessionWindow):
-        return _sessions(seen, earlier, key, window, aggregates)
-    return _sliding(seen, earlier, key, window, aggregates, chunk)
+        return _sessions(seen, earlier, key, window, aggregates, closed)
+    return _sliding(seen, earlier, key, window, aggregates, closed, chunk)
 
 
 def state_after(
@@ -1044,6 +1070,7 @@ def _sessions(
     key: Sequence[str],
     window: SessionWindow,
     aggregates: Aggregates,
+    closed: Column | None,
 ) -> DataFrame:
     at, wait = F.unix_micros(TIMESTAMP), micros(window.closes_after)
     records = fresh.select(
@@ -1051,7 +1078,7 @@ def _sessions(
         at.alias(WINDOW_START),
         at.alias(WINDOW_END),
         micros(window.gap).alias(GAP),
-        (F.unix_micros(STREAM_TIME) - wait).alias(HORIZON),
+        _horizon(F.unix_micros(STREAM_TIME) - wait, closed).alias(HORIZON),
     )
     if earlier is not None:
         ends = {end: F.unix_micros(end) for end in (WINDOW_START, WINDOW_END)}
@@ -1066,6 +1093,7 @@ def _sliding(
     key: Sequence[str],
     window: SlidingWindow,
     aggregates: Aggregates,
+    closed: Column | None,
     chunk: Column | None,
 ) -> DataFrame:
     """Computes sliding windows; first, if retention hides windows, which ones each record cannot
@@ -1080,7 +1108,7 @@ def _sliding(
         at.alias(WINDOW_START),
         at.alias(YOUNG),
         length,
-        (now - micros(window.grace)).alias(HORIZON),
+        _horizon(now - micros(window.grace), closed).alias(HORIZON),
         F.lit(None).cast("long").alias(HIDDEN),
     )
     if earlier is not None:
@@ -1096,6 +1124,11 @@ def _sliding(
         union(records, earlier), key=key, accumulators=aggregates.accumulators
     )
     return _by_kernel(merged, key, aggregates)
+
+
+def _horizon(least: Column, closed: Column | None) -> Column:
+    """Returns the least end of an open window."""
+    return least if closed is None else F.greatest(least, closed)
 
 
 def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) -> DataFrame:

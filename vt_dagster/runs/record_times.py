@@ -170,6 +170,7 @@ def advance_stream_time(
         times |= bounds.stream_time
         late = bounds.lateness if policy.reports_lateness else None
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
+    watermarks |= policy.watermarks_of_time(times, before.watermarks)
     emitted_up_to = policy.emitted_up_to(times, before.emitted_up_to)
     more: dict[str, Any] = {
         "bounds": bounds,

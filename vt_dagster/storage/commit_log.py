@@ -273,7 +273,8 @@ class Commit(BaseModel):
     """Of a join: the largest timestamp by partition up to which every record has been joined."""
     watermarks: dict[str, dict[int, int]] = Field(default_factory=dict)
     """Of a stream-stream join, by name and partition: the largest timestamp of each side, and the time
-    up to which unmatched records have been emitted."""
+    up to which unmatched records have been emitted. Of a windowed aggregate: the time up to which
+    windows have closed."""
     strategy: str = ""
     """Of a join with a versioned table: the look-up strategy of this run, with its reason."""
     reads: dict[str, int] = Field(default_factory=dict)
