@@ -207,6 +207,23 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
     assert driver.metrics("x") == {"applied": 6, "late": 2, "dropped": 1, "waiting": 0}
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_late_record_that_waits_has_a_late_result(spark: SparkSession, corrected: bool) -> None:
+    """However records are cut into runs: here the last one, which ends the wait, comes alone."""
+    about: Any = {"corrected_for": 1 * MS} if corrected else {"grace": 1 * MS}
+    joined = orders().left_join(payments(), name="x", after=10 * MS, select=["left.n"], **about)
+    records = [
+        {"k": k, "n": n, "timestamp": at} for k, n, at in (("a", 1, 8), ("b", 2, 3), ("c", 3, 30))
+    ]
+    found: list[list[tuple[int, bool]]] = []
+    for cut in (3, 2):
+        driver = TopologyTestDriver(joined, spark=spark)
+        for some in (records[:cut], records[cut:]):
+            driver.pipe("orders", *some)
+        found.append(sorted((r["n"], r["is_late"]) for r in driver.read("x") if r["n"] < 3))
+    assert found == [[(1, False), (2, True)]] * 2
+
+
 def test_a_match_that_comes_late_takes_a_row_back(spark: SparkSession) -> None:
     """And a table that is made of the rows takes it out."""
     select = ["left.n", "right.amount", "coalesce(right.amount, 0) as paid"]

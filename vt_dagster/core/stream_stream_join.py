@@ -2,8 +2,8 @@
 
 The records that later ones may match are a range of the two logs; they are not stored again. A run
 reads the part of that range that its new records can match. The unmatched records are kept from run to
-run, as offsets only: whether a late record has found a match depends on the order of arrival, which two
-logs do not share.
+run, as their offsets and whether they came late: whether a late record has found a match depends on the
+order of arrival, which two logs do not share.
 
 **Window match.** It pairs records of two sides with the same key and nearby times. Time is divided into
 tiles twice as long as the window. A record of one side is in the tile of its own time, a record of the
@@ -533,13 +533,15 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         if earlier is None or context.state is None:
             return None
         kept = self.unmatched_state(context.state, place)
-        return earlier.join(kept, [PARTITION, OFFSET])
+        # The state of an earlier release does not have it.
+        rows = earlier.drop(LATE) if LATE in kept.columns else earlier
+        return rows.join(kept, [PARTITION, OFFSET])
 
     def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
         """Returns unmatched records: those to emit, and those that still wait for a match."""
         over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
-            SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)
+            SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)
         )
         return [self.leaving(rows.where(F.col(ONCE) | over), F.col(ONCE), place), wait]
 
@@ -628,7 +630,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         if not self.preserved_sides:
             return None
-        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM)
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, LATE)
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
@@ -646,7 +648,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return reduce(DataFrame.unionByName, found)
 
     def unmatched_state(self, state: DataFrame, place: int) -> DataFrame:
-        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET))
+        return state.where(F.col(SIDE) == place).drop(SIDE).withColumnRenamed(FROM, OFFSET)
 
 
 # Corrected stream join
@@ -758,7 +760,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         over = F.col(AT) + micros(self.lookahead[place]) + micros(self.operator.grace)
         leaves = ~emitted & (F.col(ONCE) | self.is_over(over, context))
         kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
-            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)),
+            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)),
             (emitted | leaves).alias(_EMITTED),
         )
         return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
@@ -872,11 +874,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         rows = new.select(PARTITION, outcome.alias(OUTCOME), *_corrected_named(place))
         return rows.where(F.col(OUTCOME).isNotNull())
 
-    def unmatched_state(self, state: DataFrame, place: int) -> DataFrame:
-        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _EMITTED)
-
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, _EMITTED)
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, LATE, _EMITTED)
 
     def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
         """Removes records whose unmatched row is erased: there is no row left to retract."""
