@@ -1,4 +1,4 @@
-"""The training set of the example, with and without its leak."""
+"""The training set of the features example, with and without the data leak."""
 
 from __future__ import annotations
 

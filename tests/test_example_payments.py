@@ -1,4 +1,4 @@
-"""The example of payments: from nothing to a corrected join, a training set and an alert."""
+"""The payments example: from an empty warehouse to a corrected join, a training set and an alert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ README = ROOT / "examples" / "payments" / "README.md"
 
 
 def lines_of(text: str) -> list[str]:
-    """The cells of tables, and other lines, without borders."""
+    """Returns the cells of each table row, and each other line, without table borders."""
     cells = (re.sub(r"[│┃|]", " ", line).split() for line in text.splitlines())
     return [
         " ".join(words) for words in cells if words and not re.fullmatch(r"[┏━┳┓┡╇┩└─┴┘]+", words[0])
@@ -53,8 +53,8 @@ def rows(warehouse: Path, name: str, *columns: str) -> list[tuple[Any, ...]]:
 def by_dagsters_default_executor(
     root: Path, environment: dict[str, str], select: str, at_once: bool = False
 ) -> Path:
-    """Runs assets after each delivery, or after all of them, each in a process of its own; returns the
-    warehouse."""
+    """Runs the assets after each delivery (``at_once``: once, after all of them), each step in a
+    separate process; returns the warehouse."""
     definitions = importlib.import_module("examples.payments.__main__")
     home, data = root / "dagster_home", root / "payments"
     home.mkdir()
@@ -89,12 +89,12 @@ def by_dagsters_default_executor(
     return data / "warehouse"
 
 
-@pytest.mark.endurance  # test_executor.py has processes, test_processes.py a corrected join on a server
+@pytest.mark.endurance  # test_executor.py and test_processes.py cover processes and a shared server
 @pytest.mark.timeout(600)
 def test_the_corrected_join_by_dagsters_default_executor(
     connect_server: ConnectServer, tmp_path: Path
 ) -> None:
-    """One run of three processes that share a server: the same rows as of two runs."""
+    """One run with three processes on a shared Spark server writes the same rows as two runs."""
     environment = {**connect_server.environment, "VT_DAGSTER_SPARK": "server"}
     by_dagsters_default_executor(tmp_path, environment, "rates,payments,in_euros", at_once=True)
 
@@ -102,7 +102,7 @@ def test_the_corrected_join_by_dagsters_default_executor(
 @pytest.mark.endurance
 @pytest.mark.timeout(1200)
 def test_by_dagsters_default_executor(tmp_path: Path) -> None:
-    """All assets, each with a session of its own."""
+    """Two runs of all assets, each asset with a separate Spark session, write the expected rows."""
     warehouse = by_dagsters_default_executor(tmp_path, dict(os.environ), "*")
     assert rows(warehouse, "by_day", "currency", "payments", "amount") == [
         ("GBP", 1, 20.0),

@@ -1,4 +1,4 @@
-"""The example of SQL models: what they select is what other readers of the tables return."""
+"""The example of SQL models: each model selects the rows that other readers of the tables return."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOON = "2026-03-02T12:00:00Z"
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The example as ``python -m examples.sql`` has it, with its data in a directory of the test."""
+    """The example as ``python -m examples.sql`` loads it, with its data in the test's directory."""
     monkeypatch.setenv("EXAMPLE_DATA", str(tmp_path / "sql"))
     monkeypatch.setenv("COLUMNS", "200")
     for name in [name for name in sys.modules if name.startswith("examples.sql")]:
@@ -38,7 +38,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def otherwise(warehouse: str) -> dict[str, list[tuple[Any, ...]]]:
-    """The rows of each model, computed by Spark's readers and without SQL."""
+    """Computes the rows of each model from Spark's readers, without SQL."""
 
     def rows(name: str, **how: Any) -> list[dict[str, Any]]:
         found = read(name, warehouse=warehouse, into="spark", **how).toArrow()
@@ -70,7 +70,7 @@ def otherwise(warehouse: str) -> dict[str, list[tuple[Any, ...]]]:
 def test_models_select_what_other_readers_return(
     spark: SparkSession, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the first delivery, after more records, and in a run with nothing new."""
+    """This holds after the first delivery, after the second, and after a run without new records."""
     warehouse = str(example.DATA / "warehouse")
     said, counts = "", []
     for number, delivery in enumerate(example.DELIVERIES, 1):
@@ -86,7 +86,7 @@ def test_models_select_what_other_readers_return(
     page = re.search(r"```text\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert page is not None
     assert lines_of(said) == lines_of(page.group(1))
-    # The stored view, which another engine would read, does not have the newest log rows yet.
+    # The stored view, which another engine would read, lacks the newest log rows; the model has them.
     stored = pl.read_delta(f"{warehouse}/prices/view")
     assert 1.5 not in stored["price"]
     assert 1.5 in pl.read_parquet(example.RESULTS / "price_list.parquet")["price"]
@@ -99,7 +99,7 @@ MODELS = ("price_list", "revenue", "corrections", "revenue_corrected")
 
 
 def test_log_rows_that_no_view_has(example: Any, tmp_path: Path) -> None:
-    """A log without a view, as a run leaves it that is killed after its commit."""
+    """A run that is killed after its commit leaves log rows that the view lacks: models select them."""
     definitions: Any = importlib.import_module("examples.sql.definitions")
     (tmp_path / "now.sql").write_text("select k, v from prices order by k")
     (tmp_path / "noon.sql").write_text(

@@ -1,4 +1,4 @@
-"""The worked example between a team's own assets, run by run in this process."""
+"""The warehouse example, with a team's own assets around it, run by run in this process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 DAYS = [world.FIRST + timedelta(days=n) for n in (0, 6)]
 WAITING = 3
-"""So many orders are less than the grace period of three hours older than the last one."""
+"""The number of orders that still wait: the grace period of three hours has not passed for them."""
 
 
 def report(day: date, days: Sequence[date]) -> dict[str, Any]:
-    """What was true at the end of a day, with what came on some days, without any of this library."""
+    """Returns the report at the end of ``day`` from the deliveries of ``days``, without this library."""
     there = world.customers(day)
     end = datetime(day.year, day.month, day.day, tzinfo=timezone.utc) + timedelta(days=1)
     current = {
@@ -45,7 +45,7 @@ def report(day: date, days: Sequence[date]) -> dict[str, Any]:
 
 
 def priced(days: Sequence[date]) -> dict[str, float | None]:
-    """The price of each order's time, by order."""
+    """Returns, by order ID, the product's price at the time of the order."""
     rows = sorted((at, product, price) for d in days for product, price, at in world.prices(d))
     made: dict[str, float | None] = {}
     for order in (o for d in days for o in world.orders(d)):
@@ -56,7 +56,7 @@ def priced(days: Sequence[date]) -> dict[str, float | None]:
 
 
 def test_two_days_by_hand(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the team writes is in the tables as of its time, in its report, and in the export."""
+    """The team's deliveries are in the tables as of their time, in the reports and in the export."""
     monkeypatch.setenv("EXAMPLE_DATA", str(tmp_path))
     defs = importlib.import_module("examples.warehouse.definitions").defs
 

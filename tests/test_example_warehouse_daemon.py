@@ -1,4 +1,4 @@
-"""The worked example as a deployment runs it: a week, by the daemon, with a step that is killed."""
+"""The warehouse example as a deployment: the daemon runs one week, and the test kills a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Deployment:
-    """The example's code location with an instance and a Spark server of its own."""
+    """The example's code location with a separate Dagster instance and a separate Spark server."""
 
     def __init__(self, root: Path) -> None:
         self.data, home = root / "data", root / "home"
@@ -55,7 +55,7 @@ class Deployment:
         }
 
     def types(self, *words: str) -> None:
-        """Runs a command as a user of the deployment does, who expects that it works."""
+        """Runs a command as a user of the deployment; the command must succeed."""
         done = subprocess.run(
             [str(BIN / words[0]), *words[1:]],
             cwd=ROOT,
@@ -68,7 +68,7 @@ class Deployment:
 
     @contextlib.contextmanager
     def spark(self) -> Iterator[None]:
-        """A warm server, as long as the block lasts."""
+        """Keeps a warm Spark server running until the block ends."""
         self.types("vt-dagster", "spark", "start")
         try:
             yield
@@ -77,7 +77,7 @@ class Deployment:
 
     @contextlib.contextmanager
     def daemon(self) -> Iterator[None]:
-        """The daemon and all that it starts, as long as the block lasts."""
+        """Keeps the daemon running until the block ends, then ends it and all processes it started."""
         with self.log.open("w") as out:
             running = subprocess.Popen(
                 [str(BIN / "dagster-daemon"), "run", "-m", MODULE],
@@ -111,7 +111,7 @@ class Deployment:
         return self.instance.get_runs(dg.RunsFilter(tags=tags))
 
     def worker(self, step: str) -> tuple[str, int] | None:
-        """The run and the process in which a step is at work."""
+        """Returns the run and the process ID of a step that runs now."""
         for run in self.instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED])):
             for entry in self.instance.all_logs(run.run_id):
                 event = entry.dagster_event
@@ -122,12 +122,12 @@ class Deployment:
         return None
 
     def settles(self) -> bool:
-        """Whether no run is under way."""
+        """Returns whether all runs have finished."""
         return all(run.is_finished for run in self.instance.get_runs())
 
 
 def until(finds: Callable[[], T | None], what: str, seconds: int = 400) -> T:
-    """What a look finds as soon as it finds something; a table that is not there yet is nothing."""
+    """Calls ``finds`` until it returns something true; an error (no table yet) counts as nothing."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(Exception):

@@ -1,5 +1,5 @@
-"""An asset is one op, so any executor runs it; a graph of ops that is spread over processes is refused
-at once, in words."""
+"""An asset is one op, so any executor runs it. A graph of ops with one process per step fails at its
+first step, with a message that names the executor to use."""
 
 import os
 import signal
@@ -42,8 +42,8 @@ FORK_SERVER = {
     "start_method": {"forkserver": {"preload_modules": ["vt_dagster.orchestration.factory"]}}
 }
 
-# What a step prints, Dagster copies by a process that it ends with the step: on a busy machine the last
-# lines, which tell why it failed, are lost (its issue 23336).
+# Dagster captures a step's output in a process that ends with the step. On a busy machine it loses the
+# last lines, which say why the step failed (Dagster issue 23336), so the tests capture no output.
 INSTANCE = """
 telemetry: {enabled: false}
 compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
@@ -51,7 +51,8 @@ compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: No
 
 
 def kill_where_marked(root: Path) -> None:
-    """A file ``before.NAME`` or ``after.NAME`` kills the process at the next commit of that asset."""
+    """Kills this process before or after the next commit of the asset NAME, if a file ``before.NAME``
+    or ``after.NAME`` exists."""
     commit = AssetStore.commit
 
     def killed(store: AssetStore, *args: Any) -> Any:
@@ -70,7 +71,8 @@ def kill_where_marked(root: Path) -> None:
 
 
 def job_of(root: str, parent: int, name: str) -> dg.JobDefinition:
-    """What each process of a run loads; ``parent`` is the one that starts the others, and lives on."""
+    """The job that each process of a run loads. ``parent`` is the ID of the process that starts the
+    others; that process is never killed."""
     if parent != os.getpid():
         kill_where_marked(Path(root))
     market = Market(Path(root), None)  # type: ignore[arg-type]
@@ -109,7 +111,7 @@ def job_of(root: str, parent: int, name: str) -> dg.JobDefinition:
 
 @contextmanager
 def run_of(root: Path, instance: dg.DagsterInstance, name: str) -> Iterator[dg.JobExecutionResult]:
-    """All runs of this file fork their steps from one process, which has imported what they need."""
+    """Runs a job; its steps are forked from one process that has already imported the library."""
     args: Any = (str(root), os.getpid(), name)
     job = dg.build_reconstructable_job("tests.test_executor", "job_of", args)
     of_default = {"execution": {"config": {"multiprocess": FORK_SERVER}}} if name == "default" else {}
@@ -119,7 +121,7 @@ def run_of(root: Path, instance: dg.DagsterInstance, name: str) -> Iterator[dg.J
 
 @pytest.fixture
 def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """One that processes share."""
+    """A Dagster instance that several processes share."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "dagster.yaml").write_text(INSTANCE)
@@ -130,7 +132,7 @@ def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    ["default", pytest.param("joined", marks=pytest.mark.endurance)],  # of more ops, it is refused too
+    ["default", pytest.param("joined", marks=pytest.mark.endurance)],  # "joined": a graph of more ops
 )
 def test_a_graph_with_a_process_per_step_is_refused(
     instance: dg.DagsterInstance, tmp_path: Path, job: str
@@ -150,13 +152,13 @@ def test_a_graph_with_a_process_per_step_is_refused(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kills",  # a run that is killed before its commit is as if it had not begun
+    "kills",  # a process that is killed before its commit leaves nothing behind
     [["after.sales"], pytest.param(["before.sales", "after.sales"], marks=pytest.mark.endurance)],
 )
 def test_assets_run_in_a_process_each_from_their_second_run_on(
     spark: SparkSession, instance: dg.DagsterInstance, tmp_path: Path, kills: list[str]
 ) -> None:
-    """Each a copy of a fork server that has imported what it needs, and a session of its own."""
+    """Each process is forked from a server that has imported the library, and has its own session."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("a", "s2", "1 06:00"))
@@ -165,7 +167,7 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(
     market.land("sales", "2.jsonl", record("b", "s3", "1 08:00"), record("a", "s4", "1 08:00"))
     for mark in kills:
         (tmp_path / mark).touch()
-    for killed in (["sales"] * len(kills), []):  # with something new, and with nothing new
+    for killed in (["sales"] * len(kills), []):  # with new records, and without
         with run_of(tmp_path, instance, "assets") as done:
             said = "\n".join(entry.user_message for entry in instance.all_logs(done.run_id))
             assert done.success, said
@@ -182,7 +184,7 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(
     assert [row["v"] for row in market.store(market.sales).read("log").orderBy("offset").collect()] == [
         *("s1", "s2", "s3", "s4")
     ]
-    # The grace period lets s2 out in the second run; s3 and s4 wait.
+    # The grace period releases s2 in the second run; s3 and s4 wait.
     rows = market.store(market.priced).read("log").collect()
     assert sorted((row["v"], row["price"]) for row in rows) == [("s1", "p1"), ("s2", "p1")]
 
@@ -195,7 +197,7 @@ def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"))
     began: list[SparkResource] = []
     monkeypatch.setattr(SparkResource, "expect_few_rows", lambda self: began.append(self))
-    monkeypatch.setattr(SparkResource, "may_start_jvm", True)  # as in a process of its own
+    monkeypatch.setattr(SparkResource, "may_start_jvm", True)  # as in a separate process
     assert market.run([market.prices, market.sales]).success
     assert len(began) == 4, "two runs and their checks"
     began.clear()
@@ -217,7 +219,7 @@ def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
 
 
 def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:
-    """A location with an executor and a ``spark`` of its own, and another warehouse of ours."""
+    """A code location has its own executor and ``spark`` resource, and a second warehouse of ours."""
     market, archive = Market(tmp_path, None), Stream("archived", key="k", **ARCHIVED)  # type: ignore[arg-type]
 
     @dg.asset
@@ -247,7 +249,7 @@ def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:
 
 
 def test_a_prefix_says_which_warehouse(spark: object, tmp_path: Path) -> None:
-    """The asset, its checks, its sensor and who reads it."""
+    """The asset, its checks, its sensor and an asset that reads it use the prefix's warehouse."""
     market = Market(tmp_path, spark)  # type: ignore[arg-type]
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     got: list[str] = []

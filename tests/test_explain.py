@@ -1,4 +1,5 @@
-"""Explanations: what they name as contributing gives, put through the operator alone, the row."""
+"""Explanations: the records that an explanation names give the explained row, if the operator alone
+processes them."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ GRACE, RETENTION, LONG = timedelta(minutes=2), timedelta(minutes=10), timedelta(
 JOINED = ["left.*", "right.n as rate", "right.valid_from as since"]
 Landed = tuple[str | None, int | None, float]
 ROWS, RECORDS = 12, 24
-"""Explained of each asset, and landed in each file."""
+"""The number of rows explained of each asset, and of random records landed in each file."""
 ONCE = ("returns", "matched", "plain", "doubled", "events", "both", "by_number", "newest", "signed")
-"""What runs in the second run alone: it takes the same records."""
+"""Assets that run only in the second round, which takes the records of both rounds at once."""
 FIRST = {
     "rates": ([("z", 1, 1), ("z", 2, 9), ("y", 1, 1)], []),
     "orders": ([("z", 1, 3), ("z", 2, 3), ("w", 1, 19), ("v", None, 19), ("z", 8, 10)], []),
@@ -47,12 +48,12 @@ SECOND = {
     "orders": ([("z", 3, 3), ("w", 2, 30), ("u", 1, 2)], [("t", 1, 50)]),
     "returns": ([("z", 1, 20)], []),
 }
-"""What lands before and after random records of the keys a to c: (key, number, minutes)."""
+"""Records that land before and after the random ones of the keys a to c: (key, number, minutes)."""
 
 
 @dataclass
 class Chain:
-    """Sources, and an operator of each kind that can be explained."""
+    """Three sources, and an operator of each kind that can be explained."""
 
     root: Path
     nodes: dict[str, Stream] = field(default_factory=dict[str, Stream])
@@ -98,7 +99,7 @@ class Chain:
 
 
 def operators(orders: Stream, returns: Stream, rates: Table) -> list[Stream]:
-    """One of each kind over three sources."""
+    """Returns an operator of each kind over three sources."""
     priced = orders.left_join(rates, name="priced", select=JOINED, grace_period=GRACE)
     cheap = rates.filter("n < 5", name="cheap")
     plain = rates.filter("n < 5", name="plain", materialized=Materialized())
@@ -116,7 +117,7 @@ def operators(orders: Stream, returns: Stream, rates: Table) -> list[Stream]:
 
 
 def some(chance: random.Random, hour: float) -> list[Landed]:
-    """Random records, in no order, many of a time that is there already."""
+    """Random records, out of order, many with a timestamp that another record has too."""
     return [
         (chance.choice("abc"), chance.choice([None, *range(9)]), hour + chance.randrange(8))
         for _ in range(RECORDS)
@@ -189,7 +190,7 @@ def test_what_it_names_gives_the_row(chain: Chain, spark: SparkSession) -> None:
 
 
 class Alone:
-    """Each operator over sources of its own, in which every case has a key of its own."""
+    """Each operator alone, over separate sources in which each case has its own key."""
 
     def __init__(self, chain: Chain, spark: SparkSession) -> None:
         self.cases = 0
@@ -224,7 +225,8 @@ class Alone:
         }
 
     def take(self, name: str, told: Explanation, logs: Mapping[str, Any]) -> None:
-        """One more case: what an explanation names, and of a join what it says did not matter."""
+        """Adds a case: the records that an explanation names, and the versions that it calls valid at
+        other times (``other_time``)."""
         places = list(of_inputs(told))
         joined = {
             (c.record.asset, (c.record.partition, c.record.offset))
@@ -252,7 +254,7 @@ class Alone:
 
 
 def source_like(node: Stream) -> Stream:
-    """A source with the columns and the kind of a node, and a case in its key."""
+    """A source with the columns and the kind of ``node``, and the case as part of its key."""
     own = [f for f in node.schema.fields if f.name != "timestamp"]
     about: dict[str, Any] = {
         "key": ["case", *node.key],
@@ -398,7 +400,8 @@ def test_on_the_command_line(chain: Chain) -> None:
 
 
 def test_windows_of_runs_that_dropped_no_record(tmp_path: Path, spark: SparkSession) -> None:
-    """With one result a run and without ``count(*)``, such a run took all records of its window."""
+    """A window emits one result per run, without ``count(*)``. If a run dropped no record, the
+    explanation names all records of the window."""
     landing, warehouse = tmp_path / "landing", str(tmp_path / "warehouse")
     landing.mkdir()
     schema = StructType([StructField("k", StringType()), StructField("n", IntegerType())])

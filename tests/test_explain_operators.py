@@ -1,9 +1,9 @@
-"""Explanations of each operator's rows: what they name gives the row, and nothing else changes it.
+"""Explanations of each operator's rows: the named records give the row; no other record changes it.
 
-Beside the random chains of ``test_explain_random`` what these lack above all: joins and groups of
-streams, corrected joins and those that go by what was known; of corrected joins of streams see
-``storage/test_corrected_streams.py``. By the model of ``tests.core.reference``, which shares nothing
-with the operators: once fed with what an explanation names, once with all records up to the one that
+The tests cover what the random chains of ``test_explain_random`` lack: joins and groups of streams,
+corrected joins, and joins by what was known. ``storage/test_corrected_streams.py`` covers corrected
+joins of streams. The model of ``tests.core.reference`` shares no code with the operators. It computes
+a row twice: from the records that the explanation names, and from all records up to the one that
 triggered the result.
 """
 
@@ -91,10 +91,10 @@ class Case:
     """An operator in the model.
 
     Args:
-        inputs: assets by the model's names of its inputs, in order.
-        value: what a result's row is there: of an aggregate the value of a column.
-        number: whether a value is its number alone, without a group.
-        key: the column of the model's key.
+        inputs: the assets, by the model's name of each input, in order.
+        value: converts a result row to the model's value; for an aggregate, the value of a column.
+        number: whether a record's value is only its number, without a group.
+        key: the column that is the model's key.
     """
 
     operator: str
@@ -105,7 +105,7 @@ class Case:
     key: str = "k"
 
     def run(self, records: Sequence[tuple[str, Row]]) -> list[Row]:
-        """What the model emits for records of assets."""
+        """Returns what the model emits for records of assets."""
         names = {asset: name for name, asset in self.inputs.items()}
         given = [
             {
@@ -120,14 +120,14 @@ class Case:
         ]
         scenario = {"operator": self.operator, "config": self.config, "records": given}
         if self.operator == "stream_stream_join":
-            # A record of another key moves stream time, so that what has no match leaves.
+            # A record of another key advances stream time, so that records without a match are emitted.
             end = max(r["timestamp"] for r in given) + 10**8
             given.append({"input": "left", "key": "end", "value": "x|0", "timestamp": end})
             return as_here(scenario).emitted
         return complete(scenario)["expected"]
 
     def is_of(self, entry: Row, row: Row) -> bool:
-        """Whether an entry is of the key (and window) of a row."""
+        """Whether an entry of the model has the key (and window) of a row."""
         ends = ("window_start", "window_end")
         return entry["key"] == row[self.key] and all(
             entry[c] == millis(row[c]) for c in ends if c in entry
@@ -175,8 +175,8 @@ CASES = {
 
 
 def arrivals(name: str, logs: Mapping[str, list[Row]]) -> list[tuple[str, Row]]:
-    """All records of a case's inputs in the order in which runs took them: in each round by the largest
-    timestamp so far of their partition, the left one's first."""
+    """Returns all records of a case's inputs in the order in which runs process them: by round, then by
+    the largest timestamp so far in their partition, the left input first."""
     case = CASES[name]
     found: list[tuple[tuple[int, ...], str, Row]] = []
     for side, asset in enumerate(case.inputs.values()):
@@ -227,7 +227,7 @@ def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
         wanted = case.value(row), millis(row["timestamp"])
         order = [(asset, r) for asset, r in every if place_of(asset, r) in places]
         if row["is_tombstone"] and name == "session":
-            # The record that replaced it may have made one of the same bounds right after it.
+            # The record that merged the session may emit one with the same bounds right after it.
             gave = [e for e in case.run(order) if case.is_of(e, row)]
             assert wanted in [(e["value"], e["timestamp"]) for e in gave[-2:]], told
             continue
@@ -241,7 +241,8 @@ def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
 
 
 def test_a_groups_records(warehouse: Warehouse) -> None:
-    """A stream's group: all its records with a value, up to the one that updated it."""
+    """A group of a stream: the explanation names all its records with a value, up to the one that
+    triggered the row."""
     logs = logs_of(warehouse.path, ["of_clicks", "clicks"])
     explainer, few = Explainer(warehouse.path), Explainer(warehouse.path, most=2)
     for row in logs["of_clicks"]:
@@ -261,7 +262,7 @@ def test_a_groups_records(warehouse: Warehouse) -> None:
     [("final", "tumbling", "window_closed"), ("limited", "of_clicks", "released")],
 )
 def test_updates_that_were_held(warehouse: Warehouse, name: str, source: str, rule: str) -> None:
-    """The update that went out is the last that was held; what it replaced is told."""
+    """The explanation names the emitted update, the last one held; the replaced ones are candidates."""
     logs, explainer = logs_of(warehouse.path, [name, source]), Explainer(warehouse.path)
     assert logs[name]
     for row in logs[name]:
@@ -291,7 +292,8 @@ def test_an_update_that_is_held_still(warehouse: Warehouse) -> None:
 
 
 def test_records_that_came_too_late(warehouse: Warehouse) -> None:
-    """What is not in a window came too late for it, and the model drops as many."""
+    """A record of a window's time that is not in the window came too late. The model drops at least as
+    many records."""
     case = CASES["tumbling"]
     logs, explainer = logs_of(warehouse.path, ["tumbling", "clicks"]), Explainer(warehouse.path)
     last = {(row["k"], row["window_start"]): row for row in logs["tumbling"]}
@@ -329,7 +331,7 @@ def test_a_window_that_all_came_too_late_for(warehouse: Warehouse) -> None:
 
 @pytest.mark.parametrize("name", ["corrected", "strict"])
 def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
-    """The version that is named gives the row; a corrected join's row tells its cause."""
+    """The named version gives the row; the explanation of a corrected row names the cause."""
     logs, explainer = logs_of(warehouse.path, [name, "clicks", "left"]), Explainer(warehouse.path)
     seen: set[str] = set()
     versions = {at(row): row for row in logs["left"]}
@@ -366,7 +368,7 @@ def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
 
 
 def test_versions_that_are_too_old(warehouse: Warehouse) -> None:
-    """What ``max_age`` leaves out is named, and no part of the row."""
+    """A version that ``max_age`` excludes is named as a candidate, and is no part of the row."""
     logs, explainer = logs_of(warehouse.path, ["strict", "left"]), Explainer(warehouse.path)
     rows = [r for r in logs["strict"] if r["rn"] is None]
     found = [explainer.explain("strict", offset=(0, row["offset"])) for row in rows]
@@ -408,7 +410,7 @@ def test_rows_that_never_were(
 
 @pytest.mark.usefixtures("few_rows")
 def test_what_was_erased_or_has_expired(spark: SparkSession, tmp_path: Path) -> None:
-    """What is left of an erased key: that rows are gone, where, and what still counts them."""
+    """After an erase, an explanation says that rows are gone, where, and which results count them."""
     landing, path = tmp_path / "rates", str(tmp_path / "warehouse")
     landing.mkdir()
     rows = [("a", 1, 0), ("a", 2, 5), ("gone", 3, 6), ("a", 4, 30)]

@@ -1,9 +1,9 @@
-"""Random rows of random chains of all operators: what explanations name gives the row, and nothing else
-changes it.
+"""Explanations of random rows of random chains of all operators: the named records give the row, and no
+other record changes it.
 
-By the model of ``tests.core.reference``: an operator alone, once fed with what an explanation names,
-once with all that its input has up to the last of that. In ``make endurance`` alone: ``test_explain``
-and ``test_explain_operators`` explain rows of each operator for every change.
+The model of ``tests.core.reference`` runs an operator alone: once with the records that the explanation
+names, and once with all input records up to the last of these. The test runs in ``make endurance``
+only; ``test_explain`` and ``test_explain_operators`` explain rows of each operator for every change.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ SEEDS = (
     *(6, 14, 29, 62, 129, 206, 215, 224, 230, 254),
     *(256, 471, 647, 751, 797, 1534, 1631, 1632, 1732, 1881),
 )
-"""Chains of 18 shapes that share nodes, as those of ``test_random_chains``: 522 rows in all."""
+"""Seeds of chains of 18 shapes that share nodes, as in ``test_random_chains``: 522 rows in all."""
 AGES = 10**12
-"""Milliseconds that no history is as long as."""
+"""Milliseconds, more than the length of any history."""
 IN_ORDER = [("partition", "ascending"), ("offset", "ascending")]
 OWN = ("concat", "reduce_sum")
-"""Aggregators with functions of their own: what has left the group shows in what they have made."""
+"""Aggregators with custom functions: records that have left the group still affect their result."""
 Row = dict[str, Any]
 Arrived = tuple[int, Row]
-"""A record of an operator's input, and which of its inputs that is."""
+"""The number of an operator's input, and a record of that input."""
 
 
 @dataclass
 class Logs:
-    """The logs of a warehouse by asset and scenario, which is the partition, and the commits."""
+    """The logs of a warehouse by asset and scenario (each scenario is a partition), and the commits."""
 
     made: Explained
     rows: dict[str, dict[int, list[Row]]] = field(default_factory=dict[str, dict[int, list[Row]]])
@@ -66,11 +66,11 @@ class Logs:
 
 @dataclass
 class Case:
-    """A row of an operator's result, and the operator alone.
+    """A row of an operator's result, and the operator to run alone.
 
     Args:
-        number: of the scenario.
-        step: what the scenario says of the operator.
+        number: the scenario's number.
+        step: the scenario's step that defines the operator.
     """
 
     logs: Logs
@@ -91,17 +91,17 @@ class Case:
 
     @property
     def is_merged(self) -> bool:
-        """Whether it is a session's tombstone: after it comes the session that it became a part of."""
+        """Whether the row is a session's tombstone; the merged session follows it."""
         return self.row["is_tombstone"] and self.step.get("window", {}).get("type") == "session"
 
     def commit(self) -> Commit:
-        """That the row came by."""
+        """Returns the commit that wrote the row."""
         every = self.logs.commits[self.node.name]
         return next(c for c in every if c.next_offset.get(self.number, 0) > self.row["offset"])
 
     def arrivals(self) -> list[Arrived]:
-        """The records of its inputs in the order in which runs took them: each run by the largest
-        timestamp so far of either side, the left one's first."""
+        """The records of the inputs in the order in which runs process them: in each run by the largest
+        timestamp so far of their side, the left side first."""
         found: list[tuple[tuple[int, int, int, int], Arrived]] = []
         for side, up in enumerate(self.node.inputs):
             latest: dict[int, int] = {}
@@ -117,13 +117,13 @@ class Case:
 
     @property
     def looked_into(self) -> list[Arrived]:
-        """The table's records, and then the stream's."""
+        """All records of the table, then all records of the stream."""
         stream, table = self.node.inputs
         sides = ((1, table), (0, stream))
         return [(side, row) for side, up in sides for row in self.logs.rows[up.name][self.number]]
 
     def taken(self, up: Stream, row: Row) -> int | None:
-        """The batch by which a record of an input was taken."""
+        """Returns the batch that processed a record of an input, or None."""
         return next(
             (
                 commit.batch
@@ -134,7 +134,7 @@ class Case:
         )
 
     def run(self, records: Sequence[Arrived], grace: int | None = None) -> list[Row]:
-        """What the operator alone emits for records, in the model."""
+        """Returns what the model emits for records, with this operator alone."""
         given = [
             {
                 "input": f"in{side}",
@@ -162,7 +162,7 @@ class Case:
         return done["expected"]
 
     def last(self, emitted: Sequence[Row]) -> tuple[Any, Any] | None:
-        """The last result of the row's key (and window)."""
+        """Returns the last result with the row's key (and window)."""
         mine = [e for e in emitted if e["key"] == self.row["key"] and self._of_window(e)]
         return (mine[-1]["value"], mine[-1]["timestamp"]) if mine else None
 
@@ -180,7 +180,7 @@ def _input(name: str, node: Stream) -> dict[str, Any]:
 
 
 def named(case: Case, told: Explanation) -> list[Arrived]:
-    """What an explanation names, in order of arrival; of a table that is looked into in its own."""
+    """Returns the named records in order of arrival; of a stream-table join, the table's first."""
     sides = {up.name: side for side, up in enumerate(case.node.inputs)}
     places = {(sides[one.asset], one.record.offset) for one in told.made_of if one.record is not None}
     assert all(one.record is not None and one.record.partition == case.number for one in told.made_of)
@@ -189,7 +189,7 @@ def named(case: Case, told: Explanation) -> list[Arrived]:
 
 
 def check(case: Case, told: Explanation) -> None:
-    """What it names gives the row, and nothing that it leaves out changes it."""
+    """The named records give the row, and no record that is not named changes it."""
     parts, op = named(case, told), case.step["op"]
     assert parts, told
     if op in ("suppress", "to_stream"):
@@ -215,7 +215,8 @@ def _told(row: Row) -> tuple[Any, ...]:
 
 
 def _check_as_of(case: Case, parts: Sequence[Arrived], told: Explanation) -> None:
-    """The version and the record alone; and the record after all that the table had then."""
+    """The named version and the record give the row, and so does the record after all records that the
+    table had then."""
     records = [one for one in parts if one[0] == 0]
     versions = [one for one in parts if one[0] == 1]
     assert case.wanted in [case.last(case.run([*versions, one])) for one in records], told
@@ -225,12 +226,12 @@ def _check_as_of(case: Case, parts: Sequence[Arrived], told: Explanation) -> Non
     end = known[-1].next_offset.get(case.number, 0) if known else 0
     every = [(1, r) for r in case.logs.rows[table.name][case.number] if r["offset"] < end]
     if {"horizon", "expired"} & set(told.rules):
-        return  # the model's table, alone, remembers all
+        return  # the model's table never expires a version
     assert case.wanted in [case.last(case.run([*every, one])) for one in records], told
 
 
 def cases(made: Explained, count: int) -> list[Case]:
-    """Random rows, as many of each kind of operator as there are, or as are asked for."""
+    """Returns about ``count`` random rows: the same number of each kind of operator, or all it has."""
     logs, chance = Logs(made), random.Random(24)
     found: dict[str, list[Case]] = defaultdict(list)
     for number, each in enumerate(made.layouts):
@@ -248,7 +249,7 @@ def cases(made: Explained, count: int) -> list[Case]:
 
 
 def failures(made: Explained, count: int, least: int) -> list[str]:
-    """What does not hold, of so many rows."""
+    """Checks ``count`` random rows (at least ``least`` must exist), and returns the failures."""
     explainer, found = Explainer(str(made.warehouse.path)), list[str]()
     every = cases(made, count)
     assert len(every) >= least

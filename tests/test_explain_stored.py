@@ -1,4 +1,4 @@
-"""Explanations of logs that are written without Spark, as runs leave them."""
+"""Explanations of logs that the tests write without Spark, in the format that runs write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vt_dagster.topology.specification import ColumnSpec, StreamStreamJoinSpec
 
 
 def test_streams_with_columns_of_one_name(tmp_path: Path) -> None:
-    """``right.*`` leaves out what the left side has, so the result has the left record's value."""
+    """``right.*`` omits the columns that the left side has, so the row has the left record's value."""
     Written(tmp_path, "orders", kind="stream").run([("a", "of the order", 1)], recorded=2)
     Written(tmp_path, "payments", kind="stream").run([("a", "of the payment", 3)], recorded=4)
     join = StreamStreamJoinSpec(

@@ -1,4 +1,4 @@
-"""``vt-dagster explore``: what its pages show, of how much, to whom, and what they escape."""
+"""Pages of ``vt-dagster explore``: what they show, their limits, who may read them, their escaping."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def client(warehouse: Path | str, **about: Any) -> TestClient:
 
 @pytest.fixture(scope="module")
 def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prices of two runs, of which the second brings a late one; and a stream of markup."""
+    """Prices of two runs, the second with a late record; and a stream whose values are HTML markup."""
     root = tmp_path_factory.mktemp("explore")
     prices = Written(root)
     prices.run([("apple", "1", 0), ("pear", "9", 5), ("apple", "3", 20)], recorded=100)
@@ -65,7 +65,7 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_this_machine_by_its_own_name_is_answered(warehouse: Path) -> None:
-    """Another name in Host is a site whose name was made to point here."""
+    """Another name in the Host header belongs to a site whose DNS name points here (DNS rebinding)."""
     pages = client(warehouse)
     for host in ("127.0.0.1:3001", "localhost:3001", "[::1]:3001", "localhost"):
         assert pages.get("/", headers={"host": host}).status_code == 200, host
@@ -87,7 +87,7 @@ def test_nothing_but_reading(warehouse: Path) -> None:
 
 
 def test_what_is_shown_is_text(warehouse: Path) -> None:
-    """Values, keys and what was typed are escaped, and no script may stand in a page."""
+    """Values, keys and typed text are escaped, and no page contains an inline script."""
     pages = client(warehouse)
     asked = urlencode({"key": EVIL})
     for page in (
@@ -169,7 +169,8 @@ def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(2, 8))]
 )
 def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """Of random records, whatever part of them is shown, and however they are read in parts."""
+    """A key's answer equals the rows of ``read`` for random records, whatever part of them is shown, and
+    whatever the chunk size."""
     chance = random.Random(seed)
     monkeypatch.setattr(lateness, "CHUNK", chance.choice([3, 7, 1000]))
     monkeypatch.setitem(key_history.newest.__kwdefaults__, "most", 6)
@@ -216,7 +217,7 @@ def test_it_says_what_it_left_out(tmp_path: Path) -> None:
     page = pages.get("/key/prices?key=apple").text
     assert "200 of 500 records" in page
     assert "300 earlier" in page
-    assert page.count('class="mark') == 200 + 5  # the legend's
+    assert page.count('class="mark') == 200 + 5  # five in the legend
     listed = pages.get("/table/prices").text
     assert "50 of 540" in listed
     assert listed.count("<tr") == 50 + 1
@@ -227,7 +228,7 @@ def test_it_says_what_it_left_out(tmp_path: Path) -> None:
 
 
 def test_assets_in_folders(tmp_path: Path) -> None:
-    """Links between them have the folders that they are in."""
+    """Links between assets contain the assets' folders."""
     prices = Written(tmp_path, "shop/eu/prices")
     prices.run([("apple", "1", 0)], recorded=1)
     made_by = FilterSpec(source="prices", predicate="v < 2")
@@ -254,7 +255,7 @@ def test_two_tables_compared(warehouse: Path) -> None:
     then = table_diff.Side("prices", moment(150).isoformat())
     known = table_diff.table_diff(str(warehouse), then, table_diff.Side("prices"))
     assert known.rows == (3, 5)
-    assert known.only == (2, 4)  # two versions end earlier, a version and a tombstone came
+    assert known.only == (2, 4)  # two versions end earlier; a version and a tombstone are new
 
 
 def test_a_truncated_stream_is_compared_with_itself_only(tmp_path: Path) -> None:
@@ -338,7 +339,7 @@ def test_the_lengths_at_the_axis_fit_on_a_phone(warehouse: Path) -> None:
 
 
 def test_times_have_one_form_and_are_exact_on_hover(tmp_path: Path) -> None:
-    """On each page, with records and runs at fractions of a second."""
+    """This holds on each page, for records and runs at fractions of a second."""
     prices = Written(tmp_path)
     exact, shown = "2024-01-01 00:00:07.500000", "2024-01-01 00:00:07"
     prices.run([("apple", exact, 0.125), ("apple", "2", 60)], recorded=100.125)
@@ -407,10 +408,10 @@ def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
     assert why in page.text
     tried = re.findall(r"vt-dagster what-if made --module MODULE --set ([\w.]+)=", page.text)
     assert tried == settings
-    for setting in tried:  # what-if has it
+    for setting in tried:  # what-if accepts the setting
         text = "when_recorded" if setting == "as_known" else "2h"
         with_settings(node, {setting: text})
-    with pytest.raises(StorageError):  # nor has the command line a number
+    with pytest.raises(StorageError):  # the command line gives no number either
         lateness_curves.lateness_curves(str(tmp_path), "made", [], None)
 
 
@@ -444,7 +445,7 @@ def explain_of(asset: str, offset: int, made_of: Any = (), count: int = 0) -> Ex
 
 
 def test_every_page_of_a_warehouse_that_runs_have_made(market: Market) -> None:
-    """With all links of the pages followed, as far as they go."""
+    """The test follows the links of all pages, up to 150 pages."""
     pages = client(market.warehouse)
     seen, ahead = set[str](), ["/"]
     while ahead and len(seen) < 150:
@@ -480,7 +481,7 @@ def test_a_joins_lookups_and_candidates(market: Market) -> None:
 
 
 def test_ten_million_versions_open_by_their_statistics(tmp_path: Path) -> None:
-    """The start page opens no data file: there is none, only what Delta's log says of 40."""
+    """The start page opens no data file: none exists; Delta's log alone describes 40 files."""
     types = {"k": "string", "timestamp": "timestamp", "partition": "integer", "offset": "long"}
     schema = Schema([Field(name, PrimitiveType(kind)) for name, kind in types.items()])
     rows, files = 250_000, 40
@@ -515,7 +516,7 @@ def test_ten_million_versions_open_by_their_statistics(tmp_path: Path) -> None:
 def test_the_command(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints its address, and answers there; a port that is taken is an error."""
+    """The command prints its address and answers there; a port in use is an error."""
     command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", str(warehouse), "--port"]
     process = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,4 @@
-"""Streams and tables as clean Delta tables for other engines."""
+"""Exports of streams and tables as plain Delta tables for other engines."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def exporting(market: Market, node: Any, what: Any, to: Path, **more: Any) -> Ex
 
 
 def require_plain(to: Path, spark: SparkSession) -> None:
-    """Each reader finds the same rows, and nothing that some reader does not know: no deletion vectors,
-    no names of columns other than those in the files."""
+    """All readers find the same rows. The table uses no feature that a reader may lack: no deletion
+    vectors, and no column names other than those in the files."""
     table = DeltaTable(str(to))
     protocol, about = table.protocol(), table.metadata()
     assert (protocol.min_reader_version, protocol.reader_features) == (1, None)
@@ -63,7 +63,7 @@ def clock(moment: datetime | None) -> str | None:
 
 
 def test_versions_for_every_reader(market: Market, tmp_path: Path) -> None:
-    """Without the tombstone of a at 04:00 and without p1 and p2, which have expired."""
+    """The export has no row for the tombstone of a at 04:00, nor for p1 and p2, which have expired."""
     to = tmp_path / "it's" / "versions"
     assert exporting(market, market.prices, "versions", to).run()
     there = [
@@ -104,7 +104,7 @@ def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_
     assert set(pl.read_delta(str(to))["v"]) == {"q2", "z1"}
     assert way.run() is None
     assert DeltaTable(str(to)).version() == 1
-    # a history that is another one, and other columns, are news; compaction is none
+    # Another history retention and other columns cause a new export; a compaction does not.
     DeltaTable(str(to)).optimize.compact()
     assert way.run() is None
     longer = replace(copy.prices, history_retention=timedelta(days=2))
@@ -114,13 +114,14 @@ def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_
     with_deleted = pl.read_delta(str(to))
     assert with_deleted.columns == ["k", "v", "at", "timestamp", "is_tombstone"]
     require_plain(to, copy.spark)
-    assert set(with_deleted["v"]) == {"q2", "z1"}  # a key that is deleted has no current row
+    assert set(with_deleted["v"]) == {"q2", "z1"}  # a deleted key has no current row
     assert way.run()
     assert pl.read_delta(str(to)).columns == ["k", "v", "at"]
 
 
 def test_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of the clock's time: of a it is p4 from day 2, 05:00 on, which the commit says."""
+    """The export has the rows that are valid now, and its commit says until when: for example, p4 is the
+    row of a from day 2, 05:00 on."""
     to = tmp_path / "now"
     way = exporting(copy, copy.prices, None, to, as_of="now")
     told: list[str] = []
@@ -150,17 +151,17 @@ def test_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert said() == (of("2 05:00"), None)
     assert run_at("9 00:00") == (None, {"p4", "q2"})
     require_plain(to, copy.spark)
-    # a future-dated record is news, but no row yet
+    # A record with a future timestamp causes a new batch, but is no row yet.
     copy.land("prices", "3.jsonl", record("a", "p5", "2 07:00"), record("b", None, "2 06:30"))
     copy.run([copy.prices])
     assert run_at("2 06:00") == (4, {"p4", "q2"})
     assert said() == (of("2 06:00"), of("2 06:30"))
     assert run_at("2 06:30") == (5, {"p4"})
     assert run_at("2 07:00") == (6, {"p5"})
-    # without the setting it is another export, and back
+    # Removing the setting causes a new export, and so does setting it again.
     assert exporting(copy, copy.prices, None, to).run()
     assert run_at("2 06:10") == (8, {"p4", "q2"})
-    assert len({*told}) == len(told) == 7  # consumers are told of each
+    assert len({*told}) == len(told) == 7  # downstream sees a new data version each time
     monkeypatch.setattr("vt_dagster.runs.export.clock", lambda: of("1 06:59"))
     with pytest.raises(StorageError, match="expected a time from 2024-01-01T07:00:00Z on"):
         exporting(copy, copy.prices, None, tmp_path / "old", as_of="now").run()
@@ -212,7 +213,7 @@ def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
     assert new.rows == 1
     assert pl.read_delta(str(to)).height == 6
     require_plain(to, copy.spark)
-    # made anew, its offsets are those of other records: the whole is written again
+    # After a rebuild, the stream's offsets belong to other records: the whole export is written again.
     shutil.rmtree(copy.warehouse / "sales")
     copy.run([copy.sales])
     done = way.run()
@@ -233,7 +234,8 @@ def test_deletions_in_a_log_where_they_are_asked_for(market: Market, tmp_path: P
 
 
 def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> None:
-    """Killed after the commit, nothing new, news, and what downstream is told."""
+    """Covers a run killed after its commit, runs without and with new records, and the metadata and checks
+    that downstream sees."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
     spark.sql("CREATE SCHEMA IF NOT EXISTS bi")
     about: Any = {"to": to, "catalog_table": "bi.prices", "tags": {"for": "bi"}}
@@ -241,7 +243,7 @@ def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> N
     assert export.key == dg.AssetKey("prices_export")
     (spec,) = export.specs
     assert (spec.tags["for"], [d.asset_key for d in spec.deps]) == ("bi", [dg.AssetKey("prices")])
-    # a run that died after its commit has told nobody
+    # A run that died after its commit has reported no materialization.
     assert ExportRun(export_of(copy.prices, "versions", to), str(copy.warehouse), spark).run()
     told = materialized(run([export], copy.warehouse, **at), "prices_export")
     assert DeltaTable(to).version() == 0
@@ -342,7 +344,7 @@ def test_what_is_somebody_elses(market: Market, tmp_path: Path) -> None:
     other = market.copy(tmp_path / "other").warehouse / "prices" / "log"
     assert "got one that 'prices' writes" in refused(other)
     to = tmp_path / "rates"
-    (to / f"1-{'0' * 32}").mkdir(parents=True)  # of a run that was killed
+    (to / f"1-{'0' * 32}").mkdir(parents=True)  # left by a killed run
     way = exporting(market, market.rates, None, to)
     assert way.run()
     assert "got one that 'rates_export' writes" in refused(to, name="second")

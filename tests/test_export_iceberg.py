@@ -34,10 +34,10 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 @pytest.fixture
 def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalog]:
-    """A catalog in SQLite, for this process and those that it starts."""
+    """A catalog in SQLite, for this process and its child processes."""
     monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__TYPE", "sql")
     monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/catalog.db")
-    monkeypatch.setenv("POLARS_ICEBERG_PLANNER", "pyiceberg")  # else it asks for another package
+    monkeypatch.setenv("POLARS_ICEBERG_PLANNER", "pyiceberg")  # the default needs another package
     monkeypatch.setattr(catalogs, "_ENV_CONFIG", Config())  # read at import
     found = load_catalog("lake")
     found.create_namespace("bi")
@@ -57,7 +57,7 @@ def exporting(market: Market, node: Any, what: Any, to: Path, **more: Any) -> Ex
 
 
 def agreed(table: Table) -> list[dict[str, Any]]:
-    """The rows of a table, which PyIceberg and Polars' own reader agree on."""
+    """Returns the rows of a table; PyIceberg and Polars' native reader must agree on them."""
     found = table.scan().to_arrow()
     by_polars = pl.scan_iceberg(table, reader_override="native").collect()
     assert by_polars.columns == found.column_names
@@ -71,19 +71,19 @@ def rows(table: Table) -> Counter[tuple[Any, ...]]:
 
 
 def as_delta(market: Market, node: Any, what: Any, to: Path) -> Counter[tuple[Any, ...]]:
-    """What the same export as a Delta table has."""
+    """Returns the rows of the same export as a Delta table."""
     assert ExportRun(export_of(node, what, str(to)), str(market.warehouse), market.spark).run()
     return Counter(pl.read_delta(str(to)).iter_rows())
 
 
 def history(table: Table) -> list[tuple[str, str, str]]:
-    """Of each snapshot: what it did, its batch, and the rows after it."""
+    """Returns of each snapshot its operation, its batch, and the number of rows after it."""
     told = [one.summary for one in table.snapshots()]
     return [(one.operation.value, str(one[BATCH]), str(one["total-records"])) for one in told if one]
 
 
 def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """The first and the second run, and one without news."""
+    """This holds after the first and the second run; a run without new records adds no snapshot."""
     asked = [(copy.prices, "versions"), (copy.rates, "current"), (copy.sales, "log")]
     to = tmp_path / "it's here"
     ways = [exporting(copy, node, what, to / node.name) for node, what in asked]
@@ -112,15 +112,15 @@ def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) 
         *("k", "v", "at", "valid_from", "valid_to")
     ]
     assert str(versions.schema().find_type("valid_to")) == "timestamptz"
-    # of the first snapshot as well, by the table's statistics too
+    # Filters work on the first snapshot too, and a scan skips files by their statistics.
     first = versions.snapshots()[0].snapshot_id
     assert versions.scan(snapshot_id=first, row_filter="k == 'b'").to_arrow().num_rows == 2
     assert versions.scan(row_filter="k == 'nobody'").plan_files() == []
 
 
 def test_no_rows(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """A stream without rows, and a table that has lost its last ones, are snapshots; so is the position
-    after records that add no row."""
+    """A stream without rows, a table whose last rows were deleted, and new records that add no row: each
+    gives a snapshot."""
     none = copy.sales.flat_map_values("cast(array() AS array<string>)", column="word", name="none")
     copy.run([none])
     way = exporting(copy, none, None, tmp_path / "none")
@@ -158,7 +158,8 @@ SELECT null, null, null, null, null, null, null, null, null, null, null, null, n
  null, array(), map()
 """
 NAMES = "i s b l f d yes text bytes small large day moment old local nested numbers structs named"
-"""All null but the last two: PyIceberg's reader takes a null array or map of structs as empty."""
+"""In the second row, all are null but the last two: PyIceberg's reader returns a null array or map of
+structs as empty."""
 
 
 def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     ]
     for condition, count in [("i == 1", 1), ("i == 2", 0), ("day < '1970-01-01'", 1), ("l is null", 1)]:
         assert found.scan(row_filter=condition).to_arrow().num_rows == count
-    # a new column, one that is gone, wider types, and another order
+    # A new column, removed columns, wider types, and another column order.
     other = made.selectExpr("text", "cast(i AS bigint) AS i", "cast(f AS double) AS f", "1 AS more")
     assert not other.schema["more"].nullable
     second = {**document, "batch": 2, "attempt": "2"}
@@ -188,7 +189,7 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     assert rows(found) == Counter([("é", 1, 1.5, 1), (None, None, None, 1)])
     first = found.scan(snapshot_id=found.snapshots()[0].snapshot_id).to_arrow()
     assert first.to_pylist() == made.toArrow().to_pylist()
-    # a type that the column cannot have
+    # A type that the column cannot change to.
     third = {**document, "batch": 3, "attempt": "3"}
     with pytest.raises(
         StorageError, match=r"expected columns that bi.types in the catalog lake can"
@@ -202,7 +203,7 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
 
 
 def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
-    """PostgreSQL's infinity, as Debezium sends it: without bounds in the statistics of the files."""
+    """PostgreSQL's infinity, as Debezium sends it, is exported; file statistics have no bounds for it."""
     far = "timestamp'+294247-01-01 00:00:00' AS until, date'-0044-03-15' AS day"
     table = IcebergTable("far", "lake", "bi.far", str(tmp_path / "far"))
     for batch, sql in enumerate(("SELECT 1 AS n", f"SELECT 1 AS n, {far}", f"SELECT 2 AS n, {far}"), 1):
@@ -220,8 +221,8 @@ def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp
 
 
 def test_two_runs_at_once(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
-    """The one that commits first wins, be it the first run or a later one; nothing is left of the
-    other one."""
+    """The run that commits first wins, for the first batch and for a later one. The other run leaves no
+    files."""
     table = IcebergTable("both", "lake", "bi.both", str(tmp_path / "both"))
 
     def write(batch: int, who: str, before: Any = lambda: None) -> None:
@@ -267,14 +268,14 @@ for line in sys.stdin:
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-"""Asked for exports, it forks a process for each, which is killed."""
+"""For each export that the script reads from stdin, it forks a process, which is killed."""
 
 
 def test_killed_before_and_after_the_commit(
     copy: Market, lake: Catalog, tmp_path: Path, connect_server: ConnectServer
 ) -> None:
-    """Of a first export before, of later ones before and after; of a log and of a table, on a Spark
-    Connect server."""
+    """The next run gives the rows of an undisturbed export: of a log killed before its first commit and
+    after its second, and of a table killed before its second, on a Spark Connect server."""
 
     arguments = [str(copy.root), str(tmp_path), connect_server.address]
     about: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -307,7 +308,7 @@ def test_killed_before_and_after_the_commit(
         killed("rates", "before")
         assert folders("rates", 2) == 1
         assert rates.run()
-        assert folders("rates", 2) == 2  # that of the dead run belongs to no snapshot
+        assert folders("rates", 2) == 2  # the killed run's file belongs to no snapshot
     for node in (copy.sales, copy.rates):
         table = lake.load_table(f"bi.{node.name}")
         undisturbed = as_delta(copy, node, None, tmp_path / "undisturbed" / node.name)
@@ -319,7 +320,8 @@ def test_killed_before_and_after_the_commit(
 
 
 def test_through_dagster(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """A run that died after its commit, nothing new, other columns, and what Dagster shows."""
+    """Covers a run that died after its commit, a run without new records, other columns, and the metadata
+    that Dagster shows."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
     about: Any = {"to": to, "catalog_table": "bi.prices"}
     about |= {"format": "iceberg", "iceberg_catalog": "lake", "warehouse": str(copy.warehouse)}
@@ -359,7 +361,7 @@ def test_through_dagster(copy: Market, lake: Catalog, tmp_path: Path) -> None:
 
 
 def compacted(lake: Catalog, table: Table) -> None:
-    """A snapshot as one that rewrites files leaves it, and no other snapshot."""
+    """Adds one snapshot with the operation ``replace``, as a compaction leaves it."""
     last = table.current_snapshot()
     assert last is not None
     assert last.summary is not None
@@ -430,7 +432,7 @@ def test_what_somebody_else_does(copy: Market, lake: Catalog, tmp_path: Path) ->
 
 
 def test_an_erase_and_the_position(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """The export's next run is without the key, although its log has nothing new."""
+    """The next export has no rows of the erased key, although the log has no new records."""
     way, place = exporting(copy, copy.sales, None, tmp_path / "sales"), "lake:bi.sales"
     assert way.run()
     found = last_export(place)

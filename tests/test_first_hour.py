@@ -51,14 +51,14 @@ defs = dg.Definitions.merge(defs, dg.Definitions(asset_checks=[prices_are_plausi
 
 
 class Newcomer:
-    """Someone with an empty environment and a terminal."""
+    """A user with an empty Python environment and a terminal."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.bin = home / "env" / "bin"
 
     def types(self, command: str, fails: bool = False, where: Path | None = None) -> str:
-        """What a command says; it has to succeed, or to fail."""
+        """Runs a command and returns its output; the command must succeed, or fail if ``fails``."""
         program, *arguments = command.split()
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         ours = self.bin / program
@@ -70,7 +70,7 @@ class Newcomer:
                 "DAGSTER_HOME": str(self.home / "dagster_home"),
                 "PATH": f"{self.bin}:{os.environ['PATH']}",
                 "COLUMNS": "200",
-                # A Spark server of its own, with the jars that are there.
+                # A separate Spark server, with the jars that are already downloaded.
                 "XDG_CACHE_HOME": str(self.home / "cache"),
                 "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
             },
@@ -91,7 +91,7 @@ class Newcomer:
 
 @pytest.fixture(scope="module")
 def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
-    """An environment with the wheel in it, and nothing of this checkout."""
+    """An environment with the wheel installed, and without this checkout on its path."""
     home = tmp_path_factory.mktemp("newcomer")
     wheel, _ = distributions()
     subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True, timeout=300)
@@ -104,7 +104,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
 
 @pytest.mark.parametrize("flavour", ["", " --yaml"])
 def test_a_project(newcomer: Newcomer, flavour: str) -> None:
-    """The first page of the documentation, but for the web interface."""
+    """The steps of the documentation's first page work (the web interface is not tested)."""
     name = "first_yaml" if flavour else "first"
     newcomer.types(f"vt-dagster init {name}{flavour}")
     project = newcomer.home / name
@@ -117,7 +117,7 @@ def test_a_project(newcomer: Newcomer, flavour: str) -> None:
     assert re.search(r"prices_are_plausible +│ passed", said)
     assert "failed" not in said
 
-    # a late price and one more order: what waited leaves, with the price of its time
+    # A late price and one more order: the waiting order is released, with the price of its time.
     newcomer.lands("2.csv", LATE_PRICE, f"{name}/data/landing/prices")
     newcomer.lands("2.csv", ANOTHER_ORDER, f"{name}/data/landing/orders")
     newcomer.types("make run", where=project)
@@ -135,11 +135,11 @@ def test_in_python(newcomer: Newcomer) -> None:
     get = "vt-dagster get prices --key apple --as-of 2026-01-31T12:00:00Z --warehouse warehouse"
     assert re.search(r"price +1\.0\n", newcomer.types(get))
 
-    # a test for it, with a fixture that is simply there
+    # A test of the table, with the fixture of the pytest plugin.
     (newcomer.home / "test_prices.py").write_text(TEST)
     assert "1 passed" in newcomer.types("pytest -q -p no:cacheprovider test_prices.py")
 
-    # break it, read the message, mend it
+    # Land a bad record, read the message, correct the record.
     broken = newcomer.lands("2.csv", "product,price,at\napple,-3,2026-02-01T10:00:00Z\n")
     said = newcomer.types("dg launch -f prices.py --assets prices", fails=True)
     assert "nothing was committed" in said
@@ -147,7 +147,7 @@ def test_in_python(newcomer: Newcomer) -> None:
     broken.write_text("product,price,at\napple,1.3,2026-02-01T10:00:00Z\n")
     newcomer.types("dg launch -f prices.py --assets prices")
 
-    # the sensor: what has not been consumed is asked for
+    # The sensor requests the files that no run has consumed.
     assert "no new csv files" in newcomer.types("dagster sensor preview prices_sensor -f prices.py")
     newcomer.lands("3.csv", "product,price,at\napple,300,2026-02-02T10:00:00Z\n")
     said = newcomer.types("dagster sensor preview prices_sensor -f prices.py")
@@ -157,7 +157,7 @@ def test_in_python(newcomer: Newcomer) -> None:
     assert "[RUNNING]" in newcomer.types("dagster sensor list -f prices.py")
     newcomer.types("dg launch -f prices.py --assets prices")
 
-    # a check in CI: red, and green again
+    # A check in CI fails, then passes again.
     module.write_text(code.group(1) + CHECK)
     said = newcomer.types("vt-dagster check prices -f prices.py --junit red.xml", fails=True)
     assert re.search(r"prices_are_plausible +│ failed +│ +1 │", said)
@@ -203,7 +203,7 @@ def test_in_yaml(newcomer: Newcomer) -> None:
     assert re.search(r"price +1\.0\n", newcomer.types(get, where=project))
     assert "failed" not in newcomer.types("vt-dagster check -m shop.definitions", where=project)
 
-    # break it, read the message, mend it
+    # Break the YAML, read the message, correct the YAML.
     whole = defs.read_text()
     line = 1 + [("history_retention" in text) for text in whole.splitlines()].index(True)
     defs.write_text(whole.replace("history_retention", "retention"))
@@ -211,7 +211,7 @@ def test_in_yaml(newcomer: Newcomer) -> None:
     assert re.search(rf"defs\.yaml:{line}\b", said)
     assert "'retention' was unexpected" in said
     said = newcomer.types("dg check defs", fails=True, where=project)
-    assert "'retention' was unexpected" in said  # dg looks at the YAML first; loading says more
+    assert "'retention' was unexpected" in said  # dg checks the YAML first; loading says more
     assert re.search(rf"defs\.yaml:{line}\b", said)
     validate = "dagster definitions validate -m shop.definitions"
     said = newcomer.types(validate, fails=True, where=project)

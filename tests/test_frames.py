@@ -1,4 +1,4 @@
-"""DataFrames of every library as records: columns, types, order, and what does not fit."""
+"""DataFrames of every library as records: columns, types, order, and values that do not fit."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_local_frames(value: Any) -> None:
 
 
 def test_order_is_by_time_then_as_they_stand_or_by_key(spark: SparkSession) -> None:
-    """A local DataFrame keeps the order of equal times, a Spark one has none; deliveries follow each
-    other."""
+    """Records with equal times keep the order of a local DataFrame; those of a Spark DataFrame, which has
+    no order, are sorted by key. Records of a later delivery come after those of an earlier one."""
     turned = PANDAS.iloc[[2, 1, 0]]
     assert [k for k, _, _ in records(spark, given(turned))] == ["b", "a", "late"]
     rows = spark.createDataFrame(turned[["k", "at"]]).withColumns(
@@ -126,7 +126,7 @@ COUNTS = pa.map_(pa.string(), pa.int64())
 @pytest.mark.parametrize(
     ("kind", "values", "right"),
     [
-        # As of a text, the nearest FLOAT is right, but for whole numbers.
+        # As for text, the nearest FLOAT is correct, except for whole numbers.
         (T.FloatType(), [0.1, 1e300, 1e-300, 16777217.0, -math.inf], [0.1, *[None] * 3, -math.inf]),
         (T.ArrayType(T.FloatType()), [[0.1, None], [1e300]], [[0.1, None], None]),
         (LABELLED, [{"b": "B", "a": 1e300}, {"b": "B", "a": 1.5}], [None, {"a": 1.5, "b": "B"}]),
@@ -207,7 +207,7 @@ def test_a_spark_column_is_never_narrowed(
     ],
 )
 def test_a_local_column_of_another_type_is_refused(kind: T.DataType, values: Any) -> None:
-    """A field in another case would be null, and a time in a zone one in UTC."""
+    """Otherwise a field whose name differs in case would be read as null, and a zoned time as UTC."""
     schema = T.StructType([T.StructField("k", T.StringType()), T.StructField("v", kind)])
     with pytest.raises(ContractError, match=r"column 'v' is .*, expected .*; convert it"):
         local_frame("made", pa.table({"k": ["x"], "v": values}), schema)
@@ -238,7 +238,7 @@ def test_a_digest_is_of_the_rows_whatever_their_order(spark: SparkSession) -> No
 
 
 def test_a_column_without_values_is_of_any_type(spark: SparkSession) -> None:
-    """pandas takes such a one for floats."""
+    """pandas gives a column without values the type float."""
     none = pd.DataFrame({name: [float("nan")] * 2 for name in SCHEMA.names})
     found = frame_of(given(None).node, none)
     assert isinstance(found, LocalFrame)

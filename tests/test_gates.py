@@ -1,4 +1,4 @@
-"""What is stopped before the commit: wrong DataFrames, and records that break a contract."""
+"""A run with a wrong DataFrame, or with records that break a contract, fails before the commit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vt_dagster.testing import TopologyTestDriver
 
 
 def custom_asset(table: VersionedTable, change: Callable[[Any], Any], between: str) -> Any:
-    """The asset of a table with an op of the user's own in it."""
+    """The graph asset of a table, with a user's op between two of its ops."""
     read, put, write = ops.read_op(table), ops.put_op(table), ops.write_op(table)
 
     @dg.op(out=dg.Out(io_manager_key=ops.OP_MEMORY))
@@ -146,7 +146,7 @@ def test_broken_contract_stops_before_the_commit(spark: SparkSession, tmp_path: 
 
 
 class Wide(Price):
-    """A price whose check of all rows fails where a record of ``b`` is among them."""
+    """A price with a check of all rows, which fails if the rows have more than one key."""
 
     @pa.dataframe_check(name="one_shop")
     def one_shop(cls, df: DataFrame) -> bool:
@@ -267,7 +267,7 @@ def test_an_explanation_names_the_broken_checks(spark: SparkSession, tmp_path: P
 
 
 class Everything(pa.DataFrameModel):
-    """Every built-in check that pandera has for PySpark, each on a column of its own."""
+    """Every built-in check that pandera has for PySpark, each on a separate column."""
 
     equal: T.IntegerType = pa.Field(eq={"value": 5, "name": "equal"})
     unequal: T.IntegerType = pa.Field(ne={"value": 5, "name": "unequal"})
@@ -341,7 +341,8 @@ def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
 
 
 def test_a_model_that_was_made_before_anything_of_ours_was_imported(spark: SparkSession) -> None:
-    """Its checks have copied what pandera then knew of them, which was nothing for PySpark."""
+    """The checks of such a model copied pandera's registry before it had functions for PySpark. The
+    check must work nevertheless."""
 
     class Early(pa.DataFrameModel):
         k: T.StringType
@@ -381,8 +382,8 @@ def test_tombstones_are_exempt(spark: SparkSession, tmp_path: Path) -> None:
     counted = rows.agg(*[F.count_if(r.violated).alias(r.name) for r in rules]).collect()[0].asDict()
     assert probes == []
     assert counted == {
-        "k_not_null": 1,  # a key is needed in any case
-        "known_shop": 0,  # of a tombstone nothing else is asked
+        "k_not_null": 1,  # a tombstone needs a key too
+        "known_shop": 0,  # no other check applies to a tombstone
         "v_not_null": 1,
         "is_a_price": 0,
         "at_not_null": 0,
@@ -391,7 +392,7 @@ def test_tombstones_are_exempt(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def test_tombstones_are_exempt_from_checks_of_all_rows(spark: SparkSession) -> None:
-    """A run of tombstones alone has no row to check, and a check need not expect null."""
+    """A run with tombstones alone has no row to check, and a check never sees a tombstone's null."""
 
     class Prices(pa.DataFrameModel):
         k: T.StringType
@@ -419,7 +420,7 @@ def test_tombstones_are_exempt_from_checks_of_all_rows(spark: SparkSession) -> N
 
 
 def checked_by(check: Callable[[DataFrame], Any]) -> Table:
-    """A table whose model has one check of the DataFrame."""
+    """A table whose model has one check of the whole DataFrame."""
 
     class Prices(pa.DataFrameModel):
         k: T.StringType
@@ -443,7 +444,7 @@ def checked_by(check: Callable[[DataFrame], Any]) -> Table:
     ],
 )
 def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -> None:
-    """A DataFrame counts as true, and so would pass whatever its rows are."""
+    """A check must return True or False: a DataFrame counts as true, so it would always pass."""
     driver = TopologyTestDriver(checked_by(made), spark=spark)
     with pytest.raises(ContractError) as refused:
         driver.pipe("prices", {"k": "a", "n": 1, "at": 1})
@@ -463,7 +464,7 @@ SHARES: list[Callable[[DataFrame], bool]] = [
 
 @pytest.mark.parametrize("holds", SHARES)
 def test_a_check_of_a_share_is_no_check_of_each_row(spark: SparkSession, holds: Any) -> None:
-    """It tells from the number of all rows, or from another filter, whether a bad row may be there."""
+    """Whether a row breaks such a check depends on the number of all rows or on another filter."""
     driver = TopologyTestDriver(checked_by(holds), spark=spark)
     rows = [{"k": k, "n": n, "at": 1} for k, n in (("a", -1), ("b", 1), ("c", 2))]
     driver.pipe("prices", *rows)

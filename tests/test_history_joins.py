@@ -1,4 +1,5 @@
-"""Joins of two versioned tables by their whole history: versions cut at each other's."""
+"""Joins of two versioned tables with ``history="complete"``: a result is split where either side's
+version begins or ends."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def record(name: str, key: str, value: int | None, at: int) -> dict[str, Any]:
 
 
 def versions(driver: TopologyTestDriver, name: str) -> list[tuple[Any, ...]]:
-    """key, values, from and to, in order."""
+    """Returns key, values, ``valid_from`` and ``valid_to`` of each version, in order."""
     found = [
         (r["k"], r["l"], r["r"], at(r["valid_from"]), r["valid_to"] and at(r["valid_to"]))
         for r in driver.versions(f"{name}_of_both")
@@ -94,7 +95,7 @@ def test_a_late_version_is_cut_at_the_others(spark: SparkSession) -> None:
     right = [record("right", "a", 7, 20), record("right", "a", 8, 30)]
     driver.run({"left": [record("left", "a", 1, 10)], "right": right})
     driver.read("left_of_both")
-    # It was true from 5 to 10 and takes the place of nobody; the one at 15 cuts what was said.
+    # The version at 5 is valid until 10 and replaces no result; the one at 15 splits existing results.
     driver.pipe("left", record("left", "a", 2, 5), record("left", "a", 3, 15))
     rows = driver.read("left_of_both")
     told = [(r["l"], r["r"], at(r["timestamp"]), r["is_latest"]) for r in rows]
@@ -119,7 +120,7 @@ def test_a_deletion_ends_what_it_covers(spark: SparkSession) -> None:
     driver.run({"right": [gone[0], record("right", "b", 1, 5)], "left": [gone[1]]})
     assert versions(driver, "inner") == []
     assert versions(driver, "left") == [("a", 1, None, 10, 15)]
-    # A deletion of what is not there says nothing of times that had no row.
+    # No tombstone is emitted for a time that never had a row: b has a result in the outer join alone.
     assert [sum(r["k"] == "b" for r in driver.read(name)) for name in names] == [0, 0, 1]
 
 
@@ -135,7 +136,8 @@ def test_results_older_than_their_history_are_late(spark: SparkSession) -> None:
 
 
 def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: SparkSession) -> None:
-    """Nor does it take the place of what was told when it was still known."""
+    """A result for a time at which a side's version has expired is late, and is not emitted as a row
+    without a match."""
     short = table("left", 100 * MS), table("right", 100 * MS)
     about: dict[str, Any] = {"history": "complete", "select": ["left.l", "right.r"]}
     first = short[0].left_join(short[1], name="left_of_both", **about)
@@ -143,7 +145,7 @@ def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: Sp
     right = [("a", 7, 10), ("a", 8, 20), ("b", 9, 500)]
     driver.pipe("right", *(record("right", *one) for one in right))
     driver.pipe("left", record("left", "a", 1, 12), record("left", "c", 2, 12))
-    # What the right was at 12 nobody knows any more; of c it never had anything.
+    # The version of a on the right at 12 has expired; c never had a version on the right.
     assert versions(driver, "left") == [("a", 1, 8, 20, None), ("c", 2, None, 12, None)]
     assert driver._stores["left_of_both"].head().commit.counts["late"] == 1
 
@@ -162,7 +164,7 @@ def test_a_late_version_does_not_outlive_a_deletion_that_the_table_has_forgotten
     driver = TopologyTestDriver(*nodes, spark=spark)
     first = [record("left", "a", 3, 11), record("left", "a", None, 13)]
     driver.run({"left": first, "right": [record("right", "a", 7, 10)]})
-    # The version of 12 was valid until 13. When the join runs, left remembers nothing before 14.
+    # The version of 12 was valid until 13. When the join runs, the history of left starts at 14.
     late = [record("left", "a", 2, 12), record("left", "b", 1, 19)]
     driver.run({"left": late, "right": [record("right", "a", 8, 21)]})
     assert [v for v in versions(driver, "inner") if v[4] is None] == []
@@ -172,7 +174,7 @@ def test_a_late_version_does_not_outlive_a_deletion_that_the_table_has_forgotten
 
 
 def test_sides_in_different_partitions(spark: SparkSession) -> None:
-    """All results of a key are in one partition, in which offsets say which came last."""
+    """All results of a key are in one partition, so that their offsets say which is the last."""
     wide = replace(table("right"), partitions=4)
     node = LEFT.left_join(wide, history="complete", name="left_of_both", select=["left.l", "right.r"])
     driver = TopologyTestDriver(node, spark=spark)
@@ -184,7 +186,8 @@ def test_sides_in_different_partitions(spark: SparkSession) -> None:
 
 
 def intersections(kind: str, records: dict[str, list[dict[str, Any]]]) -> list[tuple[Any, ...]]:
-    """The same by DuckDB over all records: intervals of both sides at each begin of either."""
+    """Computes the join with DuckDB from all records: the valid rows of both sides at each start of a
+    version of either side."""
     frames = {
         name: pd.DataFrame(
             {"k": [r["k"] for r in rows], "v": [r[name[0]] for r in rows]}
@@ -214,7 +217,7 @@ def intersections(kind: str, records: dict[str, list[dict[str, Any]]]) -> list[t
 
 
 def in_runs(rows: list[tuple[str, dict[str, Any]]], cuts: Iterable[int]) -> list[dict[str, Any]]:
-    """The records of each run by input."""
+    """Splits the records into runs, and each run by input."""
     places = [0, *sorted(cuts), len(rows)]
     runs: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(places):
@@ -288,7 +291,7 @@ def test_on_delta_without_spark_and_made_anew(
     topology.land("orders", "1.jsonl", [("a", 100, 7)])
     for node in (rates, other, both):
         run_once(node, stores)
-    # Both are late, and the second is cut by the first.
+    # Both records of a are late: the rate from minute 4 splits the other version from minute 3.
     topology.land("rates", "2.jsonl", [("a", 4, 4)])
     topology.land("others", "2.jsonl", [("a", 11, 3), ("b", None, 15)])
     run_once(rates, stores)
@@ -300,14 +303,14 @@ def test_on_delta_without_spark_and_made_anew(
     run = Run.pin(both, stores)
     logs = run.read()
     with monkeypatch.context() as patched:
-        # Which versions the run needs it knows by the statistics of files.
+        # The run finds the versions that it needs by file statistics, without a Spark job.
         patched.setattr(type(logs[0]), "collect", killed)
         results = run.operate(logs)
-        # A row that an op has changed may be older than they say.
+        # A row that an op has changed may be older than the statistics say.
         with pytest.raises(KilledError):
             run.operate([rows.where("n > 0") for rows in logs])
     with settings(spark, {"spark.sql.maxPlanStringLength": "100000"}):
-        # The versions of each side. (Spark 4.0 shuffles each union too.)
+        # One shuffle for the versions of each side. (Spark 4.0 also shuffles each union.)
         assert pyspark_series() == "4.0" or count(plan(results.rows))["shuffles"] == 2
     with monkeypatch.context() as patched:
         patched.setattr(AssetStore, "commit", killed)
@@ -327,7 +330,7 @@ def test_on_delta_without_spark_and_made_anew(
     joined = read("priced", key="a", warehouse=topology.warehouse).to_pylist()
     assert [(r["n"], r["rate"]) for r in joined] == [(100, 2)]
     assert [one.name for one in audit(stores(both)) if not one.passed] == []
-    # Made anew in one run, it has the same versions.
+    # A replay in one run gives the same versions.
     again = replay(topology.warehouse, both, "both_again", spark)
     assert rows_of(again) == rows_of(AssetStore(topology.warehouse, both, spark))
 

@@ -1,4 +1,4 @@
-"""``vt-dagster init``: its project loads, runs and passes its own test."""
+"""The project that ``vt-dagster init`` makes loads, runs and passes its own test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError
 from vt_dagster.testing import TopologyTestDriver
 
-pytestmark = [  # of Dagster's own code, where it loads a folder of definitions
+pytestmark = [  # warnings of Dagster's own code when it loads a folder of definitions
     pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning"),
     pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
@@ -33,7 +33,7 @@ pytestmark = [  # of Dagster's own code, where it loads a folder of definitions
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty directory; what projects in it have brought along is forgotten after the test."""
+    """An empty directory; the imported modules of projects in it are unloaded after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds the directory of its project
     before = set(sys.modules)
@@ -48,7 +48,7 @@ def init(*arguments: str) -> Result:
 
 
 def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a command sees it that is typed in the project's directory."""
+    """Sets the directory and the import path as for a command that runs in the project's directory."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.syspath_prepend(str(project / "tests"))
@@ -74,7 +74,7 @@ def test_in_yaml(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSessio
 
 
 def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
-    """A plan finds the tables of a YAML file, and says the same as of those declared in Python."""
+    """A plan finds the tables of a YAML file, and equals the plan of the same tables in Python."""
     project = here / "market_hall"
     declared = project / "market_hall" / "defs" / "prices" / "defs.yaml"
     Path("workspace.yaml").write_text("load_from:\n  - python_module: market_hall.definitions\n")
@@ -135,7 +135,7 @@ def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -
 
 
 def test_a_part_of_a_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder takes the resources of its project; two warehouses of one module are told apart."""
+    """A folder uses its project's resources; for a module with two warehouses, the user must choose."""
     defs = here / "corner_shop" / "defs"
     for name in ("orders", "returns"):
         (defs / name).mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_a_part_of_a_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
-    """A run says what came out, and its own test passes."""
+    """A run reports its new rows, and the project's own test passes."""
     made = init("corner_shop")
     assert made.exit_code == 0, made.output
     for target in re.findall(r"make (\w+)", made.output):
@@ -188,7 +188,7 @@ def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSess
     inside(here / "corner_shop", monkeypatch)
     own_test()(lambda node: TopologyTestDriver(node, spark=spark))
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("DAGSTER_HOME", str(here))  # so that Dagster knows the second run of the first
+    monkeypatch.setenv("DAGSTER_HOME", str(here))  # keeps the first run's events for the second run
     module = "-m", "corner_shop.definitions"
     said = CliRunner().invoke(app, ["run", *module, "--rows", "1"])
     assert said.exit_code == 0, said.output
@@ -201,7 +201,7 @@ def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSess
     ]
     assert lines[5].split() == ["order_id", "product", "ordered_at", "price", "priced_from"]
     assert len(lines) == 10
-    # in order of arrival the last apple would have cost 1.2; the newest order waits
+    # In order of arrival, the last apple would cost 1.2. The newest order waits.
     found = prices_of(vt_dagster.read("priced_orders", warehouse="data/warehouse"))
     assert found == {1: 1.0, 2: 3.0, 3: 1.2, 4: 1.4}
     ask = shlex.split(lines[8].removeprefix("explain the first row: vt-dagster "))
@@ -226,7 +226,7 @@ def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSess
 
 
 def test_a_list_of_its_definitions_has_short_lines(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a terminal of 80 letters, a row of a check is a line, and one of an asset few lines."""
+    """In a terminal of 80 columns, each check takes one line, and the whole list less than 80 lines."""
     assert init("corner_shop").exit_code == 0
     monkeypatch.setenv("DAGSTER_HOME", str(here))
     (here / "dagster.yaml").write_bytes((here / "corner_shop" / "dagster.yaml").read_bytes())
@@ -243,7 +243,7 @@ def test_a_list_of_its_definitions_has_short_lines(here: Path, monkeypatch: pyte
 
 
 def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> None:
-    """No form of Dagster's covers it."""
+    """Telemetry is off, and Dagster's sign-up form (``nux``) does not cover the first page."""
     assert init("corner_shop").exit_code == 0
     with dg.DagsterInstance.from_config(str(here / "corner_shop")) as instance:
         assert not instance.telemetry_enabled
@@ -253,7 +253,7 @@ def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> No
 @pytest.mark.jvm
 @pytest.mark.slow
 def test_its_commands_share_a_server(here: Path, connect_server: ConnectServer) -> None:
-    """A run, checks and tests find the server that is there; what Dagster logs is in a file."""
+    """A run, checks and tests use the running server; Dagster's debug log goes to a file."""
     environment = {
         **connect_server.environment,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -290,7 +290,7 @@ def test_its_commands_share_a_server(here: Path, connect_server: ConnectServer) 
     assert "STEP_SUCCESS" in log
     assert "1 passed" in tested
     assert "failed" not in tested.rpartition("1 passed")[2]
-    assert make("--dry-run", "stop") == "vt-dagster spark stop\n"  # the server is that of other tests
+    assert make("--dry-run", "stop") == "vt-dagster spark stop\n"  # other tests use this server
 
 
 @pytest.mark.parametrize("flavour", [[], ["--yaml"]])

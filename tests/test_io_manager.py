@@ -1,4 +1,4 @@
-"""A user's own assets get tables as DataFrames."""
+"""A user's own assets read tables as DataFrames."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
-    """Materializes an asset that reads a table; the run's result and the rows it got."""
+    """Materializes an asset that reads a table; returns the run's result and the rows it read."""
     rows: list[Any] = []
 
     @dg.asset(ins={"table": dg.AssetIn(upstream, metadata=metadata)})
@@ -87,11 +87,11 @@ def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind
             rows = list(made["v"])
         got.extend(rows)
 
-    body.__annotations__ = {"prices": kind, "return": None}  # as it stands in a user's module
+    body.__annotations__ = {"prices": kind, "return": None}  # like annotations in a user's module
     of_then = dg.AssetIn(metadata={"vt_dagster/as_of": "2024-01-01T12:00:00"})
     mine = dg.asset(name="mine", ins={"prices": of_then})(body)
 
-    # No Spark is asked for: there is none at this address.
+    # The run must not connect to Spark: no server listens at this address.
     resources = build_resources(str(market.warehouse), SparkResource(remote="sc://localhost:1"))
     every = [build_asset(node) for node in market.nodes]
     result = dg.materialize([*every, mine], selection=[mine], resources=resources, raise_on_error=False)
@@ -100,7 +100,7 @@ def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind
 
 
 def test_in_another_code_location(market: Market) -> None:
-    """It has the spec of the table's asset instead of its definition."""
+    """The other location has the spec of the table's asset instead of its definition."""
     got: list[Any] = []
 
     def body(prices: Any) -> None:
@@ -122,7 +122,7 @@ BY_PARTITION = dg.AssetIn("prices", metadata={"vt_dagster/as_of": "partition_end
 
 
 def daily(got: dict[str, set[tuple[str, str]]], **about: Any) -> Any:
-    """An asset of a partition a day, which reads prices as of its end."""
+    """An asset with daily partitions, which reads prices as of the end of its partition."""
     days = dg.DailyPartitionsDefinition("2024-01-01", **about)
 
     @dg.asset(partitions_def=days, ins={"prices": BY_PARTITION})
@@ -143,7 +143,7 @@ def of_partition(market: Market, asset: Any, day: str | None, **more: Any) -> An
 def test_a_backfill_reads_what_the_runs_of_those_days_have_read(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """With a record at each midnight, which is the day's that begins."""
+    """A record at midnight belongs to the day that begins."""
     at_the_time: dict[str, set[tuple[str, str]]] = {}
     market = Market(tmp_path, spark)
     market.prices = replace(market.prices, history_retention=timedelta(days=30))
@@ -157,10 +157,10 @@ def test_a_backfill_reads_what_the_runs_of_those_days_have_read(
     for day in reversed(DAYS):
         assert of_partition(market, daily(afterwards), day).success
     assert afterwards == at_the_time
-    in_paris: dict[str, set[tuple[str, str]]] = {}  # where the day ends at 23:00 UTC
+    in_paris: dict[str, set[tuple[str, str]]] = {}  # the day ends at 23:00 UTC
     assert of_partition(market, daily(in_paris, timezone="Europe/Paris"), DAYS[0]).success
     assert in_paris == {DAYS[0]: {("a", "a1"), ("b", "b1")}}
-    west: dict[str, set[tuple[str, str]]] = {}  # where it ends at 05:00 UTC of the next
+    west: dict[str, set[tuple[str, str]]] = {}  # the day ends at 05:00 UTC of the next day
     assert of_partition(market, daily(west, timezone="America/New_York"), DAYS[0]).success
     assert west == {DAYS[0]: {("a", "a2"), ("b", "b1")}}
 
@@ -180,7 +180,8 @@ def test_a_partition_without_an_end(market: Market) -> None:
 
 
 def test_what_was_known_then(market: Market) -> None:
-    """With Spark and without; and at the end of a day on which nothing was known yet."""
+    """``as_known_at`` works with and without Spark; the end of a day before the first commit is an
+    error."""
     first, second = commit_log.commits(str(market.warehouse / "prices"))
     got = dict[str, set[Any]]()
 
