@@ -27,7 +27,7 @@ WAITING = 3
 
 
 def report(day: date, days: Sequence[date]) -> dict[str, Any]:
-    """Returns the report at the end of ``day`` from the deliveries of ``days``, without this library."""
+    """Returns the report at the end of ``day`` from the deliveries of ``days``, without vt_dagster."""
     there = world.customers(day)
     end = datetime(day.year, day.month, day.day, tzinfo=timezone.utc) + timedelta(days=1)
     current = {

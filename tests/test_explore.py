@@ -169,8 +169,8 @@ def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(2, 8))]
 )
 def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """A key's answer equals the rows of ``read`` for random records, whatever part of them is shown, and
-    whatever the chunk size."""
+    """A key's answer equals the rows of ``read`` for random records, whatever part of them is shown,
+    and whatever the chunk size."""
     chance = random.Random(seed)
     monkeypatch.setattr(lateness, "CHUNK", chance.choice([3, 7, 1000]))
     monkeypatch.setitem(key_history.newest.__kwdefaults__, "most", 6)

@@ -120,8 +120,8 @@ def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_
 
 
 def test_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export has the rows that are valid now, and its commit says until when: for example, p4 is the
-    row of a from day 2, 05:00 on."""
+    """The export has the rows that are valid now, and its commit says until when: for example, p4 is
+    the row of a from day 2, 05:00 on."""
     to = tmp_path / "now"
     way = exporting(copy, copy.prices, None, to, as_of="now")
     told: list[str] = []
@@ -234,8 +234,8 @@ def test_deletions_in_a_log_where_they_are_asked_for(market: Market, tmp_path: P
 
 
 def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> None:
-    """Covers a run killed after its commit, runs without and with new records, and the metadata and checks
-    that downstream sees."""
+    """Covers a run killed after its commit, runs without and with new records, and the metadata and
+    checks that downstream sees."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
     spark.sql("CREATE SCHEMA IF NOT EXISTS bi")
     about: Any = {"to": to, "catalog_table": "bi.prices", "tags": {"for": "bi"}}

@@ -119,8 +119,8 @@ def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) 
 
 
 def test_no_rows(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """A stream without rows, a table whose last rows were deleted, and new records that add no row: each
-    gives a snapshot."""
+    """A stream without rows, a table whose last rows were deleted, and new records that add no row:
+    each gives a snapshot."""
     none = copy.sales.flat_map_values("cast(array() AS array<string>)", column="word", name="none")
     copy.run([none])
     way = exporting(copy, none, None, tmp_path / "none")
@@ -203,7 +203,7 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
 
 
 def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
-    """PostgreSQL's infinity, as Debezium sends it, is exported; file statistics have no bounds for it."""
+    """PostgreSQL's infinity, as Debezium sends it, is exported; file statistics then have no bounds."""
     far = "timestamp'+294247-01-01 00:00:00' AS until, date'-0044-03-15' AS day"
     table = IcebergTable("far", "lake", "bi.far", str(tmp_path / "far"))
     for batch, sql in enumerate(("SELECT 1 AS n", f"SELECT 1 AS n, {far}", f"SELECT 2 AS n, {far}"), 1):
@@ -221,8 +221,8 @@ def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp
 
 
 def test_two_runs_at_once(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
-    """The run that commits first wins, for the first batch and for a later one. The other run leaves no
-    files."""
+    """The run that commits first wins, for the first batch and for a later one. The other run leaves
+    no files."""
     table = IcebergTable("both", "lake", "bi.both", str(tmp_path / "both"))
 
     def write(batch: int, who: str, before: Any = lambda: None) -> None:
@@ -320,8 +320,8 @@ def test_killed_before_and_after_the_commit(
 
 
 def test_through_dagster(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """Covers a run that died after its commit, a run without new records, other columns, and the metadata
-    that Dagster shows."""
+    """Covers a run that died after its commit, a run without new records, other columns, and the
+    metadata that Dagster shows."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
     about: Any = {"to": to, "catalog_table": "bi.prices"}
     about |= {"format": "iceberg", "iceberg_catalog": "lake", "warehouse": str(copy.warehouse)}

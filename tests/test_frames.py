@@ -85,8 +85,8 @@ def test_local_frames(value: Any) -> None:
 
 
 def test_order_is_by_time_then_as_they_stand_or_by_key(spark: SparkSession) -> None:
-    """Records with equal times keep the order of a local DataFrame; those of a Spark DataFrame, which has
-    no order, are sorted by key. Records of a later delivery come after those of an earlier one."""
+    """Records with equal times keep the order of a local DataFrame; those of a Spark DataFrame, which
+    has no order, are sorted by key. Records of a later delivery come after those of an earlier one."""
     turned = PANDAS.iloc[[2, 1, 0]]
     assert [k for k, _, _ in records(spark, given(turned))] == ["b", "a", "late"]
     rows = spark.createDataFrame(turned[["k", "at"]]).withColumns(

@@ -243,7 +243,7 @@ def test_a_list_of_its_definitions_has_short_lines(here: Path, monkeypatch: pyte
 
 
 def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> None:
-    """Telemetry is off, and Dagster's sign-up form (``nux``) does not cover the first page."""
+    """Telemetry is off, and Dagster's form for an email address (``nux``) is off too."""
     assert init("corner_shop").exit_code == 0
     with dg.DagsterInstance.from_config(str(here / "corner_shop")) as instance:
         assert not instance.telemetry_enabled

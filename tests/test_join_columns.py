@@ -33,8 +33,8 @@ def table(name: str, versioned: bool) -> Table:
 
 
 def test_columns_called_like_the_sides(spark: SparkSession) -> None:
-    """This holds for joins of a stream with a plain or versioned table, and for joins of two tables by key
-    or by foreign key."""
+    """This holds for joins of a stream with a plain or versioned table, and for joins of two tables by
+    key or by foreign key."""
     sales, one = Stream("sales", **ABOUT), table("one", versioned=False)
     plain, versioned = table("plain", versioned=False), table("versioned", versioned=True)
     joins = [
@@ -54,8 +54,8 @@ def test_columns_called_like_the_sides(spark: SparkSession) -> None:
 
 
 def test_types_that_delta_does_not_have(spark: SparkSession) -> None:
-    """The type of an expression is known only when Spark analyzes it. A type that Delta lacks is an error
-    before anything is written."""
+    """The type of an expression is known only when Spark analyzes it. A type that Delta lacks is an
+    error before anything is written."""
     sales, rates = Stream("sales", **ABOUT), table("rates", versioned=True)
     age = "left.timestamp - right.valid_from as age"
     driver = TopologyTestDriver(sales.join(rates, name="aged", select=["left.left", age]), spark=spark)

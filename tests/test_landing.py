@@ -20,8 +20,8 @@ from assets.landing import DELIVERIES, LateWeather, landing_file, write_landing
 from tests.reference import WEATHER_VALUES, as_of_join, departure
 from vt_dagster.errors import SourceError
 
-# The garbage of an earlier test may be collected here: a temporary directory that Dagster did not
-# remove warns of itself then.
+# A garbage collection here may find a temporary directory of an earlier test that Dagster did not
+# remove. Its warning must not fail a test of this module.
 pytestmark = [
     pytest.mark.filterwarnings(
         "error", "default::ResourceWarning", "default::pytest.PytestUnraisableExceptionWarning"
@@ -34,14 +34,14 @@ TEXT = {"carrier", "tailnum", "origin", "dest", "time_hour"}
 
 @dataclass(frozen=True)
 class Part:
-    """Months that are delivered, and what is known of their records.
+    """Delivered months, and the expected numbers of their records.
 
     Args:
-        fates: how many flights were cancelled, never landed, and landed.
-        aircraft: how many records of them there are; ``tails`` are how many there are, ``moved`` of
-            which change hands.
-        disordered: how many flights arrive after one of their airport that left later; ``latest`` the
-            longest time by which one does.
+        fates: the numbers of flights that were cancelled, never landed, and landed.
+        aircraft: the number of aircraft records; ``tails`` is the number of aircraft, ``moved`` the
+            number of changes of carrier.
+        disordered: the number of flights that arrive after a flight of the same airport with a later
+            departure; ``latest`` is the longest time between two such departures.
     """
 
     months: tuple[int, ...]
@@ -209,7 +209,7 @@ def test_aircraft_are_what_their_flights_say(part, flights, delivered):
     assert got["tailnum"].nunique() == flights["tailnum"].nunique() == part.tails
     for column in ("since", "known_at"):
         got[column] = pd.to_datetime(got[column], utc=True)
-    # as of each flight, the aircraft's newest record names its carrier: no flight is contradicted
+    # As of each flight, the newest record of its aircraft names the flight's carrier.
     flown = flights.dropna(subset="tailnum").sort_values("timestamp", kind="stable")
     said = pd.merge_asof(
         flown,
@@ -220,7 +220,7 @@ def test_aircraft_are_what_their_flights_say(part, flights, delivered):
         suffixes=("", "_said"),
     )
     assert (said["carrier"] == said["carrier_said"]).all()
-    # and none is superfluous
+    # Each record changes the carrier: none is redundant.
     by_time = got.sort_values(["tailnum", "since"])
     before = by_time.groupby("tailnum")["carrier"].shift()
     assert (by_time["carrier"] != before).all()

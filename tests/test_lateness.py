@@ -1,4 +1,4 @@
-"""``lateness``: its numbers are those of real runs with each length, on Spark."""
+"""The numbers of ``lateness`` equal those of real Spark runs with each grace period or retention."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ Row = Mapping[str, Any]
 
 
 class Lab:
-    """A stream and a table whose records come out of order, in steps; joins and windows of them with
-    several graces, of which the first of each is on Delta, the others in memory."""
+    """A stream and a table whose records land in steps and out of order, with joins and windows of
+    several grace periods. The first of each is stored on Delta, the others in memory."""
 
     def __init__(self, root: Path, spark: SparkSession) -> None:
         self.root, self.spark, self.warehouse = root, spark, str(root / "warehouse")
@@ -112,7 +112,7 @@ class Lab:
         chance, ids = random.Random(3), iter(range(10_000))
         for step in range(STEPS):
             now = 12 * step
-            # The table is behind: some of its records come a step or two later than they are true.
+            # The table lags: some of its records arrive one or two steps after their timestamp.
             rates = [
                 {"k": chance.choice("abcd"), "n": chance.choice([None, *range(5)]), "timestamp": moment}
                 for moment in times(chance, 40, now, [0, 0, 1, 4, 13])
@@ -146,7 +146,7 @@ class Lab:
 
 
 def recorded(step: int) -> int:
-    """When the joins' runs of a step are recorded; not evenly apart."""
+    """The ``recorded_at`` of the joins' runs of a step; the intervals are not equal."""
     return START + (step * step + 100) * 3600 * 1_000_000
 
 
@@ -164,7 +164,7 @@ def lab(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def truth(lab: Lab) -> dict[int, int | None]:
-    """What each order should find, by all that is known: row by row."""
+    """Returns what each order should find in all rates recorded so far, row by row."""
     rates = sorted(lab.rows("rates"), key=lambda r: r["offset"])
     found: dict[int, int | None] = {}
     for order in lab.rows("orders"):
@@ -180,7 +180,7 @@ def truth(lab: Lab) -> dict[int, int | None]:
 
 
 def assert_as_run(lab: Lab, name: str, choice: Choice, should: dict[int, int | None]) -> None:
-    """A choice has the numbers of a left join that has run with it."""
+    """A choice must have the numbers of a left join that ran with its grace period."""
     commits, rows = lab.commits(name), lab.rows(name)
     assert choice.late == sum(c.counts["late"] for c in commits)
     waiting = [c.counts["waiting"] for c in commits]
@@ -217,13 +217,13 @@ def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
     assert wrong[0] > wrong[1] > 0
     assert found.of(GRACES[1]).late > 0
     assert found.of(GRACES[2]).late == 0
-    # What waits longer than the table remembers is not found any more.
+    # A record that waits longer than the table's history retention finds its version expired.
     assert found.of(GRACES[2]).expired == wrong[2] > wrong[0]
     assert found.declared == found.of(GRACES[0])
 
 
 def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
-    """Against all that there are, in steps of which the records' times are made."""
+    """The test compares it with all grace periods in steps of 15 s, the steps of the records' times."""
     grid = [timedelta(seconds=15 * i) for i in range(60)]
     shown = lab.lateness("join0", grace=grid)
     for percentage in (9, 9.5, 10, 11):
@@ -250,7 +250,7 @@ def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
 
 
 class Answers:
-    """Versions that answer each record by a list of states; the last one is right."""
+    """Versions whose answer depends on the state alone; the answer of the last state is right."""
 
     now = 4
 
@@ -265,7 +265,8 @@ class Answers:
 
 
 def test_a_record_may_be_right_by_chance_with_a_shorter_one() -> None:
-    """Of four runs the second and the fourth give what is known now: the second is soon enough."""
+    """Of four runs, the second and the fourth give the answer known now. A grace period until the
+    second run is enough."""
     join = LateJoin.__new__(LateJoin)
     one = np.zeros(1, np.int64)
     home = {"run": 0, "home": one, "moment": one + 10, "now": one + 20, "keyed": one == 0}
@@ -281,7 +282,7 @@ def test_a_record_may_be_right_by_chance_with_a_shorter_one() -> None:
 
 
 def test_a_version_that_has_ended_by_itself_answers_nothing() -> None:
-    """Nor does one that ends answer for a time before the history: it is nobody's current one."""
+    """A version with an end answers nothing for a time before the history either: it is not current."""
     rows = pa.table(
         {
             **{"k": ["a", "a"], "partition": [0, 0], "offset": [0, 1], "is_tombstone": [False] * 2},
@@ -407,7 +408,8 @@ def test_a_retention_refuses_what_a_run_with_it_refuses(lab: Lab) -> None:
 
 
 def test_refused_records_that_were_erased(spark: SparkSession, tmp_path: Path) -> None:
-    """How late they were is not known any more; of the others it is."""
+    """The lateness of an erased record is unknown, so that counts may be upper bounds; that of the
+    other records is known."""
     source = FilesSource(str(tmp_path / "rates"))
     about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "source": source}
     node = VersionedTable("rates", history_retention=timedelta(minutes=4), **about)

@@ -1,4 +1,4 @@
-"""The layers of packages, written down once: each imports only from those above it, in no circle."""
+"""The layers of packages: a package imports only from layers above its own, and without cycles."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ LAYERS = [
     {"resources"},
     {"assets"},
 ]
-"""Packages and modules of ``vt_dagster`` (``""`` is the package itself), then the code location's own.
-Those of one layer know nothing of each other."""
+"""Packages and modules of ``vt_dagster`` (``""`` is the package itself), then those of the code
+location. Packages of one layer do not import each other."""
 
 DEMO = {("cli", "assets")}
-"""`vt-dagster demo` runs the worked example, where it is there."""
+"""`vt-dagster demo` runs the worked example, if it is installed."""
 
 LATE_IMPORTS = {
     "vt_dagster.storage.arrow_reader": {"pyarrow": "its datasets take pandas with them, half a second"},
@@ -73,7 +73,7 @@ LATE_IMPORTS = {
         "grpc": "of Spark Connect, an extra of PySpark",
     },
 }
-"""What a function imports: by module, the package and the reason. Never a module of ``vt_dagster``."""
+"""Imports inside functions: by module, the package and the reason. None is of ``vt_dagster``."""
 
 KERNELS = {"partial_updates.py", "suppress.py", "windowed_aggregate.py"}
 """Modules of ``core`` with a kernel on Arrow arrays."""
@@ -81,7 +81,7 @@ KERNELS = {"partial_updates.py", "suppress.py", "windowed_aggregate.py"}
 BY_NAME = {
     "vt_dagster.components.topology_component",
 }
-"""Modules that still tell operators by the names of their classes: the list only gets shorter."""
+"""Modules that still distinguish operators by their class names: remove from this list, never add."""
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 DAGSTER = {"orchestration", "components", "cli", "ops", "", "resources", "assets"}
@@ -130,7 +130,7 @@ def imports_by_name(code: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def name_of(node: ast.AST) -> str:
-    """The name of a function that is called, whatever it is a method of."""
+    """The name of a called function or method, without its object."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
@@ -173,7 +173,7 @@ def test_packages_import_from_those_above() -> None:
 
 
 def test_the_documentation_has_these_layers() -> None:
-    """``vt_dagster`` stands for the package itself."""
+    """In the page, ``vt_dagster`` is the package itself."""
     page = (ROOT / "docs" / "how" / "index.md").read_text(encoding="utf-8")
     told: dict[int, set[str]] = {}
     for layer, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):
@@ -206,7 +206,7 @@ def test_no_import_in_a_function() -> None:
 
 
 def test_no_import_for_type_checkers_alone() -> None:
-    """But for the package itself, which imports its names when they are asked for."""
+    """The package itself is an exception: it imports its names on first access."""
     for path in ours():
         if dotted(path) == "vt_dagster":
             continue
@@ -227,7 +227,7 @@ def test_where_dagster_is_known() -> None:
 
 @cache
 def operator_classes() -> dict[str, str]:
-    """Each operator, and the name of the file that is its home."""
+    """Returns each operator class and the name of the module that defines it."""
 
     def below(cls: type[Any]) -> Iterator[type[Any]]:
         for one in cls.__subclasses__():
@@ -241,7 +241,7 @@ def operator_classes() -> dict[str, str]:
 
 
 def asked_classes(code: Iterable[ast.AST]) -> Iterator[str]:
-    """The names of classes that code asks an object for."""
+    """The names of the classes that code compares an object's type with."""
     for node in code:
         asked: list[ast.AST] = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -261,7 +261,7 @@ def asked_classes(code: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def named_classes(code: Iterable[ast.AST]) -> Iterator[str]:
-    """Strings in code, the names of classes among them."""
+    """The strings in code; some may be names of classes."""
     for node in code:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

@@ -1,5 +1,5 @@
-"""Every error message of the library, in ``error_messages.txt``: what was expected, what came, what
-to do. After one was changed or added ``python -m tests.test_messages`` writes the list anew; read it.
+"""``error_messages.txt`` lists every error message of the library: what was expected, what was found,
+what to do. After a change of messages, rewrite it with ``python -m tests.test_messages``, and read it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ TO_DO = re.compile(
     r"unset|use|write)\b",
     re.IGNORECASE,
 )
-"""Words that tell what to do."""
+"""Words that say what to do."""
 
 PLAIN = re.compile(
     r"(must be|must have|expected|is one of|takes|needs)\b.*(got|has|found|none|example)"
 )
-"""A wrong value: what it must be and what it is says what to do."""
+"""A message with the expected and the given value needs no word of ``TO_DO``."""
 
 
 def text_of(node: ast.AST, constants: dict[str, str]) -> str:
-    """A message as it stands in the source, what is put into it as ``…``, but for constant texts."""
+    """Returns a message as in the source, with ``…`` for each value that is no constant text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -77,7 +77,7 @@ def _messages() -> Iterator[tuple[str, str, str]]:
 
 
 def listed() -> str:
-    """All of them, one a line, by module and text."""
+    """Returns all messages, one per line, sorted by module, error and text."""
     return "".join(f"{module} {kind}: {text}\n" for module, kind, text in sorted(set(messages())))
 
 

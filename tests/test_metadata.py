@@ -1,4 +1,4 @@
-"""What materializations say: names that Dagster plots, and values that add up."""
+"""Metadata of materializations: the numbers that Dagster plots, and counts that add up."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_join(market: Market) -> None:
     }
     assert {name: second[name] for name in expected} == expected
     rows = market.store(market.priced).read("log").orderBy("offset").collect()
-    # s3 was due at the end of the run; s4 was late, and joined as of its own time
+    # s3 was released at the end of the run; s4 was late, and joined as of its own timestamp.
     assert [(r["v"], r["price"], r["is_late"]) for r in rows] == [
         ("s1", "p2 again", False),
         ("s2", "q1", False),
@@ -99,7 +99,7 @@ def test_join(market: Market) -> None:
 
 
 def plotted(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
-    """The numbers of a materialization: Dagster plots each."""
+    """Returns the numbers in the metadata of a materialization: Dagster plots each."""
     (said,) = (
         e.materialization.metadata
         for e in result.get_asset_materialization_events()
@@ -110,7 +110,8 @@ def plotted(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
 
 
 def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
-    """Nothing that counts the runs, no zero that can be nothing else; a promise is told at zero too."""
+    """No counter of runs is plotted, and no count that can only be zero. A count whose zero is
+    information, as for alerts, is plotted at zero too."""
     always = {"seconds", "dagster/row_count", "log_rows", "records_in"}
     source = always | {"records_applied", "records_quarantined"}
     first, second = market.results
@@ -119,7 +120,7 @@ def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
     assert set(plotted(first, "rates")) == set(plotted(first, "sales")) == source
     of_join = always | {"records_out", "records_late", "records_waiting"}
     assert set(plotted(first, "priced")) == set(plotted(second, "priced")) == of_join
-    # a sale before the first price of its key has none; from then on it is told how many
+    # A sale before the first price of its key is unmatched. From then on, runs report the number.
     copy = market.copy(tmp_path / "copy")
     made = [build_asset(node) for node in (copy.sales, copy.prices, copy.priced)]
     about: Any = {"warehouse": copy.warehouse, "instance": copy.instance}
@@ -224,7 +225,7 @@ def test_a_catalog_says_what_a_row_its_key_and_its_time_are() -> None:
 
 
 def test_without_a_description_a_list_has_one_line() -> None:
-    """The operator's, without what it waits for; ``describe`` has that."""
+    """The line is the operator's description without the grace period; ``describe`` has that too."""
     assert summary(replace(weather, description=None)) == "Versions by origin, kept 150 days."
     joined = replace(flights_with_weather, description=None)
     assert summary(joined) == "flights, each record with weather as of its timestamp."
@@ -232,7 +233,7 @@ def test_without_a_description_a_list_has_one_line() -> None:
 
 
 def test_the_promises_of_checks_are_in_the_metadata() -> None:
-    """Of each check: its spec has no description, which ``dg list defs`` has no room for."""
+    """The metadata describe each check. Its spec has no description: ``dg list defs`` has no room."""
     told = metadata.definition_metadata(weather)["vt_dagster/checks"].md_str
     checks = build_checks(weather).check_specs
     assert len(checks) > 5

@@ -1,4 +1,4 @@
-"""What is refused when definitions load: each message names the asset, what came, and what to do."""
+"""Definitions that are refused on load: each message names the asset, the value, and what to do."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_columns_of_a_join() -> None:
         "k": "string",
         "since": "timestamp",
         "v": "string",
-        "both": "void",  # Spark decides
+        "both": "void",  # Spark finds out the type
         "p": "string",
     }
 

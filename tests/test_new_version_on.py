@@ -1,4 +1,4 @@
-"""Versions that only some columns make: ``new_version_on``."""
+"""``new_version_on``: only a change of these columns starts a new version."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SCHEMA = StructType(
 
 @dataclass(frozen=True)
 class Change:
-    """A record of the table; without a ``tier`` and a ``city`` of its own a deletion."""
+    """A record of the table; a deletion has neither ``tier`` nor ``city``."""
 
     k: str
     second: int
@@ -101,7 +101,7 @@ Version = tuple[Any, ...]
 
 
 def expected(arrived: Sequence[Change], retention: int) -> list[Version]:
-    """The versions by the definition, of all records in order of their times."""
+    """Returns the versions by the definition: from all accepted records, in order of their times."""
     now: int | None = None
     there: dict[tuple[str, int], Change] = {}
     for one in arrived:
@@ -138,7 +138,7 @@ def as_of(versions: Sequence[Version], key: str, second: int, horizon: int) -> V
 
 
 def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
-    """With repeats, ties, deletions, nulls, and late ones."""
+    """Random records with repeats, ties, deletions, nulls, and late ones."""
     found = list[Change]()
     for i in range(n):
         tier, city = random.choice("xyy"), random.choice(["p", "p", None])
@@ -162,7 +162,7 @@ def told(rows: Any) -> list[Version]:
 
 
 def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> None:
-    """Many keys at once, folded in parts; of what is there only what a fold must be given."""
+    """Records of many keys are folded in parts. Each fold gets only the existing rows that it needs."""
     random, arrived = Random(7), list[Change]()
     for n in range(50):
         arrived += some_changes(random, f"k{n:03}", random.randint(1, 12), 60)
@@ -186,7 +186,7 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
             there = {}
             for row in view.to_pylist():
                 there.setdefault(row["k"], []).append(row)
-            # As little as can be: what ends after a late record of the key, and what is current.
+            # The smallest input: current versions, and those that end after a late record of the key.
             since = {}
             for one, _ in accepted[start:end]:
                 newest = max((r["valid_from"] for r in there.get(one.k, [])), default=None)
@@ -209,7 +209,7 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
         model = expected([one for one, _ in accepted[:end]], 20)
         found = told(versioned_table.collapse_repeats(spark.createDataFrame(view), ["k"], ON))
         assert found == model
-        # Without Spark, of all that was there, and of as little.
+        # Without Spark: from all existing rows, and from the smallest input.
         limits = {0: int(at(now - 20).timestamp() * 1e6)}
         without = told(fold(earlier, part, ["k"], limits, ON))
         assert without == model
@@ -276,23 +276,23 @@ def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
     assert [r["tens"] for r in found["named"]] == [None, 10, 40]
     # A condition that is null does not hold.
     assert [r["n"] for r in found["kept"]] == [None, 1, None]
-    # Counted from where the version began.
+    # The age counts from the start of the version.
     assert [r["n"] for r in found["young"]] == [None, None, 4]
     assert driver.store("accounts").get("a")["n"] == 4  # type: ignore[index]
     assert driver.store("accounts").get("a", at(45))["valid_from"] == at(10)  # type: ignore[index]
 
-    # Another value comes between: what repeated before is a version of its own.
+    # Another value comes in between: the record after it, so far a repeat, starts a new version.
     put(("z", 6, 30))
     assert versions() == [("x", 1, 10, 30), ("z", 6, 30, 40), ("x", 3, 40, 50), (None, 4, 50, None)]
     found = asked(25, 30, 45)
     assert [r["n"] for r in found["joined"]] == [1, 6, 3]
     assert [r["tens"] for r in found["named"]] == [10, 60, 30]
     assert [r["n"] for r in found["kept"]] == [1, None, 3]
-    # And goes again where that one is replaced; the first of a run moves its begin.
+    # When that value is replaced, the two versions are one again; an earlier repeat moves its start.
     put(("x", 7, 30), ("x", 0, 5))
     assert versions() == [("x", 0, 5, 50), (None, 4, 50, None)]
     assert [r["tens"] for r in driver.versions("names")] == [0, 40]
-    # A deletion ends a run.
+    # A deletion ends a version; the next record starts a new one.
     driver = TopologyTestDriver(accounts, spark=spark)
     put(
         *(("x", 1, 10), ("x", 2, 20), ("x", 3, 40), (None, 4, 50), (None, 5, 60)),
@@ -309,8 +309,8 @@ def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
 def test_every_reader_finds_the_same(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With Spark and without, of a view that is as far as its log and of one that is behind it, whose
-    segments are read in part."""
+    """This holds with and without Spark, for a view that has all rows of its log and for one that lags
+    behind, whose segments are read in part."""
     monkeypatch.setattr(view_module, "SEGMENT_ROWS", 8)
     random, arrived = Random(3), list[Change]()
     for n in range(16):
@@ -332,7 +332,7 @@ def test_every_reader_finds_the_same(
     cuts = [0, random.randrange(len(arrived) // 3, len(arrived)), len(arrived)]
     for file, (start, end) in enumerate(itertools.pairwise(cuts)):
         land("accounts", file, [one.row for one in arrived[start:end]])
-        # Behind after the second run.
+        # After the second run, the view lags behind its log.
         freshness: Any = timedelta(days=1) if file else "every_run"
         node = replace(accounts, freshness=freshness)
         run_once(node, stores)
@@ -360,7 +360,7 @@ def test_every_reader_finds_the_same(
         for r in found
     }
     assert told_by_join == {p: nothing if one is None else one[3:6] for p, one in answers.items()}
-    # Another definition makes the view anew, out of the log.
+    # Another ``new_version_on`` rebuilds the view from the log.
     other = table(source=source, partitions=1, new_version_on=["city"])
     by_city = [replace(one, tier="") for one in arrived]
     tiers = [(*one[:1], *one[2:]) for one in expected(by_city, 20)]
@@ -375,7 +375,7 @@ def test_every_reader_finds_the_same(
 
 
 class Live:
-    """Tables of files, and sales that are joined with them."""
+    """Tables and sales that read files, and the runs of these and of their joins."""
 
     def __init__(self, root: Path, spark: SparkSession) -> None:
         self.root, self.spark, self.files = root, spark, itertools.count()
@@ -397,7 +397,7 @@ class Live:
         run_once(node, stores_of(self.warehouse, self.spark), recorded_at=at_)
 
     def versions(self, node: VersionedTable, n: str = "n", tier: str = "tier") -> list[tuple[Any, ...]]:
-        """Of both readers, which must give the same rows."""
+        """Returns the versions; both readers must give the same rows."""
         store = stores_of(self.warehouse, self.spark)(node)
         here, there = store.read("versions").toArrow(), look_up(self.warehouse, node.name, "versions")
         rows = [sorted(map(repr, r.select(here.column_names).to_pylist())) for r in (here, there)]
@@ -424,7 +424,7 @@ def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path
 
     assert why("joined", 0) == ("as_of", {0: "as_of", 2: "other_time"})
     assert [why("accounts", n)[0] for n in range(3)] == ["applied", "repeated", "applied"]
-    # One that came late is the first now, and the join would find it.
+    # A late record is now the first of its version, and the join would find it.
     live.run(accounts, change("x", 3, 5))
     assert why("joined", 0) == ("corrected", {3: "recorded_since", 0: "as_of", 2: "other_time"})
     assert [why("accounts", n)[0] for n in range(4)] == [
@@ -433,7 +433,7 @@ def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path
         "applied",
         "out_of_order",
     ]
-    # And one that comes between makes versions of those that repeated.
+    # A record in between splits the version: the repeat after it starts a new one.
     live.run(accounts, change("z", 4, 15))
     rule, rules = why("joined", 0)
     assert (rule, rules[1], rules[4]) == ("corrected", "repeated", "recorded_since")
@@ -451,7 +451,8 @@ def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path
 
 
 def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
-    """What a view says of the version before a row follows the columns, and is kept by a cut."""
+    """The view's value of the version before a row follows renamed columns, and survives a truncation
+    of the log."""
     live = Live(tmp_path, spark)
     hour = 3_600_000_000
     live.run(live.table(), change("x", 0, 10), change("x", 1, 20), at_=hour)
@@ -477,7 +478,7 @@ def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
     assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
     with pytest.raises(StorageError, match="its rows as of then were stored with the earlier value"):
         stores(replace(wide, new_version_on=["city"])).read("versions")
-    # Under another name the column makes the same versions: also of rows from before the cut.
+    # A renamed column gives the same versions, also from rows before the truncation.
     columns = [StructField("level" if f.name == "tier" else f.name, f.dataType) for f in wide.schema]
     on = ["level" if c == "tier" else c for c in wide.new_version_on or ()]
     names = {"n": "amount", "tier": "level"}
@@ -490,7 +491,7 @@ def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def test_a_row_that_was_deleted_is_not_there_again(spark: SparkSession, tmp_path: Path) -> None:
-    """Its tombstone has been forgotten, but the row lies in a file of the view yet."""
+    """The row's tombstone has expired, but a file of the view still contains the row."""
     live = Live(tmp_path, spark)
     plain = replace(live.table(new_version_on=None), history_retention=timedelta(seconds=20))
     live.run(plain, change("x", 1, 3), {"timestamp": at(4)})
@@ -514,7 +515,7 @@ class Joined:
 
 
 class Followed:
-    """The results by the definition, record by record: what repeats its version gives none."""
+    """The results by the definition, record by record: a record that repeats its version has none."""
 
     def __init__(self, left: bool) -> None:
         self.left = left
@@ -580,7 +581,7 @@ class Followed:
     "left", [True, pytest.param(False, marks=pytest.mark.endurance)], ids=["left", "inner"]
 )
 def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -> None:
-    """Whatever the order of arrival and the runs: late records, ties, deletions, and nulls."""
+    """This holds for any order of arrival, with late records, ties, deletions and nulls."""
     random = Random(f"followed {left}")
     names = VersionedTable(
         "names", key="k", schema=PLACES, history_retention=RETENTION, tombstone="name is null"
@@ -626,7 +627,7 @@ def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -
 def test_an_explanation_names_the_record_that_made_the_version(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Not one that repeats it, which has no result."""
+    """A record that repeats the version has no result, and is not named."""
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()
     counted = accounts.group_by("tier").count(name="counted")
@@ -648,7 +649,8 @@ def test_an_explanation_names_the_record_that_made_the_version(
 
 
 def test_a_training_set_takes_versions(spark: SparkSession, tmp_path: Path) -> None:
-    """As of each row's time, by all that is recorded; with the age of the version, not of a record."""
+    """A training set has the version as of each row's time, from all recorded rows. ``max_age`` is the
+    age of the version, not of a record."""
     live, random = Live(tmp_path, spark), Random(11)
     accounts, sales = replace(live.table(), history_retention=RETENTION), live.sales()
     arrived = some_changes(random, "a", 25, 60)

@@ -1,4 +1,5 @@
-"""A run that finds nothing new: no JVM, no check, no materialization, nothing asked for downstream."""
+"""A run without new records starts no JVM, computes no check, makes no materialization, and requests no
+downstream run."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_no_jvm_is_needed(copy: Market, tmp_path: Path) -> None:
     copy.land("rates", "2.jsonl", record("a", "r9", "3 00:00"))
     (tmp_path / "home").mkdir()
     with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
-        assert copy.run(instance=instance).success  # the checks have passed on what is there now
+        assert copy.run(instance=instance).success  # now the checks have passed on the current rows
     code = IDLE.format(root=str(copy.root), home=str(tmp_path / "home"))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -105,7 +106,7 @@ def test_nothing_downstream_is_asked_for(copy: Market, instance: dg.DagsterInsta
 def test_a_backfill_has_a_materialization_of_each_asset(
     copy: Market, instance: dg.DagsterInstance
 ) -> None:
-    """Without one, Dagster counts the asset as failed, and does not run what is downstream of it."""
+    """Without a materialization, Dagster counts the asset as failed, and runs no asset downstream."""
     export = build_export(copy.prices, to=str(copy.root / "export"))
     features = [FeatureView(copy.prices, prefix="p_", as_known="now")]
     training = build_training_set(copy.sales, features, name="training", to=str(copy.root / "training"))
@@ -132,7 +133,7 @@ def test_a_backfill_has_a_materialization_of_each_asset(
     }
     looked_at = {str(one.metadata["looked_at"].value) for one in checks(result).values()}
     assert {one.partition(":")[0] for one in looked_at} == {"nothing"}
-    for name in sorted(names):  # a run beside a backfill has nothing to report
+    for name in sorted(names):  # a run outside of a backfill has nothing to report
         assert not run(
             assets, copy.warehouse, instance=instance, selection=[name]
         ).get_asset_materialization_events()
@@ -155,7 +156,7 @@ def test_the_data_version_is_what_the_log_holds(copy: Market, instance: dg.Dagst
     copy.land("prices", "3.jsonl", record("a", "p9", "3 00:00"))
     run(made, copy.warehouse, instance=instance)
     before = version("prices")
-    # what is refused is a commit, and no news for anyone downstream
+    # A run with refused records alone makes a commit, but gives nothing new to downstream assets.
     copy.land("prices", "4.jsonl", record("a", "far too late", "1 00:00"))
     result = run(made, copy.warehouse, instance=instance)
     assert materialized(result, "prices")["records_late"] == 1
@@ -173,9 +174,9 @@ def test_checks_look_again_only_where_something_has_changed(
         found = checks(copy.run([copy.rates], instance=instance))
         return {str(one.metadata["looked_at"].value).partition(":")[0] for one in found.values()}
 
-    assert looked_at() == {"everything"}  # they have not run in this instance
+    assert looked_at() == {"everything"}  # no check has run in this instance before
     assert looked_at() == {"nothing"}
-    # whoever asks for the checks alone wants them
+    # A run of the checks alone always computes them.
     alone = run(
         [build_asset(copy.rates), build_checks(copy.rates)],
         copy.warehouse,
@@ -186,6 +187,6 @@ def test_checks_look_again_only_where_something_has_changed(
     rates = copy.store(copy.rates)
     rows = parquet.read(copy.spark, rates.view_path)
     rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
-    for _ in range(2):  # a failure is not taken for what was looked at
+    for _ in range(2):  # a failed check is computed again in each run
         found = checks(copy.run([copy.rates], instance=instance))
         assert not found["rates:one_row_per_key"].passed

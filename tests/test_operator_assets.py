@@ -1,7 +1,7 @@
-"""Recorded scenarios of each operator through real assets: files, Dagster, Delta, two runs or more.
+"""Recorded scenarios run through real assets: files, Dagster, Delta, two runs or more.
 
-``test_assets_conformance`` does this with all worked scenarios as partitions of one topology; here each
-of some random ones has assets of its own, and so segments, retention and quarantine to itself.
+``test_assets_conformance`` runs all worked scenarios as partitions of one topology. Here each of some
+random scenarios has separate assets, and so separate segments, retention and quarantine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCENARIOS = Path(__file__).parent / "conformance" / "random"
 PICKED = [
     "table-table-join-1-03-3",  # inner, one side versioned, versioned result
     "foreign-key-join-1-05-4",  # left, both sides versioned
-    "table-aggregate-1-09-1",  # an aggregator of one's own, versioned table and result
+    "table-aggregate-1-09-1",  # a custom aggregator, versioned table and result
     "windowed-aggregate-1-01-1",  # sessions, final results
     "table-suppress-1-02-1",  # until a time limit
     "chain-1-07-1",  # map_values, aggregate
@@ -36,8 +36,8 @@ PICKED = [
 
 
 def cut(records: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
-    """Runs in which a task would take the records in the order in which they are recorded; two where
-    one would do."""
+    """Splits records into runs in which a task processes them in their recorded order; into two runs
+    where one would do."""
     inputs = sorted({r["input"] for r in records})
     runs: list[list[Mapping[str, Any]]] = [[]]
     for record in records:
@@ -59,16 +59,16 @@ def cut(records: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]
 
 
 def stamp(millis: int) -> str:
-    """A time as files have it."""
+    """Converts a scenario's time to a time in a file."""
     return (EPOCH + timedelta(milliseconds=millis)).isoformat()
 
 
 def millis(moment: datetime) -> int:
-    """A time as scenarios have it; Spark gives it in UTC, without saying so."""
+    """Converts Spark's time, which is in UTC but has no time zone, to a scenario's time."""
     return (moment.replace(tzinfo=timezone.utc) - EPOCH) // timedelta(milliseconds=1)
 
 
-@pytest.mark.endurance  # test_assets_conformance.py and random chains have each operator
+@pytest.mark.endurance  # test_assets_conformance.py and random chains cover each operator
 @pytest.mark.parametrize("name", PICKED)
 def test_assets_give_what_kafka_streams_gave(name: str, spark: SparkSession, tmp_path: Path) -> None:
     operator = "_".join(name.split("-")[:-3])
@@ -117,7 +117,7 @@ def test_assets_give_what_kafka_streams_gave(name: str, spark: SparkSession, tmp
         for r in log
     ]
     expected = [{k: e[k] for k in ("key", "value", "timestamp")} for e in scenario.expected]
-    if layout.holds_back:  # what a run releases is ordered within the run
+    if layout.holds_back:  # released records are in order only within their run
         got, expected = sorted(got, key=json.dumps), sorted(expected, key=json.dumps)
     assert got == expected
     if scenario.final_store is not None and layout.stored is not None:

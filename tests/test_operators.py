@@ -1,4 +1,4 @@
-"""Operators as people declare and run them: what is refused, what is kept, what a run says."""
+"""Operators as users declare and run them: refused definitions, results, and what a run reports."""
 
 from __future__ import annotations
 
@@ -317,7 +317,8 @@ def joined_names(adder: Any, subtractor: Any = None, initializer: Any = None) ->
 
 
 def test_an_aggregator_may_change_its_aggregate_in_place(spark: SparkSession) -> None:
-    """As Python code often does; each update has the aggregate as it was then, each group its own."""
+    """Python code often does. Each result has the aggregate of its time, and each group has its own
+    aggregate."""
     empty: dict[str, Any] = {"names": []}
 
     def add(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
@@ -374,7 +375,7 @@ def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said:
     ],
 )
 def test_the_type_of_casts(spark: SparkSession, expression: str, kind: str, value: Any) -> None:
-    """An expression of two casts has not the type of the last one."""
+    """An expression with two casts does not have the type of the last one."""
     mapped = plain().map_values(f"{expression} as x", name="mapped")
     assert mapped.schema["x"].dataType.typeName() == kind
     driver = TopologyTestDriver(mapped, spark=spark)
@@ -383,7 +384,8 @@ def test_the_type_of_casts(spark: SparkSession, expression: str, kind: str, valu
 
 
 def test_windows_have_bounds_that_python_has(spark: SparkSession) -> None:
-    """The zero time of Go and .NET lies in windows that begin in the year 0, unknown to Python."""
+    """The zero time of Go and .NET is in windows that start in the year 0. Python has no such year, so
+    the first and the last possible time limit the bounds."""
     first, last = datetime(1, 1, 1, tzinfo=timezone.utc), datetime.max.replace(tzinfo=timezone.utc)
     kinds = {
         "weekly": TumblingWindow(7 * 24 * HOUR),
@@ -490,7 +492,7 @@ def test_a_full_buffer_stops_the_run_and_a_larger_one_goes_on(
 
 @pytest.mark.slow
 def test_reduce(spark: SparkSession) -> None:
-    """The sum of each group by two functions of rows: what sum(n) gives (FORMAT 4.8)."""
+    """``reduce`` with two functions of rows gives the results of ``sum(n)`` (FORMAT 4.8)."""
 
     def add(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
         return {**sum_, "n": sum_["n"] + row["n"]}
@@ -511,8 +513,8 @@ def test_reduce(spark: SparkSession) -> None:
     driver.pipe(
         "rates",
         {"k": "b", "g": "y", "n": 8, "timestamp": at(7)},  # moves: the old group first
-        {"k": "a", "g": "x", "n": None, "timestamp": at(8)},  # x empties, and stays
-        {"k": "c", "g": "x", "n": None, "timestamp": at(9)},  # was never there: nothing
+        {"k": "a", "g": "x", "n": None, "timestamp": at(8)},  # x becomes empty, and stays
+        {"k": "c", "g": "x", "n": None, "timestamp": at(9)},  # never existed: no result
         {"k": "d", "g": None, "n": 3, "timestamp": at(9)},  # belongs to no group
         {"k": "e", "g": "x", "n": 16, "timestamp": at(10)},
     )
@@ -535,7 +537,7 @@ def test_reduce(spark: SparkSession) -> None:
 
 
 def test_numbers_that_python_does_not_compare_as_spark_does(spark: SparkSession) -> None:
-    """NaN is one key, and so are the two zeros, also in a struct."""
+    """All NaN values are one key, and so are the two zeros, also in a struct."""
     inner = StructType([StructField("x", DoubleType())])
     number, nested = StructField("d", DoubleType()), StructField("s", inner)
     source = Table("rates", key="k", schema=StructType([*SCHEMA.fields, number, nested]))
@@ -580,7 +582,7 @@ def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
         driver.pipe("sales", *({"k": "a", "g": "x", "n": 1, "timestamp": at(m)} for m in minutes))
 
     piped(1, 2, 3, 30, 59, 61)
-    # 58 still finds its window open; 75 closes it.
+    # The window is still open for the record at 58; the record at 75 closes it.
     piped(58, 75, 90, 130, 140, 200, 260)
     rows = [(r["window_start"].hour, r["count"]) for r in driver.read("final")]
     hours = [hour for hour, _ in rows]
@@ -588,13 +590,13 @@ def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
     assert {0, 1, 2} <= set(hours)
     updates = [(r["window_start"].hour, r["count"]) for r in driver.read("quiet")]
     assert len(updates) > len(rows)
-    for hour, count in rows:  # the last update that the first suppression let go
+    for hour, count in rows:  # the last update that the first suppression emitted
         assert count == max(n for h, n in updates if h == hour)
 
 
 def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession) -> None:
-    """All results of a key are in one, so that the last one counts, wherever its change was: of joins
-    of tables, plain and versioned, and of merged streams."""
+    """All results of a key are in one partition, so that the last one counts, whichever side changed.
+    This holds for joins of tables, plain and versioned, and for merged streams."""
     keyed, at = StructField("k", StringType()), StructField("timestamp", TimestampType())
     left, right = (StructType([keyed, StructField(c, LongType()), at]) for c in ("a", "b"))
 
@@ -639,7 +641,7 @@ def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession) -> Non
 def test_a_table_whose_source_has_more_partitions_than_before(
     spark: SparkSession, tmp_path: Path, kind: str
 ) -> None:
-    """What was recorded last counts, though its offset is smaller than that of before."""
+    """The record that was recorded last counts, even if its offset is smaller than an earlier one's."""
     landing = tmp_path / "landing"
     landing.mkdir()
     kinds = {"k": StringType(), "price": LongType(), "timestamp": TimestampType()}
@@ -667,7 +669,7 @@ def test_a_table_whose_source_has_more_partitions_than_before(
 
 
 def test_when_two_tables_have_a_key_in_the_same_partition() -> None:
-    """Topics are taken to have, as in Kafka Streams; a topic and files have not."""
+    """Two topics are assumed to have it, as in Kafka Streams; a topic and files do not."""
     cluster = KafkaCluster("localhost:9092")
 
     def table(name: str, source: Any = None, key: str = "k", **about: Any) -> Table:
@@ -684,7 +686,7 @@ def test_when_two_tables_have_a_key_in_the_same_partition() -> None:
     same = table("g", key="other", partition_by="length(other)", partitions=3)
     assert chosen.join(same, name="e", select=["left.*", "right.g"]).operator.copartitioned
     assert not chosen.join(files[0], name="e").operator.copartitioned
-    # What is made of them follows: a filter keeps the partitions, another key gives others.
+    # Results follow their inputs: a filter keeps the partitions, another key gives others.
     assert topics[0].filter("a > 0", name="h").partitioning == topics[1].partitioning
     assert topics[0].join(files[0], name="e").partitioning == files[0].partitioning
     by_reference = topics[0].left_join(files[0], name="e", foreign_key="k")

@@ -1,4 +1,4 @@
-"""Graphs of the typed ops: what they commit is what the one op of ``build_asset`` commits."""
+"""Graphs of the typed ops commit what the single op of ``build_asset`` commits."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def graph_of(node: Stream, between: Any = None) -> dg.AssetsDefinition:
-    """The asset of a node as a graph of its steps, with an op between its buffer and its join: of what
-    was released and what waits it gives what waits."""
+    """The asset of a node as a graph of its steps. ``between`` is the function of an op between buffer
+    and join: it gets the released and the waiting records, and returns the waiting ones."""
     steps = steps_of(node)
     buffer = ops.grace_buffer_op(node) if "grace_buffer_op" in steps else None
     operate = getattr(ops, steps[-2])(node)
@@ -69,7 +69,7 @@ def graph_of(node: Stream, between: Any = None) -> dg.AssetsDefinition:
 
 
 def every_kind(market: Market, sign: str) -> dict[str, Stream]:
-    """Of each word of ``vt_dagster.ops`` some nodes."""
+    """Returns some nodes for each op of ``vt_dagster.ops``."""
     prices, rates, sales = market.prices, market.rates, market.sales
     by_price = sales.select_key("v", name=f"{sign}select_key")
     changes = prices.to_stream(name=f"{sign}to_stream")
@@ -128,7 +128,7 @@ def every_kind(market: Market, sign: str) -> dict[str, Stream]:
 
 
 def results_in_memory(market: Market) -> Callable[[Stream], Store]:
-    """Stores of sources in the warehouse, of all other nodes in memory: the same runs, in less time."""
+    """Keeps sources in the warehouse and all other nodes in memory: the same runs, in less time."""
     on_disk, made = stores_of(str(market.warehouse), market.spark), dict[str, MemoryStore]()
 
     def store(node: Stream) -> Store:
@@ -140,7 +140,7 @@ def results_in_memory(market: Market) -> Callable[[Stream], Store]:
 
 
 def log_of(store: Store) -> list[str]:
-    """The rows of a log whatever their order, read without Spark."""
+    """Returns the rows of a log, sorted, read without Spark."""
     if isinstance(store, AssetStore):
         rows = vt_dagster.read(store.node.name, warehouse=store.warehouse, what="log")
     else:
@@ -152,7 +152,7 @@ def log_of(store: Store) -> list[str]:
 
 
 def told(store: Store) -> dict[str, Any]:
-    """What a commit says but for names, times and versions."""
+    """Returns the fields of the last commit except names, recording times and versions."""
     head = store.head()
     assert head is not None
     commit = head.commit
@@ -161,7 +161,7 @@ def told(store: Store) -> dict[str, Any]:
 
 
 def land(market: Market, number: int) -> None:
-    """Two arrivals: late records, ones that wait, tombstones, no key."""
+    """Lands one of two arrivals, with late records, records that wait, and a tombstone."""
     prices, rates, sales = (
         (
             [("a", "p1", "1 00:00"), ("a", "p2", "1 02:00"), ("b", "q1", "1 01:00")],
@@ -184,12 +184,12 @@ def land(market: Market, number: int) -> None:
 
 WAITING = ("stream_table_join", "no_grace", "corrected_join")
 OVER_RUNS = ("stream_table_join", "corrected_join")
-"""Whose graphs make several runs; those of all others make one."""
+"""Nodes whose graphs make several runs; the graphs of all others make one."""
 
 
 def test_a_graph_commits_what_the_asset_commits(spark: SparkSession, tmp_path: Path) -> None:
-    """Of stream-table joins over two runs and one without news: rows, order, counts, times. The counts
-    of each run add up, with what waited before, and so do those of sources."""
+    """Both commit the same rows, order, counts and times: of stream-table joins, in two runs and one
+    without new records. The counts of a run, with what waited before, and those of sources add up."""
     market = Market(tmp_path, spark)
     bad = FilesSource(str(market.root / "landing" / "sales"), max_bad_share=1.0)
     market.sales = replace(market.sales, source=bad)
@@ -231,17 +231,17 @@ def test_a_graph_commits_what_the_asset_commits(spark: SparkSession, tmp_path: P
         one, twin = stores(assets[f"asset_{name}"]), market.store(graphs[f"graph_{name}"])
         assert log_of(one) == log_of(twin), name
         assert told(one) == told(twin), name
-    # s1 has waited long enough, s2 and s3 wait; s4 comes too late; at the end two wait still.
+    # s1 is released, s2 and s3 wait; s4 is late; at the end two records still wait.
     assert [one[:2] for one in seen] == [(1, 2), (4, 2), (0, 2)]
     assert seen[1][2] == {"applied", "late"}
     assert not result.get_asset_materialization_events(), "nothing was new"
 
 
 def require_counts_add_up(node: Stream, commit: Commit, before: int = 0) -> bool:
-    """What came in and what waited before is what the line of the run says.
+    """The text of the run must have the numbers of records that came in and that waited before.
 
     Returns:
-        whether the counts have parts that add up.
+        whether the counts have parts; these must then add up.
     """
     counts, counting = commit.counts, processor_of(node).plan().counts
     parts, said = counting.parts(counts), counting.text(counts)
@@ -258,9 +258,9 @@ def require_counts_add_up(node: Stream, commit: Commit, before: int = 0) -> bool
 
 
 def of_each_sequence(nodes: dict[str, Stream]) -> dict[str, Stream]:
-    """Of each sequence of ops one node, with its inputs among the nodes, but none of ``OVER_RUNS``.
+    """Picks a node of each sequence of ops and of each operator, and its inputs, but no ``OVER_RUNS``.
 
-    An op of several operators, or of several windows, is the same function.
+    Several operators, or several windows, use the same op function.
     """
     chosen = {steps_of(node): node for node in reversed(nodes.values())}.values()
     kinds = {type(node.operator): node for node in reversed(nodes.values())}.values()
@@ -270,7 +270,7 @@ def of_each_sequence(nodes: dict[str, Stream]) -> dict[str, Stream]:
 
 
 def test_a_graph_of_each_operator(spark: SparkSession, tmp_path: Path) -> None:
-    """Its graph commits what its run commits without Dagster, and the counts of that run add up."""
+    """A graph commits what a run without Dagster commits, and the counts of that run add up."""
     market = Market(tmp_path, spark)
     land(market, 1)
     stores = results_in_memory(market)
@@ -295,7 +295,7 @@ def test_a_graph_of_each_operator(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def test_each_operator_has_an_op(tmp_path: Path) -> None:
-    """By the operators' own list: public, described, of the right nodes only."""
+    """Each registered operator has a public op with a docstring, which takes only nodes that use it."""
     market = Market(tmp_path, None)  # type: ignore[arg-type]
     nodes = every_kind(market, "")
     assert {k for kinds in KINDS.values() for k in kinds} == {k.__name__ for k in PROCESSORS}
@@ -322,7 +322,8 @@ def test_each_operator_has_an_op(tmp_path: Path) -> None:
 
 
 def test_what_the_buffer_gives_is_not_changed(spark: SparkSession, tmp_path: Path) -> None:
-    """Left out, given twice, or without a column: the run fails before its commit."""
+    """If an op drops the waiting records, returns the released ones twice, or drops a column, the run
+    fails before its commit."""
     market = Market(tmp_path, spark)
     land(market, 0)
     for source in (market.prices, market.sales):
@@ -345,7 +346,8 @@ def test_what_the_buffer_gives_is_not_changed(spark: SparkSession, tmp_path: Pat
 
 
 def test_a_graph_takes_the_place_of_an_asset(spark: SparkSession, tmp_path: Path) -> None:
-    """With its spec, its checks, and what is downstream; a key of none of the nodes is refused."""
+    """The graph has the asset's spec, checks and downstream assets. A graph with the key of no node is
+    refused."""
     market = Market(tmp_path, spark)
     land(market, 0)
     table = market.priced.to_table(name="last", group="shop")

@@ -1,4 +1,4 @@
-"""The registry of options: what is made from an entry, and which consumer reads a table with it."""
+"""The registry of options: what is derived from an option, and which consumer reads a table with it."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ VALUES: dict[str, Any] = {
 }
 """A value of each option, other than its default."""
 OF_STREAMS = ("null_key", "unique_by", "within")
-"""Options that a table has, but refuses."""
+"""Options of streams: a table has them too, but refuses them."""
 
 
 def with_its_pair(option: str) -> dict[str, Any]:
-    """An option, with the other one that it needs."""
+    """Returns an option's value, with that of the other option that it needs."""
     pair = ("unique_by", "within")
     return {name: VALUES[name] for name in (pair if option in pair else (option,) if option else ())}
 
@@ -133,7 +133,7 @@ def schema_for(option: str) -> Any:
 
 
 def declared(option: str = "", **more: Any) -> Stream:
-    """A node with one option more; of the kind that has most options, if it allows this one."""
+    """A node with one more option: a ``VersionedTable``, which has most options, if it allows this."""
     about: dict[str, Any] = {"key": "k", "schema": schema_for(option), "timestamp": "at", **more}
     about |= {"source": FilesSource("landing")} if "source" not in more else {}
     about |= with_its_pair(option)
@@ -163,7 +163,8 @@ def test_each_field_is_an_option() -> None:
 
 
 def test_decorators_and_yaml_have_each_option() -> None:
-    """A function is the source of its table, and has no changes that a start snapshot could precede."""
+    """A decorated function is the source of its table, so there is no ``source``; it has no changes
+    that a ``start`` snapshot could precede."""
     of_function = {"name", "ins", "deps", "partitions_def", "required_resource_keys"}
     of_function |= {"max_bad_share", "max_clock_skew"}
     not_of = {Stream: {"freshness"}, Table: set[str](), VersionedTable: {"start", "broadcast"}}
@@ -187,7 +188,7 @@ def test_an_option_has_a_text(option: Option) -> None:
 @each()
 def test_the_code_version_changes_with_the_records(option: Option) -> None:
     node = declared(option.name)
-    # An alias that is stored as tombstone.
+    # ``deleted_when`` is an alias, stored as ``tombstone``.
     defines = option.defines_records or option.name == "deleted_when"
     assert (code_version(node) != code_version(without(node))) == defines
 
@@ -291,7 +292,7 @@ BUILD: dict[Consumer, list[Callable[[Any], Any]]] = {
     Consumer.PARTITION_SENSOR: [lambda t: build_partition_sensor(report_of(t), reads=t)],
     Consumer.LATENESS: [lambda t: require_computable("m", t.name, shape_of(t))],
 }
-"""What builds each consumer of a node."""
+"""Functions that build each consumer of a node."""
 
 LOST: dict[Consumer, list[Callable[[Any], Any]]] = {
     Consumer.TABLE_JOIN: [
@@ -308,13 +309,13 @@ LOST: dict[Consumer, list[Callable[[Any], Any]]] = {
         lambda t: t.map_values("*", name="m", materialized=Materialized()),
     ],
 }
-"""What does not meet the condition on which a consumer reads or keeps an option."""
+"""Functions whose consumers do not meet the condition for reading or keeping an option."""
 
 
 @cache
 def read_by(spine: bool, name: str) -> Stream | None:
-    """A node with the option that a consumer, or a spine, could read; None if there is none of that
-    kind."""
+    """A node with the option, for a consumer to read or as a spine; None if no node of that kind has
+    the option."""
     if not spine:
         node = declared(name)
         return node if isinstance(node, VersionedTable) else None
@@ -330,7 +331,7 @@ CELLS = [
     for consumer in Consumer
     if option.name != "key" and read_by(consumer is Consumer.SPINE, option.name) is not None
 ]
-"""The key is left out: no other input has the key of its example."""
+"""The option ``key`` is left out: no other input has the key of its example value."""
 
 
 @pytest.mark.parametrize(("option", "consumer"), CELLS)
@@ -399,7 +400,7 @@ WINDOWS = RECORDS.group_by().windowed_by(TumblingWindow(DAY))
 
 
 def fields_of(one: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A declaration, made again from its own values."""
+    """Returns the type and the values of a declaration, to declare it again."""
     return type(one), {f.name: getattr(one, f.name) for f in fields(one)}
 
 
@@ -439,7 +440,7 @@ DECLARE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", DECLARE)
 def test_a_value_of_another_type_is_refused_when_definitions_load(kind: str) -> None:
-    """Any other error than those of the library fails the test; some values are taken."""
+    """Each value is accepted or raises an error of the library; any other error fails the test."""
     declare, about = DECLARE[kind]
     for option in about:
         for value in WRONG:
@@ -485,7 +486,7 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
 
 
 def test_a_value_that_means_the_same_is_taken() -> None:
-    """Numbers of NumPy, paths, dictionaries' values, resources that are configured at launch."""
+    """This covers NumPy numbers, paths, dictionary views, and resources configured at launch."""
     made = declared(partitions=numpy.int64(4), key_prefix=("shop",), key={"k": 1}.keys())
     assert (type(made.partitions), made.partitions, made.key) == (int, 4, ("k",))
     files = FilesSource(Path("in"), max_files_per_run=numpy.int32(3), max_bad_share=Decimal("0.5"))
