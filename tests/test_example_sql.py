@@ -70,7 +70,7 @@ def otherwise(warehouse: str) -> dict[str, list[tuple[Any, ...]]]:
 def test_models_select_what_other_readers_return(
     spark: SparkSession, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This holds after the first delivery, after the second, and after a run without new records."""
+    """Models and readers agree after the first delivery, after the second, and after an idle run."""
     warehouse = str(example.DATA / "warehouse")
     said, counts = "", []
     for number, delivery in enumerate(example.DELIVERIES, 1):

@@ -51,8 +51,8 @@ compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: No
 
 
 def kill_where_marked(root: Path) -> None:
-    """Kills this process before or after the next commit of the asset NAME, if a file ``before.NAME``
-    or ``after.NAME`` exists."""
+    """Makes commits kill this process: before or after the next commit of the asset NAME, if a file
+    ``before.NAME`` or ``after.NAME`` exists."""
     commit = AssetStore.commit
 
     def killed(store: AssetStore, *args: Any) -> Any:
@@ -132,7 +132,7 @@ def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    ["default", pytest.param("joined", marks=pytest.mark.endurance)],  # "joined": a graph of more ops
+    ["default", pytest.param("joined", marks=pytest.mark.endurance)],  # "joined" has more ops
 )
 def test_a_graph_with_a_process_per_step_is_refused(
     instance: dg.DagsterInstance, tmp_path: Path, job: str

@@ -339,7 +339,7 @@ def test_the_lengths_at_the_axis_fit_on_a_phone(warehouse: Path) -> None:
 
 
 def test_times_have_one_form_and_are_exact_on_hover(tmp_path: Path) -> None:
-    """This holds on each page, for records and runs at fractions of a second."""
+    """Times have one form on each page, also those of records and runs at fractions of a second."""
     prices = Written(tmp_path)
     exact, shown = "2024-01-01 00:00:07.500000", "2024-01-01 00:00:07"
     prices.run([("apple", exact, 0.125), ("apple", "2", 60)], recorded=100.125)

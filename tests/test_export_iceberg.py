@@ -83,7 +83,8 @@ def history(table: Table) -> list[tuple[str, str, str]]:
 
 
 def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) -> None:
-    """This holds after the first and the second run; a run without new records adds no snapshot."""
+    """The Iceberg table has the rows of a Delta export after each of two runs. A run without new
+    records adds no snapshot."""
     asked = [(copy.prices, "versions"), (copy.rates, "current"), (copy.sales, "log")]
     to = tmp_path / "it's here"
     ways = [exporting(copy, node, what, to / node.name) for node, what in asked]

@@ -207,7 +207,7 @@ def test_a_spark_column_is_never_narrowed(
     ],
 )
 def test_a_local_column_of_another_type_is_refused(kind: T.DataType, values: Any) -> None:
-    """Otherwise a field whose name differs in case would be read as null, and a zoned time as UTC."""
+    """A field whose name differs in case would be read as null, and a zoned time as UTC."""
     schema = T.StructType([T.StructField("k", T.StringType()), T.StructField("v", kind)])
     with pytest.raises(ContractError, match=r"column 'v' is .*, expected .*; convert it"):
         local_frame("made", pa.table({"k": ["x"], "v": values}), schema)

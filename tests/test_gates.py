@@ -444,7 +444,7 @@ def checked_by(check: Callable[[DataFrame], Any]) -> Table:
     ],
 )
 def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -> None:
-    """A check must return True or False: a DataFrame counts as true, so it would always pass."""
+    """A check must return True or False. A DataFrame counts as true, so it would always pass."""
     driver = TopologyTestDriver(checked_by(made), spark=spark)
     with pytest.raises(ContractError) as refused:
         driver.pipe("prices", {"k": "a", "n": 1, "at": 1})
@@ -464,7 +464,7 @@ SHARES: list[Callable[[DataFrame], bool]] = [
 
 @pytest.mark.parametrize("holds", SHARES)
 def test_a_check_of_a_share_is_no_check_of_each_row(spark: SparkSession, holds: Any) -> None:
-    """Whether a row breaks such a check depends on the number of all rows or on another filter."""
+    """Such a check depends on the number of all rows or on another filter: no single row breaks it."""
     driver = TopologyTestDriver(checked_by(holds), spark=spark)
     rows = [{"k": k, "n": n, "at": 1} for k, n in (("a", -1), ("b", 1), ("c", 2))]
     driver.pipe("prices", *rows)

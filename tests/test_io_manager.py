@@ -100,7 +100,7 @@ def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind
 
 
 def test_in_another_code_location(market: Market) -> None:
-    """The other location has the spec of the table's asset instead of its definition."""
+    """A code location with only the spec of the table's asset, not its definition, reads the table."""
     got: list[Any] = []
 
     def body(prices: Any) -> None:

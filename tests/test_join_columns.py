@@ -33,8 +33,8 @@ def table(name: str, versioned: bool) -> Table:
 
 
 def test_columns_called_like_the_sides(spark: SparkSession) -> None:
-    """This holds for joins of a stream with a plain or versioned table, and for joins of two tables by
-    key or by foreign key."""
+    """The test covers joins of a stream with a plain or versioned table, and joins of two tables by key
+    or by foreign key."""
     sales, one = Stream("sales", **ABOUT), table("one", versioned=False)
     plain, versioned = table("plain", versioned=False), table("versioned", versioned=True)
     joins = [

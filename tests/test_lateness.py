@@ -56,7 +56,7 @@ Row = Mapping[str, Any]
 
 class Lab:
     """A stream and a table whose records land in steps and out of order, with joins and windows of
-    several grace periods. The first of each is stored on Delta, the others in memory."""
+    several grace periods. Those with no grace are stored on Delta, the others in memory."""
 
     def __init__(self, root: Path, spark: SparkSession) -> None:
         self.root, self.spark, self.warehouse = root, spark, str(root / "warehouse")
@@ -223,7 +223,8 @@ def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
 
 
 def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
-    """The test compares it with all grace periods in steps of 15 s, the steps of the records' times."""
+    """The suggestion fits the shortest sufficient grace period in steps of 15 s, those of the records'
+    times."""
     grid = [timedelta(seconds=15 * i) for i in range(60)]
     shown = lab.lateness("join0", grace=grid)
     for percentage in (9, 9.5, 10, 11):

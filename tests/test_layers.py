@@ -173,7 +173,7 @@ def test_packages_import_from_those_above() -> None:
 
 
 def test_the_documentation_has_these_layers() -> None:
-    """In the page, ``vt_dagster`` is the package itself."""
+    """In the page, ``vt_dagster`` stands for the package itself."""
     page = (ROOT / "docs" / "how" / "index.md").read_text(encoding="utf-8")
     told: dict[int, set[str]] = {}
     for layer, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):

@@ -233,7 +233,7 @@ def test_without_a_description_a_list_has_one_line() -> None:
 
 
 def test_the_promises_of_checks_are_in_the_metadata() -> None:
-    """The metadata describe each check. Its spec has no description: ``dg list defs`` has no room."""
+    """The metadata describe each check. Its spec has no description: no room in ``dg list defs``."""
     told = metadata.definition_metadata(weather)["vt_dagster/checks"].md_str
     checks = build_checks(weather).check_specs
     assert len(checks) > 5

@@ -305,7 +305,7 @@ def test_columns_of_a_join() -> None:
         "k": "string",
         "since": "timestamp",
         "v": "string",
-        "both": "void",  # Spark finds out the type
+        "both": "void",  # Spark determines the type
         "p": "string",
     }
 

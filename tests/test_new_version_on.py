@@ -309,8 +309,8 @@ def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
 def test_every_reader_finds_the_same(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds with and without Spark, for a view that has all rows of its log and for one that lags
-    behind, whose segments are read in part."""
+    """Readers with and without Spark find the same versions: in a view that has all rows of its log,
+    and in one that lags behind, whose segments are read in part."""
     monkeypatch.setattr(view_module, "SEGMENT_ROWS", 8)
     random, arrived = Random(3), list[Change]()
     for n in range(16):
@@ -581,7 +581,8 @@ class Followed:
     "left", [True, pytest.param(False, marks=pytest.mark.endurance)], ids=["left", "inner"]
 )
 def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -> None:
-    """This holds for any order of arrival, with late records, ties, deletions and nulls."""
+    """Joins and aggregates follow versions for any order of arrival and any runs, with late records,
+    ties, deletions, and nulls."""
     random = Random(f"followed {left}")
     names = VersionedTable(
         "names", key="k", schema=PLACES, history_retention=RETENTION, tombstone="name is null"
@@ -627,7 +628,7 @@ def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -
 def test_an_explanation_names_the_record_that_made_the_version(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """A record that repeats the version has no result, and is not named."""
+    """The explanation names no record that repeats the version: such a record has no result."""
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()
     counted = accounts.group_by("tier").count(name="counted")

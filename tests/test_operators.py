@@ -317,8 +317,8 @@ def joined_names(adder: Any, subtractor: Any = None, initializer: Any = None) ->
 
 
 def test_an_aggregator_may_change_its_aggregate_in_place(spark: SparkSession) -> None:
-    """Python code often does. Each result has the aggregate of its time, and each group has its own
-    aggregate."""
+    """Python code often changes its argument. Each result must have the aggregate of its time, and each
+    group a separate aggregate."""
     empty: dict[str, Any] = {"names": []}
 
     def add(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
@@ -669,7 +669,7 @@ def test_a_table_whose_source_has_more_partitions_than_before(
 
 
 def test_when_two_tables_have_a_key_in_the_same_partition() -> None:
-    """Two topics are assumed to have it, as in Kafka Streams; a topic and files do not."""
+    """Topics are assumed to be partitioned alike, as in Kafka Streams; a topic and files are not."""
     cluster = KafkaCluster("localhost:9092")
 
     def table(name: str, source: Any = None, key: str = "k", **about: Any) -> Table:

@@ -188,8 +188,9 @@ OVER_RUNS = ("stream_table_join", "corrected_join")
 
 
 def test_a_graph_commits_what_the_asset_commits(spark: SparkSession, tmp_path: Path) -> None:
-    """Both commit the same rows, order, counts and times: of stream-table joins, in two runs and one
-    without new records. The counts of a run, with what waited before, and those of sources add up."""
+    """A graph and an asset of a stream-table join commit the same rows, order, counts and times, in two
+    runs and one without new records. The counts add up, with records that waited before; so do those of
+    sources."""
     market = Market(tmp_path, spark)
     bad = FilesSource(str(market.root / "landing" / "sales"), max_bad_share=1.0)
     market.sales = replace(market.sales, source=bad)

@@ -486,7 +486,7 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
 
 
 def test_a_value_that_means_the_same_is_taken() -> None:
-    """This covers NumPy numbers, paths, dictionary views, and resources configured at launch."""
+    """NumPy numbers, paths, dictionary views, and resources configured at launch are accepted."""
     made = declared(partitions=numpy.int64(4), key_prefix=("shop",), key={"k": 1}.keys())
     assert (type(made.partitions), made.partitions, made.key) == (int, 4, ("k",))
     files = FilesSource(Path("in"), max_files_per_run=numpy.int32(3), max_bad_share=Decimal("0.5"))
