@@ -322,6 +322,7 @@ def test_a_window_that_all_came_too_late_for(warehouse: Warehouse) -> None:
     there = {(row["k"], row["window_start"]) for row in logs["tumbling"]}
     starts = {r["offset"]: EPOCH + (r["timestamp"] - EPOCH) // size * size for r in logs["clicks"]}
     missed = [r for r in logs["clicks"] if (r["k"], starts[r["offset"]]) not in there]
+    assert missed
     for row in missed:
         start = starts[row["offset"]]
         told = explainer.explain("tumbling", key=[row["k"], str(start), str(start + size)])

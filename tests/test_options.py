@@ -393,7 +393,6 @@ WRONG: list[Any] = [
     *(timedelta(days=-1), datetime(2026, 1, 1), lambda: None),
 ]
 CLUSTER = KafkaCluster("localhost:9092")
-OTHER = VersionedTable("other", key="k", schema=SCHEMA, timestamp="at", history_retention=DAY)
 GROUPS = OTHER.group_by("v")
 RECORDS = Stream("records", key="k", schema=SCHEMA, timestamp="at")
 WINDOWS = RECORDS.group_by().windowed_by(TumblingWindow(DAY))
