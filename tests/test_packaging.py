@@ -1,4 +1,4 @@
-"""What the wheel and the sdist hold: the library, and nothing of this repository's own."""
+"""The wheel and the sdist hold the library, and nothing else of this repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that say a part of their row: ``only_columns`` and ``ignore_null_updates``."""
+"""Partial records give only some columns of a row: ``only_columns`` and ``ignore_null_updates``."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class Change:
 
 
 def expected(arrived: Sequence[Change], retention: int) -> list[tuple[Any, ...]]:
-    """The versions by the definition: each key's accepted records in order of time, each put on top of
-    the one before it."""
+    """The versions by the definition: for each key, the accepted records in order of time. Each record
+    changes the row of the record before it."""
     now = -(10**9)
     accepted: list[Change] = []
     for one in arrived:
@@ -150,7 +150,8 @@ def as_map(value: Any) -> Any:
 
 
 def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
-    """With ties, deletions, nulls, records that say nothing or all, and late ones."""
+    """Random changes of a key, with ties, deletions, nulls, and records that give no or all columns. A
+    change may be late."""
     found: list[Change] = []
     for i in range(n):
         deleted = random.random() < 0.1
@@ -165,8 +166,8 @@ def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
 
 
 def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
-    """Many keys at once, in random order, in runs of random lengths, and few rows at a time: the fold
-    by time, and the same log however it is cut."""
+    """Versions are the fold of each key's records by time, for many keys in random order. The log is
+    the same if the records are split into two runs and the kernel gets few rows at a time."""
     random, arrived = Random(11), list[Change]()
     for n in range(50):
         arrived += some_changes(random, f"k{n:03}", random.randint(1, 14), 60)
@@ -191,7 +192,7 @@ def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
 
 @contextmanager
 def batches_of(spark: SparkSession, rows: int) -> Generator[None]:
-    """Within it a kernel gets so many rows at once."""
+    """Inside this context, a kernel gets at most this number of rows at once."""
     name = "spark.sql.execution.arrow.maxRecordsPerBatch"
     before = spark.conf.get(name)
     spark.conf.set(name, rows)
@@ -215,7 +216,8 @@ def rows_of(driver: TopologyTestDriver, *columns: str) -> list[tuple[Any, ...]]:
 
 
 def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) -> None:
-    """Up to the one whose record says it, or a deletion; each changed one is in the log once more."""
+    """A late record's column holds in later versions, until a version whose own record gives the
+    column, or until a deletion. Each changed version gets one more row in the log."""
     driver = TopologyTestDriver(table(only_columns="given", deleted_when="tier = 'gone'"), spark=spark)
     driver.pipe(
         "members",
@@ -250,7 +252,7 @@ def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) ->
         (30, "silver", "Bonn"),
     ]
     assert driver.metrics("members") == {"waiting": 0, "applied": 6, "carried": 3}
-    # The newest version changes: what is made of the table hears of it.
+    # The newest version changes: its row in the log is the latest, so downstream assets get the change.
     driver.read("members")
     driver.pipe("members", put("a", 25, ["city"], city="Lima"))
     assert [(r["is_latest"], r["city"], r["old"]) for r in driver.read("members")][-1] == (
@@ -261,7 +263,8 @@ def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) ->
 
 
 def test_a_late_zero_of_another_sign_holds_in_later_versions() -> None:
-    """The log has what a later record of the run inherits: of a double, of one in a list and of NaN."""
+    """A late -0.0 replaces the 0.0 that a later record of the run inherits: in a double and in a list
+    of doubles. NaN in the rows does not matter."""
     kernel: Any = partial_updates
     names = ["x", "xs", "y", *(TIMESTAMP, IS_TOMBSTONE, PROVIDED_COLUMNS, "n", PROPAGATED_FROM)]
     doubles, gives_x = (0.0, math.nan, -0.0, 1.0), (True, False, True, False)
@@ -293,7 +296,7 @@ def test_a_late_zero_of_another_sign_holds_in_later_versions() -> None:
 
 
 def test_two_records_of_one_time_are_one_version(spark: SparkSession) -> None:
-    """What both say; a later one of them counts for a column that both say."""
+    """The version has the columns of both records. If both give a column, the later arrival counts."""
     driver = TopologyTestDriver(table(only_columns="given"), spark=spark)
     driver.pipe("members", put("a", 1, tier="gold", city="Rome", tags={"x": 1}))
     driver.pipe("members", put("a", 5, ["tier"], tier="iron"), put("a", 5, ["city"], city="Oslo"))
@@ -325,7 +328,7 @@ def test_what_a_null_means(spark: SparkSession, setting: dict[str, Any], kept: A
     first = {"tier": "gold", "tags": {"x": 1}}
     driver.pipe("members", put("a", 1, city="Rome", **first), put("a", 5))
     if "only_columns" in setting:
-        # Of a column that records do not say nothing is known.
+        # A column that no record gives stays null.
         assert rows_of(driver, "city") == [(1, None), (5, None)]
         return
     assert rows_of(driver, *PARTS)[1] == (5, *kept)
@@ -335,7 +338,8 @@ def test_what_a_null_means(spark: SparkSession, setting: dict[str, Any], kept: A
     "only_columns", ["changed", "from_json(changed, 'array<string>')", "split(changed, ' *, *')"]
 )
 def test_the_names_may_be_text(spark: SparkSession, only_columns: str) -> None:
-    """A JSON array or names with commas, of a column that the table has not got; null is all."""
+    """The names are a JSON array or a list with commas, in a column that the table does not have. Null
+    means all columns."""
     driver = TopologyTestDriver(table(only_columns=only_columns), spark=spark)
     some = "city , other" if "split" in only_columns else '["city", "other"]'
     driver.pipe(
@@ -354,7 +358,8 @@ def test_the_names_may_be_text(spark: SparkSession, only_columns: str) -> None:
 
 
 def test_what_a_record_says_must_be_known(spark: SparkSession) -> None:
-    """Else nulls would take the place of what is there."""
+    """A record whose columns are unknown is quarantined. Else its nulls would replace existing
+    values."""
     node = table(only_columns="if(tier = 'bad', array(raise_error('no')), given)")
     driver = TopologyTestDriver(node, spark=spark)
     driver.pipe("members", put("a", 1, tier="gold"), put("a", 5, tier="bad"))
@@ -366,7 +371,8 @@ def test_what_a_record_says_must_be_known(spark: SparkSession) -> None:
 
 
 def test_a_version_keeps_what_is_its_own(spark: SparkSession) -> None:
-    """Its time and its end are not those of the one before; a renamed column goes by both names."""
+    """A version does not inherit the timestamp or the end of the version before it. A record may give a
+    renamed column by its old or new name."""
     own = [*SCHEMA.fields[:4], StructField("changed_at", TimestampType())]
     columns = StructType([*own, StructField("until", TimestampType())])
     node = table(
@@ -396,7 +402,7 @@ def test_a_version_keeps_what_is_its_own(spark: SparkSession) -> None:
 
 
 def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
-    """The versions of ``new_version_on`` are those of the whole rows."""
+    """``new_version_on`` compares whole rows, after partial records are applied."""
     random, arrived = Random(5), list[Change]()
     for n in range(25):
         arrived += some_changes(random, f"k{n:03}", 8, 40)
@@ -426,8 +432,8 @@ ALWAYS = ("n", "until")
 
 
 def tied_versions(arrived: Sequence[Change]) -> tuple[list[tuple[Any, ...]], int]:
-    """The versions by the definition, and how many records lost. Of a key and time, each column is that
-    of the record with the largest ``n`` that provides it, of equal ones of the last."""
+    """The versions by the definition, and how many records lost all columns. For a key and time, each
+    column is from the record that provides it with the largest ``n``; of equal ones, from the last."""
 
     def tie(one: Change) -> int:
         return -1 if one.values[3] is None else one.values[3]
@@ -469,7 +475,8 @@ def tied_changes(random: Random, key: str, many: int) -> list[Change]:
 
 
 def test_of_one_time_each_column_goes_by_the_tie_break(spark: SparkSession) -> None:
-    """However records are cut into runs, and in two orders of arrival."""
+    """Of the records of one time, each column is from the one that wins the tie-break. This holds
+    however records are split into runs, and in two orders of arrival."""
     random, arrived = Random(7), list[Change]()
     for n in range(30):
         arrived += tied_changes(random, f"k{n:02}", random.randint(2, 9))
@@ -532,8 +539,9 @@ def made_of(source: VersionedTable) -> list[Stream]:
 
 
 def test_what_is_made_of_it_is_made_of_its_log(spark: SparkSession) -> None:
-    """As if the rows of its log were the records of a table of whole rows, however they arrive; with
-    columns of several types, names with other characters, and a tie-break that has NaN and -0.0."""
+    """Downstream assets are the same as those of a table of whole rows that gets this log's rows as
+    records, in whatever order the records arrive. Columns have several types and names with special
+    characters; the tie-break has NaN and -0.0."""
     random, values = Random(4), [f.name for f in ALL_KINDS.fields[1:-1]]
     some: list[tuple[Any, ...]] = [
         ("x", Decimal("1.50"), b"1", {"x": math.nan}, datetime(2024, 1, 1)),
@@ -651,7 +659,7 @@ MEMBER = StructType([f for f in SCHEMA.fields if f.name not in ("tags", "given")
 
 
 class Members:
-    """A table of files with a join that follows it."""
+    """A table that reads files, and a corrected join that reads the table."""
 
     def __init__(self, root: Path, spark: SparkSession, **about: Any) -> None:
         self.root, self.spark = root, spark
@@ -671,7 +679,7 @@ class Members:
         (self.root / into / f"{name}.jsonl").write_text("\n".join(lines))
 
     def run(self, *nodes: Stream) -> dict[str, int]:
-        """Counts of the last."""
+        """Runs the nodes. Returns the counts of the last one's commit."""
         commits = [run_once(node, self.stores).commit for node in nodes]
         assert commits[-1] is not None
         return commits[-1].counts
@@ -723,7 +731,7 @@ def test_a_late_part_corrects_what_was_joined_and_can_be_told(
     assert made.run(made.joined)["corrected"] == 1
     (row,) = [r for r in made.store(made.joined).read("log").collect() if r["revision"] == 1]
     assert (row["tier"], row["city"], row["cause"]["offset"]) == ("silver", "Oslo", 4)
-    # By what was known then, without Spark, and made anew.
+    # Read as known before the late part, then without Spark, then after a replay.
     then = made.store().read("versions", as_known_at=known.isoformat()).collect()
     assert {(r["k"], r["tier"], r["city"]) for r in then} == {(k, t, c) for k, _, t, c in before}
     found = look_up(made.warehouse, "members", "versions").to_pylist()
@@ -734,7 +742,7 @@ def test_a_late_part_corrects_what_was_joined_and_can_be_told(
     replay(made.warehouse, made.table, "again", spark)
     assert made.versions(replace(made.table, name="again")) == made.versions()
     assert not [f for f in audit(made.store()) if f.offending]
-    # What it was made of; and a version that a late record changed is no late record.
+    # explain names the records behind a version. Only the late record is late, not the changed version.
     told = explain("members", key="a", at=at(30), warehouse=made.warehouse)
     assert [d.rule for d in told.decisions] == ["carried"]
     assert "offset 0:3 of 2024-06-01 00:00:20" in told.decisions[0].because
@@ -746,7 +754,8 @@ def test_a_late_part_corrects_what_was_joined_and_can_be_told(
 
 
 def test_with_a_snapshot_to_start_with(tmp_path: Path, spark: SparkSession) -> None:
-    """Its rows are whole; what a change leaves out is as it was there, whichever comes first."""
+    """Rows of the snapshot are whole. A column that a change leaves out has the snapshot's value, also
+    if an older change arrives after a newer one."""
     dump = SnapshotSource(str(tmp_path / "dump"), "jsonl", dump_time="%Y-%m-%dT%H%M%SZ")
     made = Members(tmp_path, spark, start=dump, ignore_null_updates=True)
     name = f"{at(0):%Y-%m-%dT%H%M%SZ}"
@@ -767,8 +776,8 @@ def test_with_a_snapshot_to_start_with(tmp_path: Path, spark: SparkSession) -> N
 
 
 def test_switched_on_and_off_in_a_live_table(tmp_path: Path, spark: SparkSession) -> None:
-    """It holds for what arrives from then on: what was before says its whole row. What a version gave
-    it gave under a column's old name too."""
+    """The option holds for records that arrive after it is set; earlier records give their whole row.
+    After a rename, a version still gives the column that it gave under the old name."""
     made = Members(tmp_path, spark)
     made.land("members", "1", some("a", 10, tier="gold", city="Rome"), some("a", 30, city="Oslo"))
     made.run(made.table)
@@ -806,8 +815,8 @@ def test_switched_on_and_off_in_a_live_table(tmp_path: Path, spark: SparkSession
 
 
 def test_ties_of_columns_on_delta(tmp_path: Path, spark: SparkSession) -> None:
-    """Switched on in a live table; across runs, in versions that a late record changes, and after the
-    column got another name and a longer type."""
+    """A tie-break decides for each column: switched on in a live table, across runs, in versions that
+    a late record changes, and after its column gets another name and a wider type."""
     more = [StructField("plan", VarcharType(9))]
     more += [StructField("until", TimestampType()), StructField("n", IntegerType())]
     made = Members(
@@ -856,7 +865,7 @@ def test_ties_of_columns_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     longer = [StructField("seq", LongType()) if f.name == "n" else f for f in made.table.schema.fields]
     about: dict[str, Any] = {"schema": StructType(longer), "renamed": {"n": "seq"}, "tie_break": "seq"}
     made.table = replace(made.table, **about)
-    # As ``vt-dagster rebuild``, without the definition.
+    # Rebuild the view without the definition, as ``vt-dagster rebuild`` does.
     AssetStore.open(made.warehouse, "members", spark).rebuild_view()
     made.land("members", "3", some("a", 40, "tier city", tier="no", city="c3", seq=5))
     made.land("members", "3b", some("a", 40, "city", city="no", seq=4), some("a", 35, "plan", plan="p"))
@@ -871,7 +880,7 @@ def test_ties_of_columns_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     assert not [f for f in audit(made.store()) if f.offending]
     told = explain("members", key="a", at=at(40), warehouse=made.warehouse)
     assert [d.rule for d in told.decisions] == ["carried"]
-    # A truncated log has them in its base, and a key is erased with them.
+    # A truncated log keeps the tie-breaks of columns in its base. So does an erase of another key.
     head = made.store().head()
     assert head is not None
     read = Read.of("members", head.commit, "current", at(50).isoformat(), None)

@@ -1,4 +1,4 @@
-"""Which partitions are wrong after a restatement, a swap, an erase or a cut, and by file times."""
+"""Which partitions are stale after a restatement, swap, erase or truncated log, and by file times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Copy = Callable[[], Reports]
 
 @pytest.fixture(scope="module")
 def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Any]:
-    """c has a value at the ends of days 2 and 3, d of 6 and 7; a3 of 3 and 4."""
+    """Key c has a value at the ends of days 2 and 3, key d at those of 6 and 7, and a3 is the value of
+    key a at those of 3 and 4. ``made`` has what each partition has read."""
     reports = Reports(tmp_path_factory.mktemp("made"), spark)
     reports.land(
         record("a", "a1", "1 12:00"),
@@ -49,7 +50,7 @@ def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @pytest.fixture
 def copy(made: tuple[Reports, Any], tmp_path: Path) -> Reports:
-    """The same elsewhere, with the partitions as they were made."""
+    """A copy in another directory, with the partitions as they were made."""
     before, reads = made
     shutil.copytree(before.market.root, tmp_path / "copy")
     reports = Reports(tmp_path / "copy", before.market.spark)
@@ -62,7 +63,7 @@ def copy(made: tuple[Reports, Any], tmp_path: Path) -> Reports:
 
 
 def correct(reports: Reports) -> None:
-    """The file of a3 says something else now."""
+    """Changes the value of a3 in its source file."""
     folder = Path(reports.prices.source.path)  # pyright: ignore[reportAttributeAccessIssue]
     (folder / "002.jsonl").write_text(lines(record("a", "A3", "3 00:00")))
 
@@ -72,7 +73,8 @@ def restated(reports: Reports) -> None:
 
 
 def require_right(reports: Reports, asked: list[str], every: Sequence[str] = EVERY) -> None:
-    """After the runs that were asked for each partition is as made anew, offsets aside."""
+    """Makes the requested partitions. Then each partition has the rows that a new run would store
+    (offsets may differ), and the sensor requests none."""
     for one in asked:
         reports.make(one)
     for one in every:
@@ -85,13 +87,13 @@ def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None
     restated(copy)
     assert copy.asked(cursor) == copy.asked() == []
     correct(copy)
-    restated(copy)  # what partitions have read is two logs ago
+    restated(copy)  # the log that the partitions have read was replaced twice
     said = copy.tick(cursor)
     assert [one.partition_key for one in said.run_requests] == [day(3), day(4)]
     assert {one.tags["vt_dagster/why"] for one in said.run_requests} == {"changed"}
     lost = copy.tick()
     assert [one.run_key for one in lost.run_requests] == [one.run_key for one in said.run_requests]
-    # what comes into the new log afterwards, of a partition that is of the old one
+    # a new record in the new log makes a partition stale that has read the old log
     copy.land(record("d", "d7", "7 00:00"))
     assert copy.asked(said.cursor) == [day(7)]
     require_right(copy, copy.asked())
@@ -99,7 +101,7 @@ def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None
     warehouse, spark = str(copy.market.warehouse), copy.market.spark
     assert maintain(warehouse, "prices", spark)["replaced_removed"] == 0
     assert maintain(warehouse, "prices", spark, timedelta(0))["replaced_removed"] == 2
-    # those that are of the first log: it is not there any more
+    # the other partitions have read the first log, which is removed now
     assert copy.asked() == [day(2), day(5), day(6)]
     assert "3 partition(s) are requested, because it is unknown whether prices made them stale: " in (
         said_so := capfd.readouterr().err
@@ -140,7 +142,7 @@ def test_an_erase(copy: Reports) -> None:
     assert {one.tags["vt_dagster/why"] for one in said.run_requests} == {"erased"}
     assert copy.asked(said.cursor) == []
     require_right(copy, [day(2), day(3)])
-    # a deletion that came after they were made, and was not asked for yet, may have hidden more
+    # the erase also removes a deletion for which the sensor has requested no run yet
     copy.land(record("d", None, "6 20:00"))
     erased(copy, "d")
     assert copy.asked() == [day(6), day(7)]
@@ -154,7 +156,7 @@ def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str])
     kept = replace(copy.prices, log_retention=timedelta(days=30))
     warehouse, spark = str(copy.market.warehouse), copy.market.spark
     assert truncate_logs(warehouse, spark, [kept], now=FAR) == {"prices": 8}
-    # the sensor had looked at what is gone; where its cursor is lost, nobody has
+    # by its cursor, the sensor has seen the removed commits; without a cursor it cannot know
     assert copy.asked(said.cursor) == []
     assert copy.asked() == EVERY
     assert UNDECIDABLE["truncated"] in capfd.readouterr().err
@@ -163,7 +165,8 @@ def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str])
 
 
 def test_a_log_of_file_times(spark: SparkSession, tmp_path: Path) -> None:
-    """What comes later counts as later, though its file was written before: it has a key of its own."""
+    """A record that arrives later counts as later, though its file has an earlier time. So its requests
+    have another run key."""
     reports = Reports(tmp_path, spark)
     source: Any = replace(reports.prices.source, recorded_at="file_time")  # pyright: ignore
     reports.prices = replace(reports.prices, source=source)

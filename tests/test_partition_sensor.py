@@ -1,4 +1,4 @@
-"""The sensor asks for exactly the partitions that a table has made wrong, and for each of them once."""
+"""The sensor requests the partitions that a change of a table made stale, and each of them once."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from vt_dagster.storage.asset_store import stores_of
 DAYS = dg.DailyPartitionsDefinition("2024-01-01", end_date="2024-03-01")
 AS_OF = {"vt_dagster/as_of": "partition_end"}
 FIRST, LAST = 2, 7
-"""The days that have a partition in the tests."""
+"""The first and last day with a partition in the tests."""
 
 
 def day(number: int) -> str:
@@ -31,7 +31,7 @@ def day(number: int) -> str:
 
 
 class Reports:
-    """A report of a partition a day, of the prices as of its end, and its sensor."""
+    """A report with one partition a day, which reads the prices as of the day's end, and its sensor."""
 
     def __init__(self, root: Path, spark: SparkSession, partitions: Any = DAYS) -> None:
         self.market = Market(root, spark)
@@ -45,7 +45,7 @@ class Reports:
         def report(context: dg.AssetExecutionContext, prices: pl.DataFrame) -> None:
             stored[context.partition_key] = {*prices.select("k", "v", "offset").iter_rows()}
 
-        # No Spark is asked for: there is none at this address.
+        # The report must not use Spark: no server listens at this address.
         resources = build_resources(
             str(self.market.warehouse), SparkResource(remote="sc://localhost:1")
         )
@@ -56,13 +56,13 @@ class Reports:
         self.defs = dg.Definitions(self.assets, sensors=[self.sensor], resources=resources)
 
     def land(self, *records: Any) -> None:
-        """Prices come, and are committed."""
+        """Writes records to a file of the source, and commits them to the table of prices."""
         self.landed += 1
         self.market.land("prices", f"{self.landed:03d}.jsonl", *records)
         run_once(self.prices, stores_of(str(self.market.warehouse), self.market.spark))
 
     def make(self, partition: str) -> dict[str, Any]:
-        """Materializes a partition; the metadata of that."""
+        """Materializes a partition. Returns the metadata of the materialization."""
         done = dg.materialize(
             self.assets,
             selection=[self.report],
@@ -75,7 +75,7 @@ class Reports:
         return {name: value.value for name, value in event.materialization.metadata.items()}
 
     def tick(self, cursor: str | None = None) -> Any:
-        """What the sensor says, as Dagster's daemon evaluates it."""
+        """The sensor's result, evaluated as Dagster's daemon does."""
         return self.sensor.evaluate_tick(
             dg.build_sensor_context(
                 instance=self.instance,
@@ -89,13 +89,13 @@ class Reports:
         return [str(request.partition_key) for request in self.tick(cursor).run_requests or []]
 
     def now(self, partition: str) -> set[Any]:
-        """What a run of a partition would store."""
+        """The rows that a run of the partition would store now."""
         end = f"{partition}T23:59:59.999999Z"
         rows = vt_dagster.read("prices", warehouse=str(self.market.warehouse), as_of=end, into="polars")
         return {*rows.select("k", "v", "offset").iter_rows()}
 
     def reported(self, partition: str, reads: Any) -> None:
-        """A materialization that somebody else tells of."""
+        """Reports a materialization from outside a run; ``reads``: what it has read, if known."""
         told = {} if reads is None else {READS: {"prices": reads}}
         key = self.report.key
         self.instance.report_runless_asset_event(
@@ -134,7 +134,7 @@ def test_after_the_requested_runs_all_is_as_if_made_anew(
         reports.land(*some, record("a", f"newest {turn}", f"9 {turn:02d}:00"))
         said = reports.tick(cursor)
         requests = said.run_requests or []
-        # a tick once more, and one whose cursor is lost
+        # a second tick, whose cursor is lost, requests the same runs
         again = reports.tick(None).run_requests or []
         assert [one.run_key for one in again] == [one.run_key for one in requests]
         assert len({one.run_key for one in requests}) == len(requests)
@@ -156,7 +156,7 @@ def test_after_the_requested_runs_all_is_as_if_made_anew(
 
 @pytest.fixture(scope="module")
 def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """With a late price of day 3 that was true until day 5, after partitions of days 2 to 7."""
+    """Partitions of days 2 to 7 are made. Then a late price comes, valid from day 3 until day 5."""
     reports = Reports(tmp_path_factory.mktemp("reports"), spark)
     reports.land(
         record("a", "a1", "1 12:00"), record("a", "a5", "5 00:00"), record("b", "b8", "8 00:00")
@@ -177,7 +177,8 @@ def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Repor
 
 
 def test_which_and_why(made: Reports) -> None:
-    """The instant that a day reads is just before its end: the end of day 4 is what a5 begins at."""
+    """A day reads as of the instant just before its end. So day 4 is stale: the late price ends when a5
+    begins, which is the end of day 4."""
     said = made.tick()
     assert [one.partition_key for one in said.run_requests or []] == [day(3), day(4)]
     keys = {one.run_key for one in said.run_requests or []}
@@ -188,24 +189,25 @@ def test_which_and_why(made: Reports) -> None:
     told["position"]["log"] = "old"
     for lost in ("somebody's own", "{}", json.dumps(told)):
         assert {one.run_key for one in made.tick(lost).run_requests or []} == keys
-    # never materialized: nobody has read anything for it
+    # day 8 was never materialized, so it has read nothing
     assert day(8) not in made.asked()
 
 
 def test_nobody_knows_what_a_partition_has_read(made: Reports) -> None:
     made.reported("2024-02-01", None)
-    made.reported("2023-12-31", None)  # the definition has none of that name
+    made.reported("2023-12-31", None)  # the definition has no such partition
     said = made.tick()
     assert [one.partition_key for one in said.run_requests or []] == [day(3), day(4), "2024-02-01"]
     key = (said.run_requests or [])[-1].run_key
-    made.reported("2024-02-01", None)  # the run that was asked for tells nothing either
+    made.reported("2024-02-01", None)  # the requested run does not report what it read either
     assert (made.tick().run_requests or [])[-1].run_key == key
     made.make("2024-02-01")
     assert made.asked() == [day(3), day(4)]
 
 
 def test_a_run_that_ends_after_a_newer_one(made: Reports) -> None:
-    """What is stored is of the position that it has read: it is asked for again."""
+    """If an older run ends last, the partition has the rows of an older position. The sensor requests
+    the partition again."""
     said = made.tick()
     (first,) = [one for one in said.run_requests or [] if one.partition_key == day(3)]
     before = made.instance.fetch_materializations(
@@ -231,7 +233,7 @@ def test_a_time_that_is_forgotten(made: Reports, capfd: pytest.CaptureFixture[st
     assert "their time is before the history of prices: 2024-01-02" in capfd.readouterr().err
 
 
-# Dagster's own tags of a run of such a partition.
+# The warning is about tags that Dagster itself gives a run of several dimensions.
 @pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning")
 def test_several_dimensions(spark: SparkSession, tmp_path: Path) -> None:
     both = dg.MultiPartitionsDefinition(
@@ -282,7 +284,8 @@ def test_refused(tmp_path: Path, report: Any, reads: str, said: str) -> None:
 def test_what_was_read_once_is_not_read_again(
     made: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New materializations are; wiped ones, and those of another storage, do not count."""
+    """The sensor reads only new materializations from Dagster's storage. Wiped ones, and those of
+    another storage, do not count."""
     instance, read = made.instance, list[int]()
     reads = {one: made.make(one)[READS]["prices"] for one in (day(3), day(4), day(5))}
     for name in ("one", "other"):
@@ -302,7 +305,7 @@ def test_what_was_read_once_is_not_read_again(
         monkeypatch.setattr(dg.DagsterInstance, "fetch_materializations", counted)
         made.reported(day(3), reads[day(3)])
         assert made.asked() == [day(4), day(5)]
-        assert read == [2, 2]  # the last one of before with the new one; and those that are asked for
+        assert read == [2, 2]  # the last known one and the new one; then those of the requested days
         made.instance.wipe_assets([made.report.key])
         made.reported(day(5), {**reads[day(5)], "log": "gone"})
         assert made.asked() == [day(5)]

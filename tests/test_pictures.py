@@ -31,7 +31,7 @@ HOUR = 3_600_000_000
 
 
 def drawn(markdown: str) -> ElementTree.Element:
-    """The picture in a piece of markdown."""
+    """The SVG picture in a piece of markdown."""
     found = re.fullmatch(r"!\[\w+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
     assert found is not None, markdown[:100]
     return ElementTree.fromstring(base64.b64decode(found.group(1)))
@@ -93,8 +93,8 @@ def test_of_runs(market: Market) -> None:
 
 @pytest.mark.parametrize("select", [["left.*", "right.v as price"], ["left.at as sold", "right.v"]])
 def test_of_a_corrected_join_without_key(market: Market, tmp_path: Path, select: list[str]) -> None:
-    """Its key is the place of a record, of another type than the table's: it is drawn by the key of the
-    join, with the table's versions, or without them if the result lacks that key."""
+    """The result's key is the place of a record, whose type differs from the table's key. The picture
+    has the join's keys with the table's versions. If the result lacks that key, it has no versions."""
     copy = market.copy(tmp_path / "copy")
     join = copy.sales.left_join(
         copy.prices, name="corrected", select=select, corrected_for=timedelta(days=1)
@@ -139,7 +139,7 @@ def test_a_timeline_in_characters() -> None:
 
 
 def test_a_timeline_in_characters_is_small_whatever_its_keys() -> None:
-    """Of 1,000 characters of UTF-16 Dagster would make a link to click on."""
+    """Dagster would show a text of 1,000 characters (UTF-16) only after a click on a link."""
     keys = ["a`b\n", "\U0001f6eb" * 40, "x" * 40, "z", "y", "w"]
     lanes = [
         Lane(key, [(n, n + 1, False) for n in range(60)], [(n, n % 2 == 0) for n in range(60)])
@@ -180,7 +180,7 @@ def test_of_many_files_and_records(
     assert said["at_a_glance_lateness"].startswith(
         "lateness of 80 of 240 records behind stream time: 0: "
     )
-    # Of a crowd evenly some: from the first day to the last.
+    # The timeline draws a sample of the records.
     places = [float(c.attrib["cx"]) for c in parts(line, "circle")]
     assert len(places) == 30
 

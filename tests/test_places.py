@@ -1,4 +1,5 @@
-"""Paths mean the same to each process: absolute where definitions load, looked at before a commit."""
+"""A path means the same in each process: definitions make it absolute, and a commit checks its
+files."""
 
 from __future__ import annotations
 
@@ -52,14 +53,14 @@ def test_relative_paths_are_absolute_when_definitions_load(
     for url in ("s3a://lake/x", "file:///x", "memory://x", "/x"):
         assert address(url) == url
     (tmp_path / "other").mkdir()
-    monkeypatch.chdir("other")  # the same text is another directory now
+    monkeypatch.chdir("other")  # the same relative path is another directory now
     assert build_resources("data")["vt_dagster_warehouse"].path == str(tmp_path / "other" / "data")
 
 
 def test_a_commit_whose_files_are_elsewhere(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Spark server of another machine has written them to its own disk."""
+    """A commit is refused if a Spark server on another machine wrote the files to its own disk."""
     write, path = parquet._write_files, str(tmp_path / "table")  # pyright: ignore[reportPrivateUsage]
 
     def elsewhere(rows: Any, folder: str, parted: bool) -> None:
@@ -73,7 +74,7 @@ def test_a_commit_whose_files_are_elsewhere(
 
 
 def test_a_file_that_spark_does_not_find(tmp_path: Path, spark: SparkSession) -> None:
-    """The other way round: this process has a file that Spark has not."""
+    """The opposite case: this process sees a file that Spark does not see, and the message says so."""
     place = tmp_path / "prices.jsonl"
     with pytest.raises(Exception, match="PATH_NOT_FOUND") as raised:
         spark.read.text(str(place))

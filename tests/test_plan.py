@@ -1,4 +1,4 @@
-"""``vt-dagster plan``: each verdict on changed definitions is what their runs then do."""
+"""``vt-dagster plan``: a run does what the plan's verdict says of the changed definition."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def shop(
     size: timedelta = HOUR,
     dear: str = "{} > 1",
 ) -> list[Stream]:
-    """Prices (versioned), orders, and what is made of them, with some changes."""
+    """Prices (versioned), orders, and their downstream assets. The arguments change definitions."""
     kinds = {price if name == "price" else name: kind for name, kind in PRICE.items()}
     prices = VersionedTable(
         "prices",
@@ -117,7 +117,7 @@ def land(root: Path, name: str, file: str, *rows: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def live(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The warehouse after one run of each asset, and the files of the next run."""
+    """A directory with the source files, and with the warehouse after one run of each asset."""
     root = tmp_path_factory.mktemp("plan")
     land(root, "prices", "1.jsonl", *({"product": p, "price": 2.0, "at": "10:00"} for p in "ab"))
     land(root, "orders", "1.jsonl", {"product": "a", "customer": "x", "at": "10:30"})
@@ -129,7 +129,7 @@ def live(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(live: Path, tmp_path: Path) -> Path:
-    """A copy of the same to run in, with records for the next run of each asset."""
+    """A copy of ``live`` with new records for the next run of each asset. Tests may change it."""
     root = tmp_path / "copy"
     shutil.copytree(live, root)
     land(root, "prices", "2.jsonl", {"product": "a", "price": 3.0, "at": "12:00"})
@@ -143,7 +143,7 @@ def elsewhere(root: Path) -> Sequence[Stream]:
 
 
 def only(nodes: Sequence[Stream], name: str) -> Sequence[Stream]:
-    """One of the nodes and what it is made of: fewer runs."""
+    """The node of this name and its inputs, so that a test needs fewer runs."""
     (node,) = (one for one in nodes if one.name == name)
     return [*node.inputs, node]
 
@@ -160,9 +160,9 @@ def alike(root: Path) -> Sequence[Stream]:
 
 @dataclass(frozen=True)
 class Case:
-    """A change of the definitions; what the plan says of each asset that is not unchanged, with a part
-    of its text; the inputs that are the cause of a refusal; and what runs where that is not what the
-    plan says something of."""
+    """A change of the definitions. ``says`` has the verdict and a part of the text for each asset that
+    is not unchanged; ``causes`` has the input that causes a refusal; ``runs`` has the assets to run,
+    if these are not the ones in ``says``."""
 
     change: Change
     says: dict[str, tuple[str, str]]
@@ -264,7 +264,7 @@ def text(one: Planned) -> str:
 
 
 def concerned(nodes: Sequence[Stream], changed: set[str]) -> list[Stream]:
-    """The changed nodes, what is made of them, and what any of these is made of, in their order."""
+    """The changed nodes, the nodes downstream of them, and all nodes upstream of these, in order."""
 
     def made_of(node: Stream) -> set[str]:
         return {node.name}.union(*map(made_of, node.inputs))
@@ -290,7 +290,7 @@ def test_a_run_does_what_the_plan_says(spark: SparkSession, copy: Path, name: st
     assert {n: one.cause for n, one in found.items() if one.cause} == case.causes
 
     for node in concerned(nodes, {*case.runs} or {*said} or {*found}):
-        # what it says is what its run does
+        # the run does what the plan says of the asset
         one = found[node.name]
         run: Any = lambda node=node: run_once(node, stores_of(warehouse, spark))  # noqa: E731
         if not one.stops:
@@ -301,7 +301,7 @@ def test_a_run_does_what_the_plan_says(spark: SparkSession, copy: Path, name: st
         assert str(raised.value) == one.reason
         if one.cause is None:
             assert isinstance(raised.value, NeedsReplayError) == (one.verdict == "needs_replay")
-    # What went on is as declared now; what was refused is refused still.
+    # An asset that ran is as declared now. A refused asset is still refused.
     after = {one.asset: one for one in plan(warehouse, nodes)}
     went_on = {n for n, one in found.items() if one.verdict in ("unchanged", "goes_on", "new")}
     assert {n for n, one in after.items() if one.verdict == "unchanged"} == went_on
@@ -313,7 +313,7 @@ def test_a_run_does_what_the_plan_says(spark: SparkSession, copy: Path, name: st
 
 
 def test_downstream_needs_a_replay_after_the_swap(spark: SparkSession, copy: Path) -> None:
-    """The plan counts what it will touch, and its numbers are those of the files."""
+    """The plan names the downstream assets. Its numbers of rows and bytes are those of the log."""
     warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 5")
     (dear,) = [one for one in plan(warehouse, nodes, ["dear"]) if one.asset == "dear"]
     assert dear.downstream == ("doubled",)
@@ -355,7 +355,8 @@ def rows_of(root: Path, name: str) -> list[tuple[Any, ...]]:
 def test_planned_replays_are_resumed_at_each_step(
     spark: SparkSession, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the plan names is compared, replayed with what is downstream, and swapped."""
+    """The assets that the plan names are compared, replayed together with their downstream assets, and
+    swapped. A call that was killed at a step continues there when it is repeated."""
     warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 1 and product = 'a'")
     before = {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")}
     changes = what_if_planned(warehouse, nodes, spark)
@@ -401,9 +402,9 @@ def test_planned_replays_are_resumed_at_each_step(
         "dear_new": "removed",
         "doubled_new": "removed",
     }
-    for name in ("prices", "priced"):  # they are read, or only look up what is read
+    for name in ("prices", "priced"):  # the replayed assets' input, and a join with that input, stay
         assert AssetStore(warehouse, nodes[ALL.index(name)]).head() == logs[name]
-    for node in nodes:  # all goes on from there
+    for node in nodes:  # each asset can run after the swap
         assert run_once(node, stores_of(warehouse, spark)).commit is not None
     assert rows_of(copy, "doubled") == [("a", 3.0)]
     with pytest.raises(StorageError, match="which may be the tables from before an earlier replay"):
@@ -411,7 +412,8 @@ def test_planned_replays_are_resumed_at_each_step(
 
 
 def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
-    """Before the first replay: matches that the table has forgotten, and files that are gone."""
+    """Replays are refused before the first one starts if they would lose matches that have expired
+    from the table's history, or records of removed files."""
     warehouse = str(copy / "warehouse")
     prices, orders, *_ = shop(copy, of_prices={"history_retention": HOUR})
     run_once(prices, stores_of(warehouse, spark))
@@ -423,7 +425,7 @@ def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
     ):
         with pytest.raises(StorageError, match=r"priced.*: expected that the history of prices covers"):
             call()
-    # a step before an asset, or none any more; its new input has no tables yet
+    # an asset gets a step between it and its source, or loses its step; the new input has no tables yet
     step = replace(orders, name="raw").select_key("product", name="orders")
     alone = replace(prices, name="dear")
     found = {one.asset: one for node in (step, alone) for one in plan(warehouse, [node], [node.name])}
@@ -437,14 +439,14 @@ def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
     with pytest.raises(SourceError, match=r"that are no longer in .*1\.jsonl: .* --into prices_new"):
         replay_planned(warehouse, other, spark)
     assert {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")} == before
-    # as it was told to
+    # the single replay that the message advises
     replay(warehouse, other[0], "prices_new", spark)
     swap(warehouse, "prices", "prices_new")
     assert replay_planned(warehouse, other, spark) == {}
 
 
 def test_what_a_replay_does_not_remove(spark: SparkSession, copy: Path) -> None:
-    """A refusal for another reason prevents planned replays and a restatement, before they start."""
+    """A refusal that a replay cannot remove stops planned replays and a restatement at their start."""
     warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 5")
     about: Any = {"start": "2024-01-01T00:00:00Z", "spark": spark, "dry_run": True}
     assert restate(warehouse, nodes[3], among=nodes, **about) == ["dear", "doubled"]

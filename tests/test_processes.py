@@ -1,5 +1,5 @@
-"""Each kind of asset alone in a process of its own, wherever Spark is: its first run, one with
-something new, and one with nothing new."""
+"""Each kind of asset in a separate process, on a local Spark or a Spark Connect server: its first run,
+a run with new records, and a run without new records."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.conftest import ROOT, ConnectServer
 from tests.everything import ALWAYS, WAREHOUSE
 
 SOME = ("corrected", "guarded", "training", "iceberg_export")
-"""Those that also read or write files where the run's process is, or have names in Spark's catalog, and
-a join that reads what it has written; with the stream and the table that they are made of."""
+"""Kinds that also read or write files on the machine of the run's process, kinds with names in Spark's
+catalog, and a join that reads its own log. The stream and the table upstream of them run too."""
 
 
 def outcomes(
     root: Path, environment: dict[str, str], where: str, *kinds: str
 ) -> dict[tuple[str, int], tuple[str, str]]:
-    """What each run of each asset did, and said."""
+    """Runs the kinds in a new process. Returns the outcome and message of each run of each asset."""
     root.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "tests.everything", str(root), where, *kinds],
@@ -63,7 +63,7 @@ def test_some_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) ->
 
 
 def passes(server: ConnectServer, *modules: str) -> None:
-    """These modules of tests pass with the server as their session."""
+    """Requires that these test modules pass on the server's Spark session."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *modules],
         capture_output=True,

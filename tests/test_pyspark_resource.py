@@ -32,7 +32,7 @@ def landed(market: Market) -> Market:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_session_for_tables_and_own_assets(spark: SparkSession, tmp_path: Path, kind: Any) -> None:
-    """In one process: an asset of the team's reads the table on the same session; then all idle."""
+    """In one process, the team's own assets read the tables on the same session as the tables' runs."""
     market = landed(Market(tmp_path, spark))
     theirs = kind(spark_config={"spark.sql.shuffle.partitions": "2"})
     seen: list[Any] = []
@@ -66,7 +66,7 @@ def test_one_session_for_tables_and_own_assets(spark: SparkSession, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resource_that_no_run_has_set_up(spark: SparkSession, kind: Any) -> None:
-    """A script of the code location asks it, as the worked example does."""
+    """A script of the code location gets the session from the resource, as the worked example does."""
     assert session_of(kind(spark_config={})) is spark
 
 
@@ -74,7 +74,8 @@ def test_a_resource_that_no_run_has_set_up(spark: SparkSession, kind: Any) -> No
 def test_a_session_in_another_time_zone_is_refused(
     spark: SparkSession, tmp_path: Path, kind: Any
 ) -> None:
-    """Also where an asset on the same session has set it meanwhile; nothing is written."""
+    """The run is also refused if another asset has changed the time zone of the shared session.
+    Nothing is written."""
     market = landed(Market(tmp_path, spark))
     defs = build_definitions(
         market.prices, warehouse=str(market.warehouse), spark=kind(spark_config={})
@@ -92,7 +93,7 @@ def test_a_session_in_another_time_zone_is_refused(
 
 
 class _Plain:
-    """A session as Spark makes it by itself."""
+    """A session with Spark's default settings, in UTC."""
 
     class conf:
         @staticmethod
@@ -107,7 +108,7 @@ def test_what_a_session_lacks_is_named() -> None:
 
 
 class _OfAnotherSeries:
-    """A session with all settings, of a Spark that we do not know."""
+    """A session that has all settings, of a Spark version that is not supported."""
 
     version = "3.5.1-site-2"
 
@@ -180,7 +181,7 @@ defs = dg.Definitions.merge(
 @pytest.mark.endurance  # test_executor.py has steps in processes, the tests above both kinds
 @pytest.mark.timeout(400)
 def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> None:
-    """Both kinds, and an asset of the team's own, each in a process with a session of its own."""
+    """Assets of both resource kinds and a team's asset each run in a separate process and session."""
     market = Market(tmp_path, spark)
     for name in ("prices", "rates"):
         market.land(name, "1.jsonl", record("a", "p1", "1 00:00"))

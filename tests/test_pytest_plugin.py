@@ -85,8 +85,8 @@ def pytest_in(where: Path, *options: str, **environment: str) -> subprocess.Comp
 
 @pytest.mark.jvm
 def test_fixtures_and_a_run_that_imports_the_five_packages(tmp_path: Path) -> None:
-    """The plugin that is in the wheel gives the fixtures. In the run Dagster does the work of it,
-    dagster-pyspark has the session, PySpark computes, and pandera checks what is committed."""
+    """The wheel's plugin provides the fixtures. In the run, Dagster executes the steps, dagster-pyspark
+    holds the session, PySpark computes, and pandera checks the rows before the commit."""
     for package in PACKAGES:
         assert version(package)
     landing = lines({"k": "a", "v": 1, "at": "2024-01-01T00:00:00Z"})

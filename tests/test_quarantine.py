@@ -1,4 +1,4 @@
-"""Rows that are no records: where they go, with which reason, and when they stop a run."""
+"""Bad rows: where the quarantine keeps them, with which reason, and when they fail a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROW = StructType([StructField("k", StringType()), StructField("n", IntegerType()
 
 
 def read(spark: SparkSession, source: FilesSource, schema: StructType = ROW) -> list[tuple[Any, ...]]:
-    """The rows of a source by arrival: file, position, the columns, raw content where unreadable."""
+    """The rows of a source by arrival: file, position, columns, and raw content if unreadable."""
     rows = source.read(spark, source.pending({}), schema).orderBy("_arrival").collect()
     return [
         (
@@ -246,7 +246,7 @@ def test_long_file_is_numbered_across_blocks(spark: SparkSession, tmp_path: Path
 def test_lines_of_a_single_file(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: str, scans: int
 ) -> None:
-    """One scan if a single task reads it; then line numbers need no second scan."""
+    """If a single task reads the file, line numbers need no second scan."""
     write(tmp_path, "1.jsonl", "".join(f'{{"k":"{i}","n":{i}}}\n' for i in range(500)))
     source = FilesSource(str(tmp_path))
     with settings(spark, {"spark.sql.files.maxPartitionBytes": largest}):
@@ -295,7 +295,7 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
     source = FilesSource(str(tmp_path), pattern="*.jsonl", max_files_per_run=2)
     assert [f.name for f in source.files()] == ["a.jsonl", "b.jsonl", "d.jsonl"]
     assert [f.name for f in source.pending({})] == ["a.jsonl", "b.jsonl"]
-    before = {"a.jsonl": 3}  # as earlier versions of the library remembered it
+    before = {"a.jsonl": 3}  # the form that earlier versions of the library stored
     assert [f.name for f in source.pending(before)] == ["b.jsonl", "d.jsonl"]
     assert [f.name for f in source.pending({}, ["d.jsonl"])] == ["d.jsonl"]
     assert source.pending(before, ["a.jsonl"]) == []

@@ -1,4 +1,4 @@
-"""What the README and the first pages tell a newcomer to type, typed."""
+"""The commands and code of the README and the first pages work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _type(
 
 
 def _asked(command: str) -> str:
-    """What a command of ours says, in this process."""
+    """The output of a ``vt-dagster`` command, which runs in this process."""
     program, *arguments = command.split()
     assert program == "vt-dagster"
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
@@ -65,7 +65,7 @@ def test_your_own_table_in_15_lines(
     connect_server: ConnectServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its processes, one for the asset and one for its checks, use a server that is there."""
+    """The processes of the asset and of its checks use a Spark server that already runs."""
     code = _block("# Your own table in 15 lines", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "prices.py").write_text(code)
@@ -86,7 +86,7 @@ def test_your_own_table_in_15_lines(
     assert re.search(r"price +1\.1\n", found), found
     assert re.findall(r"price=[\d.]+", _asked(history)) == ["price=1.0", "price=1.1", "price=1.2"]
 
-    # break it, and read the message; in this process, which has a session
+    # a bad price fails the run with a message; the run is in this process, which has a session
     (landing / "2.csv").write_text("product,price,at\napple,-1,2026-02-01T10:00:00Z\n")
     defs: dg.Definitions = runpy.run_path("prices.py", run_name="prices")["defs"]
     job = defs.resolve_implicit_global_asset_job_def()

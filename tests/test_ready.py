@@ -1,4 +1,4 @@
-"""Joins with a table that is still being loaded: they hold their records until it is ready."""
+"""A join with a table that is still loading holds its records until the table is ready."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AGAIN = [
 
 @dataclass
 class Shop:
-    """Prices that are loaded a file a run, and sales that are joined with them."""
+    """Prices, which load one file in each run, and sales, which are joined with the prices."""
 
     root: Path
     spark: SparkSession
@@ -78,7 +78,7 @@ class Shop:
         self.land("sales", 1, record("a", "s1", "1 12:00"), record("a", "s2", "3 12:00"))
 
     def run(self, node: Stream, **asked: Any) -> Commit | None:
-        """What a run of one asset commits, if anything."""
+        """Runs one asset. Returns its commit, None if there is none."""
         return run_once(node, self.stores, **asked).commit
 
     def rows(self, node: Stream | None = None) -> list[tuple[Any, ...]]:
@@ -110,7 +110,7 @@ def test_a_join_takes_nothing_before_its_table_has_come_to_its_initial_load(shop
     for node in (one.prices, one.sales, early):
         one.run(node)
     assert [row[4] for row in one.rows(early)] == ["a1", "a1"], "joined for ever with the first part"
-    # What comes after the first run has pinned its end is not waited for.
+    # The first run has set the end of the initial load: the join does not wait for later files.
     one.land("prices", 4, record("a", "a4", "4 00:00"))
     for _ in range(2):
         assert one.run(one.sold) is None
@@ -119,7 +119,7 @@ def test_a_join_takes_nothing_before_its_table_has_come_to_its_initial_load(shop
     assert commit is not None
     assert (commit.counts["in"], commit.not_ready) == (2, [])
     assert [row[4] for row in one.rows()] == ["a1", "a3"]
-    # And never again: the rest of the table is loaded beside the stream, as ever.
+    # The join never waits again: from now on the table loads beside the stream, as without ``ready``.
     one.land("sales", 2, record("a", "s3", "3 13:00"))
     one.run(one.sales)
     assert one.run(one.sold) is not None
@@ -140,7 +140,7 @@ def test_what_is_made_of_a_table_is_ready_once_it_has_taken_it(shop: Made) -> No
         assert commit is not None
         assert commit.ready_at == commit.next_offset
     assert [row[4] for row in one.rows(sold)] == ["a1", "a3"]
-    # Both tables have waited: their updates are those of one run with all that there is.
+    # The join has waited for both tables: its updates are those of one run with all records.
     assert [row[2:5] for row in one.rows(again)] == AGAIN
 
 
@@ -195,7 +195,8 @@ def test_a_table_may_be_ready_from_a_time_on_but_must_remember_what_has_waited(s
 
 
 def test_a_key_may_be_in_another_partition_of_the_table_than_of_the_stream(shop: Made) -> None:
-    """Then what each of its partitions has forgotten counts; a deletion of the stream asks nothing."""
+    """If stream and table are partitioned differently, the history of each partition of the table
+    counts. A tombstone of the stream looks up nothing, so the history does not matter for it."""
     one = shop(retention=DAY)
     prices = replace(one.prices, partitions=2, partition_by="if(k = 'b', 1, 0)")
     sales = replace(one.sales, tombstone="v is null")
@@ -220,7 +221,7 @@ def test_partitions_that_are_the_same_in_both(shop: Made) -> None:
     wide = replace(one.prices, partitions=4)
     assert _partitioned_alike(one.sales, {0: 1}, one.prices, {0: 2})
     assert not _partitioned_alike(one.sales, {0: 1}, wide, {0: 2, 3: 2})
-    # Topics have theirs, whatever is declared.
+    # The partitions of topics count, whatever the nodes declare.
     assert _partitioned_alike(one.sales, {0: 1, 1: 1}, one.prices, {0: 2, 1: 2})
     assert not _partitioned_alike(one.sales, {0: 1}, one.prices, {0: 2, 1: 2})
 

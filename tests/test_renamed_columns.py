@@ -1,5 +1,6 @@
-"""Columns of live tables are renamed, and others change beside them: what is there and what is made of
-it goes on in place, and equals what is made anew; joins of tables, by key and foreign key, among it."""
+"""Columns of live tables are renamed while others change. The tables and their downstream assets, with
+joins by key and foreign key, continue in place and equal tables that had the new names from the
+start."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def schema(**kinds: DataType) -> StructType:
 
 
 class Live:
-    """``prices``, ``orders`` and ``suppliers``, and what is made of them, before or after columns of
-    all three were renamed, got longer types and a new one beside them."""
+    """``prices``, ``orders``, ``suppliers`` and their downstream assets, before or after a change:
+    columns of all three are renamed and get wider types, and a new column is added."""
 
     def __init__(self, root: Path, *, after: bool, warehouse: str = "warehouse") -> None:
         self.root, self.warehouse = root, str(root / warehouse)
@@ -108,7 +109,7 @@ class Live:
                 name="both",
                 select=["left.*", f"right.{town}", f"right.{staff} as of_it"],
             ),
-            # The column that comes of the right side keeps its name.
+            # The column from the right side keeps its name in the result.
             self.prices.left_join(
                 self.suppliers,
                 foreign_key=maker,
@@ -154,8 +155,8 @@ def land_first(live: Live) -> None:
 
 
 def land_second(live: Live) -> None:
-    """By the new names: of known keys, out of order, of a new key, and deleted; and a file that comes
-    by the old ones still."""
+    """Records with the new names: of known keys, out of order, of a new key, and a deletion. Another
+    file still has the old names."""
     for name in ("prices", "orders"):
         live.land(
             name,
@@ -190,8 +191,9 @@ class Changed:
 
 @pytest.fixture(scope="module")
 def changed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changed]:
-    """Tables after a run with the first names and one with the new ones, their views still of the
-    first; and the same records by tables that had the new names from the start."""
+    """``live``: tables after a run with the old names and one with the new names, with views still
+    from the first run. ``anew``: tables with the same records that had the new names from the
+    start."""
     root = tmp_path_factory.mktemp("renamed")
     patch = pytest.MonkeyPatch()
     patch.setattr(view, "EACH_RUN", 0)
@@ -219,7 +221,7 @@ HELD_BACK = ("priced",)
 
 
 def rows(table: pa.Table, *but: str) -> list[str]:
-    """Rows whatever their order and that of columns, within ``old`` too."""
+    """Rows in a form that ignores the order of rows and of columns, also of the columns in ``old``."""
     flat = table.flatten() if "old" in table.column_names else table
     left_out = {"recorded_at", *but}
     names = sorted(n for n in flat.column_names if n.removeprefix("old.") not in left_out)
@@ -230,7 +232,7 @@ def rows(table: pa.Table, *but: str) -> list[str]:
 def test_all_that_follows_equals_what_is_made_anew(
     changed: Changed, spark: SparkSession, name: str
 ) -> None:
-    """Log, current rows and versions, by Spark, without it, and by the tables alone."""
+    """Log, current rows and versions: read by Spark, without Spark, and without the definition."""
     live = changed.live.store(spark, name)
     but = ("offset",) if name in HELD_BACK else ()
     kinds = [*(["current"] if live.node.is_table else []), *(["versions"] * live.node.versioned), "log"]
@@ -251,7 +253,8 @@ def test_all_that_follows_equals_what_is_made_anew(
 
 @pytest.mark.parametrize("key", ["a", "b", "c", "d"])
 def test_a_key_is_looked_up_by_its_new_name(changed: Changed, key: str) -> None:
-    """Without Spark: as of a time, and by what was known before the new names, too."""
+    """A look-up without Spark finds the key by its new name. This holds as of a time, and as known
+    before the rename too."""
     first = next(commits(str(Path(changed.live.warehouse, "prices"))))
     known = in_utc(first.recorded_at)
     asked: list[dict[str, Any]] = [
@@ -287,7 +290,7 @@ def test_as_known_by_spark(changed: Changed, spark: SparkSession) -> None:
 
 
 def test_the_commit_says_what_was_renamed(changed: Changed) -> None:
-    """In the commit that first uses the names, without a file rewritten."""
+    """The commit that first uses the new names records the rename. It rewrites no file."""
     (said,) = [line for line in changed.told if line.startswith("prices: ! columns change: ")]
     assert "n: int -> bigint" in said or "amount: int -> bigint" in said
     assert "renamed: k -> product, cat -> category, maker -> vendor, n -> amount" in said
@@ -299,7 +302,7 @@ def test_the_commit_says_what_was_renamed(changed: Changed) -> None:
 
 
 def test_a_view_is_written_again(changed: Changed, spark: SparkSession) -> None:
-    """In part, where files by the old names stay; checks look at it."""
+    """A view is rewritten in part, and keeps files with the old names. The checks of the view pass."""
     live, anew = (t.store(spark, "prices") for t in (changed.live, changed.anew))
     for store in (live, anew):
         store.catch_up(now=True)
@@ -322,7 +325,7 @@ def test_an_export_has_the_new_names_alone(changed: Changed, spark: SparkSession
     assert rows(found) == rows(versions.select(*found.column_names).toArrow())
 
 
-@pytest.mark.endurance  # what is made anew is read by the same names; test_schema_changes.py replays
+@pytest.mark.endurance  # ``anew`` is compared by the same names above; test_schema_changes.py replays
 def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
     live = changed.live.store(spark, "prices")
     copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
@@ -343,7 +346,7 @@ def renamed_again(live: Live, before: str, now: str) -> Stream:
 
 @pytest.mark.parametrize("now", ["value", "n"])
 def test_renamed_again_and_back(changed: Changed, spark: SparkSession, now: str) -> None:
-    """Whoever reads sees it before a run has written it."""
+    """A read uses the newly declared name before a run has written it."""
     node = renamed_again(changed.live, "amount", now)
     found = AssetStore(changed.live.warehouse, node, spark).read("log").toArrow()
     expected = vt_dagster.read("orders", warehouse=changed.anew.warehouse, what="log")
@@ -352,7 +355,8 @@ def test_renamed_again_and_back(changed: Changed, spark: SparkSession, now: str)
 
 
 def test_back_and_on(tmp_path: Path, spark: SparkSession) -> None:
-    """a, then b, then a again, then c, each with a run; what is noted follows."""
+    """A column is renamed from a to b, to a again, and to c, with a run after each. The log's schema
+    notes the earlier names each time."""
     warehouse, landing = str(tmp_path / "warehouse"), tmp_path / "landing"
     landing.mkdir()
     renamed: list[dict[str, str]] = [{}, {"a": "b"}, {"b": "a"}, {"b": "a", "a": "c"}]
@@ -407,7 +411,7 @@ def test_back_and_on(tmp_path: Path, spark: SparkSession) -> None:
 def test_what_is_refused_when_a_run_starts(
     changed: Changed, kinds: Mapping[str, DataType | None], renamed: Mapping[str, str], said: str
 ) -> None:
-    """Without Spark, with column, both types and the way out."""
+    """The refusal needs no Spark. It names the column, both types, and what to do."""
     there: dict[str, DataType | None] = {f.name: f.dataType for f in changed.live.prices.schema.fields}
     found = {name: kind for name, kind in {**there, **kinds}.items() if kind is not None}
     refused(changed, replace(changed.live.prices, schema=schema(**found), renamed=renamed), said)
@@ -424,7 +428,8 @@ def refused(changed: Changed, node: Stream, said: str) -> None:
 
 
 def test_left_out_before_all_have_run() -> None:
-    """What is downstream would have null in rows before, were it not told."""
+    """A rename may be left out only after all downstream assets have run: an asset that has not run
+    would have null in its old rows. So it is refused."""
     upstream = noted(schema(amount=LongType()), StructType([named("amount", LongType(), ["n"])]))
     found = evolve(schema(n=LongType()), schema(amount=LongType()), derived=True)
     with pytest.raises(StorageError, match=r"priced: .* declare renamed={'n': 'amount'} there again"):
@@ -451,7 +456,7 @@ def test_declared_wrongly(renamed: dict[str, str], names: list[str]) -> None:
 
 
 def test_other_files(tmp_path: Path, spark: SparkSession) -> None:
-    """CSV and Parquet that come by an earlier name; it is no column too many."""
+    """CSV and Parquet files may have a column's earlier name. It does not count as an extra column."""
     at = pa.array([datetime(2020, 1, 1)], pa.timestamp("us", "UTC"))
     for format_ in ("csv", "parquet"):
         folder = tmp_path / format_
@@ -478,7 +483,7 @@ def test_other_files(tmp_path: Path, spark: SparkSession) -> None:
 
 
 def test_what_an_operator_keeps(spark: SparkSession) -> None:
-    """Columns, and those of a row that a function has aggregated."""
+    """An operator's state gets the new names: its columns, and the fields of an aggregated row."""
     kept = spark.sql("select 'a' as k, named_struct('price', 1, 'x', 2) as _acc, 3 as price")
     found = kept_by_newest_names(kept, {"product": ("k",), "cost": ("price",)})
     assert found.first() == (("a", (1, 2), 3))

@@ -1,4 +1,5 @@
-"""Results made anew from a time on, in place: equal to a full replay, wherever it is interrupted."""
+"""A restatement recomputes results in place from a time on. It equals a full replay, also if it is
+interrupted at any step."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ from vt_dagster.storage.asset_store import AssetStore, stores_of
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 LATE = "2020-01-01T00:04:00Z"
-"""The time of the table record that comes late."""
+"""The timestamp of the late record of the table."""
 
 
 class World(Topology):
-    """Joins of orders with rates, without a grace period (``joined``) and with one of two minutes, and
-    what is made of the former: a stream without state, and counts."""
+    """Joins of orders with rates: ``joined`` without a grace period, ``priced`` with one of two
+    minutes. Downstream of ``joined`` are a stateless stream (``moved``) and counts (``counted``)."""
 
     def __init__(self, root: Path, spark: SparkSession) -> None:
         super().__init__(root)
@@ -55,7 +56,7 @@ class World(Topology):
             run_once(node, stores_of(self.warehouse, self.spark))
 
     def rows(self, name: str, order: bool = True) -> list[Any]:
-        """The log as it is, but for when it was recorded; without an order, without places in it."""
+        """The rows of the log without ``recorded_at``. With ``order=False`` also without the offset."""
         rows = AssetStore.open(self.warehouse, name, self.spark).read("log").drop("recorded_at")
         rows = rows if order else rows.drop("offset")
         return sorted(rows.collect(), key=repr)
@@ -71,7 +72,8 @@ class World(Topology):
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> World:
-    """After three runs; in the third a rate of minute 4 comes, when minutes 5 and 6 are joined."""
+    """The state after three runs. In the third, rates of minute 4 come late: orders of minutes 5 and 6
+    are already joined."""
     world = World(tmp_path_factory.mktemp("lived"), spark)
     world.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 0)])
     world.land("orders", "1.jsonl", [("a", 1, 1), ("b", 2, 3.5), ("a", 3, 3)])
@@ -95,7 +97,7 @@ Expected = tuple[World, list[str], dict[str, list[Any]]]
 
 @pytest.fixture(scope="module")
 def expected(lived: World, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Expected:
-    """After a restatement of the join: what it told, and what a full replay gives then."""
+    """The state after a restatement of the join, the lines it printed, and the logs of full replays."""
     world = World(shutil.copytree(lived.root, tmp_path_factory.mktemp("restated") / "copy"), spark)
     lines: list[str] = []
     with small_run(spark):
@@ -118,7 +120,7 @@ def test_a_join_takes_in_what_came_late(lived: World, expected: Expected) -> Non
     assert "moved: keeps 3 of 7 results" in lines
     assert "counted: replayed: it has a state, and only that of its last run is kept" in lines
     assert {name: world.rows(name) for name in replayed} == replayed
-    # all goes on from there
+    # the assets can run after the restatement
     world.land("orders", "4.jsonl", [("c", 9, 8)])
     world.run_each(world.orders, world.joined, world.moved, world.counted)
     assert rates_of(world, "moved")[9] == 8
@@ -155,8 +157,8 @@ class Killed(BaseException):
 
 
 def test_killed_at_each_step(world: World, expected: Expected) -> None:
-    """After each commit, and before each exchange; and between its two halves. Nothing else rewrites
-    its tables meanwhile."""
+    """The restatement is killed after each commit, before each exchange of tables, and between an
+    exchange's two renames. Until it is completed, nothing else may rewrite its tables."""
     for step in (
         *("joined: keeps", "counted: replayed", "joined: committed", "moved: committed"),
         *("counted: committed", "joined: replaces", "moved: replaces", "counted: replaces"),
@@ -201,7 +203,7 @@ def test_a_source_is_read_again(world: World) -> None:
     assert not list(Path(world.warehouse).glob("*restate*"))
     (world.root / "orders" / "new.jsonl").unlink()
     aside.rename(file)
-    # a key that was erased need not be there
+    # records of an erased key may be missing from the source
     world.land("orders", "4.jsonl", [("e", 9, 7), ("a", 10, 7)])
     world.run_each(world.orders)
     erase(world.warehouse, world.orders, world.spark, key=["e"], reason="asked to", among=world.nodes)
@@ -214,7 +216,8 @@ def test_a_source_is_read_again(world: World) -> None:
 
 
 def test_a_table_that_was_replayed_since_it_was_joined(world: World) -> None:
-    """The replay has other Delta versions than the log that the join has read."""
+    """A replayed table has other Delta versions than the log that the join has read. So a restatement
+    must start early enough to join all its records again; the message says from when."""
     some = world.rates.filter("n > 0", name="some")
     met = world.orders.join(some, name="met", select=["left.*", "right.n as rate"])
     world.run_each(some, met)

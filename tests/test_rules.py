@@ -1,4 +1,4 @@
-"""One vocabulary of rules: each is shown by a recorded scenario or a test, and told in the pages."""
+"""Each rule is shown by a recorded scenario or by a test, and is described in the documentation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SHOWN = {
     "suppressed": "kip328-window-final-once",
     "corrected": "test_a_table_record_that_came_late",
 }
-"""Of each rule a scenario of Kafka Streams' own output, or a test."""
+"""For each rule, the name of a scenario recorded from Kafka Streams, or of a test."""
 
 
 def test_each_rule_is_shown() -> None:
@@ -110,7 +110,7 @@ def test_the_documentation_tells_each_rule(rule: Rule) -> None:
 
 
 def test_metrics_are_described_by_the_rules() -> None:
-    """Each number of a materialization that counts what a rule decided has the rule's own sentence."""
+    """If a number of a materialization counts what a rule decided, its description is the rule's."""
     kinds = {"k": StringType(), "n": IntegerType(), "timestamp": TimestampType()}
     values = StructType([StructField(name, kind) for name, kind in kinds.items()])
     about: dict[str, Any] = {"key": "k", "schema": values}

@@ -1,4 +1,4 @@
-"""What a run tells in its log while it is at work: lines worth reading, and no others."""
+"""A run logs the lines that a user needs while it works, and no others."""
 
 import logging
 import re
@@ -25,8 +25,8 @@ SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
 
 def told(market: Market, nodes: Any = None) -> dict[str, list[str]]:
-    """Of each step of a run what it told, without times and the start of Spark; a warning says that it
-    is one, and an error too."""
+    """The log lines of each step of a run, without durations and the start of Spark. Warnings and
+    errors begin with their level."""
     result = market.run(nodes)
     entries = market.instance.all_logs(result.run_id)
     lines: dict[str, list[str]] = {}
@@ -68,7 +68,7 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
 
 
 def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
-    """``Op`` is read for the condition, though it is no column of the table; ``note`` is not read."""
+    """``Op`` is read for ``deleted_when``, though no column of the table. ``note`` is left out."""
     rows = record("a", "p", "3 00:00") | {"Op": "U", "note": "x"}, record("a", "", "3 01:00")
     copy.land("deletions", "1.jsonl", rows[0], rows[1] | {"Op": "D", "note": "y"})
     source = FilesSource(str(copy.root / "landing" / "deletions"))
@@ -82,7 +82,8 @@ def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
 
 
 def test_files_of_another_directory_are_told_once(copy: Market) -> None:
-    """Two code locations may declare one asset; a directory that was moved is the same one."""
+    """A run warns when an asset first reads another directory, and never again for the same
+    directories: a second code location may declare the asset, or the directory was moved."""
     here, there = copy.root / "landing" / "prices", copy.root / "landing" / "more"
     other = replace(copy.prices, source=FilesSource(str(there)))
     warned = (
@@ -109,7 +110,7 @@ def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Mark
 def test_a_run_that_another_one_overtakes_takes_the_rest(
     copy: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the sensors of both inputs of a join request it at once."""
+    """This happens when the sensors of both inputs of a join request a run at the same time."""
     stores, commit = stores_of(str(copy.warehouse), copy.spark), AssetStore.commit
 
     def land(file: str, *rows: Any) -> None:
@@ -147,7 +148,7 @@ def test_a_failed_check_says_what_was_expected(copy: Market) -> None:
 def test_spark_is_told_once_and_where_its_pages_are(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: str | None
 ) -> None:
-    """The session of the tests has no pages: their address is made up."""
+    """The tests' session has no web UI, so the test invents its address."""
     monkeypatch.setattr(SparkContext, "uiWebUrl", pages)
 
     @dg.asset

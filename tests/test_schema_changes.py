@@ -1,4 +1,5 @@
-"""A live table's schema changes: what is downstream goes on, and equals what is made anew."""
+"""A live table's schema changes: downstream assets continue, and equal those made with the new
+schema."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ AFTER: dict[str, DataType] = {
     "cat": StringType(),
     "k": StringType(),
 }
-"""Another order, ``note`` is new, numbers are longer, ``gone`` is left out, ``must`` may be null."""
+"""Another order; ``note`` is new, numbers are wider, ``gone`` is left out, ``must`` may be null."""
 BIG = 2**40
 
 
@@ -79,8 +80,8 @@ def schema(kinds: Mapping[str, DataType], never_null: Sequence[str] = ()) -> Str
 
 
 class Live:
-    """Versioned ``prices`` and a stream of ``orders``, and what is made of them; of joins see
-    ``test_renamed_columns.py``, where columns get longer types and new ones beside them, too."""
+    """Versioned ``prices``, a stream of ``orders``, and their downstream assets. Joins are in
+    ``test_renamed_columns.py``, where columns get wider types and a column is added too."""
 
     def __init__(self, root: Path, columns: StructType, warehouse: str = "warehouse") -> None:
         self.root, self.warehouse = root, str(root / warehouse)
@@ -142,7 +143,7 @@ def land_first(live: Live) -> None:
 
 
 def land_second(live: Live) -> None:
-    """Longer values and the new column: of a known key, out of order, of a new key, and deleted."""
+    """Wider values and the new column: of a known key, out of order, of a new key, and a deletion."""
     more = {"note": "new", "must": None, "share": 0.1, "short": 70_000}
     for name in ("prices", "orders"):
         live.land(
@@ -164,8 +165,8 @@ class Changed:
 
 @pytest.fixture(scope="module")
 def changed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changed]:
-    """Tables after a run with one schema and one with the next, their views still of the first; and
-    the same records by tables that had the next schema from the start."""
+    """``live``: tables after a run with the old schema and one with the new, with views still from the
+    first run. ``anew``: tables with the same records that had the new schema from the start."""
     root = tmp_path_factory.mktemp("changed")
     patch = pytest.MonkeyPatch()
     patch.setattr(view, "EACH_RUN", 0)
@@ -187,7 +188,8 @@ NAMES = ["prices", "doubled", "groups", "held", "hourly"]
 
 
 def rows(table: pa.Table, but: Sequence[str] = ()) -> list[str]:
-    """Rows whatever their order, that of columns, within ``old`` too, and when they were recorded."""
+    """Rows in a form that ignores the order of rows and columns (also in ``old``) and
+    ``recorded_at``."""
     flat = table.flatten() if "old" in table.column_names else table
     names = sorted(
         n for n in flat.column_names if n.removeprefix("old.") not in ("gone", "recorded_at", *but)
@@ -199,9 +201,10 @@ def rows(table: pa.Table, but: Sequence[str] = ()) -> list[str]:
 def test_all_that_follows_equals_what_is_made_anew(
     changed: Changed, spark: SparkSession, name: str
 ) -> None:
-    """Log and current rows, read by Spark and without; the view lies there with the first schema."""
+    """Log, current rows and versions are equal, read by Spark and without Spark. The stored view still
+    has the first schema."""
     live = changed.live.store(spark, name)
-    # Of what is held back a run releases a set, whose order is by what waited.
+    # The order of rows that a run releases from ``held`` depends on what was waiting.
     but = ("offset",) if name == "held" else ()
     kinds = [*(["current"] if live.node.is_table else []), *(["versions"] * live.node.versioned), "log"]
     for what in kinds:
@@ -211,7 +214,7 @@ def test_all_that_follows_equals_what_is_made_anew(
         )
         assert looked_up == expected
         assert rows(live.read(what).toArrow(), but) == expected
-    if live.node.is_table and name != "held":  # of which the first run made nothing
+    if live.node.is_table and name != "held":  # the first run made no rows of held
         base = live.snapshot().base
         assert base is not None
         assert base.checkpoint.batch == 1
@@ -220,7 +223,8 @@ def test_all_that_follows_equals_what_is_made_anew(
 
 
 def test_columns_change_in_the_commit_that_uses_them(changed: Changed) -> None:
-    """So a run that dies leaves no columns of which there is no row."""
+    """Columns change in the commit of the first rows that use them. So a run that dies leaves no new
+    column without rows."""
     log = Path(changed.live.warehouse, "prices", "log")
     text = (log / "_delta_log" / f"{1:020}.json").read_text()
     kinds = sorted(next(iter(json.loads(line))) for line in text.splitlines())
@@ -239,8 +243,8 @@ def test_columns_change_in_the_commit_that_uses_them(changed: Changed) -> None:
 
 @pytest.mark.parametrize("what", ["log", "view"])
 def test_other_readers(changed: Changed, spark: SparkSession, what: str) -> None:
-    """Of files with the first columns and the next: Polars, and ``deltalake`` by Arrow; then of the
-    view that was written again in part, and of both compacted by Delta's own writer."""
+    """Polars and ``deltalake`` (by Arrow) read files with the old and the new columns. They also read
+    a view that was rewritten in part, and tables that Delta's own writer compacted."""
     table = str(Path(changed.live.warehouse, "prices", what))
     if what == "view":
         changed.live.store(spark, "prices").catch_up(now=True)
@@ -261,14 +265,14 @@ def test_other_readers(changed: Changed, spark: SparkSession, what: str) -> None
 
 
 def test_a_wide_table_is_read_row_by_row(changed: Changed, spark: SparkSession) -> None:
-    """Spark's other reader of Parquet makes the same of older files."""
+    """Spark's Parquet reader that is not vectorized reads the same from files with the old columns."""
     with settings(spark, {"spark.sql.parquet.enableVectorizedReader": "false"}):
         found = changed.live.store(spark, "prices").read("log").toArrow()
     assert rows(found) == rows(vt_dagster.read("prices", warehouse=changed.anew.warehouse, what="log"))
 
 
 def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
-    """Of what is declared: a column that was left out is not compared."""
+    """A replay equals the live table in the declared columns; others are not compared."""
     live = changed.live.store(spark, "prices")
     copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
     assert "gone" not in copy.read().columns
@@ -277,7 +281,8 @@ def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
 
 
 def test_an_input_that_has_not_run_since(changed: Changed, spark: SparkSession) -> None:
-    """What is declared is there for whoever reads it, null or longer, before a run has written it."""
+    """A read has the declared columns before a run has written them: new ones are null, wider ones
+    have the new type."""
     kinds = {**AFTER, "must": LongType(), "later": StringType(), "flag": BooleanType()}
     table = replace(changed.live.prices, schema=schema(kinds))
     store = AssetStore(changed.live.warehouse, table, spark)
@@ -288,7 +293,7 @@ def test_an_input_that_has_not_run_since(changed: Changed, spark: SparkSession) 
 
 
 class Priced(pa_model.DataFrameModel):
-    """The columns after the change, and one that pandera takes to be never null."""
+    """The columns after the change, and one that pandera declares as never null."""
 
     k: StringType
     n: LongType = pa_model.Field(nullable=True)
@@ -316,7 +321,7 @@ class Priced(pa_model.DataFrameModel):
 def test_what_is_refused_when_a_run_starts(
     changed: Changed, change: Mapping[str, DataType | None], said: str
 ) -> None:
-    """Without Spark, before anything is read."""
+    """The refusal comes before anything is read, and needs no Spark."""
     kinds = {name: kind for name, kind in {**AFTER, **change}.items() if kind is not None}
     table = replace(changed.live.prices, schema=schema(kinds), tombstone=None)
     refused(changed.live, table, said)
@@ -333,20 +338,20 @@ def refused(live: Live, table: Stream, said: str) -> None:
 
 
 def test_a_new_column_that_is_never_null(changed: Changed) -> None:
-    """A pandera model's columns are never null, as long as it does not say so."""
+    """Columns of a pandera model are never null unless the model says so."""
     table = replace(changed.live.prices, schema=Priced, contract=None, tombstone=None)
     refused(changed.live, table, "must_have is new and must not be null")
 
 
 def test_what_says_the_partition_keeps_its_type(changed: Changed) -> None:
-    """Else records of a key would go to another partition."""
+    """A column of the partitioning keeps its type: else a key's records could get another partition."""
     kinds = {**AFTER, "must": LongType()}
     table = replace(changed.live.prices, schema=schema(kinds), partition_by="pmod(hash(must), 4)")
     refused(changed.live, table, "must: int -> bigint, which is part of the key or the partitioning")
 
 
 def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:
-    """Both bring the new columns: one wins, and they are there once."""
+    """Both runs add the new columns: one run commits, and the columns are added once."""
     first = Live(tmp_path, schema(BEFORE))
     land_first(first)
     first.run(spark, "orders")
@@ -373,7 +378,7 @@ def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:
 
 
 def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> None:
-    """They may lack what is optional, and have shorter numbers; what the schema lacks is told."""
+    """Files may lack optional columns and have narrower numbers. A run reports further columns."""
     kinds = {"k": StringType(), "n": LongType(), "note": StringType(), "at": TimestampType()}
     at = datetime(2020, 1, 1)
     for format_ in ("csv", "parquet"):
@@ -409,7 +414,7 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
 
 @pytest.mark.parametrize(
     "format_",
-    [  # of the others, test_files_older_than_the_schema reads such files
+    [  # test_files_older_than_the_schema reads such files of the other formats
         "jsonl",
         *(pytest.param(one, marks=pytest.mark.endurance) for one in ("csv", "parquet")),
     ],
@@ -417,8 +422,8 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
 def test_late_records_of_the_old_columns_still_apply(
     tmp_path: Path, spark: SparkSession, format_: str
 ) -> None:
-    """A column that is added makes no version: it is null in those that are there, and in those that
-    late records without it make, between others that have it."""
+    """An added column makes no new version. It is null in existing versions, and in versions that late
+    records without the column make between versions that have it."""
     old = schema({"k": StringType(), "n": LongType(), "at": TimestampType()})
     new = schema({**{f.name: f.dataType for f in old.fields}, "note": StringType()})
     folder = tmp_path / "landing"

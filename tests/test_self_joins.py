@@ -51,7 +51,7 @@ def staff(versioned: bool, **more: Any) -> Table:
 
 
 def joins(of: Table) -> dict[tuple[str, str], Table]:
-    """By (what they meet on, kind)."""
+    """All joins of the table with itself, by (join key: "boss" or "key"; kind: "inner" or "left")."""
     about: dict[str, Any] = {"select": BOTH, "monotone_timestamps": False}
     by_boss: dict[str, Any] = {**about, "foreign_key": BY_BOSS}
     return {
@@ -68,7 +68,8 @@ def record(room: int, k: str, boss: str | None, n: int | None, at: int) -> Recor
 
 @dataclass
 class Sides:
-    """Both sides of a join as a Kafka Streams task has them: one record, one change after the other."""
+    """Both sides of a join as a Kafka Streams task has them: each record changes the left side, then
+    the right side."""
 
     on: str
     kind: str
@@ -153,7 +154,7 @@ def as_told(row: Record) -> tuple[Any, ...]:
 
 
 def logs_of(driver: TopologyTestDriver, node: Table) -> dict[int, list[tuple[Any, ...]]]:
-    """By room, which is a partition."""
+    """The log of each room. A room is a partition."""
     found: dict[int, list[tuple[Any, ...]]] = {}
     for row in driver.read(node.name):
         assert row["partition"] == row["room"]
@@ -185,7 +186,7 @@ SCRIPT = [
     record(0, "c", None, None, 95),
     record(0, "a", "b", 8, 99),
 ]
-"""Updates, deletes and other bosses."""
+"""The records of room 0: updates, deletions and changes of the boss."""
 
 
 @pytest.mark.slow
@@ -196,8 +197,9 @@ SCRIPT = [
 def test_however_the_arrival_order_is_cut(
     spark: SparkSession, cuts: Sequence[int], every: bool
 ) -> None:
-    """Room 0 has the script, each other one a random history; a room is a partition. For every change
-    each join runs of one of both tables."""
+    """Each join's log is that of Kafka Streams, however the records are split into runs. Room 0 has
+    the script, each other room a random history; a room is a partition. In the short variant each join
+    runs on one of both tables."""
     number, rooms = len(SCRIPT), range(9)
     arrived = {room: SCRIPT if room == 0 else any_records(room, number) for room in rooms}
     tables = [staff(False), staff(True)]
@@ -225,7 +227,8 @@ def test_however_the_arrival_order_is_cut(
 
 @pytest.mark.slow
 def test_on_delta(spark: SparkSession, tmp_path: Path) -> None:
-    """Of files, in two runs; as an asset of Dagster see ``itself`` in ``test_ops``."""
+    """A self-join of a table that reads files, in two runs. For a self-join as a Dagster asset see
+    ``itself`` in ``test_ops``."""
     table, warehouse = staff(False, source=FilesSource(str(tmp_path / "landing"))), str(tmp_path / "w")
     node, stores = joins(table)["boss", "left"], stores_of(warehouse, spark)
     epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)

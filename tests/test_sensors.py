@@ -1,4 +1,4 @@
-"""Sensors ask for a run once for the same files, say why they do not, and need no Spark."""
+"""A sensor requests one run for the same files, says why it requests none, and needs no Spark."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from vt_dagster.storage.commit_log import Commit, Shape
 
 
 def evaluate(market: Market, node: Stream | None = None, cursor: str | None = None, **more: Any) -> Any:
-    """What a sensor says: a run request, or the text of a skip reason."""
+    """Evaluates a sensor. Returns its run request, or the text of its skip reason."""
     where = WarehouseResource(path=str(market.warehouse))
-    # As Dagster's daemon evaluates it: what it does not accept must not pass here.
+    # Evaluate as Dagster's daemon does, so that a result that the daemon rejects fails here too.
     said = build_sensor(node or market.prices).evaluate_tick(
         dg.build_sensor_context(cursor=cursor, resources={"vt_dagster_warehouse": where}, **more)
     )
@@ -47,7 +47,7 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     said = evaluate(copy)
     assert said == f"no new jsonl files {copy.root}/landing/prices/*: batch 2, 11 records consumed"
-    # a tick without a request remembers how far the table was, so that its removal is noticed
+    # a tick without a request stores the table's batch in the cursor, to notice if the table is removed
     where = WarehouseResource(path=str(copy.warehouse))
     tick = dg.build_sensor_context(resources={"vt_dagster_warehouse": where})
     build_sensor(copy.prices)(tick)
@@ -62,20 +62,20 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
         "vt_dagster/batch": "3",
         "dagster/sensor_name": "prices_sensor",
     }
-    # a tick once more, a cursor that was lost, and one of long ago: the same run
+    # a repeated tick, an old cursor, and a lost cursor request the same run
     for cursor in ('{"epoch": 0, "batch": 2}', '{"epoch": 0, "batch": 1}', "somebody's own"):
         assert evaluate(copy, cursor=cursor).run_key == first.run_key
     copy.land("prices", "5.jsonl", record("a", "p7", "2 08:00"))
     second = evaluate(copy)
     assert second.run_key != first.run_key
-    # the run takes what it was asked to take, not what has landed since
+    # the run takes the requested files, not files that have landed since
     result = copy.run([copy.prices], run_config=first.run_config)
     assert result.success
     assert materialized(result, "prices")["records_in"] == 2
-    # what the second request asked for is partly consumed: the rest is taken
+    # some files of the second request are consumed already: the run takes the rest
     result = copy.run([copy.prices], run_config=second.run_config)
     assert materialized(result, "prices")["records_in"] == 1
-    # all of it is consumed: nothing happens, and the run says so
+    # all files of the request are consumed: the run commits nothing, and says so
     result = copy.run([copy.prices], run_config=second.run_config)
     assert result.success
     assert unchanged(result, "prices")["versions"] == {"batch": 4}
@@ -86,7 +86,8 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
 
 
 def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
-    """A replay on purpose (the tables were removed) is not swallowed, a doubled tick is."""
+    """After the tables were removed for a replay, the sensor's request has a new run key. A repeated
+    tick has the same key."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     first = evaluate(market)
@@ -99,8 +100,8 @@ def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_a_table_that_was_removed_behind_the_cursor(spark: SparkSession, tmp_path: Path) -> None:
-    """The cursor was reset, or has seen no tick after the run. Dagster ignores requests with the key of
-    an earlier run."""
+    """The cursor was reset, or no tick came after the run. The request still needs a new run key,
+    because Dagster ignores requests with the key of an earlier run."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     with dg.DagsterInstance.ephemeral() as instance:
@@ -121,7 +122,7 @@ def test_a_table_that_was_removed_behind_the_cursor(spark: SparkSession, tmp_pat
         @dg.job
         def others() -> None: ...
 
-        # A run of other assets has not consumed the input: it is requested once, as before.
+        # A run of other assets has not consumed the input: the request keeps its run key.
         instance.wipe_assets([dg.AssetKey("prices")])
         last = evaluate(market, instance=instance)
         done = {"status": dg.DagsterRunStatus.SUCCESS, "tags": {"dagster/run_key": last.run_key}}
@@ -130,7 +131,7 @@ def test_a_table_that_was_removed_behind_the_cursor(spark: SparkSession, tmp_pat
 
 
 def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> None:
-    """It is not requested again, and the tick says so, until a file is repaired."""
+    """The input of a failed run is not requested again until a file is repaired. The tick says so."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", "half a rec")
 
@@ -151,7 +152,8 @@ def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> 
 def test_a_table_that_fails_with_each_input(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More input is requested at once, until the second run has failed; then later each time."""
+    """More input is requested at once until two runs have failed. Then the sensor waits longer after
+    each failed run, up to an hour."""
     market = Market(tmp_path, spark)
 
     @dg.job
@@ -160,7 +162,8 @@ def test_a_table_that_fails_with_each_input(
     with dg.DagsterInstance.ephemeral() as instance:
 
         def fails(number: int, after: float) -> Any:
-            """What the sensor says of more input, some seconds after the last failure."""
+            """Lands more input. Returns the sensor's answer after some seconds; a requested run
+            fails."""
             market.land("prices", f"{number}.jsonl", record("a", f"p{number}", "1 00:00"))
             later = SimpleNamespace(time=lambda: time.time() + after)
             monkeypatch.setattr(sensors, "time", later)
@@ -187,7 +190,8 @@ def test_a_table_that_fails_with_each_input(
 
 
 def test_the_runs_of_an_asset_with_the_same_name(spark: SparkSession, tmp_path: Path) -> None:
-    """Another code location has a table of this name with another prefix, and the same input."""
+    """Two code locations have a table with the same name and input, and different key prefixes. Runs
+    of one do not stop requests of the other."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     about: Any = {"key": "k", "schema": RECORD, "timestamp": "at", "source": market.prices.source}
@@ -279,7 +283,8 @@ assert SparkContext._gateway is None, "a JVM was started"
 
 
 def test_no_partitions_downstream(market: Market) -> None:
-    """A run that a sensor asks for has no partition, so what needs one is not in it."""
+    """A run that a sensor requests has no partition. So it leaves out downstream assets with
+    partitions, and the assets downstream of these."""
     days = dg.DailyPartitionsDefinition("2024-01-01")
 
     @dg.asset(deps=["prices"])

@@ -1,4 +1,4 @@
-"""A Spark server that stays: runs connect to it, and need no Java of their own."""
+"""A Spark server that keeps running: runs connect to it, and need no Java."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ for remotes in sys.argv[2:]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A user who has the jars, and whose server is ended in the end."""
+    """The environment of a user who has the jars. A server left by the test is stopped at the end."""
     made = {**server_environment(tmp_path), "COLUMNS": "80"}
     yield made
     if (tmp_path / "cache" / "vt_dagster" / "spark" / "server.json").exists():
@@ -87,8 +87,8 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def run_on(environment: dict[str, str], root: Path, *remotes: str, before: str = "") -> str:
-    """What processes say that run an asset, each on one of some servers, or on several in turn:
-    ``"sc://one|sc://other"``. No remote is ``""``."""
+    """Runs an asset in one process for each of ``remotes``, and returns the output.
+    ``"sc://one|sc://other"`` runs it on both servers, one after the other; ``""`` is no remote."""
     without_java = {"JAVA_HOME": "/there/is/none", "SPARK_CONNECT_AUTHENTICATE_TOKEN": ""}
     done = subprocess.run(
         [sys.executable, "-c", before + RUN, str(root), *remotes],
@@ -120,7 +120,7 @@ def test_where_none_is_running(environment: dict[str, str], monkeypatch: pytest.
 def test_runs_use_it_while_it_is_there(
     connect_server: ConnectServer, tmp_path: Path, spark: SparkSession
 ) -> None:
-    """The fixture has started it by the command, and stops it."""
+    """The fixture starts the server with ``vt-dagster spark start``, and stops it."""
     environment = {**connect_server.environment, "COLUMNS": "80"}
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"), record("b", "q1", "1 01:00"))
@@ -151,7 +151,8 @@ def test_runs_use_it_while_it_is_there(
 def test_one_that_is_killed_in_a_run(
     environment: dict[str, str], tmp_path: Path, spark: SparkSession
 ) -> None:
-    """Spark's client would retry for ten minutes, and once more for rows that are to be released."""
+    """A run fails soon if its server is killed. Without that, Spark's client would retry for ten
+    minutes, and once more to release rows."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     code, started = spark_command(environment, "start", "--master", "local[2]")
@@ -185,7 +186,8 @@ def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
 def test_while_it_starts_its_process_tells_that_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``ps`` may show no command of a process that is becoming another program."""
+    """The server's own process counts as running while it starts, whatever ``ps`` shows: ``ps`` may
+    show no command of a process during ``exec``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

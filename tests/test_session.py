@@ -1,4 +1,4 @@
-"""The Spark session: what stops it says so in one line; jars are downloaded once."""
+"""The Spark session: each refusal is a message of one line, and jars are downloaded once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from vt_dagster.spark import jars, session
 
 ROOT = Path(__file__).parents[1]
 QUICK = JVM + (f" -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else "")
-"""Options of a JVM that starts fast, and says nothing of it, as it does of ``JDK_JAVA_OPTIONS``."""
+"""JVM options for a fast start. The JVM prints nothing about them, unlike about
+``JDK_JAVA_OPTIONS``."""
 _NOT_INHERITED = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A Python process of its own, in a directory of its own: this one may have a session."""
+    """Runs code in a new Python process and directory, because this process may have a session."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
     with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse behind
         return subprocess.run(
@@ -54,8 +55,8 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def refusals(*cases: tuple[str, dict[str, str]]) -> list[str]:
-    """The messages with which ``build_session(arguments)`` refuses in an environment, one for each
-    case; nothing else is printed. One process for all: none of them starts anything."""
+    """The message with which ``build_session(arguments)`` refuses each case of arguments and
+    environment. Nothing else is printed. All cases share one process: a refusal starts nothing."""
     done = run(
         f"""
         import os
@@ -92,7 +93,7 @@ def fake_java(home: Path, script: str) -> str:
 
 
 def test_what_stops_it(tmp_path: Path):
-    """No Java, a wrong one, a wrong address or time zone, another Spark: each in a moment."""
+    """No Java, a wrong Java, address or time zone, or another Spark is refused within seconds."""
     of_java = {
         'openjdk version "11.0.22" 2024-01-16': "Java 11",
         'java version "1.8.0_402"': "Java 8",
@@ -144,7 +145,7 @@ def test_right_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: st
 
 @pytest.fixture
 def client_log() -> Iterator[logging.Logger]:
-    """The log of Spark Connect's client; after the test it is as before."""
+    """The logger of Spark Connect's client. The fixture restores its state after the test."""
     log = logging.getLogger(configureLogging.__module__)
     level, before = log.level, (log.disabled, [*log.handlers])
     yield log
@@ -157,7 +158,8 @@ def test_what_connects_client_logs_is_not_printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """Dagster enables that log, which PySpark disables, in each run of an instance with settings."""
+    """Dagster enables this logger, which PySpark has disabled, in each run of an instance with
+    settings. Its messages are printed only if SPARK_CONNECT_LOG_LEVEL is set."""
 
     @dg.asset
     def mine():
@@ -166,7 +168,7 @@ def test_what_connects_client_logs_is_not_printed(
     def printed() -> str:
         client_log.handlers = []
         client_log.setLevel(logging.NOTSET)
-        configureLogging()  # as when the client is imported
+        configureLogging()  # PySpark calls this when the client is imported
         session.silence_connect()
         settings = {"telemetry": {"enabled": False}}
         with dg.DagsterInstance.ephemeral(settings=settings) as instance:
@@ -186,7 +188,8 @@ class Unavailable(grpc.RpcError):
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_a_server_that_has_ended_is_not_waited_for(host: str):
-    """One that is there, or on another machine, is tried again as Spark does."""
+    """A call to a local server that has ended is not retried. Calls to a running server, or to a
+    server on another machine, are retried as Spark does."""
     policies: list[RetryPolicy] = []
     asked: Any = SimpleNamespace(client=SimpleNamespace(set_retry_policies=policies.extend))
     session._retry_while_it_runs(asked, "sc://elsewhere:15002/;token=secret")  # pyright: ignore
@@ -205,7 +208,8 @@ def test_a_server_that_has_ended_is_not_waited_for(host: str):
 
 
 def test_spark_home_of_another_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also one that is supported: PySpark would start it."""
+    """SPARK_HOME with a Spark of another series than PySpark is refused, even if the series is
+    supported: PySpark would start that Spark."""
     monkeypatch.setenv("SPARK_HOME", str(tmp_path))
     monkeypatch.setattr(jars, "version", lambda _: "4.1.4")
     (tmp_path / "jars").mkdir()
@@ -219,7 +223,7 @@ def test_spark_home_of_another_series(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("found", ["3.5.9", "4.3.0", "40.1"])
 @pytest.mark.parametrize("remote", [None, "sc://localhost:1"])
 def test_unsupported_pyspark(monkeypatch: pytest.MonkeyPatch, found: str, remote: str | None):
-    """Nothing is started, asked or downloaded."""
+    """The refusal comes before any start, connection or download."""
     monkeypatch.setattr(jars, "version", lambda _: found)
     with pytest.raises(SparkUnavailableError) as told:
         session.build_session(remote=remote)
@@ -242,7 +246,8 @@ def test_the_package_takes_the_supported_series_and_no_other():
 
 @pytest.mark.jvm
 def test_what_the_jvm_says_reaches_the_message():
-    """Of options that it does not start with, however they are said to be there; and of a jar."""
+    """The message has the JVM's own text: of options with which it does not start, whether or not it
+    prints the options from the environment first, and of a missing jar."""
     heap, options = "conf={'spark.driver.memory': '99zz'}", ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")
     *told, jar = refusals(
         *((heap, {name: "-Dx=1"}) for name in options), ("conf={'spark.jars': '/no/such.jar'}", {})
@@ -275,7 +280,7 @@ def test_jars_from_a_directory(
 
 
 def test_jars_of_another_series_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Those of Delta Lake: only their names tell the series."""
+    """Delta Lake's jars for another Spark series are refused. Only their file names have the series."""
     monkeypatch.setenv(jars.JARS_ENV, str(tmp_path))
     monkeypatch.setattr(jars, "version", lambda _: "4.2.1")
     for coordinates in jars.SERIES["4.1"]:
@@ -297,7 +302,7 @@ def test_unreachable_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Repository:
-    """Stands in for the download; counts how often it is asked."""
+    """A fake of the download that counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -310,7 +315,7 @@ class Repository:
         return self.write(target)
 
     def write(self, target: Path) -> list[Path]:
-        """Its jars; each time the same bytes."""
+        """Writes the jars, with the same bytes each time."""
         for name, content in self.content.items():
             with zipfile.ZipFile(target / f"{name}-1.jar", "w") as jar:
                 jar.writestr(zipfile.ZipInfo("content"), content)
@@ -364,7 +369,7 @@ def test_a_damaged_jar_of_the_same_size_is_replaced(repository: Repository):
     whole = cold[0].read_bytes()
     about = cold[0].stat()
     cold[0].write_bytes(whole.replace(b"delta", b"DELTA"))
-    os.utime(cold[0], ns=(about.st_atime_ns, about.st_mtime_ns))  # nor does its time tell
+    os.utime(cold[0], ns=(about.st_atime_ns, about.st_mtime_ns))  # its time does not differ either
     assert session.resolve_jars() == cold
     assert repository.asked == 2
     assert cold[0].read_bytes() == whole
@@ -391,7 +396,7 @@ def test_a_jar_without_a_checksum_is_refused(repository: Repository, tmp_path: P
     with pytest.raises(SparkUnavailableError, match=r"found also other-1\.jar"):
         session.resolve_jars()
     assert not list((tmp_path / "vt_dagster").rglob("*.jar"))
-    # Of coordinates that are a caller's own: it is taken, but those that are known are looked at.
+    # A jar of the caller's own coordinates needs no checksum; jars with a known checksum are checked.
     assert len(jars.resolve_maven_jars("org.example:other:1")) == 3
     repository.content["kafka"] = "KAFKA"
     with pytest.raises(SparkUnavailableError, match=r"^Expected kafka-1\.jar with"):
@@ -522,7 +527,8 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_session_without_delta_is_refused():
-    """An active one, a stopped one, whose JVM stays, and a team's with all settings but the jars."""
+    """This holds for an active session, for a stopped session whose JVM stays, and for a team's
+    session that has all settings but the jars."""
     done = run(
         f"""
         from dagster_pyspark import LazyPySparkResource

@@ -1,4 +1,4 @@
-"""Settings of a session for some time: whatever ends first, the session has its own again."""
+"""Temporary settings of a session: in whatever order they end, the session gets its own values back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vt_dagster.spark.settings import settings
 
 
 class Conf:
-    """A session's settings; it counts how often they change."""
+    """A fake of a session's settings that counts the changes."""
 
     def __init__(self) -> None:
         self.values = {"a": "0"}

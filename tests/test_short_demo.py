@@ -1,5 +1,5 @@
-"""``vt-dagster demo``: it is short, what it says is true, and what it tells to type works. Of eight
-days of each month; in ``make endurance`` of all flights."""
+"""``vt-dagster demo``: its output is short and true, and the commands that it prints work. The tests
+use the flights of eight days of each month, and all flights in ``make endurance``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = ["carrier", "flight", "time_hour"]
     ],
 )
 def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory that the demo filled, and all that it printed."""
+    """The directory that the demo filled, and its whole output."""
     if request.param:
         data = tmp_path_factory.mktemp("short_demo")
         run = subprocess.run(
@@ -48,7 +48,7 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         printed = run.stdout
     else:
         data, printed = few_flights.what_they_left(few_flights.SHORT, tmp_path_factory)
-    # Java says that it has the tests' options.
+    # Java prints that it uses the tests' options.
     return data, re.sub(r"^NOTE: Picked up JDK_JAVA_OPTIONS: .*\n", "", printed, flags=re.MULTILINE)
 
 
@@ -105,7 +105,7 @@ def test_its_numbers_are_those_of_an_independent_join(
 def test_the_row_that_it_explains(
     demo: tuple[Path, str], landed: tuple[pd.DataFrame, pd.DataFrame]
 ) -> None:
-    """What was known of its weather before and is now, and why."""
+    """The demo prints the weather of this flight as known before and now, and why it changed."""
     (_, text), (flights, weather) = demo, landed
     told = re.search(r"  (\w\w) (\d+) from JFK to \w+ was to leave at (\S+ \S+) UTC", text)
     assert told is not None

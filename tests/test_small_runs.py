@@ -37,7 +37,7 @@ JOBS = ("collect", "count", "isEmpty", "persist", "toArrow")
 
 @pytest.fixture
 def general(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The actions that are planned with the session's own settings."""
+    """The Spark actions that are planned with the session's own settings, not those of a small run."""
     found: list[str] = []
 
     def noted(name: str, action: Any) -> Callable[..., Any]:
@@ -60,8 +60,8 @@ def general(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def spent(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What a run does besides its jobs: how often it opens a Delta table, and calls the JVM (not with
-    Spark Connect, and without the calls that release objects, whose number varies)."""
+    """Counts how often a run opens a Delta table and calls the JVM. With Spark Connect it counts no
+    calls of the JVM. It leaves out the calls that release objects, because their number varies."""
     found = Counter[str]()
 
     def opened(*words: Any, **more: Any) -> DeltaTable:
@@ -83,7 +83,7 @@ def spent(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def rows(day: int) -> list[dict[str, Any]]:
-    """Two keys that stay, one of each day, and one whose value changes."""
+    """The records of a day: two keys that stay the same, a new key, and a key whose value changes."""
     at = datetime(2024, 1, day, tzinfo=timezone.utc)
     first = datetime(2024, 1, 1, tzinfo=timezone.utc)
     kept = [{"k": k, "v": 1, "at": first} for k in "ab"]
@@ -114,7 +114,7 @@ SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any], int]
         1_440,
     ),
 }
-"""How a source's rows land, the source, and how many calls of the JVM a run takes at most."""
+"""For each source: how its rows land, the source, and the largest number of JVM calls of a run."""
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -145,7 +145,7 @@ def test_each_job_of_a_small_run(
         assert receipt.commit is not None
         assert receipt.commit.counts["applied"] >= 2
     assert general == []
-    # Some reads are of the log and view as they were, others as they are after the run's commits.
+    # A run reads the log and view at the versions before its commits, and again after them.
     assert spent["tables opened"] <= 5, spent
     assert spent["calls of the JVM"] <= calls, spent
     if source == "files":
@@ -156,16 +156,16 @@ def test_each_job_of_a_small_run(
             receipt = run_once(table, stores)
         assert receipt.commit is not None
         assert receipt.commit.counts["applied"] >= 2
-        # The look-up of its keys in the table, and the view's update: nothing else.
+        # Only the look-up of the records' keys in the table and the update of the view.
         assert general == ["persist", "count", "parquet"]
         general.clear()
-        # What is erased is in the table, whatever its source.
+        # An erase does not depend on the kind of source.
         erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
         assert general == []
 
 
 def test_each_job_of_a_join_of_streams(spark: SparkSession, tmp_path: Path, general: list[str]) -> None:
-    """It computes the matches of a run once, before it corrects earlier results."""
+    """A join of streams computes the matches of a run once, before it corrects earlier results."""
     sides = []
     for name in ("orders", "payments"):
         (tmp_path / name).mkdir()
