@@ -1,4 +1,4 @@
-"""Full dumps: the difference to what the table holds, and which dumps are not believed."""
+"""Full dumps: a run takes the difference to the table's rows, and refuses implausible dumps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Row = tuple[Any, Any, Any]
 
 
 class Shop:
-    """A directory of dumps, and the table that follows them."""
+    """A directory of dumps, and the table that reads them."""
 
     def __init__(self, root: Path, spark: SparkSession, **about: Any) -> None:
         self.root, self.spark, self.path = root, spark, root / "dumps"
@@ -67,7 +67,7 @@ class Shop:
         pq.write_table(pa.table(arrays, ["id", "name", "spent"]), self.path / name)
 
     def take(self, **asked: Any) -> dict[str, int]:
-        """One run: what it counted; nothing where nothing was new."""
+        """Runs the table once. Returns the counts of the commit, empty if nothing is new."""
         commit = run_once(self.node, self.stores, **asked).commit
         return {} if commit is None else commit.counts
 
@@ -95,10 +95,10 @@ def test_the_difference_to_what_the_table_holds(shop: Shop) -> None:
     shop.deliver("2024-01-01.parquet", ("a", "Ann", 1.0), ("b", None, None), ("c", "Cy", 3.0))
     assert shop.take()["applied"] == 3
     assert shop.take() == {}
-    # the same again, nulls too: a batch that says so, and no record
+    # an equal dump, also in its nulls: a batch without records
     shop.deliver("2024-01-02.parquet", ("c", "Cy", 3.0), ("a", "Ann", 1.0), ("b", None, None))
     assert shop.take() == {"in": 0, "applied": 0, "late": 0, "quarantined": 0}
-    # two wait: a run takes one; a null becomes a value, a value a null, one goes, one comes
+    # two dumps wait: a run takes one; a null becomes a value, a value null, a row goes, a row comes
     shop.deliver("2024-01-03.parquet", ("a", None, 1.0), ("b", None, 0.0), ("d", "Di", float("nan")))
     shop.deliver("2024-01-04.parquet", ("a", None, 1.0), ("c", "Cy", 4.0), ("d", "Di", float("nan")))
     assert shop.take()["applied"] == 4
@@ -110,7 +110,7 @@ def test_the_difference_to_what_the_table_holds(shop: Shop) -> None:
         ("c", None, None, True, "01-03"),
         pytest.approx(("d", "Di", float("nan"), False, "01-03"), nan_ok=True),
     ]
-    # a run that was killed before its commit has done nothing
+    # a run that was killed before its commit has changed nothing
     killed = Run.pin(shop.node, shop.stores)
     killed.operate(killed.read())
     assert shop.take()["applied"] == 2
@@ -144,7 +144,7 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
     assert "is empty" in refused("2024-01-06.parquet")
     said = refused("2024-01-06.parquet", ("a", "a", 1.0))
     assert "lacks 3 of the 4 rows that the table holds (75%), expected at most 50%" in said
-    # as many rows, but of other keys
+    # the same number of rows, but with other keys
     assert "lacks 4 of the 4" in refused("2024-01-06.parquet", *[(f"0{k}", n, s) for k, n, s in whole])
     assert "expected a name like '%Y-%m-%d'" in refused("customers.parquet", *whole)
     assert "ahead of this machine's clock" in refused("9024-01-01.parquet", *whole)
@@ -152,7 +152,7 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
     shop.deliver("2024-01-05.parquet", *whole, ("e", "e", 1.0))
     with pytest.raises(SourceError, match="changed after it was consumed"):
         shop.take()
-    # as many bytes, but other rows; then the same rows, written later
+    # the same number of bytes, but other rows; then the same rows, rewritten
     shop.deliver("2024-01-05.parquet", *whole[:3], ("d", "D", 1.0))
     with pytest.raises(SourceError, match="bytes then and now, but rewritten since"):
         shop.take()
@@ -160,7 +160,7 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
     head = shop.store.head()
     assert head is not None
     assert head.commit.batch == 1
-    # as it was told
+    # the user accepts the smaller dump
     shop.deliver("2024-01-06.parquet", ("a", "a", 1.0))
     assert shop.take(accept_shrink=True)["applied"] == 3
     shop.deliver("2024-01-07.parquet")
@@ -169,7 +169,7 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
 
 
 def test_maps_are_compared_by_their_entries(spark: SparkSession) -> None:
-    """Whatever their order, and to the microsecond."""
+    """Maps with equal entries are equal, in any order. Times in maps count to the microsecond."""
 
     def rows(**maps: str) -> DataFrame:
         each = [
@@ -200,12 +200,12 @@ def test_bad_rows(spark: SparkSession, tmp_path: Path) -> None:
 
     deliver("1", *[{"id": k, "name": k, "spent": 1} for k in "abcd"])
     shop.take()
-    # of a key that is there twice the table keeps what it holds; a change of spent alone is none
+    # a key that is in the dump twice keeps its row; spent is ignored, so its change alone is none
     twice = [{"id": "a", "name": n} for n in "xy"]
     deliver("2", *twice, *[{"id": k, "name": k, "spent": 2} for k in "bc"])
     assert shop.take() == {"in": 3, "applied": 1, "late": 0, "quarantined": 2}
     assert shop.current() == {k: (k, 1.0) for k in "abc"}
-    # a row lost its key, so nobody knows whose row is missing: nothing is deleted
+    # a row has lost its key, so it is unknown which key is missing: the run deletes nothing
     deliver("3", '{"id": "a", "na', {"name": "?"}, {"id": "b", "name": "B"}, {"id": "e", "name": "e"})
     assert shop.take()["quarantined"] == 2
     assert shop.current() == {"a": ("a", 1.0), "b": ("B", None), "c": ("c", 1.0), "e": ("e", None)}
@@ -229,7 +229,7 @@ def test_the_time_of_a_dump_by_its_rows(spark: SparkSession, tmp_path: Path) -> 
         tmp_path, spark, dump_time="timestamp_seconds(spent)", marker="_SUCCESS", ignore=["spent"]
     )
     shop.deliver("1/p.parquet", ("a", "a", 10.0), ("b", "b", 20.0))
-    assert shop.take() == {}  # it is not whole
+    assert shop.take() == {}  # without the marker the dump is not complete
     (shop.path / "1" / "_SUCCESS").touch()
     shop.take()
     shop.deliver("2.parquet", ("a", "A", 30.0), ("b", "b", 30.0))
@@ -254,7 +254,7 @@ def test_declared() -> None:
 
 
 def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
-    """The sensor asks for one dump after another; the asset that delivers them is upstream."""
+    """The sensor requests one dump after another. The asset that delivers the dumps is upstream."""
     shop = Shop(tmp_path, spark, upstream="crm/export")
     sensor = build_sensor(shop.node)
     asset = build_asset(shop.node)

@@ -1,4 +1,4 @@
-"""Sources that say what a table holds: their last word counts, whatever their clocks say."""
+"""Sources that follow an upstream table: a key's last record in source order counts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def seconds(moment: datetime | None) -> int | None:
 
 
 class Change(NamedTuple):
-    """A record of a feed: a put at its own time, or a deletion (``v`` is None) at the source's."""
+    """A record of a feed: a put at its own time, or a deletion (``v`` is None) at the source's time."""
 
     k: str
     v: int | None
@@ -81,12 +81,12 @@ class Change(NamedTuple):
 
 
 class Feed(Records):
-    """Changes as a source that says what a table holds, as Kafka with Debezium does."""
+    """A fake source that gives an upstream table's changes in order, like Kafka with Debezium."""
 
     orders_changes = restates = gives_timestamp = True
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Any schema is right."""
+        """Accepts any schema."""
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         rows = [
@@ -105,7 +105,7 @@ class Feed(Records):
 
 
 def model(changes: Sequence[Change]) -> tuple[list[Any], list[Any], dict[str, int]]:
-    """The log, the versions and the current rows, by the definition."""
+    """The expected log, versions and current rows, by the definition."""
     log: list[tuple[str, int, int | None]] = []
     newest: dict[str, int] = {}
     held: dict[str, int | None] = {}
@@ -130,7 +130,7 @@ def model(changes: Sequence[Change]) -> tuple[list[Any], list[Any], dict[str, in
 
 
 def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
-    """Changes of many keys, each with clocks of its own that lead, lag and jump back."""
+    """Random changes of many keys. Each key has its own clocks, which lead, lag and jump back."""
     random, found = Random(seed), list[Change]()
     state: dict[str, tuple[int, int] | None] = {}
     clocks = {
@@ -148,7 +148,7 @@ def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
         kind = random.random()
         if row is not None and kind < 0.3:
             found.append(Change(k, None, 0, now + late))
-            if random.random() < 0.5:  # the null message after it
+            if random.random() < 0.5:  # the null message after the deletion
                 found.append(Change(k, None, 0, now + late + random.randint(0, 60), restates=True))
             state[k] = None
         elif row is None and kind < 0.4:
@@ -157,7 +157,7 @@ def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
             found.append(Change(k, row[0], row[1], now, restates=True))
         else:
             before = [c.own for c in found if c.k == k and c.v is not None]
-            own = random.choice([own, own, *before[-1:]])  # it comes back with its old time
+            own = random.choice([own, own, *before[-1:]])  # the row may come with its old time
             state[k] = (random.randint(0, 4), own)
             found.append(Change(k, *state[k], now))  # type: ignore[misc]
     return found
@@ -170,7 +170,7 @@ def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
 def test_the_last_word_of_a_feed_counts_whatever_its_clocks(
     spark: SparkSession, seed: int, cut: Sequence[int]
 ) -> None:
-    """Random changes: log and versions are those of the definition, however they are cut into runs."""
+    """Random changes: log and versions are those of the definition, for each split into runs."""
     changes, random = of_worlds(seed), Random(seed)
     log, versions, current = model(changes)
     node = VersionedTable(
@@ -205,22 +205,22 @@ def test_the_last_word_of_a_feed_counts_whatever_its_clocks(
 
 
 class Notes(Feed):
-    """The same of a topic whose messages may come in any order: a deletion has the message's time."""
+    """A feed like a topic whose messages may come in any order. A deletion has its message's time."""
 
     orders_changes = restates = False
     assumes_deletions = True
 
 
 def yielding_model(changes: Sequence[Change], keeps: bool) -> list[Any]:
-    """The log by the definition.
+    """The expected log, by the definition.
 
     Args:
-        keeps: whether it is known of a version that has taken the place of another which time it has.
+        keeps: whether the log keeps the own time of a version that replaced another at that one's time.
     """
     log: list[tuple[str, int, int | None]] = []
     newest: dict[str, int] = {}
     assumed: dict[str, int | None] = {}
-    """Of keys whose newest version is where nobody said it is: its own time, None of a deletion."""
+    """Keys whose newest version has an assumed time: the version's own time, None for a deletion."""
     for c in changes:
         log.append((c.k, c.time, c.v))
         if c.time >= newest.get(c.k, c.time):
@@ -249,8 +249,8 @@ def yielding_model(changes: Sequence[Change], keeps: bool) -> list[Any]:
 def test_a_deletion_whose_time_nobody_stated_yields(
     spark: SparkSession, seed: int, named: str, cut: Sequence[int]
 ) -> None:
-    """Random changes of a topic: what is late by its own time stays so, but no deletion that has its
-    message's time ends what came after it."""
+    """Random changes of a topic. A record that is late by its own time stays late. But a deletion that
+    has only its message's time does not end a record that arrives after it."""
     changes, random = of_worlds(seed), Random(seed)
     log = yielding_model(changes, named != "timestamp")
     assert len(log) > len(changes) + 10
@@ -274,7 +274,7 @@ def test_a_deletion_whose_time_nobody_stated_yields(
 
 
 class Shop:
-    """What a shop's table holds, and a table of ours that follows it."""
+    """A table that follows an upstream table by its source, and the table's stores."""
 
     def __init__(self, root: Path, spark: SparkSession, source: Any, **about: Any) -> None:
         about = {"history_retention": timedelta(days=36500), "timestamp": "changed_at", **about}
@@ -283,7 +283,7 @@ class Shop:
         self.warehouse = str(root / "warehouse")
 
     def take(self, **asked: Any) -> dict[str, int]:
-        """One run: what it counted; nothing where nothing was new."""
+        """Runs the table once. Returns the counts of the commit, empty if nothing is new."""
         commit = run_once(self.node, self.stores, **asked).commit
         return {} if commit is None else commit.counts
 
@@ -303,11 +303,11 @@ class Shop:
 
 
 State = dict[str, tuple[int, int]]
-"""By key the value and the second of its own time."""
+"""For each key, the value and the second of the row's own time."""
 
 
 def next_state(random: Random, state: State, day: int, keys: Sequence[str]) -> State:
-    """What the table holds next: rows come, change, go and come back, by clocks that nobody trusts."""
+    """The upstream table's next state: rows come, change, go and come back, with unreliable times."""
     found = dict(state)
     for k in keys:
         kind, moment = random.random(), day + random.choice([0, 0, 90_000, -90_000, 3_600])
@@ -316,11 +316,11 @@ def next_state(random: Random, state: State, day: int, keys: Sequence[str]) -> S
         elif k in found and kind < 0.5:
             found[k] = (found[k][0] + 1, moment)
         elif k in found and kind < 0.6:
-            found[k] = (found[k][0] + 1, found[k][1])  # a new value, and nobody moved its time
+            found[k] = (found[k][0] + 1, found[k][1])  # a new value with the old time
         elif k not in found and kind < 0.5:
             found[k] = (random.randint(0, 3), moment)
         elif k not in found and kind < 0.7:
-            found[k] = (7, 0)  # it comes back as it was
+            found[k] = (7, 0)  # the row comes back with the same value and time
     return found
 
 
@@ -335,8 +335,8 @@ def rows_of(state: State) -> pa.Table:
 def test_a_table_is_what_the_last_dump_was(
     spark: SparkSession, tmp_path: Path, seed: int, days: int
 ) -> None:
-    """Whatever the times of rows and dumps, also of rows that are older than the table remembers; and
-    the same dump once more adds nothing."""
+    """The table's current rows are those of the last dump, whatever the times of rows and dumps. Rows
+    may be older than the history retention. An equal dump adds nothing."""
     (tmp_path / "dumps").mkdir()
     source = SnapshotSource(str(tmp_path / "dumps"), "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0)
     shop = Shop(tmp_path, spark, source, history_retention=timedelta(days=days))
@@ -361,8 +361,8 @@ def test_a_table_is_what_the_last_dump_was(
 
 
 def test_a_row_comes_back_with_its_old_time(spark: SparkSession, tmp_path: Path) -> None:
-    """Its deletion had the time of a dump, and yields; a row that the dump's clock is behind of is gone
-    all the same; a value whose time goes back is the one that counts. Each is explained."""
+    """A deletion, which has the time of its dump, yields to a row that comes back with its old time. A
+    row whose time is after the dump's is deleted too. A new value whose time goes back counts."""
     (tmp_path / "dumps").mkdir()
     source = SnapshotSource(str(tmp_path / "dumps"), "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0)
     shop, day = Shop(tmp_path, spark, source), 86_400
@@ -396,8 +396,8 @@ def test_a_row_comes_back_with_its_old_time(spark: SparkSession, tmp_path: Path)
 
 
 def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) -> None:
-    """The commits' clock is years ahead of the rows' business times: what the Delta table holds counts,
-    by its feed and by its versions; ``deleted_at`` says when a deletion was true."""
+    """The table equals the upstream Delta table, read by its change feed or by its versions, though the
+    commits' clock is years ahead of the rows' times. ``deleted_at`` gives the time of a deletion."""
     path = str(tmp_path / "theirs")
     feed = {"delta.enableChangeDataFeed": "true"}
     shops = {
@@ -422,7 +422,7 @@ def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) 
             assert shop.current() == state
     last = {name: shop.take() for name, shop in shops.items()}
     assert not any(last.values())
-    # All changes at once.
+    # One run takes all changes.
     shops["stated"] = stated
     stated.take()
     assert stated.current() == state
@@ -434,7 +434,7 @@ def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) 
 
 
 def test_rows_that_a_dump_marks_as_deleted(spark: SparkSession, tmp_path: Path) -> None:
-    """They are in each dump, and say so once."""
+    """A row that is marked as deleted in several dumps is deleted once."""
     (tmp_path / "dumps").mkdir()
     source = SnapshotSource(str(tmp_path / "dumps"), "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0)
     shop = Shop(tmp_path, spark, source, deleted_when="v < 0")
@@ -453,7 +453,7 @@ def test_rows_that_a_dump_marks_as_deleted(spark: SparkSession, tmp_path: Path) 
 
 @dataclass(frozen=True)
 class Topic(Records):
-    """Messages as Spark's Kafka source has them, read as a table's own source reads them."""
+    """Messages in the form of Spark's Kafka source. The table's own source reads them."""
 
     partitions: int = 1
 
@@ -472,7 +472,7 @@ class Topic(Records):
 
 
 def message(number: int, key: Any, value: Any, second: int = 600) -> dict[str, Any]:
-    """A message of ``second``; None as value is a null message."""
+    """A message with the timestamp ``second``. With None as value it is a null message."""
     data = [None if one is None else json.dumps(one).encode() for one in (key, value)]
     place = {"topic": "x", "partition": 0, "offset": number, "timestamp": at(second)}
     return {"key": data[0], "value": data[1], **place, "timestampType": 0}
@@ -491,7 +491,7 @@ Take = Callable[..., tuple[dict[int, str], list[Any], dict[str, int]]]
 
 @pytest.fixture
 def topic(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Take:
-    """Gives current rows, versions and counts of a table of some messages, taken in some runs."""
+    """Gives a function that runs a table on messages. It returns current rows, versions and counts."""
     from vt_dagster.kafka import Debezium, Json, KafkaCluster, KafkaSource
     from vt_dagster.sources import kafka_source
 
@@ -535,7 +535,8 @@ def topic(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Take:
 
 
 def test_what_debezium_says_of_deletions(topic: Take) -> None:
-    """The connector is ten minutes behind: null messages, changed keys and snapshots beside changes."""
+    """Deletions of a connector that is ten minutes behind, with null messages, changed keys, and
+    snapshots beside changes."""
     one, two, three, four, five, six = ({"id": n} for n in range(1, 7))
     again = [
         (one, event("c", (1, "first"), 0)),
@@ -555,9 +556,9 @@ def test_what_debezium_says_of_deletions(topic: Take) -> None:
         (five, event("d", (5, "b"), 95)),
         (four, event("r", (4, "new"), 200)),
         (six, event("c", (6, "a"), 0)),
-        (six, None),  # a deletion that only a null message tells
+        (six, None),  # only a null message reports this deletion
     ]
-    # In turns, so that the cut is in the middle of each.
+    # Alternately, so that each of the three is split between the two runs.
     every = [one for some in zip_longest(again, moved, read) for one in some if one is not None]
     current, versions, counts = topic(*every, runs=2)
     assert current == {1: "second", 2: "a", 4: "new"}
@@ -571,7 +572,8 @@ def test_what_debezium_says_of_deletions(topic: Take) -> None:
 
 
 def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) -> None:
-    """Of tables whose rows have a time of their own; with ``deleted_at`` it is what that says."""
+    """If rows have their own time, a deletion has the time of the source's record, not that of the
+    deleted row. With ``deleted_at`` it has the time of that expression."""
     from vt_dagster.kafka import Debezium, Json
 
     schema = StructType([*NAMES.fields, StructField("changed_at", TimestampType())])
@@ -595,9 +597,9 @@ def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) ->
     def plain(n: int, name: str, own: int, **more: Any) -> tuple[Any, Any]:
         return {"id": n}, {"id": n, "name": name, "changed_at": at(own).isoformat(), **more}
 
-    # a topic with a time of its own, whose producer is behind
+    # a topic whose rows have their own time, and whose producer is behind
     behind = [plain(1, "first", 0), ({"id": 1}, None), plain(1, "second", 2), plain(1, "late", 1)]
-    # the transform that leaves the row alone
+    # Debezium's transform that leaves only the row
     flat = [
         plain(2, "a", 10, __deleted="false"),
         plain(2, "a", 10, __deleted="true"),
@@ -614,11 +616,12 @@ def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) ->
 
 
 def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take) -> None:
-    """PostgreSQL's TOAST values, also of an earlier run; of an unknown key it is unreadable."""
+    """A TOAST value that PostgreSQL has not sent is taken from the key's record before, also from an
+    earlier run. If the key is unknown, the record is unreadable."""
     one, two, large = {"id": 1}, {"id": 2}, "__debezium_unavailable_value"
     told = [
         (one, event("c", (1, "large"), 5)),
-        (one, event("u", (1, large), 3)),  # by a clock that jumped back
+        (one, event("u", (1, large), 3)),  # the clock jumped back
         (two, event("u", (2, large), 6)),
         (one, event("u", (1, large), 7)),
     ]
@@ -629,8 +632,8 @@ def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take)
 
 
 def test_an_event_that_truncates_deletes_every_key(topic: Take) -> None:
-    """At its time, those of earlier runs too; what comes after it is there. In one of several
-    partitions nobody knows what came before it."""
+    """A truncate event deletes all keys at its time, also those of earlier runs. Records after it
+    stay. With several partitions it is refused, because the order between partitions is unknown."""
     from vt_dagster.errors import SourceError
     from vt_dagster.kafka import Debezium
 

@@ -1,4 +1,4 @@
-"""What runs in a new process, and on Spark Connect: rules that a machine checks in the source."""
+"""Rules for code that must run in a new process and on Spark Connect, checked in the source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parsed import files, nodes, tree
 FUNCTIONS = {"F", "W"}
 """``pyspark.sql.functions`` and ``Window``: neither works before there is a session."""
 WITH_A_SESSION = {"DataFrame", "Column", "SparkSession"}
-"""Who is given one of these comes after the session."""
+"""A function that has an argument of one of these types runs after the session has started."""
 STARTS = {
     "spark",
     "sparkSession",
@@ -23,19 +23,19 @@ STARTS = {
     "_read_log",
     "_read_staged",
 }
-"""What starts the session, where it is not there: the attribute, or a method that reads."""
+"""The attributes, and the methods that read, which start the session if there is none."""
 LACKING = {
     *("rdd", "toJSON", "sparkContext", "newSession", "sql_ctx", "_jvm", "_jdf", "_jc", "_jsc", "_sc"),
     *("_jsparkSession", "mapInPandasRDD", "foreachPartition", "foreach"),
 }
-"""What Spark Connect has not got."""
+"""Names that Spark Connect does not have."""
 ALLOWED = {
-    "spark/session.py": {"sparkContext", "_jvm"},  # of a session of this process
-    "orchestration/resources.py": {"sparkContext"},  # where it is not remote
-    "spark/settings.py": {"sparkContext"},  # where it is not remote
+    "spark/session.py": {"sparkContext", "_jvm"},  # of a session in this process
+    "orchestration/resources.py": {"sparkContext"},  # if the session is not remote
+    "spark/settings.py": {"sparkContext"},  # if the session is not remote
 }
 SURE = {"core/arrival_order.py", "storage/schema_evolution.py"}
-"""Where ``withColumns`` is called only with columns."""
+"""Modules that call ``withColumns`` always with at least one column."""
 LATER = {
     "runs/erase.py: _literal",
     "runs/erase.py: _of_other_types",
@@ -88,8 +88,8 @@ LATER = {
     "testing/driver.py: _stream_time",
     "testing/driver.py: get_each",
 }
-"""Functions that build expressions and are called with what has been read: a new one is listed here by
-who has looked at that."""
+"""Functions that build expressions and are called only after a read. Before you add a function here,
+check that this is true of it."""
 
 PLACES = {path.relative_to("vt_dagster").as_posix(): path for path in files("vt_dagster")}
 """Each file of the library, by its path in the package."""
@@ -111,13 +111,13 @@ def given(function: ast.FunctionDef) -> bool:
 
 @cache
 def builders(place: str) -> set[str]:
-    """Functions of a module that give a column and are given nothing that needs a session."""
+    """Functions of a module that return a column and have no argument that needs a session."""
     functions = [one for one in tree(PLACES[place]).body if isinstance(one, ast.FunctionDef)]
     return {f.name for f in functions if "Column" in names_of(f.returns) and not given(f)}
 
 
 def built_by(place: str) -> set[str]:
-    """Names in a module of what builds a column: its own functions, and those that it imports."""
+    """The names of a module's functions that build a column: its own, and those that it imports."""
     found = {*builders(place)}
     for one in tree(PLACES[place]).body:
         if isinstance(one, ast.ImportFrom) and one.module in SITES:
@@ -126,7 +126,7 @@ def built_by(place: str) -> set[str]:
 
 
 def expressions(node: ast.AST, names: set[str]) -> Iterator[int]:
-    """The lines in which one is built; what a lambda does is done when it is called."""
+    """The lines that build an expression. The body of a lambda is left out: it runs at the call."""
     if isinstance(node, ast.Lambda):
         return
     if isinstance(node, ast.Call):
@@ -151,7 +151,8 @@ def when_imported(node: ast.AST, names: set[str]) -> Iterator[int]:
 
 
 def too_early(node: ast.AST, names: set[str], after: bool = False) -> Iterator[str]:
-    """Functions that build an expression and have been given nothing that needs a session."""
+    """Functions that build an expression before a session exists: no argument needs one, and no line
+    above starts one."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef):
             yield from too_early(child, names, after)
@@ -170,7 +171,7 @@ def test_no_expression_when_a_module_is_imported() -> None:
 
 
 def test_no_expression_before_there_is_a_session() -> None:
-    """``core`` has rows wherever it is called."""
+    """``core`` is left out: its callers have rows already, so a session exists."""
     found = {
         f"{place}: {name}"
         for place, path in PLACES.items()
@@ -199,7 +200,7 @@ def test_with_columns_has_one() -> None:
 
 
 def test_no_function_whose_first_call_takes_seconds() -> None:
-    """``str_to_map`` loads a class of Spark that looks at the title case of each letter there is."""
+    """No code uses ``str_to_map``: it loads a Spark class that computes all letters' title case."""
     for place, path in PLACES.items():
         told = [str(one.value) for one in nodes(path) if isinstance(one, ast.Constant)]
         assert not [text for text in told if "str_to_map(" in text], place

@@ -1,4 +1,4 @@
-"""The specification of each operator: what commits store of it, and which changes of it go on."""
+"""The specification of each operator: what a commit stores of it, and which changes need no replay."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def removed(row: dict[str, Any], total: dict[str, Any]) -> dict[str, Any]:
 
 
 def every_operator() -> dict[str, Any]:
-    """A node of each operator, of some with other options."""
+    """A node of each operator, and of some operators further nodes with other options."""
     orders, paid, limits, rates = stream(), stream("paid"), table(), prices()
     windows = [
         TumblingWindow(HOUR, HOUR),
@@ -133,7 +133,7 @@ def test_a_commit_stores_it(case: str) -> None:
 
 
 def test_a_commit_of_before_a_setting_has_its_default() -> None:
-    """``before_first`` is not in the commits of joins that were made before it."""
+    """Commits of joins from before ``before_first`` existed lack it. Then its default counts."""
     stored = json.loads(shape_of(NODES["join"]).model_dump_json())
     del stored["specification"]["before_first"]
     assert NODES["join"].changed_definition(Shape.model_validate(stored).specification) == []
@@ -384,7 +384,7 @@ def test_which_option_lateness_knows() -> None:
 
 
 def test_until_windows_close_is_told_from_a_time_limit() -> None:
-    """Of a windowed table both are possible."""
+    """A windowed table accepts both kinds of ``until``, and the specification says which it has."""
     kinds = list[str]()
     for until in (UntilTimeLimit(HOUR), UntilWindowCloses()):
         made = counted(TumblingWindow(HOUR)).suppress(until, name="final").operator.specification

@@ -1,4 +1,4 @@
-"""What Dagster is told of assets: specs by arguments and by a translator, and keys with prefixes."""
+"""Asset specs for Dagster, by arguments and by a translator, and asset keys with prefixes."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 class Catalog(TopologyTranslator):
-    """Tags that a catalog wants."""
+    """A translator that adds tags for a data catalog."""
 
     def get_asset_spec(self, node: Stream) -> dg.AssetSpec:
         spec = super().get_asset_spec(node)
@@ -45,7 +45,7 @@ class Catalog(TopologyTranslator):
 
 
 class Shop:
-    """Prices, sales and sales with their price, each in folders of their own."""
+    """Prices, sales, and sales joined with prices, each with another key prefix."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.warehouse = root, str(root / "warehouse")
@@ -167,7 +167,7 @@ def test_a_prefix_that_is_none(prefix: str, said: str) -> None:
 def test_prefixes_are_folders(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Assets, checks, a sensor, who reads, the command line, maintenance, a replay and a swap."""
+    """Key prefixes work in assets, checks, sensors, reads, commands, maintenance, replays and swaps."""
     shop = Shop(tmp_path)
     shop.land_all()
     got: list[str] = []

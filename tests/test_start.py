@@ -1,4 +1,4 @@
-"""A table that starts with a snapshot, beside the changes of its source."""
+"""A table that starts with a snapshot and takes the changes of its source."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SCHEMA = StructType(
     ]
 )
 TAKEN = 10
-"""The second that the snapshot is of."""
+"""The time of the snapshot, in seconds after BEGIN."""
 Version = tuple[Any, ...]
 
 
@@ -62,7 +62,7 @@ def at(second: int) -> datetime:
 
 @dataclass
 class Accounts:
-    """A table of changes with a snapshot to start with, and one of the changes alone."""
+    """``table`` takes changes and starts with a snapshot. ``alone`` takes only the changes."""
 
     root: Path
     spark: SparkSession
@@ -86,7 +86,7 @@ class Accounts:
         self.stores = stores_of(str(self.root / "warehouse"), self.spark)
 
     def land(self, name: str, *changes: tuple[str, int, str | None]) -> None:
-        """Changes: key, second, value; None = it is deleted."""
+        """Writes a file of changes. A change: key, second, value (None = the key is deleted)."""
         lines = [
             json.dumps({"k": k, "v": v, "at": at(t).isoformat(), "op": "U" if v else "D"})
             for k, t, v in changes
@@ -94,7 +94,7 @@ class Accounts:
         (self.root / "changes" / f"{name}.jsonl").write_text("\n".join(lines))
 
     def snapshot(self, *rows: Any, second: int = TAKEN) -> None:
-        """Rows: key, value, and where it is told the second that they are of; or a text as it is."""
+        """Writes the snapshot. A row: key, value, perhaps the second of its own time; or a raw line."""
         lines = [
             row
             if isinstance(row, str)
@@ -107,7 +107,7 @@ class Accounts:
         (self.root / "dump" / name).write_text("\n".join(lines))
 
     def take(self, table: VersionedTable | None = None, **asked: Any) -> dict[str, int]:
-        """One run: what it counted; nothing where nothing was new."""
+        """Runs a table once. Returns the counts of the commit, empty if nothing is new."""
         commit = run_once(table or self.table, self.stores, **asked).commit
         return {} if commit is None else commit.counts
 
@@ -128,7 +128,7 @@ def second(moment: datetime | None) -> Any:
 
 
 def asked(versions: Sequence[Version], key: str, moment: int) -> str | None:
-    """The value of a key as of a time; None: it has none."""
+    """The value of a key as of a time, None if it has none."""
     found = [v for k, begin, end, v in versions if k == key and begin <= moment < end]
     assert len(found) <= 1
     return found[0] if found else None
@@ -140,7 +140,7 @@ def accounts(tmp_path: Path, spark: SparkSession) -> Accounts:
 
 
 def test_the_snapshot_and_then_the_changes(accounts: Accounts) -> None:
-    """A key that is never changed, one that is after it, one that was before it, and a deleted one."""
+    """A key without changes, keys with a change before or after the snapshot, and a deleted key."""
     accounts.land("1", ("b", 12, "b12"), ("c", 4, "c4"), ("d", 3, "d3"), ("d", 7, None))
     accounts.snapshot(("a", "a0"), ("b", "b0"), ("c", "c4"), ("d", "d3"))
     counts = accounts.take()
@@ -154,7 +154,7 @@ def test_the_snapshot_and_then_the_changes(accounts: Accounts) -> None:
         ("d", 7, float("inf"), None),
     ]
     assert accounts.versions() == expected
-    # Once is enough, and what comes after it wins.
+    # The snapshot is taken once, and later changes win.
     assert accounts.take() == {}
     accounts.land("2", ("a", 11, "a11"), ("e", 1, "e1"))
     assert accounts.take()["in"] == 2
@@ -163,7 +163,7 @@ def test_the_snapshot_and_then_the_changes(accounts: Accounts) -> None:
 
 
 Changes = list[tuple[int, str | None, bool]]
-"""Of a key: second, value, and whether it comes after the snapshot was taken in."""
+"""The changes of a key: second, value, and whether the change arrives after the snapshot's run."""
 CHANGES = st.lists(
     st.tuples(st.integers(2, 18), st.sampled_from(["x", "y", "z", None]), st.booleans()),
     max_size=4,
@@ -177,7 +177,7 @@ KEY = st.tuples(st.booleans(), st.booleans(), CHANGES)
 @given(keys=st.lists(KEY, min_size=60, max_size=60))
 @settings(
     max_examples=1,
-    phases=[Phase.generate],  # to make one smaller would take long, and each has many cases
+    phases=[Phase.generate],  # shrinking would take long, and an example has many cases
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.large_base_example],
 )
@@ -186,8 +186,8 @@ def test_it_equals_the_changes_alone_where_both_cover(
     tmp_path_factory: pytest.TempPathFactory,
     keys: list[tuple[bool, bool, Changes]],
 ) -> None:
-    """Each key is a case of its own: whether it was there before the changes begin, whether its row of
-    the snapshot tells its own time, and its changes, of which some come only after the snapshot."""
+    """Each key is a separate case: whether it exists before the first change, whether its row of the
+    snapshot has its own time, and its changes, some of which arrive only after the snapshot."""
     one = Accounts(tmp_path_factory.mktemp("start"), spark)
     named = {f"k{i}": about for i, about in enumerate(keys)}
     every = [(key, *change) for key, (_, _, own) in named.items() for change in own]
@@ -213,14 +213,15 @@ def test_it_equals_the_changes_alone_where_both_cover(
         for moment in range(TAKEN, 20):
             assert asked(ours, key, moment) == true(key, moment)[1], (key, moment)
         before = min((t for t, _, late in own if not late), default=99)
-        if first <= TAKEN and (timed or before <= TAKEN):  # not the answers alone, each version
+        if first <= TAKEN and (timed or before <= TAKEN):  # then each version is equal too
             assert [v for v in ours if v[0] == key] == [v for v in theirs if v[0] == key]
 
 
 def test_it_comes_when_the_changes_of_the_first_run_are_taken(
     tmp_path: Path, spark: SparkSession
 ) -> None:
-    """However runs are cut: a row is not applied before a change that makes it needless."""
+    """However changes are split into runs, a row of the snapshot is not applied before a change of the
+    initial load that covers it."""
     one = Accounts(tmp_path, spark, {"ready": "initial_load"}, {"max_files_per_run": 1})
     for n in (1, 2, 3):
         one.land(str(n), ("a", n, f"a{n}"), (f"b{n}", n, None))
@@ -247,7 +248,7 @@ def test_it_comes_when_the_changes_of_the_first_run_are_taken(
     ]
     assert [v[3] for v in versions if v[0] == "b2"] == [None]
     assert [v[1:] for v in versions if v[0] == "z"] == [(10, 12, "z0"), (12, float("inf"), "z12")]
-    # Declared later, for a table that was there.
+    # ``start`` is declared later, for a table that has already run.
     bare = replace(one.alone, source=replace(one.alone.source, max_files_per_run=None))
     one.take(bare)
     later = replace(one.table, name="alone", ready=None)
@@ -256,7 +257,7 @@ def test_it_comes_when_the_changes_of_the_first_run_are_taken(
 
 
 def test_rows_that_are_older_than_the_history(tmp_path: Path, spark: SparkSession) -> None:
-    """They are what is true still, so none is late; of one time, a change counts."""
+    """The snapshot's rows are still valid, so none is late. At equal times, a change counts."""
     one = Accounts(tmp_path, spark, {"history_retention": timedelta(seconds=5)})
     one.land("1", ("b", 100, "b"), ("c", 100, "c"))
     one.snapshot(("a", "old", 1), ("b", "b", 2), ("c", "other", 100), ("d", "d"))
@@ -269,7 +270,8 @@ def test_rows_that_are_older_than_the_history(tmp_path: Path, spark: SparkSessio
 
 @pytest.mark.parametrize("place", ["commit", "catch_up"])
 def test_a_run_that_is_killed(accounts: Accounts, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Before its commit, or just after: the snapshot is taken once, with the changes."""
+    """If a run is killed before its commit, or just after it, the snapshot is still taken once,
+    together with the changes."""
     accounts.land("1", ("b", 3, "b3"))
     accounts.snapshot(("a", "a0"), ("b", "b3"))
     killed = Run.pin(accounts.table, accounts.stores)
@@ -310,7 +312,8 @@ def test_where_a_row_came_from(accounts: Accounts) -> None:
 
 
 def test_bad_rows_of_both(tmp_path: Path, spark: SparkSession) -> None:
-    """Each has its own share that may be bad, and both are in quarantine with where they were."""
+    """The changes and the snapshot each have their own allowed share of bad rows. The quarantine has
+    bad rows with their source."""
     one = Accounts(tmp_path, spark, files={"max_bad_share": 0.4}, dump={"max_bad_share": 0.5})
     (tmp_path / "changes" / "1.jsonl").write_text('{"k": "b", "at": "2024-01-01T00:00:03Z"}\n')
     one.snapshot("?", ("a", "a0"))
@@ -337,7 +340,8 @@ def test_bad_rows_of_both(tmp_path: Path, spark: SparkSession) -> None:
 
 @pytest.mark.parametrize("told", ["file_time", "at"])
 def test_when_it_was_recorded(tmp_path: Path, spark: SparkSession, told: str) -> None:
-    """The snapshot with its run, the changes as they tell."""
+    """Rows of the snapshot are recorded at the time of their run, changes at the time that
+    ``recorded_at`` gives."""
     one = Accounts(tmp_path, spark, files={"recorded_at": told})
     one.land("1", ("b", 3, "b3"))
     one.snapshot(("a", "a0"), ("b", "b3"))
@@ -352,7 +356,8 @@ def test_when_it_was_recorded(tmp_path: Path, spark: SparkSession, told: str) ->
 
 
 def test_a_version_of_a_delta_table(tmp_path: Path, spark: SparkSession) -> None:
-    """It is the start of a table whose changes are files, one column of which it need not have."""
+    """A version of a Delta table is the start of a table whose changes are files. It may lack a column
+    of the files."""
     path = str(tmp_path / "crm")
     kinds = pa.schema([("k", pa.string()), ("v", pa.string()), ("at", pa.timestamp("us", "UTC"))])
     for value in ("first", "second"):
@@ -371,7 +376,7 @@ def test_a_version_of_a_delta_table(tmp_path: Path, spark: SparkSession) -> None
 
 
 def test_in_dagster(accounts: Accounts) -> None:
-    """The sensor asks for a run for the snapshot alone; the log and the numbers tell of it."""
+    """The sensor requests a run for the snapshot alone. The run's log and metadata report it."""
     accounts.snapshot(("a", "a0"))
     start: Any = accounts.table.start
     table = replace(accounts.table, start=replace(start, upstream="crm/export"))

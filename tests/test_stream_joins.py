@@ -1,4 +1,4 @@
-"""Joins of two streams: what is refused, what a user sees, and through real assets."""
+"""Joins of two streams: refused declarations, descriptions for users, and runs of real assets."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_in_yaml() -> None:
         concept.make("x", values, {"left": rates(), "right": rates()}, {})
 
 
-@pytest.mark.endurance  # the worked scenarios run so, and core/test_stream_stream_join.py at random
+@pytest.mark.endurance  # also in the worked scenarios, and at random in core/test_stream_stream_join.py
 def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
     select = ["left.n", "right.amount", "right.timestamp as paid_at"]
     joined = orders().outer_join(payments(), name="x", within=10 * MS, grace=5 * MS, select=select)
@@ -190,7 +190,7 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
     assert pipe(("orders", "a", 1, 10), ("orders", None, 2, 11), ("orders", "b", None, 12)) == [
         (None, 2, None, 11, False)
     ]
-    # Only the other side has something new: what waits is read from the log.
+    # Only the right side has new records: the waiting left records are read from the log.
     assert pipe(("payments", "a", 100, 15), ("payments", "c", 300, 16)) == [("a", 1, 100, 15, False)]
     assert [(r["k"], r["side"]) for r in driver.waiting("x")] == [("c", "right")]
     assert driver.metrics("x") == {"applied": 2, "dropped": 1, "waiting": 1}
@@ -199,7 +199,7 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
         ("c", None, 300, 16, False),
         ("z", 7, 700, 32, False),
     ]
-    # Late, and alone: at once; late with a match that is still there.
+    # Late records join at once with payments that are still kept.
     assert pipe(("orders", "c", 3, 12), ("orders", "a", 4, 9)) == [
         ("c", 3, 300, 16, True),
         ("a", 4, 100, 15, True),
@@ -209,7 +209,8 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_a_late_record_that_waits_has_a_late_result(spark: SparkSession, corrected: bool) -> None:
-    """However records are cut into runs: here the last one, which ends the wait, comes alone."""
+    """This holds however records are split into runs: with ``cut`` 2 the last record, which ends the
+    wait, comes in a separate run."""
     about: Any = {"corrected_for": 1 * MS} if corrected else {"grace": 1 * MS}
     joined = orders().left_join(payments(), name="x", after=10 * MS, select=["left.n"], **about)
     records = [
@@ -225,7 +226,7 @@ def test_a_late_record_that_waits_has_a_late_result(spark: SparkSession, correct
 
 
 def test_a_match_that_comes_late_takes_a_row_back(spark: SparkSession) -> None:
-    """And a table that is made of the rows takes it out."""
+    """A late match retracts the row without a match. A downstream table takes it out of its sums."""
     select = ["left.n", "right.amount", "coalesce(right.amount, 0) as paid"]
     rows = orders().left_join(
         payments(), name="x", after=10 * MS, grace=5 * MS, corrected_for=50 * MS, select=select
@@ -241,7 +242,7 @@ def test_a_match_that_comes_late_takes_a_row_back(spark: SparkSession) -> None:
         ("a", None, 0),
         ("b", None, 0),
     ]
-    # Two that match, of which the first one in time takes the row back; one that comes too late.
+    # Two payments match order a: the first one retracts the row. The payment for b comes too late.
     paid = [("a", 7, 3), ("a", 8, 2), ("c", 9, 100), ("b", 5, 4)]
     driver.pipe("payments", *({"of": k, "amount": n, "timestamp": at} for k, n, at in paid))
     told = driver.read("x")
@@ -288,7 +289,7 @@ def test_a_stream_with_itself(spark: SparkSession) -> None:
 
 @pytest.mark.endurance  # test_explain_operators.py runs such a join, test_bounds compares definitions
 def test_through_assets(spark: SparkSession, tmp_path: Path) -> None:
-    """Left and outer joins over a few runs, each with a commit of its own."""
+    """Left and outer joins over a few runs. Each run makes a separate commit."""
     scenarios = read_scenarios([SCENARIOS / "worked.json"])
     names = ("stream-join-unmatched-late-is-immediate", "stream-join-dropped-records-move-time")
     through = ThroughAssets([s for s in scenarios if s.name in names], tmp_path, spark)

@@ -116,7 +116,7 @@ def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSe
         }
     )
     rows = driver.read("everything")
-    # The smaller head first: the one at 5 waits behind the one at 20.
+    # The stream whose next record is older goes first: the record at 5 waits behind the one at 20.
     assert seen(rows, "k", "n", "is_tombstone") == [
         ("a", 1, False),
         ("a", None, True),
@@ -130,7 +130,7 @@ def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSe
 def test_streams_of_all_sorts_are_merged(spark: SparkSession) -> None:
     sales, returns = stream(), stream("returns")
     again = sales.merge(returns, sales, name="again")
-    # A key whose type only Spark can tell, and a log with a column of the join's own.
+    # A key whose type only Spark knows, and a log with an extra column of the join.
     upper = returns.select_key("upper(k) as k", name="upper")
     prices = VersionedTable("prices", history_retention=timedelta(hours=2), **ABOUT)
     joined = sales.left_join(
@@ -146,7 +146,7 @@ def test_streams_of_all_sorts_are_merged(spark: SparkSession) -> None:
             "returns": [row("c", "y", 3, 5), row("d", "y", 4, 5)],
         }
     )
-    # Heads with the same timestamp: the left one's, which goes to both of its places.
+    # Next records with equal timestamps: the left stream's goes first, to both of its places.
     assert "".join(r["k"] for r in driver.read("again")) == "aabbcd"
     assert "".join(r["k"] for r in driver.read("every")) == "cdCD"
     driver.pipe("sales", row("e", "x", 5, 6))
@@ -172,7 +172,7 @@ def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> No
         (None, "c", 0),
     ]
     assert [(r["shop"], r["count"]) for r in driver.table("counts")] == [("X", 2), ("Y", 1)]
-    # A null new key is left out uncounted, a record without a value is dropped.
+    # A record with a null new key is left out and not counted. A record without a value is dropped.
     assert driver.metrics("counts")["dropped"] == 1
 
 
@@ -207,7 +207,7 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
     other = TopologyTestDriver(sizes, spark=spark)
     other.pipe("sales", row("a", "x", 0, 10), row("b", "y", 1, 11))
     assert seen(other.read("sizes"), "k", "x", "n", "is_tombstone") == [
-        ("a", "~", None, False),  # the expression is made of a null value, whatever the columns say
+        ("a", "~", None, False),  # the expression gets a null value, whatever the columns have
         ("a", None, None, True),
         ("b", "y", 1, False),
         ("b", "1", 1, False),
@@ -222,7 +222,7 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
 def test_the_least_and_the_most_of_a_key(spark: SparkSession) -> None:
     what = {"least": "min(n)", "most": "max(g)", "total": "sum(n)"}
     ends = stream().group_by().aggregate(what, name="ends")
-    # The key hides the column of its name from nobody.
+    # A key with the name of a column does not hide that column from the aggregate.
     by_odd = stream().group_by("n % 2 as n")
     odd = by_odd.aggregate({"total": "sum(n)"}, name="odd")
     window = TumblingWindow(timedelta(hours=1))

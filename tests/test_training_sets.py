@@ -1,4 +1,5 @@
-"""Training sets: one row a record of the spine, with what was known; pinned, and made again."""
+"""Training sets: a row for each record of the spine, with the features known then; pinned and made
+again."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     assert declared.labels == ["then_rates", "now_rates", "shops"]
     assert made.matched == [len(told) - nulls[c] for c in ("then_n", "now_n", "shop_n")]
 
-    # Nothing new: nothing is written. A later backfill: another set now, the same when pinned.
+    # Without new records nothing is written. After a late backfill a run makes another set; pinned,
+    # it makes the same set.
     assert way.run() is None
     pinned = read_manifest(f"{to}/_manifests/1.json")
     assert pinned == made
@@ -117,7 +119,7 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     again = way.run()
     assert again is not None
     assert manifest_of(again).hash != made.hash
-    # What is recorded after a row's cut changes nothing in it.
+    # Records that are recorded after a row's cut do not change the row.
     free = ["k", "shop", "timestamp", "then_n", "then_valid_from", "shop_n"]
     assert sorted(pl.read_delta(to)[free].rows(), key=repr) == sorted(told[free].rows(), key=repr)
 
@@ -176,7 +178,8 @@ def test_columns_that_differ_in_capitals_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> None:
-    """A version with null values is a match; a view without any is a warning; a bound is a check."""
+    """A version with null values is a match. A feature view without matches gives a warning, and
+    ``min_match_rate`` gives a check."""
     warehouse = str(tmp_path / "warehouse")
     rates = replace(table(tmp_path, "rates"), tombstone=None)
     shops = table(tmp_path, "shops")
@@ -249,7 +252,8 @@ def test_a_run_that_another_one_overtakes_makes_the_set_anew(
 def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Of a key in two partitions what followed a version may be gone, and the version be there."""
+    """A key may be in two partitions. Then the deletion that ended a version may have expired from one
+    partition while the other one still has the version."""
 
     def moment(minute: int) -> datetime:
         return EPOCH + timedelta(minutes=minute)
@@ -272,7 +276,7 @@ def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(
 
 
 def test_the_spine_is_shuffled_once_a_key(spark: SparkSession, tmp_path: Path) -> None:
-    """However many features are of one key: here two of one, one of another."""
+    """One shuffle for each key, however many features have it: here two of one, one of another."""
     rates = table(tmp_path, "rates")
     spine = spark.createDataFrame([], log_schema(Stream("v", key="k", schema=schema("k", "shop"))))
     spine = spine.withColumns({"_arrival": F.col("offset"), "recorded_at": F.col("timestamp")})
@@ -296,7 +300,7 @@ def test_the_spine_is_shuffled_once_a_key(spark: SparkSession, tmp_path: Path) -
 
 
 class NothingInDoubt:
-    """A past that is never asked for more."""
+    """A fake of the past in which no row is in doubt."""
 
     def hold(self, rows: DataFrame) -> DataFrame:
         return rows

@@ -1,4 +1,4 @@
-"""``unique_by``: of records that a producer sends twice, the first enters the log."""
+"""``unique_by``: if a producer sends a record twice, only the first one enters the log."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def paid(payment_id: str | None, at: Any, amount: int = 1, **more: Any) -> dict[
 
 
 def outcomes(driver: TopologyTestDriver, *records: dict[str, Any]) -> dict[str, int]:
-    """What came of the records of a run, by outcome."""
+    """Runs the records. Returns the number of records for each outcome."""
     before = driver.metrics("payments")
     driver.pipe("payments", *records)
     return {n: c for n, c in (Counter(driver.metrics("payments")) - Counter(before)).items() if c}
@@ -96,7 +96,7 @@ def outcomes(driver: TopologyTestDriver, *records: dict[str, Any]) -> dict[str, 
 
 @pytest.mark.parametrize("runs", [1, 5])
 def test_a_value_is_remembered_for_within(spark: SparkSession, runs: int) -> None:
-    """The bounds: exactly within behind stream time is remembered, and not late."""
+    """The bounds: a record exactly ``within`` behind stream time is remembered, and is not late."""
     of_each: list[tuple[dict[str, Any], str]] = [
         (paid("p1", 1000), "applied"),
         (paid("p1", 1000), "duplicate"),
@@ -104,8 +104,8 @@ def test_a_value_is_remembered_for_within(spark: SparkSession, runs: int) -> Non
         (paid("p1", 1000), "duplicate"),  # exactly within
         (paid("old", 1000), "applied"),  # exactly within
         (paid("p2", 1101), "duplicate"),  # and stream time is 1101 now
-        (paid("p1", 1000), "late"),  # forgotten, so it may be a duplicate
-        (paid("p1", 1001), "applied"),  # forgotten, and in time: a new one
+        (paid("p1", 1000), "late"),  # its value has expired, so it may be a duplicate
+        (paid("p1", 1001), "applied"),  # its value has expired, and it is in time: a new record
         (paid("p2", 1201), "duplicate"),  # 100 after the duplicate that came last
         (paid("p2", 1302), "applied"),  # 101 after it
         (paid(None, 1302), "applied"),
@@ -127,7 +127,7 @@ def test_a_value_is_remembered_for_within(spark: SparkSession, runs: int) -> Non
 
 
 def reference(records: Sequence[dict[str, Any]], within: int) -> list[str]:
-    """The outcome of each record: the rule in plain Python, which forgets nothing."""
+    """The outcome of each record: the rule in plain Python, which keeps all values."""
     now: dict[int, int] = {}
     latest: dict[tuple[Any, ...], int] = {}
     found: list[str] = []
@@ -151,7 +151,8 @@ def reference(records: Sequence[dict[str, Any]], within: int) -> list[str]:
 def test_it_equals_the_reference_however_arrivals_are_cut(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int, chunked: bool
 ) -> None:
-    """Chunked: as runs of many records are, whose partitions several tasks order."""
+    """The outcomes equal the reference, however records are split into runs. ``chunked``: several
+    tasks order a partition, as in runs of many records."""
     if chunked:
         for module, number in ((arrival_order, 7), (arrivals, -1), (gate, -1)):
             monkeypatch.setattr(module, "CHUNK", number)
@@ -238,7 +239,7 @@ def test_a_windowed_sum_counts_a_record_once(spark: SparkSession) -> None:
 
 
 class Shop:
-    """Payments of JSON files, in a warehouse."""
+    """Payments from JSON files, and their warehouse."""
 
     def __init__(self, root: Path, spark: SparkSession, **more: Any) -> None:
         self.root, self.spark, self.warehouse = root, spark, str(root / "warehouse")
@@ -302,7 +303,7 @@ def test_it_is_told_by_a_run(shop: Shop, spark: SparkSession) -> None:
         assert found
         assert all(one.passed for one in found.values())
     assert shop.log() == ["p1", "p2", "p3"]
-    # What stream time has left behind by more than within is not remembered.
+    # Values that are more than ``within`` behind stream time are not kept.
     assert shop.remembered() == {"p3"}
     quarantine = shop.store().quarantine()
     assert quarantine is not None
@@ -315,7 +316,7 @@ def test_it_is_told_by_a_run(shop: Shop, spark: SparkSession) -> None:
     ]
     assert [json.loads(r["raw"])["payment_id"] for r in rows] == ["p1", "p2", "p1", "p2"]
     assert all(one.passed for one in audit(shop.store()))
-    # Without Spark and without the definitions.
+    # ``explain`` needs neither Spark nor the definitions.
     of_p2 = explain("payments", offset=(0, 1), warehouse=shop.warehouse)
     assert [(one.rule, one.because) for one in of_p2.decisions] == [
         ("applied", "when it came, no record of the last 1 hour of stream time had its payment_id")
@@ -340,7 +341,7 @@ def test_a_replay_and_a_restatement_make_the_same_log(shop: Shop, spark: SparkSe
     assert done == ["payments", "counted"]
     assert shop.log() == ["p1", "p2", "p3", "p4"]
     assert [r["count"] for r in shop.store(counted).read().collect()] == [4]
-    # A shorter within refuses the second p2 as late, and p1 forgets nothing that comes again.
+    # With a shorter within, the second p2 is late instead of a duplicate, so the log stays the same.
     shorter = with_settings(shop.payments, {"within": "1m"})
     assert what_if(shop.warehouse, shorter, spark).share == 0
     neither = replace(shop.payments, unique_by=None, within=None)
@@ -350,7 +351,7 @@ def test_a_replay_and_a_restatement_make_the_same_log(shop: Shop, spark: SparkSe
 
 
 def test_it_is_set_on_a_stream_that_has_run(shop: Shop, spark: SparkSession) -> None:
-    """What is in the log is known, as far as the new settings reach."""
+    """The values of records in the log are known at once, as far back as the new settings reach."""
     p1, p2 = paid("p1", at(0)), paid("p2", at(50))
     without = replace(shop.payments, unique_by=None, within=None)
     assert shop.take("1", p1, p1, p2, paid(None, at(50)), node=without)["applied"] == 4
@@ -376,7 +377,7 @@ def test_it_is_set_on_a_stream_that_has_run(shop: Shop, spark: SparkSession) -> 
 
 
 def test_a_renamed_column_forgets_nothing(shop: Shop) -> None:
-    """A duplicate is not in the log, but its value is remembered: also under another name."""
+    """A duplicate is not in the log, but its value is remembered, also after its column is renamed."""
     shop.take("1", paid("p1", at(0)), paid("p1", at(50)), paid("p2", at(100)))
     renamed = StructType([StructField("id", StringType()), *PAYMENT.fields[1:]])
     names = {"payment_id": "id"}
@@ -396,7 +397,7 @@ def test_an_erased_key_is_forgotten(shop: Shop, spark: SparkSession) -> None:
     assert state is not None
     assert [(r["account"], r["payment_id"]) for r in state.collect()] == [("bob", "p2")]
     assert all(one.passed for one in audit(shop.store()))
-    # What is sent again of it is new; nobody else's is.
+    # A repeated record of the erased key is new. A repeated record of another key is a duplicate.
     assert shop.take("2", own, other) == {"in": 2, "applied": 1, "duplicate": 1}
     assert all(one.passed for one in audit(shop.store()))
 

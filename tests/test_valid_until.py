@@ -79,7 +79,7 @@ def versions(driver: TopologyTestDriver, name: str = "offers") -> list[tuple[Any
 
 
 def test_the_end_belongs_to_the_version(spark: SparkSession) -> None:
-    """One that comes later, and begins before that end, has its own."""
+    """A later version that begins before this end ends the version, and has its own end."""
     offers = table(tombstone="v is null")
     joined = stream().left_join(offers, name="joined", select=["right.v", "right.valid_to as until"])
     before = stream().left_join(offers, name="before", select=["right.v"], at="before")
@@ -115,7 +115,7 @@ def test_what_has_ended_by_stream_time_is_not_current(spark: SparkSession) -> No
     assert store.get("a") is None
     assert store.get("a", at(10)) is None
     assert store.get("a", at(9)) is not None
-    # It is still what the next record of its key comes after.
+    # The ended version still counts as the newest of its key, until a newer record comes.
     driver.read("offers")
     driver.pipe("offers", offer("late", 0), offer("next", 12))
     assert [r["is_latest"] for r in driver.read("offers")] == [False, True]
@@ -162,7 +162,7 @@ def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> Non
 
 @pytest.mark.usefixtures("few_rows")
 def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
-    """And all who read say the same, with Spark and without."""
+    """Reads with Spark and without it give the same versions too."""
     for name in ("offers", "sales"):
         (tmp_path / name).mkdir()
     offers = table(source=FilesSource(str(tmp_path / "offers")))
@@ -214,7 +214,7 @@ def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_p
 
 @pytest.mark.usefixtures("few_rows")
 def test_a_training_set_finds_nothing_after_the_end(spark: SparkSession, tmp_path: Path) -> None:
-    """A version ends at the next one, or by itself before that."""
+    """A version ends at the next version, or before that at its ``valid_until``."""
     warehouse, random = str(tmp_path / "warehouse"), Random(11)
     source = {name: FilesSource(str(tmp_path / name)) for name in ("offers", "sales")}
     offers = table(source=source["offers"], partitions=1)
@@ -268,7 +268,8 @@ def test_what_follows_records_alone_is_refused() -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_lateness_knows_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
-    """It counts as wrong what is another answer by all that is known, and what is forgotten."""
+    """``lateness`` counts a result as wrong if all known versions give another one, also if the right
+    version has expired from the history."""
     warehouse, retention = str(tmp_path / "warehouse"), timedelta(seconds=60)
     source = {name: FilesSource(str(tmp_path / name)) for name in ("offers", "sales")}
     offers = table(source=source["offers"], partitions=1, history_retention=retention)
@@ -290,7 +291,7 @@ def test_lateness_knows_that_a_version_had_ended(spark: SparkSession, tmp_path: 
 
     run(1, {offers: [offer("x", 0, 10)], sales: [sale(s) for s in (3, 5, 6, 8, 9, 10, 11, 12)]})
     run(2, {offers: [offer("y", 5, 8)]})
-    # After y, which ended at 8, comes nothing, though x is there yet: it is no answer, then or now.
+    # After y has ended at 8 there is no match: x, which would last until 10, does not return.
     right = [["x", "y", "y", *[None] * 5], ["x", "x", "y", "y", *[None] * 4]]
     for join, should in zip(joins, right, strict=True):
         found = [r["v"] for r in stores(join).read().orderBy("timestamp").collect()]
@@ -298,7 +299,7 @@ def test_lateness_knows_that_a_version_had_ended(spark: SparkSession, tmp_path: 
         wrong = sum(one != other for one, other in zip(found, should, strict=True))
         assert (told.of, told.wrong, told.expired) == (8, wrong, 0)
         assert wrong == 4
-    # What ends by itself is forgotten as what another one ended, though none came after it.
+    # A version that ended by itself expires from the history like one that a newer version ended.
     run(3, {offers: [offer("z", 20, 500), offer("far", 200, k="b")], sales: [sale(30)]})
     for join in joins:
         found = {r["timestamp"]: r["v"] for r in stores(join).read().toArrow().to_pylist()}

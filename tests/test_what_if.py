@@ -1,4 +1,4 @@
-"""``what_if``: what it tells is what a full replay of the changed declaration differs by."""
+"""``what_if`` reports how a full replay of the changed declaration differs from the live tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = timedelta(days=2)
 
 
 def remembering(market: Market) -> Stream:
-    """Sales with their prices, of which the history is long enough for all of them."""
+    """The join of sales with prices, whose history retention covers all sales."""
     return market.sales.left_join(
         replace(market.prices, history_retention=LONG),
         name="priced",
@@ -49,7 +49,7 @@ def rows_of(store: Any, *columns: str) -> Counter[tuple[Any, ...]]:
 
 
 def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path) -> None:
-    """With another column, another value, and another retention of an input."""
+    """This holds for a new column, a changed value, and a changed history retention of an input."""
     copy = market.copy(tmp_path)
     warehouse = str(copy.warehouse)
     longer = replace(copy.prices, history_retention=LONG)
@@ -59,7 +59,7 @@ def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path
         select=["left.*", "upper(right.v) as price", "right.valid_from as since"],
         grace_period=timedelta(minutes=30),
     )
-    # What a process that was killed has left: no process has this number.
+    # A killed process has left this directory: no process has this id.
     left = Path(warehouse) / f"what-if.{this_host()}.{2**30}.0a1b2c3d"
     there = everything(copy)
     left.mkdir()
@@ -112,7 +112,8 @@ def test_what_fails_is_cleaned_up(market: Market, tmp_path: Path) -> None:
 
 
 def test_what_a_table_has_forgotten_is_no_difference(market: Market, tmp_path: Path) -> None:
-    """Live sales found prices that have expired since; made anew they would find nothing."""
+    """A replay cannot find prices that expired from the table's history after the live run joined them.
+    what_if refuses such a replay instead of reporting these rows as differences."""
     copy = market.copy(tmp_path)
     there, warehouse = everything(copy), str(copy.warehouse)
     forgotten = (
