@@ -826,7 +826,7 @@ def test_ties_of_columns_on_delta(tmp_path: Path, spark: SparkSession) -> None:
         only_columns="changed",
         segment_interval=timedelta(seconds=10),
     )
-    # The join of ``made`` reads no table with it.
+    # The corrected join of ``made`` would refuse a table with ``valid_until``.
     made.table = replace(made.table, valid_until="until")
 
     def stored() -> list[tuple[Any, ...]]:

@@ -93,8 +93,9 @@ def test_of_runs(market: Market) -> None:
 
 @pytest.mark.parametrize("select", [["left.*", "right.v as price"], ["left.at as sold", "right.v"]])
 def test_of_a_corrected_join_without_key(market: Market, tmp_path: Path, select: list[str]) -> None:
-    """The result's key is the place of a record, whose type differs from the table's key. The picture
-    has the join's keys with the table's versions. If the result lacks that key, it has no versions."""
+    """The result's key is the place of a record (partition and offset), not the table's key. The
+    picture has the join's keys with the table's versions. If the result lacks that key, it has no
+    versions."""
     copy = market.copy(tmp_path / "copy")
     join = copy.sales.left_join(
         copy.prices, name="corrected", select=select, corrected_for=timedelta(days=1)

@@ -402,7 +402,7 @@ def test_planned_replays_are_resumed_at_each_step(
         "dear_new": "removed",
         "doubled_new": "removed",
     }
-    for name in ("prices", "priced"):  # the replayed assets' input, and a join with that input, stay
+    for name in ("prices", "priced"):  # the input of dear, and another asset of that input
         assert AssetStore(warehouse, nodes[ALL.index(name)]).head() == logs[name]
     for node in nodes:  # each asset can run after the swap
         assert run_once(node, stores_of(warehouse, spark)).commit is not None

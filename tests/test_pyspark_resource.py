@@ -178,7 +178,7 @@ defs = dg.Definitions.merge(
 """
 
 
-@pytest.mark.endurance  # test_executor.py has steps in processes, the tests above both kinds
+@pytest.mark.endurance  # test_executor.py tests steps in processes; the tests above, both kinds
 @pytest.mark.timeout(400)
 def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> None:
     """Assets of both resource kinds and a team's asset each run in a separate process and session."""

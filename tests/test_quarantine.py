@@ -109,7 +109,7 @@ def test_too_large_a_share_fails_before_the_commit(spark: SparkSession, tmp_path
     assert "1.jsonl row 5: unreadable: {broken" in text
     assert "1.jsonl row 10: null_key" in text
     assert not (market.warehouse / "prices" / "log").exists()
-    # a share of exactly that much is accepted
+    # a share equal to the limit is accepted
     assert market.run([replace(strict, source=replace(source, max_bad_share=0.2))]).success
 
 
@@ -246,7 +246,7 @@ def test_long_file_is_numbered_across_blocks(spark: SparkSession, tmp_path: Path
 def test_lines_of_a_single_file(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: str, scans: int
 ) -> None:
-    """If a single task reads the file, line numbers need no second scan."""
+    """If a single task reads the file, line numbers need no second scan. Otherwise they need one."""
     write(tmp_path, "1.jsonl", "".join(f'{{"k":"{i}","n":{i}}}\n' for i in range(500)))
     source = FilesSource(str(tmp_path))
     with settings(spark, {"spark.sql.files.maxPartitionBytes": largest}):

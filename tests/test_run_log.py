@@ -110,7 +110,8 @@ def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Mark
 def test_a_run_that_another_one_overtakes_takes_the_rest(
     copy: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens when the sensors of both inputs of a join request a run at the same time."""
+    """If another run commits first, this run tries again and takes the rest. This happens when the
+    sensors of both inputs of a join request a run at the same time."""
     stores, commit = stores_of(str(copy.warehouse), copy.spark), AssetStore.commit
 
     def land(file: str, *rows: Any) -> None:

@@ -293,7 +293,7 @@ def test_an_input_that_has_not_run_since(changed: Changed, spark: SparkSession) 
 
 
 class Priced(pa_model.DataFrameModel):
-    """The columns after the change, and one that pandera declares as never null."""
+    """The columns after the change, and one that is never null, which is pandera's default."""
 
     k: StringType
     n: LongType = pa_model.Field(nullable=True)

@@ -527,8 +527,8 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_session_without_delta_is_refused():
-    """This holds for an active session, for a stopped session whose JVM stays, and for a team's
-    session that has all settings but the jars."""
+    """An active session, a stopped session whose JVM stays, and a team's session that has all settings
+    but the jars are refused."""
     done = run(
         f"""
         from dagster_pyspark import LazyPySparkResource

@@ -209,8 +209,8 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_a_late_record_that_waits_has_a_late_result(spark: SparkSession, corrected: bool) -> None:
-    """This holds however records are split into runs: with ``cut`` 2 the last record, which ends the
-    wait, comes in a separate run."""
+    """The result of a late record that waits is late, however records are split into runs. With ``cut``
+    2 the last record, which ends the wait, comes in a separate run."""
     about: Any = {"corrected_for": 1 * MS} if corrected else {"grace": 1 * MS}
     joined = orders().left_join(payments(), name="x", after=10 * MS, select=["left.n"], **about)
     records = [

@@ -264,7 +264,7 @@ def test_all_records_of_a_key_are_counted_whatever_their_time(spark: SparkSessio
     ]
     assert driver.metrics("totals") == {"applied": 3, "dropped": 2, "waiting": 0}
     assert [r["timestamp"].microsecond // 1000 for r in driver.table("totals")] == [30, 45]
-    # Of the group x: 2, then 6 with the time of the group, then 7.
+    # The group x has the total 2, then 6 with the newest time of the group, then 7.
     assert seen(driver.versions("kept"), "g", "total") == [("x", 6), ("x", 7), ("y", 5)]
 
 

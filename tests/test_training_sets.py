@@ -1,5 +1,5 @@
-"""Training sets: a row for each record of the spine, with the features known then; pinned and made
-again."""
+"""Training sets: a row for each record of the spine, with the features known then. A set can be pinned,
+and made again from its manifest."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def versions(driver: TopologyTestDriver, name: str = "offers") -> list[tuple[Any
 
 
 def test_the_end_belongs_to_the_version(spark: SparkSession) -> None:
-    """A later version that begins before this end ends the version, and has its own end."""
+    """A version ends at its ``valid_until``. A late version that begins before that end ends it
+    earlier, and has its own end."""
     offers = table(tombstone="v is null")
     joined = stream().left_join(offers, name="joined", select=["right.v", "right.valid_to as until"])
     before = stream().left_join(offers, name="before", select=["right.v"], at="before")
@@ -162,7 +163,8 @@ def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> Non
 
 @pytest.mark.usefixtures("few_rows")
 def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
-    """Reads with Spark and without it give the same versions too."""
+    """``explain`` says that the version had ended. Reads with Spark and without it give the same
+    versions."""
     for name in ("offers", "sales"):
         (tmp_path / name).mkdir()
     offers = table(source=FilesSource(str(tmp_path / "offers")))

@@ -49,7 +49,8 @@ def rows_of(store: Any, *columns: str) -> Counter[tuple[Any, ...]]:
 
 
 def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path) -> None:
-    """This holds for a new column, a changed value, and a changed history retention of an input."""
+    """The differences are those of a full replay, for a new column, a changed value, and a changed
+    history retention of an input."""
     copy = market.copy(tmp_path)
     warehouse = str(copy.warehouse)
     longer = replace(copy.prices, history_retention=LONG)
