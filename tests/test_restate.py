@@ -137,7 +137,7 @@ def test_a_dry_run_tells_what_would_be_recomputed(
     about = ["--from", LATE, "--module", "world_module", "--warehouse", world.warehouse]
     done = CliRunner().invoke(app, ["restate", "joined", *about, "--dry-run"])
     assert done.exit_code == 0, done.output
-    assert "joined: keeps" in done.output
+    assert "joined: keeps 3 of 7 results" in done.output
     assert done.output.endswith("would recompute: joined, moved, counted\n")
     assert {path: path.stat().st_mtime_ns for path in Path(world.warehouse).rglob("*")} == files
 

@@ -112,7 +112,7 @@ def test_what_fails_is_cleaned_up(market: Market, tmp_path: Path) -> None:
         what_if(str(copy.warehouse), copy.priced, copy.spark, also=["nobody"])
 
 
-def test_what_a_table_has_forgotten_is_no_difference(market: Market, tmp_path: Path) -> None:
+def test_refused_if_versions_have_expired(market: Market, tmp_path: Path) -> None:
     """A replay cannot find prices that expired from the table's history after the live run joined them.
     what_if refuses such a replay instead of reporting these rows as differences."""
     copy = market.copy(tmp_path)
