@@ -35,6 +35,7 @@ from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from functools import partial, reduce
 from math import isfinite
+from operator import or_
 from typing import Any
 from uuid import uuid4
 
@@ -182,21 +183,50 @@ _TIME = (
     r"(?: ?(?:Z|UTC|GMT|[-+]\d\d?(?::?\d\d)?))?(?!\w)"
 )
 
+_TIME_IN_ZONE = (
+    r"(?<!\w)\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?"
+    r" (?:[A-Z][A-Za-z]+(?:/[\w+-]+)+|[A-Z]{3,4})(?!\w)"
+)
+"""A local time with the name of its zone: ``2024-01-05 10:30:00 Europe/Berlin``."""
+
 
 def _has_word(text: Column, value: Any, kind: DataType) -> Column:
     """Returns the condition that a text contains an atomic value as a word. Numbers and times are
     compared as values: sources may write them in several ways."""
-    if isinstance(value, datetime):
-        return _has_value(text, _TIME, value, kind)
+    if isinstance(value, date):
+        if isinstance(value, datetime):
+            found = [_has_value(text, pattern, value, kind) for pattern in (_TIME, _TIME_IN_ZONE)]
+        else:
+            found = [text.rlike(rf"(?<!\w){value.isoformat()}Z?(?!\w)")]
+        return reduce(or_, [*found, *[_has_number(text, number) for number in _numbers_of(value)]])
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
-        # As many digits after the point as fit: neither number is rounded to the other.
-        whole = max(Decimal(value).adjusted() + 1, 1)
-        return _has_value(text, _NUMBER, value, DecimalType(38, max(38 - whole, 0)))
+        return _has_number(text, value)
     if isinstance(value, float) and isfinite(value):
         return _has_value(text, _NUMBER, value, kind)
     written = _quoted(b64encode(value).decode() if isinstance(value, bytes) else str(value))
     word = f"(?i:{value})" if isinstance(value, bool) else written
     return text.rlike(rf"(?<!\w){word}(?!\w)")
+
+
+def _numbers_of(value: date) -> list[int | Decimal]:
+    """Returns the numbers as which sources write a time or a date: in each unit since 1970; of a date,
+    the days and its digits."""
+    if not isinstance(value, datetime):
+        return [(value - date(1970, 1, 1)).days, int(value.strftime("%Y%m%d"))]
+    moment = value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+    micros = (moment - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)
+    found = [Decimal(micros).scaleb(digits) for digits in (-6, -3, 0, 3)]
+    return [number for number in found if abs(number) >= _FEWEST]
+
+
+_FEWEST = 100_000
+"""A smaller number is rather a number than a time: that of seconds of the first day of 1970."""
+
+
+def _has_number(text: Column, value: int | Decimal) -> Column:
+    # As many digits after the point as fit: neither number is rounded to the other.
+    whole = max(Decimal(value).adjusted() + 1, 1)
+    return _has_value(text, _NUMBER, value, DecimalType(38, max(38 - whole, 0)))
 
 
 def _has_value(text: Column, pattern: str, value: Any, kind: DataType) -> Column:
