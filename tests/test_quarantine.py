@@ -153,6 +153,22 @@ def test_csv(spark: SparkSession, tmp_path: Path, name: str, text: str, rows: li
 
 
 @pytest.mark.usefixtures("few_rows")
+def test_a_header_of_csv_is_no_record(spark: SparkSession, tmp_path: Path) -> None:
+    """Of two files that were concatenated, or of one that is read without a header."""
+    schema = StructType().add("k", "string").add("v", "string").add("more", "string")
+    write(tmp_path, "1.csv", "v,k\n1,a\nv,k\n2,b\nv,v\n")
+    source = FilesSource(str(tmp_path), format="csv", optional=["more"])
+    rows = source.read(spark, source.files(), schema).orderBy("_arrival").collect()
+    found = [(row["_position"], row["k"], row["v"], row["_reason"]) for row in rows]
+    bad = (3, None, None, "unreadable")
+    assert found == [(2, "a", "1", None), bad, (4, "b", "2", None), (5, "v", "v", None)]
+    source = FilesSource(str(tmp_path), format="csv", options={"header": "false"})
+    two = StructType().add("v", "string").add("k", "string")
+    rows = source.read(spark, source.files(), two).orderBy("_arrival").collect()
+    assert [row["_position"] for row in rows if row["_reason"]] == [1, 3]
+
+
+@pytest.mark.usefixtures("few_rows")
 def test_csv_files_of_different_headers_in_one_run(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path, "1.csv", "k,n\na,1\n")
     write(tmp_path, "2.csv", "n,k\n2,b\n")

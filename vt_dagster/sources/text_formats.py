@@ -17,6 +17,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from operator import add, and_
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -1189,13 +1190,26 @@ def read_record(
     The last one, ``<into>_row``, is a struct of the schema's columns; null if the line is not one
     record, or a text does not fit its column.
     """
-    odd = _is_cut_off(line, how.options) | _is_malformed(line, how.options)
+    odd = _is_cut_off(line, how.options) | _is_malformed(line, how.options) | _is_header(row, schema)
     whole = row.isNotNull() & row[_CORRUPT].isNull() & ~odd
 
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
         return of_text(text, kind, how, path)
 
     return read_row(row, schema, leaf, into, whole)
+
+
+def _is_header(row: Column, schema: StructType) -> Column:
+    """Returns whether a line has the names of the columns: a header within a file, as of two that were
+    concatenated, or of one that is read without a header. A column of another type than STRING cannot
+    have its name as a value, and a single column may."""
+    if len(schema.fields) == 1 or any(f.dataType != StringType() for f in schema.fields):
+        return F.lit(False)
+    alike = [
+        F.coalesce(row[name] == name, F.lit(True)) for name in schema.names
+    ]  # null: not in the file
+    there = [F.when(row[name] == name, 1).otherwise(0) for name in schema.names]
+    return reduce(and_, alike) & (reduce(add, there) > 1)
 
 
 def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
