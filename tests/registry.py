@@ -19,6 +19,8 @@ class Registry:
 
     def __init__(self) -> None:
         self.subjects: dict[str, list[Any]] = {}
+        self.references: dict[str, list[str]] = {}
+        """By subject, the types that its schemas refer to: first versions of subjects of that name."""
         registry = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,7 +51,10 @@ class Registry:
             for version, schema in enumerate(schemas, 1):
                 if path == f"{versions}/{version}":
                     about = {"subject": subject, "version": version, "id": 10 + version}
-                    return {**about, "schema": json.dumps(schema)}
+                    names = self.references.get(subject, [])
+                    refers = [{"name": name, "subject": name, "version": 1} for name in names]
+                    more = {"references": refers} if refers else {}
+                    return {**about, **more, "schema": json.dumps(schema)}
         return None
 
     def __enter__(self) -> Registry:

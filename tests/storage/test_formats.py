@@ -315,6 +315,43 @@ def test_avro_with_a_registry(spark: SparkSession, orders: tuple[bytes, bytes], 
         SchemaRegistry(registry).schemas("nothing-value")
 
 
+def test_avro_with_types_of_other_subjects(spark: SparkSession) -> None:
+    """A registry returns only the names of the types that a schema refers to."""
+    place = {"type": "record", "name": "Place", "namespace": "geo", "fields": [
+        {"name": "code", "type": "Code"}, {"name": "near", "type": ["null", "Place"]}]}  # fmt: skip
+    code = {"type": "enum", "name": "Code", "namespace": "geo", "symbols": ["A", "B"]}
+    unit = {"type": "fixed", "name": "Unit", "size": 1}
+    fields = [{"name": "id", "type": "long"}, {"name": "from", "type": "geo.Place"}]
+    fields += [{"name": "to", "type": {"type": "array", "items": "geo.Place"}}]
+    fields += [{"name": "code", "type": ["null", "geo.Code"]}, {"name": "unit", "type": "Unit"}]
+    order = {"type": "record", "name": "Order", "namespace": "shop", "fields": fields}
+    with Registry() as registry:
+        registry.subjects = {"orders-value": [order], "geo.Place": [place], "geo.Code": [code]}
+        registry.subjects["Unit"] = [unit]
+        registry.references = {"orders-value": ["geo.Place", "Unit"], "geo.Place": ["geo.Code"]}
+        message = framed(11, b"\x0e" + b"\x02\x00" + b"\x02\x00\x00\x00" + b"\x02\x02" + b"x")
+        at = StructType().add("code", "string")
+        wanted = StructType().add("id", "long").add("from", at).add("to", ArrayType(at))
+        wanted = wanted.add("code", "string").add("unit", "string")
+        found = decoded(spark, Avro(registry=SchemaRegistry(registry.url)), [message], wanted)
+    row = {"id": 7, "from": Row(code="B"), "to": [Row(code="A")], "code": "B", "unit": "x"}
+    assert found == [row]
+
+
+def test_avro_records_that_have_their_own_type(spark: SparkSession) -> None:
+    """Spark has no such type: the fields within are not read, all others are."""
+    fields: list[Any] = [{"name": "id", "type": "long"}, {"name": "next", "type": ["null", "List"]}]
+    fields += [{"name": "all", "type": {"type": "array", "items": "List"}}]
+    fields += [{"name": "name", "type": "string"}]
+    schema = json.dumps({"type": "record", "name": "List", "fields": fields})
+    leaf = b"\x04\x00\x00\x02y"
+    messages = [leaf, b"\x02\x02" + leaf + b"\x02" + leaf + b"\x00" + b"\x02x", leaf[:-1]]
+    found = decoded(spark, Avro(schema), messages, ROW)
+    assert found == [{"id": 2, "name": "y"}, {"id": 1, "name": "x"}, {"reason": "unreadable"}]
+    (said,) = Avro(schema).misfits(StructType().add("id", "long").add("next", ROW))
+    assert said.startswith("next is recursive in the schema, expected struct<")
+
+
 def test_avro_fills_in_what_is_newer(
     spark: SparkSession, orders: tuple[bytes, bytes], registry: str
 ) -> None:

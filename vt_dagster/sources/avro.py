@@ -163,6 +163,36 @@ def _node(schema: Any, known: dict[str, Any], space: str, inside: tuple[str, ...
 _NULL = {"type": "null"}
 
 
+def with_types(schema: str, types: Mapping[str, str]) -> str:
+    """Returns a schema in which each named type is defined where it is first used.
+
+    Args:
+        types: schemas of types that it names, and that they name, by full name.
+    """
+    left = {name: json.loads(text) for name, text in types.items()}
+
+    def whole(part: Any, space: str) -> Any:
+        if isinstance(part, list):
+            return [whole(one, space) for one in part]
+        if isinstance(part, str):
+            name = next((n for n in (f"{space}.{part}", part) if n in left), None)
+            return part if name is None else whole(_in_no_space(left.pop(name)), "")
+        space = part.get("name", "").rpartition(".")[0] or part.get("namespace", space)
+        found = {k: whole(part[k], space) for k in ("items", "values") if k in part}
+        if not isinstance(part["type"], str):
+            found["type"] = whole(part["type"], space)
+        if "fields" in part:
+            found["fields"] = [{**one, "type": whole(one["type"], space)} for one in part["fields"]]
+        return {**part, **found}
+
+    return json.dumps(whole(json.loads(schema), ""))
+
+
+def _in_no_space(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a type that does not take the namespace of the record around it."""
+    return schema if "." in schema["name"] else {"namespace": "", **schema}
+
+
 def _is_decimal(schema: Mapping[str, Any]) -> bool:
     return schema.get("logicalType") == "decimal" and schema.get("precision", 99) <= _MOST_DIGITS
 
@@ -192,7 +222,9 @@ def read_avro(message: Column, schema: str) -> Column:
     end = {"type": "fixed", "name": _END, "size": len(_MARK)}
     fields = [{"name": _ROW, "type": _plain(json.loads(schema))}, {"name": _END, "type": end}]
     marked = {"type": "record", "name": "_vt_message", "fields": fields}
-    return from_avro(F.concat(message, F.lit(_MARK)), json.dumps(marked), {"mode": "PERMISSIVE"})
+    # Spark drops the fields of a record that have its type; by default it reads no such record.
+    options = {"mode": "PERMISSIVE", "recursiveFieldMaxDepth": "1"}
+    return from_avro(F.concat(message, F.lit(_MARK)), json.dumps(marked), options)
 
 
 def row_of(

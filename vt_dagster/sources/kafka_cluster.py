@@ -23,6 +23,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.avro import with_types
 from vt_dagster.sources.base import of_id
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.options import check_types
@@ -528,6 +529,7 @@ class SchemaRegistry:
         try:
             client = SchemaRegistryClient(conf)
             found = [client.get_version(subject, v) for v in client.get_versions(subject)]
+            return {int(one.schema_id or 0): _with_references(client, one.schema) for one in found}
         except SchemaRegistryError as error:
             raise SourceError(
                 f"expected schemas of {subject!r} in the schema registry at {url}, got: "
@@ -539,7 +541,19 @@ class SchemaRegistry:
                 f"the schema registry at {url} did not answer: {type(error).__name__}; nothing was "
                 "read. Check that it runs and can be reached from here, then run again"
             ) from None
-        return {int(one.schema_id or 0): str(one.schema.schema_str) for one in found}
+
+
+def _with_references(client: Any, schema: Any) -> str:
+    """Returns a schema with the types of other subjects that it refers to."""
+    types, waiting = dict[str, str](), [schema]
+    while waiting:
+        for one in waiting.pop().references or ():
+            if one.name not in types:
+                other = client.get_version(one.subject, one.version).schema
+                types[one.name] = str(other.schema_str)
+                waiting.append(other)
+    is_avro = types and schema.schema_type == "AVRO"
+    return with_types(schema.schema_str, types) if is_avro else str(schema.schema_str)
 
 
 # Kafka messages
