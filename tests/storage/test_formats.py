@@ -48,6 +48,7 @@ from vt_dagster.kafka import (
     Raw,
     SchemaRegistry,
 )
+from vt_dagster.sources import kafka_source
 from vt_dagster.sources.message_formats import Decoded, Format
 from vt_dagster.sources.text_formats import parse, read_object
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -725,6 +726,23 @@ def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
     assert [row[REASON] for row in found[0]] == [None, None]
     for others in found[1:]:
         assert [row[REASON] for row in others] == ["unreadable", None]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_message_without_a_timestamp(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old producers send none. Kafka stores -1, which is no millisecond of 1969."""
+    sent = "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary"
+    none, last = datetime(1969, 12, 31, 23, 59, 59, 999_000), datetime(1970, 1, 1)
+    value = bytearray(b'{"id": 1, "name": "x"}')
+    rows = spark.createDataFrame(
+        [("x", 0, n, at, None, value) for n, at in enumerate((none, last))], sent
+    )
+    monkeypatch.setattr(kafka_source, "read_messages", lambda *_, **__: rows)
+    source = KafkaSource(KafkaCluster("localhost:1"), "x")
+    found = source.read(spark, {"x": {0: (0, 2)}}, key=["id"], schema=ROW)
+    node = Stream("x", key="id", schema=ROW, source=source)
+    made = prepare(found, node).orderBy("_position").collect()
+    assert [(row.timestamp, row[REASON]) for row in made] == [(None, "null_timestamp"), (last, None)]
 
 
 def test_avro_within_arrays_maps_and_unions(spark: SparkSession) -> None:

@@ -226,6 +226,8 @@ HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("v
 """The type of a column for a record's headers: name and bytes of each."""
 _UNWRAPPED = StructField("__deleted", StringType())
 """The field that Debezium's ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
+_SENT_AT = "if(unix_micros(timestamp) < 0, null, timestamp)"
+"""The timestamp -1 is that of a message without one; Kafka Streams refuses all negative ones."""
 _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
 """Kafka stores the timestamp type per batch of messages: 1 is LOG_APPEND_TIME."""
 
@@ -568,7 +570,7 @@ class KafkaSource:
                 F.col("topic").alias(SOURCE),
                 PARTITION,
                 F.col(OFFSET).alias(POSITION),
-                F.col(TIMESTAMP).alias(RECORD_TIME),
+                F.expr(_SENT_AT).alias(RECORD_TIME),
                 F.col("key").alias(RAW_KEY),
                 F.col("value").alias(RAW),
                 *(["headers"] if self.headers is not None else []),
