@@ -571,6 +571,23 @@ def test_what_debezium_says_of_deletions(topic: Take) -> None:
     assert topic(*again, kind=Table)[0] == {1: "second"}
 
 
+@pytest.mark.parametrize("kind", [VersionedTable, Table])
+def test_an_update_of_a_column_that_is_a_key_here_alone(topic: Take, kind: Any) -> None:
+    """Debezium sends a deletion and an insert only for the key that it knows. The row of the key before
+    would remain, so the event is in quarantine; of a stream it is an event as any other."""
+    one, two, last = ({"id": n, "name": text} for n, text in ((1, "x"), (2, "x"), (2, "y")))
+
+    def update(before: Any, after: Any, second: int, op: str = "u") -> tuple[Any, Any]:
+        return {"id": after["id"]}, {**event(op, None, second), "before": before, "after": after}
+
+    insert = ({"id": 1}, event("c", (1, "x"), 0))
+    current, _, totals = topic(insert, update(one, two, 1), kind=kind)
+    assert (current, totals.get("quarantined")) == ({1: "x"}, 1)
+    same = [update(two, last, 3), update(None, two, 4), update({"name": "z"}, last, 5)]
+    current, _, totals = topic(insert, update(one, two, 2, "r"), *same, kind=kind)
+    assert (current, totals.get("quarantined", 0)) == ({1: "x", 2: "y"}, 0)
+
+
 def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) -> None:
     """If rows have their own time, a deletion has the time of the source's record, not that of the
     deleted row. With ``deleted_at`` it has the time of that expression."""

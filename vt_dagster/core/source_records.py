@@ -63,6 +63,8 @@ also ``_deleted``."""
 SOURCE_RECORDED_AT = "_source_recorded_at"
 """The system time that the source provides for a row, if it is requested; an optional column of its
 rows."""
+MOVED = "_moved"
+"""Column of rows of a change feed: whether an update changes a key column."""
 UNCHANGED = "_unchanged"
 """The columns that a row omits because they are unchanged: an array of names; null = none. An optional
 column of a source's rows."""
@@ -124,6 +126,9 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     reason = F.when(broken.isNotNull(), broken)
     if TRUNCATES in rows.columns and not isinstance(node, Table):
         reason = reason.when(F.col(TRUNCATES), Reason.UNREADABLE)
+    if MOVED in rows.columns and isinstance(node, Table):
+        # The row of the key before it would remain.
+        reason = reason.when(F.col(MOVED), Reason.UNREADABLE)
     if isinstance(node, Table) or node.null_key == "quarantine":
         lacks_key = ~has_key(node.key)
         lacks_key = lacks_key & ~F.col(TRUNCATES) if TRUNCATES in rows.columns else lacks_key
@@ -181,6 +186,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     judged = timed.withColumns({**added, REASON: reason})
     judged = judged.withColumns({OUTCOME: outcome, TIMESTAMP: in_range})
     unwanted = {SOURCE_TIME: named, UNCHANGED: UNCHANGED in rows.columns and not takes_unchanged(node)}
+    unwanted[MOVED] = MOVED in rows.columns
     dropped = [column for column, is_so in unwanted.items() if is_so]
     return judged.drop(*dropped) if dropped else judged
 

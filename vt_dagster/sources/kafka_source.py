@@ -18,6 +18,7 @@ from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, St
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.source_records import (
     DELETED,
+    MOVED,
     POSITION,
     RAW,
     RAW_KEY,
@@ -54,7 +55,7 @@ from vt_dagster.sources.kafka_cluster import (
     reason_of,
 )
 from vt_dagster.sources.message_formats import Decoded, Format, Json
-from vt_dagster.sources.value_reader import require_units
+from vt_dagster.sources.value_reader import any_of, require_units
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
@@ -537,6 +538,8 @@ class KafkaSource:
         time = record_time if value.time is None else F.coalesce(value.time, record_time)
         if value.unchanged is not None:
             parts[UNCHANGED] = value.unchanged
+        if value.images is not None:
+            parts[MOVED] = _moves(*value.images, [name for name in keys.names if name in own.names])
         for name, one in parsed.items():
             messages = messages.withColumn(name, one)
         read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **flags})
@@ -558,7 +561,8 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        inside += [*flags, *(c for c in read.columns if c in (SOURCE_RECORDED_AT, UNCHANGED))]
+        more = SOURCE_RECORDED_AT, UNCHANGED, MOVED
+        inside += [*flags, *(c for c in read.columns if c in more)]
         return read.select(*columns, *inside)
 
     def _messages(
@@ -582,6 +586,13 @@ class KafkaSource:
             ),
             self.topics,
         )
+
+
+def _moves(before: Column, after: Column, key: Sequence[str]) -> Column:
+    """Returns whether an update changes a key column; never null. A database may not send the row
+    before it."""
+    changed = [before[k].isNotNull() & ~before[k].eqNullSafe(after[k]) for k in key]
+    return any_of([F.coalesce(one, F.lit(False)) for one in changed])
 
 
 def _markers(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:

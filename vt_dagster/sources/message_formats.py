@@ -184,6 +184,8 @@ class Decoded(NamedTuple):
         restates: whether the message repeats the current row of its key, as a snapshot does.
         truncates: whether the message deletes all rows; None = no message does.
         unchanged: names of the columns whose unchanged value the message omits; null = none.
+        images: of an update, structs of the columns before and after it, to be compared; null if the
+            message has none. None = no message has both.
     """
 
     parsed: dict[str, Column]
@@ -194,6 +196,7 @@ class Decoded(NamedTuple):
     restates: Column | None = None
     truncates: Column | None = None
     unchanged: Column | None = None
+    images: tuple[Column, Column] | None = None
 
 
 class Format(ABC):
@@ -455,7 +458,9 @@ class Debezium(Format):
     is not a row change and goes to quarantine. In a versioned table, a null message after a deletion
     and a snapshot row (r) equal to the table's row change nothing: they are counted (``nothing_new``)
     and not applied. The last message of a key is its current row, whatever its timestamp. A deletion
-    has the timestamp of its event, not that of the deleted row.
+    has the timestamp of its event, not that of the deleted row. Of a key that changes, Debezium sends a
+    deletion and an insert. An update (u) of another key column of a table is unreadable: the row of the
+    key before it would remain.
 
     Args:
         format: the format of the events. JSON may have the ``schema`` and ``payload`` envelope.
@@ -504,12 +509,14 @@ class Debezium(Format):
             return self._unwrapped(message, wanted, subject, into)
         if isinstance(self.format, Json):
             part, found = self._json(self.format, message, wanted, into)
+            images = F.col(f"{into}_texts")["before"], F.col(f"{into}_texts")["after"]
         else:
             found = self.format.decode(message, _event(wanted), subject, into)
             part = {name: found.row[name] for name in ("before", "after", "op")}
             part["ts_ms"] = found.row["source"]["ts_ms"]
             part["timed"] = part["ts_ms"].isNotNull()
             part["row"] = F.when(part["op"] == "d", part["before"]).otherwise(part["after"])
+            images = part["before"], part["after"]
         deleted, row = part["op"] == "d", part["row"]
         known = F.coalesce(part["op"].isin("c", "u", "r", "d"), F.lit(False))
         empty = ~deleted & reduce(and_, [row[name].isNull() for name in wanted.names])
@@ -519,8 +526,10 @@ class Debezium(Format):
             reason = F.coalesce(reason, _unreadable_if(part["timed"] & time.isNull()))
         unchanged = self._unchanged(row, wanted, deleted)
         truncates = part["op"] == "t" if self.truncate == "delete" else None
+        before, after = (F.when(part["op"] == "u", image) for image in images)
+        restates = part["op"] == "r"
         return Decoded(
-            found.parsed, row, reason, deleted, time, part["op"] == "r", truncates, unchanged
+            found.parsed, row, reason, deleted, time, restates, truncates, unchanged, (before, after)
         )
 
     def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
