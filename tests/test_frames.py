@@ -120,6 +120,7 @@ def test_times_of_all_kinds() -> None:
 
 YEAR_20000 = pa.scalar(568_971_820_800_000, pa.timestamp("ms", "UTC"))
 LABELLED = T.StructType([T.StructField("a", T.FloatType()), T.StructField("b", T.StringType())])
+WORDS = pa.dictionary(pa.int32(), pa.string())
 COUNTS = pa.map_(pa.string(), pa.int64())
 
 
@@ -137,6 +138,13 @@ COUNTS = pa.map_(pa.string(), pa.int64())
             [[0], None],
         ),
         (T.DateType(), pa.array([0, 6_585_300], pa.date32()), [0, None]),
+        (
+            T.ArrayType(T.DateType()),
+            [[datetime(2024, 1, 1), None], [datetime(2024, 1, 1, 12)]],
+            [[AT, None], None],
+        ),
+        (T.ArrayType(T.IntegerType()), [[1.0, None], [1.5]], [[1, None], None]),
+        (T.ArrayType(T.StringType()), pa.array([["a"]], pa.list_(WORDS)), [["a"]]),
         (
             T.MapType(T.StringType(), T.LongType()),
             pa.array([[("a", 1), ("b", 2)], [("a", 1), ("a", 2)]], COUNTS),
@@ -204,6 +212,17 @@ def test_a_spark_column_is_never_narrowed(
         (T.ArrayType(LABELLED), [[{"B": "B", "a": 1.5}]]),
         (LABELLED, [{"z": 1.5}]),
         (T.TimestampNTZType(), pa.array([0], pa.timestamp("us", "Europe/Berlin"))),
+        # Arrow converts all of these without a word.
+        (T.ArrayType(T.TimestampType()), [[1704448800]]),
+        (T.ArrayType(T.BooleanType()), [["true"]]),
+        (T.ArrayType(T.IntegerType()), [[True]]),
+        (T.ArrayType(T.DecimalType(10, 2)), [[1.005]]),
+        (T.ArrayType(T.StringType()), [[AT]]),
+        (LABELLED, [{"a": 1.5, "b": 2}]),
+        (
+            T.MapType(T.StringType(), T.LongType()),
+            pa.array([[(1, 2)]], pa.map_(pa.int64(), pa.int64())),
+        ),
     ],
 )
 def test_a_local_column_of_another_type_is_refused(kind: T.DataType, values: Any) -> None:

@@ -217,8 +217,7 @@ def _kind(kind: pa.DataType) -> str:
 
 
 def _require_kind(name: str, column: str, got: pa.DataType, wanted: pa.DataType) -> None:
-    alike = _kind(got) in {_kind(wanted), *_ALSO.get(_kind(wanted), ())}
-    if pa.types.is_null(got) or (alike and _has_names(got, wanted)):
+    if _are_alike(got, wanted):
         try:
             pa.array([], got).cast(wanted)
             return
@@ -227,22 +226,28 @@ def _require_kind(name: str, column: str, got: pa.DataType, wanted: pa.DataType)
     raise wrong_type(name, column, got, wanted)
 
 
-def _has_names(got: pa.DataType, wanted: pa.DataType) -> bool:
-    """Returns whether structs at any depth have the wanted field names, as in ``differences``, and
-    local times have no zone. Arrow would read other fields as null, and other local times as UTC."""
+def _are_alike(got: pa.DataType, wanted: pa.DataType) -> bool:
+    """Returns whether values of one type may be values of the other, at any depth, fields of structs by
+    name. Arrow would read integers as times, numbers as truth values, fields of other names as null,
+    and local times in a zone as UTC."""
+    if pa.types.is_null(got):
+        return True
+    if pa.types.is_dictionary(got):
+        return _are_alike(got.value_type, wanted)
     if pa.types.is_struct(got) and pa.types.is_struct(wanted):
         there = {f.name: f.type for f in got}
         both = [f for f in wanted if f.name in there]
         lowered = {name.lower() for name in there}
         other_case = any(f.name.lower() in lowered for f in wanted if f.name not in there)
-        return bool(both) and not other_case and all(_has_names(there[f.name], f.type) for f in both)
+        return bool(both) and not other_case and all(_are_alike(there[f.name], f.type) for f in both)
     if pa.types.is_map(got) and pa.types.is_map(wanted):
-        return _has_names(got.item_type, wanted.item_type)
+        keys = _are_alike(got.key_type, wanted.key_type)
+        return keys and _are_alike(got.item_type, wanted.item_type)
     if _kind(got) == _kind(wanted) == "list":
-        return _has_names(got.value_type, wanted.value_type)
+        return _are_alike(got.value_type, wanted.value_type)
     if pa.types.is_timestamp(got) and pa.types.is_timestamp(wanted):
         return got.tz is None or wanted.tz is not None
-    return True
+    return _kind(got) in {_kind(wanted), *_ALSO.get(_kind(wanted), ())}
 
 
 def _fitting(column: pa.ChunkedArray, wanted: pa.DataType) -> tuple[pa.ChunkedArray, list[int]]:
@@ -256,9 +261,10 @@ def _fitting(column: pa.ChunkedArray, wanted: pa.DataType) -> tuple[pa.ChunkedAr
         if len(column) == 1:
             return pa.chunked_array([pa.nulls(1, wanted)]), [0]
     half = len(column) // 2
-    (first, bad), (second, more) = (
-        _fitting(part, wanted) for part in (column.slice(0, half), column.slice(half))
-    )
+    parts = [column.slice(0, half), column.slice(half)]
+    if pa.types.is_nested(wanted):  # a slice has the elements of all rows, which are cast too
+        parts = [part.take(pa.array(range(len(part)), pa.int64())) for part in parts]
+    (first, bad), (second, more) = (_fitting(part, wanted) for part in parts)
     return pa.chunked_array([*first.chunks, *second.chunks], wanted), [*bad, *(half + p for p in more)]
 
 
@@ -267,8 +273,6 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     if pa.types.is_integer(column.type) and pa.types.is_decimal(wanted):
         column = column.cast(_WIDEST)  # else Arrow checks the digits of the type, not of the value
     done = column.cast(wanted)
-    if pa.types.is_date(wanted) and not done.cast(column.type).equals(column):
-        raise pa.ArrowInvalid("a time of day is no part of a date")
     loses = _kind(wanted) in ("float", "time", "list", "struct", "map")
     if loses and _loses(column.combine_chunks(), done.combine_chunks()):
         raise pa.ArrowInvalid("the type does not have the value")
@@ -276,8 +280,9 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
 
 
 def _loses(before: pa.Array, after: pa.Array) -> bool:
-    """Returns whether a cast has rounded a number, or Spark cannot have the value: a time outside the
-    years 1 to 9999, a map with a key twice. Arrow's cast checks neither."""
+    """Returns whether a cast has rounded a number, or left out the time of a day, or Spark cannot have
+    the value: a time outside the years 1 to 9999, a map with a key twice. Arrow's cast checks none of
+    these."""
     kind = after.type
     if pa.types.is_struct(kind):
         both = [f.name for f in kind if before.type.get_field_index(f.name) >= 0]
@@ -298,7 +303,8 @@ def _loses(before: pa.Array, after: pa.Array) -> bool:
         bounds = pc.min_max(whole).as_py().values()
         unit = DAY if kind == pa.date32() else 1
         first, last = FIRST_TIME // unit, LAST_TIME // unit
-        return not all(one is None or first <= one <= last for one in bounds)
+        inside = all(one is None or first <= one <= last for one in bounds)
+        return not inside or (pa.types.is_date(kind) and not after.cast(before.type).equals(before))
     return False
 
 
