@@ -118,6 +118,14 @@ def test_times_of_all_kinds() -> None:
     assert found.rows["_reason"].to_pylist() == [None, "unreadable"]
 
 
+def test_dates_and_times_at_midnight_are_dates() -> None:
+    schema = T.StructType([T.StructField("day", T.DateType())])
+    values = [date(2024, 1, 1), pd.Timestamp(2024, 1, 1), pd.NaT, None]
+    found = local_frame("made", pd.DataFrame({"day": pd.Series(values, dtype=object)}), schema)
+    assert found is not None
+    assert found.rows["day"].to_pylist() == [date(2024, 1, 1)] * 2 + [None] * 2
+
+
 YEAR_20000 = pa.scalar(568_971_820_800_000, pa.timestamp("ms", "UTC"))
 LABELLED = T.StructType([T.StructField("a", T.FloatType()), T.StructField("b", T.StringType())])
 WORDS = pa.dictionary(pa.int32(), pa.string())
@@ -173,6 +181,12 @@ def test_a_value_is_read_exactly_or_its_row_is_bad(
         (PANDAS.assign(d=1.5), r"column 'd' is double, expected decimal128(10, 2)"),
         (PANDAS.assign(n=[1, "x", None]), "a type of Arrow, got: "),
         (PANDAS.assign(k="\ud83d"), "a type of Arrow, got: 'utf-8' codec can't encode"),
+        (
+            PANDAS.assign(at=[AT.date(), datetime(2024, 1, 1, 12), pd.NaT]),
+            "a type of Arrow, got: dates and times in the column 'at'",
+        ),
+        (PANDAS.assign(x=[[AT.date(), datetime(2024, 1, 1, 12)]] * 3), "times in the column 'x'"),
+        (PANDAS.assign(x=[{"d": AT.date()}, {"d": datetime(2024, 1, 1, 12)}, None]), "the column 'x'"),
         (PANDAS.assign(n=[2**70, 1, 1]), "a type of Arrow, got: Python int too large"),
         (
             pl.DataFrame(COLUMNS).cast({"n": pl.Int128}),

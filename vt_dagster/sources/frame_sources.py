@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import reduce
 from typing import Any, TypeAlias, cast
 
@@ -194,8 +194,11 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
             return None
         require_once(name, [*map(str, value.columns)])
         try:
-            pandas = library == "pandas"
-            return pa.Table.from_pandas(value, preserve_index=False) if pandas else value.to_arrow()
+            if library == "polars":
+                return value.to_arrow()
+            table = pa.Table.from_pandas(value, preserve_index=False)
+            _require_dates(value, table)
+            return table
         except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
             raise ContractError(
                 f"{name}: expected {library} columns that convert to a type of Arrow, got: "
@@ -204,6 +207,25 @@ def _as_arrow(name: str, value: Any) -> pa.Table | None:
     if library in ("duckdb", "_duckdb"):
         return value.to_arrow_table() if hasattr(value, "to_arrow_table") else None
     return None
+
+
+def _require_dates(value: Any, table: pa.Table) -> None:
+    """Raises if a pandas column of objects has dates and times: Arrow takes a column that begins with a
+    date for one of dates, and leaves out the times."""
+    for place, f in enumerate(table.schema):
+        objects = value.iloc[:, place] if "date32" in str(f.type) else None
+        if objects is not None and objects.dtype == object and any(map(_has_time, objects)):
+            raise pa.ArrowInvalid(f"dates and times in the column {f.name!r}")
+
+
+def _has_time(value: Any) -> bool:
+    """Returns whether a value, or a value within it, is a time that is not midnight."""
+    if isinstance(value, datetime):
+        return value == value and value.time() != datetime.min.time()  # pandas' NaT is not itself
+    if isinstance(value, dict):
+        return any(map(_has_time, cast("dict[Any, Any]", value).values()))
+    is_list = isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0))  # or NumPy's array
+    return is_list and any(map(_has_time, cast(Any, value)))
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
