@@ -174,6 +174,22 @@ def test_what_is_refused_and_what_is_not() -> None:
     )
 
 
+def test_functions_that_make_several_rows_or_none() -> None:
+    """Spark computes them in a projection, which then has more rows than its input, or fewer."""
+    for call in (
+        *("explode(xs)", "explode_outer(xs)", "posexplode(xs)", "inline(array(struct(n)))"),
+        *("stack(2, n)", "json_tuple(s, 'a')", "window(at, '1 day')", "session_window(at, '1 day')"),
+    ):
+        assert f"to give one value for each row, got {call!r}" in (refusal(call) or "")
+    assert refusal("window.start", StructType([StructField("window", SCHEMA)])) is None
+    assert refusal("`explode` + stack", SCHEMA) is None
+    assert refusal("explode(xs) > 0") == (
+        "t: expected predicate to give one value for each row, got 'explode(xs) > 0', where explode() "
+        "makes several rows of one row, or none; use flat_map_values for several rows of a record, "
+        "windowed_by or date_trunc for windows"
+    )
+
+
 def test_columns_by_the_names_of_functions() -> None:
     """A name without parentheses is a column, if there is one of that name: the expression is
     accepted."""
@@ -262,6 +278,12 @@ def test_wherever_an_expression_stands(place: str) -> None:
     for expression in ("rand()", "unix_seconds(now())", "monotonically_increasing_id()"):
         with pytest.raises(TopologyError, match=f"expected {place.split(' (')[0]} to be deterministic"):
             PLACES[place](expression)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_none_of_them_wherever_an_expression_stands(place: str) -> None:
+    with pytest.raises(TopologyError, match=f"{place.split(' (')[0]} to give one value for each row"):
+        PLACES[place]("explode(xs)")
 
 
 def test_spark_takes_them_so(spark: SparkSession) -> None:

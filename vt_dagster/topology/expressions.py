@@ -3,7 +3,8 @@
 **Nondeterministic SQL** is refused. A row may be computed more than once: a killed run is repeated, a
 replay or restatement rewrites a log, a plan reads a row twice. ``rand()`` then gives other rows,
 ``now()`` other times. Definitions load without Spark, so this module tokenizes the text as Spark's
-lexer does: a name in a string, in a comment or of a column is no call.
+lexer does: a name in a string, in a comment or of a column is no call. Generators like ``explode()``
+and Spark's ``window()``, with which a row has several results or none, are refused in the same way.
 
 User-defined functions are unknown here; ``unknown_functions`` lists them, and a first run checks them
 with Spark (``vt_dagster.runs.run``).
@@ -62,6 +63,7 @@ _PLACE = "depends on how Spark reads the rows and distributes them to tasks"
 _SESSION = "depends on the session, its user or Spark's version"
 _JAVA = "calls Java code, which may return anything"
 _OTHERS = "reads other rows, which differ from run to run"
+_ROWS = "makes several rows of one row, or none"
 
 _HASH = "derive it from the row, for example pmod(xxhash64(id), 100) < 50"
 _TIMES = "use a time of the row, for example its timestamp"
@@ -73,6 +75,7 @@ _ADVICE = {
     _SESSION: _COLUMN,
     _JAVA: _COLUMN,
     _OTHERS: "use an aggregate or a join for that",
+    _ROWS: "use flat_map_values for several rows of a record, windowed_by or date_trunc for windows",
 }
 
 _FUNCTIONS = {
@@ -96,6 +99,13 @@ _FUNCTIONS = {
         _SESSION,
     ),
     **dict.fromkeys(("reflect", "try_reflect", "java_method"), _JAVA),
+    **dict.fromkeys(
+        (
+            *("explode", "explode_outer", "posexplode", "posexplode_outer", "inline", "inline_outer"),
+            *("stack", "json_tuple", "window", "session_window"),
+        ),
+        _ROWS,
+    ),
 }
 _WITHOUT_PARENTHESES = {
     *("current_timestamp", "current_date", "current_time", "localtimestamp"),
@@ -257,7 +267,7 @@ def check_expressions(node: Any) -> None:
 def require_deterministic(
     name: str, setting: str, expression: str, columns: Sequence[StructField]
 ) -> None:
-    """Raises TopologyError if an expression is nondeterministic.
+    """Raises TopologyError if an expression is nondeterministic, or does not give one value for a row.
 
     Args:
         name: name of the asset, for the message.
@@ -268,6 +278,11 @@ def require_deterministic(
     if found is None:
         return
     what, why = found
+    if why == _ROWS:
+        raise TopologyError(
+            f"{name}: expected {setting} to give one value for each row, got {expression!r}, where "
+            f"{what} {why}; {_ADVICE[why]}"
+        )
     raise TopologyError(
         f"{name}: expected {setting} to be deterministic, got {expression!r}, where {what} {why}: a "
         f"repeated run, a replay or a restatement would give other rows; {_ADVICE[why]}"
