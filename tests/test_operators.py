@@ -6,14 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pandera.pyspark as pandera
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
+    ArrayType,
     DoubleType,
+    IntegerType,
     LongType,
     StringType,
     StructField,
@@ -296,8 +300,6 @@ def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
     def take(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
         return {"names": [n for n in names["names"] if n != row["k"]]}
 
-    from pyspark.sql.types import ArrayType
-
     schema = StructType([StructField("names", ArrayType(StringType()))])
     names = Aggregator(add, take, lambda: {"names": []}, schema)
     driver = TopologyTestDriver(plain().group_by("g").aggregate(names, name="groups"), spark=spark)
@@ -308,8 +310,6 @@ def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
 
 def joined_names(adder: Any, subtractor: Any = None, initializer: Any = None) -> Table:
     """The names of each group, by an ``Aggregator`` of the given functions."""
-    from pyspark.sql.types import ArrayType
-
     schema = StructType([StructField("names", ArrayType(StringType()))])
     initializer = initializer or (lambda: {"names": []})
     names = Aggregator(adder, subtractor or adder, initializer, schema)
@@ -364,6 +364,46 @@ def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said:
     )
     assert said in message
     assert message.endswith("; nothing was committed. Correct the functions, then run again")
+
+
+def test_fields_of_an_aggregate_that_its_schema_lacks(spark: SparkSession) -> None:
+    """Arrow leaves out what a struct lacks, at any depth."""
+
+    class Totals(pandera.DataFrameModel):
+        of: ArrayType(StructType([StructField("n", IntegerType())]))  # pyright: ignore[reportInvalidTypeForm]
+
+    def add(row: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
+        return {"of": [*totals["of"], {"n": row["n"], **({"m": 1} if row["n"] > 1 else {})}]}
+
+    totals = Aggregator(add, add, lambda: {"of": []}, Totals)
+    driver = TopologyTestDriver(plain().group_by("g").aggregate(totals, name="groups"), spark=spark)
+    driver.pipe("rates", {"k": "a", "g": "x", "n": 1, "timestamp": at(1)})
+    assert [r["of"] for r in driver.read("groups")] == [[{"n": 1}]]
+    with pytest.raises(ContractError, match=r"add returned a dict with of\.m; nothing was committed"):
+        driver.pipe("rates", {"k": "b", "g": "x", "n": 2, "timestamp": at(1)})
+
+
+def test_an_adder_that_forgets_to_return() -> None:
+    def add(row: dict[str, Any], names: dict[str, Any]) -> Any:
+        names["names"].append(row["k"])
+
+    def returns(row: dict[str, Any], names: dict[str, Any]) -> Any:
+        names["names"].append(row["k"])
+        if row["k"] is None:
+            return None
+        return names
+
+    def chooses(row: dict[str, Any], names: dict[str, Any]) -> Any:
+        return names if row["k"] else None
+
+    with pytest.raises(TopologyError) as forgot:
+        joined_names(add)
+    assert str(forgot.value) == (
+        "groups: expected the adder of its Aggregator to return the aggregate, but "
+        "test_an_adder_that_forgets_to_return.<locals>.add returns no value, and so no group would "
+        "have a row; end it with return and the aggregate"
+    )
+    assert all(joined_names(one) for one in (returns, chooses, partial(add), lambda row, names: names))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Outcome, gathered, has_key, union, with_columns
@@ -38,6 +38,7 @@ from vt_dagster.topology.expressions import Accumulator, Aggregates
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, StreamAggregate, TableAggregate
 from vt_dagster.topology.operators.aggregates import name_of
+from vt_dagster.topology.schema import as_struct
 from vt_dagster.topology.version_rules import VersionRules, new_version_on_of
 
 # Table aggregate
@@ -111,7 +112,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
             initializer=chosen.initializer,
             adder=chosen.adder,
             subtractor=chosen.subtractor,
-            schema=chosen.schema,
+            schema=None if chosen.schema is None else as_struct(chosen.schema, node.name),
         )
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
@@ -379,7 +380,7 @@ def aggregate_by(
 
     arrow: Any = arrow_schema(StructType([StructField("_acc", result)]))
     # Plain values only: the kernel runs on Spark's workers, which need not have this package.
-    applied_fate, failed, columns_of = Outcome.APPLIED, FAILED, {*result.names}
+    applied_fate, failed, fields = Outcome.APPLIED, FAILED, _fields_in(result)
     starts, adds, takes = (
         name_of(one).rpartition("<locals>.")[2] for one in (initializer, adder, subtractor)
     )
@@ -391,11 +392,22 @@ def aggregate_by(
             raise ValueError(failed.format(f"{name} raised {type(error).__name__}: {error}")) from error
         if not isinstance(made, dict | None):
             raise TypeError(failed.format(f"{name} returned a {type(made).__name__}"))
-        aggregate = cast(Aggregate | None, made)
-        if unknown := {*(aggregate or ())} - columns_of:
-            more = ", ".join(sorted(map(str, unknown)))
-            raise ValueError(failed.format(f"{name} returned a dict with {more}"))
-        return aggregate
+        if more := unknown(made, fields):
+            raise ValueError(failed.format(f"{name} returned a dict with {', '.join(sorted(more))}"))
+        return cast(Aggregate | None, made)
+
+    def unknown(value: Any, known: Any, path: str = "") -> set[str]:
+        """Arrow would leave out the fields that a struct lacks."""
+        if isinstance(known, list) and isinstance(value, list | tuple):
+            return {one for part in cast(Any, value) for one in unknown(part, known[0], path)}
+        if not isinstance(known, dict) or not isinstance(value, dict):
+            return set()
+        of, names = cast("dict[Any, Any]", value), cast("dict[str, Any]", known)
+        found = {f"{path}{field}" for field in of if field not in names}
+        for field, inside in names.items():
+            if inside is not None and field in of:
+                found |= unknown(of[field], inside, f"{path}{field}.")
+        return found
 
     def typed(results: list[Aggregate | None]) -> Any:
         try:
@@ -435,6 +447,17 @@ def aggregate_by(
     applied = F.col(OUTCOME) == Outcome.APPLIED
     columns = {f.name: F.when(applied, F.col("_acc")[f.name]) for f in result.fields}
     return made.withColumns({**columns, IS_TOMBSTONE: F.col("_acc").isNull()})
+
+
+def _fields_in(kind: DataType) -> Any:
+    """Returns the names of a struct's fields, each with those inside of its type, also in arrays; None
+    for another type."""
+    if isinstance(kind, ArrayType):
+        inside = _fields_in(kind.elementType)
+        return None if inside is None else [inside]
+    if not isinstance(kind, StructType):
+        return None
+    return {f.name: _fields_in(f.dataType) for f in kind.fields}
 
 
 # Stream aggregate

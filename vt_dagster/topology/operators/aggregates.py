@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from dis import Instruction, get_instructions
+from inspect import CO_COROUTINE, CO_GENERATOR
 from typing import Any
 
 from pyspark.sql.types import StructField, StructType
@@ -169,7 +171,8 @@ class Aggregator:
     aggregate of one group in memory.
 
     A run fails with ``ContractError``, and commits nothing, where a function raises, or returns other
-    than a dict with columns of ``schema``; a column that the dict lacks is null.
+    than a dict with columns of ``schema``, and dicts with the fields of a struct in it; a column or
+    field that a dict lacks is null.
 
     Args:
         adder: ``(row, aggregate) -> aggregate``, for a new row.
@@ -196,6 +199,14 @@ class Aggregator:
             initializer=None if self.initializer is None else name_of(self.initializer),
             columns=None if self.schema is None else as_struct(self.schema, name).simpleString(),
         )
+
+
+def _returns_none(before: Instruction | None, end: Instruction) -> bool:
+    """Returns whether an instruction at the end of a function returns the constant None."""
+    if end.opname == "RETURN_CONST":
+        return end.argval is None
+    loaded = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+    return loaded and not end.is_jump_target
 
 
 def name_of(function: Any) -> str:
@@ -240,12 +251,29 @@ class TableAggregate(Aggregate):
             )
         if isinstance(self.aggregates, Aggregator):
             self.selection()
+            self._check_adder(self.aggregates.adder)
         elif not self.parsed().invertible:
             raise TopologyError(
                 f"{self.name}: min and max cannot subtract a replaced row; aggregate a table with "
                 "count, sum and avg, or write an Aggregator"
             )
         require_of_versions(self.name, Consumer.GROUP_BY, self.source, self._used())
+
+    def _check_adder(self, adder: Any) -> None:
+        """Raises TopologyError if an adder cannot return an aggregate: it forgets to, perhaps because
+        it changes its aggregate in place. Then no group would ever have a row."""
+        code = getattr(adder, "__code__", None)
+        if code is None or code.co_flags & (CO_GENERATOR | CO_COROUTINE):
+            return
+        steps = [None, *get_instructions(code)]
+        pairs = zip(steps, get_instructions(code), strict=False)
+        ends = [(before, end) for before, end in pairs if end.opname.startswith("RETURN_")]
+        if ends and all(_returns_none(*one) for one in ends):
+            raise TopologyError(
+                f"{self.name}: expected the adder of its Aggregator to return the aggregate, but "
+                f"{name_of(adder)} returns no value, and so no group would have a row; end it with "
+                "return and the aggregate"
+            )
 
     def _used(self) -> set[str]:
         """The columns of the table in the group key and the aggregates."""
