@@ -345,11 +345,13 @@ def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str
     driver.run({"sales": [{"k": "a", "g": "x", "n": 1, "timestamp": 1}]})
 
 
-def test_a_function_of_the_session_that_fails(spark: SparkSession) -> None:
-    def shop(number: int) -> int:
-        raise KeyError(f"shop {number}")
-
-    spark.udf.register("shop_of", shop, "long")
+@pytest.mark.parametrize("file", ["/home/me/shop/functions.py", "/home/me/vt_dagster/functions.py"])
+def test_a_function_of_the_session_that_fails(spark: SparkSession, file: str) -> None:
+    """Whatever the name of the directory that its code is in."""
+    code = "def shop(number):\n    raise KeyError(f'shop {number}')\n"
+    made: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, file, "exec"), made)
+    spark.udf.register("shop_of", made["shop"], "long")
     totals = stream(schema=SUMMED).group_by().aggregate({"m": "max(shop_of(n))"}, name="totals")
     driver = TopologyTestDriver(totals, spark=spark)
     with pytest.raises(ContractError) as failed:

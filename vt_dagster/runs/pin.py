@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from pyspark.sql import DataFrame, SparkSession
@@ -815,7 +816,7 @@ def function_failed(node: Stream, error: Exception) -> ContractError | None:
         columns = [f for f in node.schema.fields if f.name not in node.key]
         shown = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in columns)
         wanted = f"its Aggregator to return dicts of {shown}"
-    elif "vt_dagster" not in str(error):  # not of this library
+    elif not _in_library(str(error)):
         found, wanted = _FUNCTION_FAILED.search(str(error)), "its Python functions to return values"
     if found is None:
         return None
@@ -823,6 +824,15 @@ def function_failed(node: Stream, error: Exception) -> ContractError | None:
         f"{node.name}: expected {wanted}, got: {found[1]}; nothing was committed. Correct the "
         "functions, then run again"
     )
+
+
+def _in_library(text: str) -> bool:
+    """Returns whether a traceback has a file of this library, wherever the library is on the workers; a
+    project's directory may have its name too."""
+    own = Path(__file__).parents[1]
+    paths = re.findall(r'File "[^"]*?vt_dagster[/\\]([^"]*\.py)"', text)
+    inner = [p.replace("\\", "/").rpartition("vt_dagster/")[2] for p in paths]
+    return any((own / path).is_file() for path in inner)
 
 
 def _type_name(kind: DataType) -> str:
