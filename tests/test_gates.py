@@ -30,9 +30,10 @@ from vt_dagster import (
     ops,
 )
 from vt_dagster.contracts import contract
-from vt_dagster.errors import ContractError
+from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.runs.gate import contract_of, rule_of
 from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.schema_evolution import never_null
 from vt_dagster.testing import TopologyTestDriver
 
 
@@ -452,6 +453,82 @@ def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -
         f"prices: expected the check own_check of its schema to return True or False, got {said}"
     )
     assert str(refused.value).endswith("; nothing was committed. Correct the check, then run again")
+
+
+def test_a_check_of_whole_rows_gets_the_columns_of_the_model(spark: SparkSession) -> None:
+    """Each row is another one with its place, its raw text and the like."""
+
+    def no_pair(df: DataFrame) -> bool:
+        return df.dropDuplicates().count() == df.count()
+
+    def filled(df: DataFrame) -> bool:
+        return df.filter(" or ".join(f"{c} is null" for c in df.columns)).isEmpty()
+
+    prices = checked_by(no_pair)
+    driver = TopologyTestDriver(prices, spark=spark)
+    driver.pipe("prices", {"k": "a", "n": 1, "at": 1}, {"k": "a", "n": 1, "at": 2})
+    with pytest.raises(ContractError, match="own_check: some record"):
+        driver.pipe("prices", {"k": "a", "n": 1, "at": 3}, {"k": "a", "n": 1, "at": 3})
+    now = datetime(2026, 1, 1)
+    rows = spark.createDataFrame(
+        [("a", 1, now, now, i) for i in (0, 1)],
+        "k string, n int, at timestamp, timestamp timestamp, offset long",
+    )
+    assert len(contract(prices).validate(rows).pandera.errors) > 0
+    TopologyTestDriver(checked_by(filled), spark=spark).pipe("prices", {"k": "a", "n": 1, "at": 1})
+
+
+def test_checks_of_one_name(spark: SparkSession) -> None:
+    """Each counts, whichever of them a row breaks."""
+
+    class Prices(pa.DataFrameModel):
+        k: T.StringType
+        n: T.IntegerType
+        at: T.TimestampType
+
+        @pa.check("n", name="small")
+        def small(cls, n: Any) -> bool:
+            return n.dataframe.filter("n > 9").limit(1).count() == 0
+
+        @pa.check("k", name="small")
+        def short(cls, k: Any) -> bool:
+            return k.dataframe.filter("length(k) > 9").limit(1).count() == 0
+
+        @pa.dataframe_check(name="small")
+        def both(cls, df: DataFrame) -> bool:
+            return df.filter("n + length(k) > 9").limit(1).count() == 0
+
+        @pa.dataframe_check(name="small")
+        def again(cls, df: DataFrame) -> bool:
+            return df.filter("n < -9").limit(1).count() == 0
+
+    table = Table("prices", key="k", schema=Prices, timestamp="at")
+    rules, _ = contract_of(table)
+    names = [r.name for r in rules if not r.name.endswith("_not_null")]
+    assert names == ["small", "n small", "small (2)", "small (3)"]
+    driver = TopologyTestDriver(table, spark=spark)
+    for k, n in (("a", 10), ("aaaaaaaaaa", -5), ("aaaaaa", 6), ("a", -10)):
+        with pytest.raises(ContractError, match=r"small[ ()\d]*: 1 record"):
+            driver.pipe("prices", {"k": k, "n": n, "at": 1})
+
+
+def test_a_schema_object_of_pandera_is_a_contract_too(spark: SparkSession) -> None:
+    schema = pa.DataFrameSchema(
+        {
+            "k": pa.Column(T.StringType()),
+            "n": pa.Column(T.IntegerType(), pa.Check.gt(0), nullable=True),
+            "at": pa.Column(T.TimestampType()),
+        }
+    )
+    table = Table("prices", key="k", schema=schema, timestamp="at", on_contract_break="fail")
+    assert never_null(table) == {"k", "at"}
+    driver = TopologyTestDriver(table, spark=spark)
+    driver.pipe("prices", {"k": "a", "n": 1, "at": 1}, {"k": "b", "at": 1})
+    with pytest.raises(ContractError, match=r"n greater_than\(0\): 1 record"):
+        driver.pipe("prices", {"k": "a", "n": 0, "at": 1})
+    unique = pa.DataFrameSchema({"k": pa.Column(T.StringType())}, unique=["k"])
+    with pytest.raises(TopologyError, match="a pandera model without unique"):
+        Table("prices", key="k", schema=unique)
 
 
 SHARES: list[Callable[[DataFrame], bool]] = [

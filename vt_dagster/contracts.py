@@ -28,6 +28,7 @@ from vt_dagster.runs.gate import (
     invariants_of_log,
     invariants_of_view,
     nothing_older_than_retention,
+    of_model,
     on_column,
     on_frame,
     one_current_version_per_key,
@@ -40,6 +41,7 @@ from vt_dagster.runs.gate import (
     versions_do_not_overlap,
 )
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import pandera_schema
 
 __all__ = [
     "contract",
@@ -111,20 +113,21 @@ def contract(node: Stream) -> pa.DataFrameSchema:
 
 def _of_values(node: Stream) -> list[pa.Check]:
     """Returns the node's own pandera checks and not-null columns, for rows that are no tombstones."""
-    if not hasattr(node.contract, "to_schema"):
+    schema = pandera_schema(node.contract)
+    if schema is None:
         return []
-    schema = node.contract.to_schema()
     found: list[pa.Check] = []
     taken = set[str]()
     for name, declared in schema.columns.items():
         if not declared.nullable and name in value_columns(node):
-            found.append(pa.Check(_with_value(_present(name)), name=f"{name}_not_null"))
+            taken.add(absent := f"{name}_not_null")
+            found.append(pa.Check(_with_value(node, _present(name)), name=absent))
         for check in declared.checks:
             label = check_name(check, name, taken)
-            run = _with_value(on_column(check, name, schema))
+            run = _with_value(node, on_column(check, name, schema))
             found.append(pa.Check(run, name=label, raise_warning=check.raise_warning))
     for check in schema.checks:
-        run, label = _with_value(on_frame(check)), check.name or str(check.error)
+        run, label = _with_value(node, on_frame(check)), check_name(check, "", taken)
         found.append(pa.Check(run, name=label, raise_warning=check.raise_warning))
     return found
 
@@ -133,9 +136,9 @@ def _present(column: str) -> Callable[[Any], bool]:
     return lambda frame: frame.filter(F.col(f"`{column}`").isNull()).limit(1).count() == 0
 
 
-def _with_value(check: Callable[[Any], Any]) -> Callable[[Any], bool]:
+def _with_value(node: Stream, check: Callable[[Any], Any]) -> Callable[[Any], bool]:
     def run(frame: DataFrame) -> bool:
         rows = frame.where(~F.col(IS_TOMBSTONE)) if IS_TOMBSTONE in frame.columns else frame
-        return bool(check(rows))
+        return bool(check(of_model(node, rows)))
 
     return run

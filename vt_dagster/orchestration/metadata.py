@@ -65,6 +65,7 @@ from vt_dagster.storage.schema_evolution import never_null
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.options import set_options, shown_options
+from vt_dagster.topology.schema import pandera_schema
 
 # Op names
 
@@ -275,7 +276,9 @@ def column_schema(node: Stream) -> dg.TableSchema:
         added += [VALID_FROM, VALID_TO]
     one = ", ".join([*node.key, *([VALID_FROM] if isinstance(node, VersionedTable) else [])])
     of_rows = [f"one row for each {one}"] if isinstance(node, Table) else []
-    of_rows += [str(check.name or check.error) for check in getattr(_contract(node), "checks", [])]
+    of_rows += [
+        str(check.name or check.error) for check in getattr(pandera_schema(node.contract), "checks", [])
+    ]
     return dg.TableSchema(
         columns=own
         + [dg.TableColumn(c, _ADDED_COLUMNS[c][0], description=_ADDED_COLUMNS[c][1]) for c in added],
@@ -307,7 +310,7 @@ def comments_of(node: Stream) -> dict[str, str]:
 
 def _rules(node: Stream) -> dict[str, dg.TableColumnConstraints]:
     """Returns the constraints of columns: part of the key, not null, and the checks of the contract."""
-    contract, required = _contract(node), never_null(node)
+    contract, required = pandera_schema(node.contract), never_null(node)
     found: dict[str, dg.TableColumnConstraints] = {}
     for name in node.schema.names:
         of_column = getattr(contract, "columns", {}).get(name)
@@ -318,14 +321,9 @@ def _rules(node: Stream) -> dict[str, dg.TableColumnConstraints]:
     return found
 
 
-def _contract(node: Stream) -> Any:
-    """Returns the schema of a Pandera contract; None = the node has none."""
-    return node.contract.to_schema() if hasattr(node.contract, "to_schema") else None
-
-
 def _description(node: Stream, column: str) -> str | None:
     """Returns a column's description in the contract; for a derived column, that of its one origin."""
-    of_column = getattr(_contract(node), "columns", {}).get(column)
+    of_column = getattr(pandera_schema(node.contract), "columns", {}).get(column)
     description = getattr(of_column, "description", None)
     description = description or _ADDED_COLUMNS.get(column, (None, None))[1]
     made_of = node.operator.lineage().get(column, []) if node.operator is not None else []

@@ -62,7 +62,7 @@ from vt_dagster.core.versioned_table import is_refused
 from vt_dagster.errors import ContractError
 from vt_dagster.sources.base import Pinned
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.schema import same
+from vt_dagster.topology.schema import pandera_schema, same
 
 # Invariants
 
@@ -502,23 +502,20 @@ def with_columns_of(frame: DataFrame, rules: Sequence[Rule]) -> DataFrame:
     return with_columns(frame, added)
 
 
-def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], list[Probe]]:
+def contract_of(node: Stream) -> tuple[list[Rule], list[Probe]]:
     """Returns the checks of the node's pandera model, for records that are about to be committed.
 
     Not-null columns and checks apply to records with a value: a tombstone needs only its key. Needs a
     running Spark session.
-
-    Args:
-        columns: the records' columns besides those of the schema.
     """
-    if not hasattr(node.contract, "to_schema"):
+    schema = pandera_schema(node.contract)
+    if schema is None:
         return [], []
-    schema = node.contract.to_schema()
     rules: list[Rule] = []
     probes: list[Probe] = []
 
     def add(name: str, check: Callable[[Any], Any], warns: bool, of: str = "") -> None:
-        found = rule_of(name, check, [*node.schema.names, *columns])
+        found = rule_of(name, check, [*dict.fromkeys((*node.schema.names, TIMESTAMP))])
         if found is None or found.columns:
             # A window must not mix rows with rejected ones or tombstones: they are filtered out first.
             probes.append(Probe(name, partial(_passes, node, name, check), warns))
@@ -532,12 +529,13 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
             present = F.col(column).isNull()
             value = column in node.value_columns
             absent = present & ~F.col(IS_TOMBSTONE) if value else present
-            rules.append(Rule(f"{column}_not_null", absent, of=column))
+            taken.add(name := f"{column}_not_null")
+            rules.append(Rule(name, absent, of=column))
         for check in declared.checks:
             name = check_name(check, column, taken)
             add(name, on_column(check, column, schema), check.raise_warning, column)
     for check in schema.checks:
-        add(check.name or str(check.error), on_frame(check), check.raise_warning)
+        add(check_name(check, "", taken), on_frame(check), check.raise_warning)
     return rules, probes
 
 
@@ -554,7 +552,7 @@ def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
     """
     if node.on_contract_break != "quarantine":
         return records
-    rules = [rule for rule in contract_of(node, records.columns)[0] if not rule.warns]
+    rules = [rule for rule in contract_of(node)[0] if not rule.warns]
     if not rules:
         return records
     named = [(r.violated, f"{r.name} ({r.of})" if r.of else r.name) for r in rules]
@@ -572,12 +570,26 @@ def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
 
 
 def check_name(check: Any, column: str, taken: set[str]) -> str:
-    """Returns the name that the user gave a check; without one, its column and its error text."""
-    text = str(check.error)
-    given = check.name and text.split("(")[0] != check.name
-    name = check.name if given and check.name not in taken else f"{column} {text}"
+    """Returns the name that the user gave a check; without one, its column and its error text.
+
+    Args:
+        column: empty for a check of the DataFrame.
+        taken: names that other checks have; the returned one is added.
+    """
+    text = str(check.error or check.name)
+    given = check.name and (not column or str(check.error).split("(")[0] != check.name)
+    name = check.name if given and check.name not in taken else f"{column} {text}".strip()
+    several = sum(one == name or one.startswith(f"{name} (") for one in taken)
+    name = f"{name} ({several + 1})" if name in taken else name
     taken.add(name)
     return name
+
+
+def of_model(node: Stream, rows: DataFrame) -> DataFrame:
+    """Returns rows with the columns of the node's schema and ``timestamp`` alone, for checks that use
+    all columns: no two rows are equal with those that the library adds."""
+    own = dict.fromkeys((*node.schema.names, TIMESTAMP))
+    return rows.select(*[F.col(f"`{c}`") for c in rows.columns if c in own])
 
 
 def _passes(node: Stream, name: str, check: Callable[[Any], Any], rows: DataFrame) -> bool:
@@ -589,7 +601,7 @@ def _passes(node: Stream, name: str, check: Callable[[Any], Any], rows: DataFram
     """
     broken: Exception | None = None
     try:
-        passed = check(rows.where(~F.col(IS_TOMBSTONE)))
+        passed = check(of_model(node, rows.where(~F.col(IS_TOMBSTONE))))
         # Those of numpy too.
         if str(passed) in ("True", "False"):
             return bool(passed)
@@ -813,7 +825,7 @@ def gate(
     Raises:
         ContractError: rows break their schema's checks, or an invariant.
     """
-    rules, probes = contract_of(node, rows.columns)
+    rules, probes = contract_of(node)
     rules += invariants_before_commit(node, plan, rows.columns, stream_time)
     applied = F.col(OUTCOME) == Outcome.APPLIED
     # A duplicate is a record: whether the next one is a duplicate depends on its time too.

@@ -55,7 +55,7 @@ from vt_dagster.columns import OLD
 from vt_dagster.errors import NeedsReplayError, StorageError
 from vt_dagster.storage.delta import filesystem
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.schema import earlier_names, named, same, was
+from vt_dagster.topology.schema import earlier_names, named, pandera_schema, same, was
 from vt_dagster.topology.specification import Names
 
 # Schema evolution
@@ -246,9 +246,8 @@ def widens(then: DataType, now: DataType) -> bool:
 
 def never_null(node: Stream) -> set[str]:
     """Returns the columns declared not null; in a pandera model, those not declared nullable."""
-    if hasattr(node.contract, "to_schema"):
-        columns = node.contract.to_schema().columns
-        return {name for name, column in columns.items() if not column.nullable}
+    if (contract := pandera_schema(node.contract)) is not None:
+        return {name for name, column in contract.columns.items() if not column.nullable}
     return {f.name for f in node.schema.fields if not f.nullable}
 
 

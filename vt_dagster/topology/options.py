@@ -451,7 +451,7 @@ def _check_on_contract_break(node: Any) -> None:
             f"{node.name}: on_contract_break must be 'fail' or 'quarantine', got "
             f"{node.on_contract_break!r}"
         )
-    if not hasattr(node.contract, "to_schema"):
+    if not any(hasattr(node.contract, one) for one in ("to_schema", "checks")):
         raise TopologyError(
             f"{node.name}: expected a pandera model as the schema, whose checks on_contract_break is "
             "about, got a StructType, which has no checks; pass a pandera model, or remove "

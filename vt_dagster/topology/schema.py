@@ -139,6 +139,14 @@ def check_sql_name(name: str, text: str, columns: Sequence[str]) -> None:
         )
 
 
+def pandera_schema(declared: Any) -> Any:
+    """Returns the pandera schema of a declared schema, which may be a model or a ``DataFrameSchema``;
+    None = it has none."""
+    if hasattr(declared, "to_schema"):
+        return declared.to_schema()
+    return declared if hasattr(declared, "checks") else None
+
+
 def as_struct(schema: Any, name: str) -> StructType:
     """Returns a StructType, or that of a pandera model (``to_structtype``), with STRING for CHAR and
     VARCHAR."""
@@ -149,7 +157,7 @@ def as_struct(schema: Any, name: str) -> StructType:
         raise TopologyError(
             f"{name}: schema must be a pandera.pyspark DataFrameModel or a StructType, got {schema!r}"
         )
-    unique = schema.to_schema().unique if hasattr(schema, "to_schema") else None
+    unique = getattr(pandera_schema(schema), "unique", None)
     if unique:
         raise TopologyError(
             f"{name}: expected a pandera model without unique in its Config, got {unique}: a run sees "
