@@ -705,6 +705,7 @@ def test_what_follows_records_alone_is_refused() -> None:
         (lambda: accounts.to_stream(name="m"), "to_stream"),
         (lambda: accounts.map_values("tier", name="m"), "without \\['city'\\]"),
         (lambda: accounts.map_values("n as tier", "city", name="m"), "without \\['tier'\\]"),
+        (lambda: accounts.map_values("upper(tier) as tier", "city", name="m"), "without \\['tier'\\]"),
         (lambda: accounts.filter("n > 1", name="m"), "got one over \\['n'\\]"),
         (lambda: accounts.filter("year(timestamp) > 1", name="m"), "got one over \\['timestamp'\\]"),
         (lambda: accounts.filter("true", name="m", materialized=Materialized()), "without versions"),

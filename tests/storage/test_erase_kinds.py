@@ -34,7 +34,7 @@ from tests.test_new_version_on import Live, at, change
 from tests.test_start import Accounts
 from vt_dagster import FilesSource, Materialized, Stream, read
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.erase import HIT, Key, erase
+from vt_dagster.runs.erase import HIT, KEPT, Key, erase
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
@@ -258,6 +258,26 @@ def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, t
         assert told.finished is not None
         assert [at for at in told.elsewhere if at.startswith("texts: 2 rows have the key in id")]
         assert not [at for at in told.elsewhere if at.startswith("days")]
+
+
+def test_keys_that_are_computed_from_the_erased_one(spark: SparkSession, tmp_path: Path) -> None:
+    """A column with another value of the key's name does not have the key: its rows remain, and the
+    certificate tells so."""
+    warehouse = str(tmp_path / "warehouse")
+    people = stream_of(tmp_path, spark, "people", StringType(), "Ann", "Bob")
+    made = [
+        people.select_key("upper(id) as id", name="upper"),
+        people.group_by("upper(id) as id").count(name="counted"),
+        people.select_key("id as who", name="renamed"),
+        people.flat_map_values("array(id)", column="one", name="flat"),
+    ]
+    for node in made:
+        run_once(node, stores_of(warehouse, spark))
+    told = erase(warehouse, people, spark, among=made, key=["Ann"], reason="asked to")
+    assert told.kept == dict.fromkeys(("upper", "counted"), KEPT)
+    assert read("upper", warehouse=warehouse, what="log")["id"].to_pylist() == ["ANN", "BOB"]
+    assert read("renamed", warehouse=warehouse, what="log")["who"].to_pylist() == ["Bob"]
+    assert read("flat", warehouse=warehouse, what="log")["one"].to_pylist() == ["Bob"]
 
 
 def test_keys_that_are_no_plain_literals(spark: SparkSession, tmp_path: Path) -> None:

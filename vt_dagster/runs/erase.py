@@ -359,7 +359,7 @@ def published(commit: Commit) -> list[str]:
 def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:
     """Returns an asset's columns that hold the key, derived from those of its inputs."""
     operator: Any = node.operator
-    lineage = operator.lineage()
+    copied = operator.copied()  # a computed column has other values, which a search would not find
     for up in node.inputs:
         theirs = known.get(up.name)
         if not theirs:
@@ -367,8 +367,8 @@ def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:
         found: dict[str, str] = {}
         for key, column in theirs.items():
             # Prefer the column of the same name; if the result has the key twice, either will do.
-            made = [c for c in node.schema.names if (up.name, column) in lineage.get(c, [])]
-            made.sort(key=lambda c: (len(lineage[c]), c not in node.key, c != column))
+            made = [c for c in node.schema.names if (up.name, column) in copied.get(c, [])]
+            made.sort(key=lambda c: (len(copied[c]), c not in node.key, c != column))
             other = _joined(node, up, column)
             if made or other:
                 found[key] = other or made[0]
@@ -388,7 +388,7 @@ def _joined(node: Stream, up: Any, column: str) -> str | None:
         return str(node.key[place])
     # Rows of a corrected join have another key than their records: use the lineage.
     left = (operator.left.name, (foreign or operator.left.key)[place].strip("`"))
-    return next((c for c, of in operator.lineage().items() if of == [left]), None)
+    return next((c for c, of in operator.copied().items() if of == [left]), None)
 
 
 def exported(plan: Sequence[Places], path: str) -> Places:

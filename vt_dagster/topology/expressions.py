@@ -521,6 +521,11 @@ class Selection:
         """Returns for each column the (asset, column) pairs that it derives from."""
         return {name: self.mentioned(expression) for name, expression in self.columns}
 
+    @property
+    def computed(self) -> set[str]:
+        """The columns that are no plain columns of the source."""
+        return {name for name, expression in self.columns if self._find(expression) is None}
+
     def mentioned(self, expression: str) -> list[tuple[str, str]]:
         """Returns the (asset, column) pairs that a SQL expression mentions."""
 
@@ -602,6 +607,11 @@ class Projection:
             name: [(self.sides[side].asset, column) for side, column in _references(expression)]
             for name, expression in self.columns
         }
+
+    @property
+    def computed(self) -> set[str]:
+        """The columns that are no plain columns of a side."""
+        return {name for name, sql in self.columns if _SELECTED_COLUMN.fullmatch(sql) is None}
 
     def columns_of(self, side: Literal["left", "right"]) -> set[str]:
         """Returns the columns of a side that the result uses."""

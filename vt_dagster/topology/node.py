@@ -175,6 +175,16 @@ class Operator(ABC):
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         """Returns for each column of the result the (asset, column) pairs that it derives from."""
 
+    @property
+    def computed(self) -> set[str]:
+        """The columns of the result that an expression computes; the others are copied from inputs."""
+        return set()
+
+    def copied(self) -> dict[str, list[tuple[str, str]]]:
+        """Returns ``lineage`` for the columns that are unchanged columns of inputs."""
+        computed = self.computed
+        return {c: made_of for c, made_of in self.lineage().items() if c not in computed}
+
     def key_of_lookup(self, key: Sequence[str]) -> Sequence[str] | None:
         """Returns the columns of the result by which the operator joins it with a table; None = the
         result lacks them.

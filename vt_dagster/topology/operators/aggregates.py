@@ -110,6 +110,10 @@ class Aggregate(OneInput, ABC):
         keys = self.keys()
         return keys.lineage() | {c: keys.mentioned(sql) for c, sql in self._columns}
 
+    @property
+    def computed(self) -> set[str]:
+        return self.keys().computed | {f.name for f in self._value_fields()}
+
     def describe(self) -> str:
         what = ", ".join(sql for _, sql in self._columns) or "an aggregator"
         windows = "" if self.window is None else f", {self.window.describe()}"

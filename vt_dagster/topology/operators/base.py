@@ -208,6 +208,10 @@ class Join(Operator, ABC):
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return self.projection().lineage()
 
+    @property
+    def computed(self) -> set[str]:
+        return self.projection().computed
+
 
 def check_kind(name: str, what: str, kind: Any, kinds: tuple[str, ...]) -> None:
     """Raises TopologyError if a kind of join is not one of ``kinds``."""

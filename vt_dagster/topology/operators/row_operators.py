@@ -67,7 +67,7 @@ class RowByRow(OneInput, ABC):
         source, materialized = self.source, self.materialized
         more: dict[str, Any] = {"inherited": source.retention}
         if (column := valid_until_of(source)) is not None:
-            kept = self.lineage().get(column) == [(source.name, column)]
+            kept = self.copied().get(column) == [(source.name, column)]
             if not kept or (materialized is not None and materialized.history_retention is None):
                 raise TopologyError(
                     f"{self.name}: expected a versioned result with the column {column!r}, the "
@@ -82,8 +82,8 @@ class RowByRow(OneInput, ABC):
 
     def _check_repeats(self, columns: Sequence[str]) -> None:
         """Raises TopologyError if two records of one version could have different results."""
-        source, materialized, lineage = self.source, self.materialized, self.lineage()
-        lost = [c for c in columns if lineage.get(c) != [(source.name, c)]]
+        source, materialized, copied = self.source, self.materialized, self.copied()
+        lost = [c for c in columns if copied.get(c) != [(source.name, c)]]
         if lost or (materialized is not None and materialized.history_retention is None):
             raise TopologyError(
                 f"{self.name}: expected a versioned result with the columns {list(columns)}, the "
@@ -197,6 +197,10 @@ class MapValues(RowByRow):
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return self.selection().lineage()
 
+    @property
+    def computed(self) -> set[str]:
+        return self.selection().computed
+
     def describe(self) -> str:
         return f"{self.source.name} with the values {', '.join(self.select)}."
 
@@ -272,6 +276,10 @@ class FlatMapValues(OneInput):
         columns = self._columns()
         return {**columns.lineage(), self.column: columns.mentioned(self.expression)}
 
+    @property
+    def computed(self) -> set[str]:
+        return self._columns().computed | {self.column}
+
     def describe(self) -> str:
         return f"One record per element of {self.expression} in each record of {self.source.name}."
 
@@ -346,6 +354,10 @@ class SelectKey(OneInput):
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return super().lineage() | self.keys().lineage()
+
+    @property
+    def computed(self) -> set[str]:
+        return self.keys().computed
 
     def describe(self) -> str:
         return f"The records of {self.source.name} keyed by {', '.join(self.group_key)}."

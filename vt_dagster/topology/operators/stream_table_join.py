@@ -366,7 +366,7 @@ class CorrectedJoin(StreamTableJoin):
         self._check_columns()
 
     def key_of_lookup(self, key: Sequence[str]) -> Sequence[str] | None:
-        left, made = self.left, self.lineage()
+        left, made = self.left, self.copied()
         return left.key if all(made.get(k) == [(left.name, k)] for k in left.key) else None
 
     @property
