@@ -183,6 +183,15 @@ def test_functions_that_make_several_rows_or_none() -> None:
         assert f"to give one value for each row, got {call!r}" in (refusal(call) or "")
     assert refusal("window.start", StructType([StructField("window", SCHEMA)])) is None
     assert refusal("`explode` + stack", SCHEMA) is None
+    for call in (
+        "to_json(struct(*))",
+        "hash(n, *)",
+        "struct(left.*)",
+        "named_struct('a', struct( * ))",
+    ):
+        assert "* as an argument stands for the columns that the library adds" in (refusal(call) or "")
+    for product in ("*", "left.*", "n * 2", "(n) * n", "xs[0] * 2", "count(*)", "t.n * t.n", "2*-n"):
+        assert refusal(product) is None
     assert refusal("explode(xs) > 0") == (
         "t: expected predicate to give one value for each row, got 'explode(xs) > 0', where explode() "
         "makes several rows of one row, or none; use flat_map_values for several rows of a record, "

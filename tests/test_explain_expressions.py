@@ -13,5 +13,12 @@ def test_expressions_without_spark() -> None:
     # An unknown function, invalid syntax, a type that does not fit, a value that does not fit.
     for sql in ("no_such_function(n)", "n +", "`Of a` + 1", "cast(`Of a` as int)"):
         assert evaluate(rows, sql) is None, sql
+    # Of those that both have, some mean another thing in DuckDB.
+    for sql in (
+        *("cast(n / 2.0 as int)", "concat(`Of a`, null)", "substring(`Of a`, 0, 1)", "log(n)"),
+        *('coalesce("Of a")', "'a\\\\n' || `Of a`", "upper(`Of a` || 'ß')"),
+    ):
+        assert evaluate(rows, sql) is None, sql
+    assert evaluate(rows, "`Of a` || 'ß'") is not None
     found = [evaluate(rows, sql) for sql in ("coalesce(n, 0) + 1", "upper(`Of a`)")]
     assert [one.to_pylist() for one in found if one is not None] == [[2, 1], ["X", "Y"]]

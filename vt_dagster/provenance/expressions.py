@@ -21,8 +21,12 @@ from vt_dagster.provenance.explain_request import Condition, Log, Record, as_tim
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.values import as_key
 from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.expressions import Token, tokens
 
 _WORD = re.compile(r"`([^`]+)`|(\w+)")
+_SAME = ("coalesce", "nullif", "upper", "lower")
+"""Functions that have one meaning in Spark and DuckDB."""
+_CASES = re.compile(r"upper|lower", re.IGNORECASE)
 
 
 def used(expressions: Iterable[str], columns: Sequence[str]) -> list[str]:
@@ -44,12 +48,30 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
     if column is not None:
         return rows.column(column)
     duckdb = _duckdb()
-    if duckdb is None:
+    if duckdb is None or not _means_the_same(sql, rows.column_names):
         return None
     try:
-        return _table(duckdb.from_arrow(rows).project(sql.replace("`", '"'))).column(0)
+        found = _table(duckdb.from_arrow(rows).project(sql.replace("`", '"'))).column(0)
+        # In other alphabets, the two have other capital letters.
+        text = pa.types.is_string(found.type) and not all(v.isascii() for v in found.to_pylist() if v)
+        return None if text and _CASES.search(sql) else found
     except duckdb.Error:  # a function or syntax that DuckDB lacks, or values that it refuses
         return None
+
+
+def _means_the_same(sql: str, columns: Sequence[str]) -> bool:
+    """Returns whether an expression has one meaning in Spark and DuckDB. Most functions have not:
+    DuckDB rounds in casts to integers, counts the days of a week from 0, and skips nulls in concat."""
+    if '"' in sql or "\\" in sql:  # a text of Spark, a name of DuckDB
+        return False
+    known = {*_SAME, *(c.lower() for c in columns)}
+
+    def same(token: Token) -> bool:
+        if token.kind == "symbol":
+            return token.value in "(),+-*|"
+        return token.kind == "text" or token.value in known or token.value.isdecimal()
+
+    return all(map(same, tokens(sql)))
 
 
 def _duckdb() -> Any:

@@ -64,6 +64,7 @@ _SESSION = "depends on the session, its user or Spark's version"
 _JAVA = "calls Java code, which may return anything"
 _OTHERS = "reads other rows, which differ from run to run"
 _ROWS = "makes several rows of one row, or none"
+_EVERY = "stands for the columns that the library adds, too"
 
 _HASH = "derive it from the row, for example pmod(xxhash64(id), 100) < 50"
 _TIMES = "use a time of the row, for example its timestamp"
@@ -75,6 +76,7 @@ _ADVICE = {
     _SESSION: _COLUMN,
     _JAVA: _COLUMN,
     _OTHERS: "use an aggregate or a join for that",
+    _EVERY: "name the columns",
     _ROWS: "use flat_map_values for several rows of a record, windowed_by or date_trunc for windows",
 }
 
@@ -278,7 +280,7 @@ def require_deterministic(
     if found is None:
         return
     what, why = found
-    if why == _ROWS:
+    if why in (_ROWS, _EVERY):
         raise TopologyError(
             f"{name}: expected {setting} to give one value for each row, got {expression!r}, where "
             f"{what} {why}; {_ADVICE[why]}"
@@ -322,6 +324,8 @@ class _Expression:
     def first(self) -> tuple[str, str] | None:
         """Returns the first nondeterministic part and the reason."""
         for place, piece in enumerate(self._pieces):
+            if self._is_star(place):
+                return "* as an argument", _EVERY
             if piece.is_name:
                 found = self._called(place) if self._symbol(place + 1) == "(" else self._named(place)
             else:
@@ -329,6 +333,15 @@ class _Expression:
             if found is not None:
                 return found
         return None
+
+    def _is_star(self, place: int) -> bool:
+        """Returns whether a ``*`` inside of an expression stands for all columns: it follows no value
+        that it would multiply, and is no ``count(*)``. A selection, ``left.*``, is no expression."""
+        before = self._symbol(place - 1)
+        if self._symbol(place) != "*" or (before == "." and place == 2):
+            return False
+        counted = before == "(" and self._at(place - 2).value == "count"
+        return before in ("(", ",", ".") and not counted
 
     def _called(self, place: int) -> tuple[str, str] | None:
         name = self._at(place).value
