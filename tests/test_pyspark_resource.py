@@ -107,6 +107,19 @@ def test_what_a_session_lacks_is_named() -> None:
     assert catalog.startswith("spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta")
 
 
+def test_settings_that_change_the_meaning_of_sql_are_named() -> None:
+    class Zoneless(_Plain):
+        class conf:
+            @staticmethod
+            def get(name: str, default: str) -> str:
+                return {"spark.sql.timestampType": "TIMESTAMP_NTZ"}.get(
+                    name, _Plain.conf.get(name, default)
+                )
+
+    *_, kind = lacking(Zoneless())  # type: ignore[arg-type]
+    assert kind == "spark.sql.timestampType=TIMESTAMP_LTZ, it has 'TIMESTAMP_NTZ'"
+
+
 class _OfAnotherSeries:
     """A session that has all settings, of a Spark version that is not supported."""
 

@@ -62,6 +62,9 @@ _UTC = {
 }
 """Accepted names of UTC, the time zone of all tables."""
 
+_MEANING = {"spark.sql.timestampType": "TIMESTAMP_LTZ"}
+"""Settings that would change the meaning of types and expressions, with the value that they need."""
+
 _with_delta: weakref.WeakSet[Any] = weakref.WeakSet()
 """Sessions of a supported Spark with Delta Lake. Cached: both remain, and the check takes time."""
 
@@ -97,6 +100,10 @@ def lacking(session: SparkSession) -> list[str]:
             _with_delta.add(session)
         except Exception as error:  # from py4j or gRPC, depending on the class that is missing
             found.append(f"the jars of {SERIES[series][0]} ({one_line(error)[:200]})")
+    for key, wanted in _MEANING.items():
+        value = session.conf.get(key, wanted) or wanted
+        if value.upper() != wanted.upper():
+            found.append(f"{key}={wanted}, it has {value!r}")
     return found
 
 
