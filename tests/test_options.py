@@ -185,6 +185,17 @@ def test_an_option_has_a_text(option: Option) -> None:
     assert described(VersionedTable, option.name)
 
 
+def test_the_code_version_does_not_change_with_the_layout_of_sql() -> None:
+    def made(timestamp: str, condition: str) -> str:
+        schema = StructType([*SCHEMA.fields, StructField("x", StringType())])
+        node = Table("t", key="k", schema=schema, timestamp=timestamp, deleted_when=condition)
+        return code_version(node) + code_version(node.filter(condition, name="f"))
+
+    first = made("coalesce(at, at)", "x = 'a  b' AND k > 1")
+    assert first == made("coalesce( at,\n at ) -- the time", "x='a  b' /* both */\n AND k>1")
+    assert first != made("coalesce(at, at)", "x = 'a b' AND k > 1")
+
+
 @each()
 def test_the_code_version_changes_with_the_records(option: Option) -> None:
     node = declared(option.name)

@@ -17,6 +17,7 @@ from vt_dagster.orchestration.metadata import definition_metadata, summary
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import definition_of
+from vt_dagster.topology.specification import without_layout
 
 _KIND = "dagster/kind/"
 _ADDED = ("tags", "owners", "kinds", "metadata")
@@ -76,10 +77,12 @@ class TopologyTranslator:
 
 
 def code_version(node: Stream) -> str:
-    """Returns a digest of the meaning of a node's records; it changes when that meaning changes."""
+    """Returns a digest of the meaning of a node's records; it changes when that meaning changes, not
+    with whitespace and comments in SQL."""
     shape = {name: value for name, value in shape_of(node).definition().items() if value}
     unit = getattr(node.source, "timestamps", None)
-    definition = json.dumps([shape, definition_of(node), None if unit is None else str(unit)])
+    meaning = without_layout([shape, definition_of(node), None if unit is None else str(unit)])
+    definition = json.dumps(meaning)
     return hashlib.sha256(definition.encode()).hexdigest()[:12]
 
 

@@ -371,7 +371,8 @@ def set_options(node: Any) -> list[Option]:
 def definition_of(node: Any) -> dict[str, str]:
     """Returns the values of the options that define a node's records, for its code version."""
     found = {o.name: getattr(node, o.name) for o in set_options(node) if o.defines_records}
-    return {n: v.describe() if hasattr(v, "describe") else repr(v) for n, v in found.items()}
+    made = {n: v.describe() if hasattr(v, "describe") else v for n, v in found.items()}
+    return {n: v if isinstance(v, str) else repr(v) for n, v in made.items()}
 
 
 def shown_options(node: Any) -> dict[str, str]:

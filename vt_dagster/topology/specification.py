@@ -276,6 +276,18 @@ def _same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
     )
 
 
+def without_layout(value: Any) -> Any:
+    """Returns JSON values whose texts, which may be SQL, are equal if they differ only in whitespace
+    and comments."""
+    if isinstance(value, str):
+        return " ".join(_tokens(value))
+    if isinstance(value, Mapping):
+        return {name: without_layout(v) for name, v in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [without_layout(one) for one in cast(Sequence[Any], value)]
+    return value
+
+
 def _tokens(text: str) -> list[str]:
     found: list[str] = _TOKEN.findall(text)
     return [one for one in found if not one.isspace() and not one.startswith(("--", "/*"))]
