@@ -62,7 +62,10 @@ _UTC = {
 }
 """Accepted names of UTC, the time zone of all tables."""
 
-_MEANING = {"spark.sql.timestampType": "TIMESTAMP_LTZ"}
+_MEANING = {
+    "spark.sql.timestampType": "TIMESTAMP_LTZ",
+    "spark.sql.ansi.enforceReservedKeywords": "false",  # ``left`` and ``right`` name the sides of joins
+}
 """Settings that would change the meaning of types and expressions, with the value that they need."""
 
 _with_delta: weakref.WeakSet[Any] = weakref.WeakSet()
