@@ -20,5 +20,8 @@ def test_expressions_without_spark() -> None:
     ):
         assert evaluate(rows, sql) is None, sql
     assert evaluate(rows, "`Of a` || 'ß'") is not None
+    found = evaluate(rows, "case when n % 2 = 1 and n is not null then 'odd' else 'other' end")
+    assert found is not None
+    assert found.to_pylist() == ["odd", "other"]
     found = [evaluate(rows, sql) for sql in ("coalesce(n, 0) + 1", "upper(`Of a`)")]
     assert [one.to_pylist() for one in found if one is not None] == [[2, 1], ["X", "Y"]]

@@ -24,8 +24,12 @@ from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.expressions import Token, tokens
 
 _WORD = re.compile(r"`([^`]+)`|(\w+)")
-_SAME = ("coalesce", "nullif", "upper", "lower")
-"""Functions that have one meaning in Spark and DuckDB."""
+_SAME = (
+    *("abs", "coalesce", "length", "lower", "nullif", "upper"),
+    *("case", "when", "then", "else", "end", "and", "or", "not", "is", "in", "between"),
+    *("null", "true", "false"),
+)
+"""Functions and keywords that have one meaning in Spark and DuckDB."""
 _CASES = re.compile(r"upper|lower", re.IGNORECASE)
 
 
@@ -68,7 +72,7 @@ def _means_the_same(sql: str, columns: Sequence[str]) -> bool:
 
     def same(token: Token) -> bool:
         if token.kind == "symbol":
-            return token.value in "(),+-*|"
+            return token.value in "(),+-*%|=<>!"
         return token.kind == "text" or token.value in known or token.value.isdecimal()
 
     return all(map(same, tokens(sql)))
