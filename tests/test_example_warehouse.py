@@ -1,4 +1,4 @@
-"""The warehouse example, with a team's own assets beside the tables, run by run in this process."""
+"""The warehouse example with a team's own assets next to the tables; each run is in this process."""
 
 from __future__ import annotations
 

@@ -219,7 +219,8 @@ def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
 
 
 def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:
-    """A code location has its own executor and ``spark`` resource, and a second warehouse of ours."""
+    """The definitions merge with a code location's own executor and ``spark`` resource, and with the
+    definitions of a second warehouse."""
     market, archive = Market(tmp_path, None), Stream("archived", key="k", **ARCHIVED)  # type: ignore[arg-type]
 
     @dg.asset

@@ -13,7 +13,7 @@ def test_expressions_without_spark() -> None:
     # An unknown function, invalid syntax, a type that does not fit, a value that does not fit.
     for sql in ("no_such_function(n)", "n +", "`Of a` + 1", "cast(`Of a` as int)"):
         assert evaluate(rows, sql) is None, sql
-    # Of those that both have, some mean another thing in DuckDB.
+    # Some functions that Spark and DuckDB have in common mean something else in DuckDB.
     for sql in (
         *("cast(n / 2.0 as int)", "concat(`Of a`, null)", "substring(`Of a`, 0, 1)", "log(n)"),
         *('coalesce("Of a")', "'a\\\\n' || `Of a`", "upper(`Of a` || 'ß')"),

@@ -226,7 +226,7 @@ def test_a_spark_column_is_never_narrowed(
         (T.ArrayType(LABELLED), [[{"B": "B", "a": 1.5}]]),
         (LABELLED, [{"z": 1.5}]),
         (T.TimestampNTZType(), pa.array([0], pa.timestamp("us", "Europe/Berlin"))),
-        # Arrow converts all of these without a word.
+        # Arrow converts all of these without an error.
         (T.ArrayType(T.TimestampType()), [[1704448800]]),
         (T.ArrayType(T.BooleanType()), [["true"]]),
         (T.ArrayType(T.IntegerType()), [[True]]),

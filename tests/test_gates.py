@@ -456,7 +456,7 @@ def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -
 
 
 def test_a_check_of_whole_rows_gets_the_columns_of_the_model(spark: SparkSession) -> None:
-    """Each row is another one with its place, its raw text and the like."""
+    """The check does not see a record's place, raw text and the like, which make each row distinct."""
 
     def no_pair(df: DataFrame) -> bool:
         return df.dropDuplicates().count() == df.count()
@@ -479,7 +479,7 @@ def test_a_check_of_whole_rows_gets_the_columns_of_the_model(spark: SparkSession
 
 
 def test_checks_of_one_name(spark: SparkSession) -> None:
-    """Each counts, whichever of them a row breaks."""
+    """Each of several checks with the same name applies and is counted."""
 
     class Prices(pa.DataFrameModel):
         k: T.StringType

@@ -283,7 +283,8 @@ def test_a_record_may_be_right_by_chance_with_a_shorter_one() -> None:
 
 
 def test_a_version_that_has_ended_by_itself_answers_nothing() -> None:
-    """A version with an end answers nothing for a time before the history either: it is not current."""
+    """At a time before the history only a current version answers. A version with its own end is not
+    current, so it does not answer there."""
     rows = pa.table(
         {
             **{"k": ["a", "a"], "partition": [0, 0], "offset": [0, 1], "is_tombstone": [False] * 2},

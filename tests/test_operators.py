@@ -367,7 +367,7 @@ def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said:
 
 
 def test_fields_of_an_aggregate_that_its_schema_lacks(spark: SparkSession) -> None:
-    """Arrow leaves out what a struct lacks, at any depth."""
+    """Arrow drops fields that a struct's type lacks, at any depth, so such a result is refused."""
 
     class Totals(pandera.DataFrameModel):
         of: ArrayType(StructType([StructField("n", IntegerType())]))  # pyright: ignore[reportInvalidTypeForm]

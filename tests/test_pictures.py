@@ -56,7 +56,7 @@ def test_timeline() -> None:
     assert any("dots: 2 of 243 records of this run" in said for said in texts(svg))
     (first, second) = parts(svg, "rect")
     assert float(first.attrib["x"]) < float(second.attrib["x"])
-    assert second.attrib["fill"] == "none"  # a deletion is empty
+    assert second.attrib["fill"] == "none"  # the bar of a deletion has no fill
     late, in_order = parts(svg, "circle")
     assert late.attrib["fill"] != in_order.attrib["fill"]
     assert float(late.attrib["cx"]) < float(in_order.attrib["cx"])
@@ -86,7 +86,7 @@ def test_of_runs(market: Market) -> None:
 
     joined = materialized(market.results[-1], "priced")
     colours = {c.attrib["fill"] for c in parts(drawn(joined["timeline"]), "circle")}
-    assert RED in colours  # s4 came after its grace period
+    assert RED in colours  # s4 arrived after the grace period
     assert any("grace period 1:00:00" in text for text in texts(drawn(joined["lateness"])))
     assert "timeline" not in unchanged(market.results[-1], "rates")
 

@@ -322,7 +322,8 @@ def test_downstream_needs_a_replay_after_the_swap(spark: SparkSession, copy: Pat
     assert dear.bytes == sum(Path(f).stat().st_size for f in log.file_uris())
 
     replay(warehouse, nodes[3], "dear_new", spark)
-    assert {one.asset for one in plan(warehouse, nodes)} == {*ALL}  # a replay is not a removed asset
+    # The tables of a replay are not reported as a removed asset.
+    assert {one.asset for one in plan(warehouse, nodes)} == {*ALL}
     swap(warehouse, "dear", "dear_new")
     found = {one.asset: one for one in plan(warehouse, nodes) if one.verdict != "unchanged"}
     assert {n: one.verdict for n, one in found.items()} == {
@@ -361,7 +362,7 @@ def test_planned_replays_are_resumed_at_each_step(
     before = {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")}
     changes = what_if_planned(warehouse, nodes, spark)
     assert [(one.asset, one.remade, one.removed, one.changed) for one in changes] == [
-        ("dear", ("dear",), 0, 1),  # b has a deletion now
+        ("dear", ("dear",), 0, 1),  # the row of b is deleted now
         ("doubled", ("dear", "doubled"), 0, 1),
     ]
     chosen: list[Planned] = []

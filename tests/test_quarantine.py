@@ -154,7 +154,8 @@ def test_csv(spark: SparkSession, tmp_path: Path, name: str, text: str, rows: li
 
 @pytest.mark.usefixtures("few_rows")
 def test_a_header_of_csv_is_no_record(spark: SparkSession, tmp_path: Path) -> None:
-    """Of two files that were concatenated, or of one that is read without a header."""
+    """A header line among the rows goes to quarantine as unreadable: in a file that was concatenated
+    from two, and in a file that is read without a header."""
     schema = StructType().add("k", "string").add("v", "string").add("more", "string")
     write(tmp_path, "1.csv", "v,k\n1,a\nv,k\n2,b\nv,v\n")
     source = FilesSource(str(tmp_path), format="csv", optional=["more"])

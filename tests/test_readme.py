@@ -28,7 +28,7 @@ FIRST = (REPOSITORY / "docs" / "start" / "files.md").read_text(encoding="utf-8")
 
 
 def _block(after: str, language: str = "") -> str:
-    """The first code block behind a heading or sentence."""
+    """Returns the first code block after a heading or sentence."""
     rest = FIRST[FIRST.index(after) :]
     found = re.search(rf"```{language}[^\n]*\n(.*?)```", rest, re.DOTALL)
     assert found is not None

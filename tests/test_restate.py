@@ -113,7 +113,7 @@ def rates_of(world: World, name: str) -> dict[int, int]:
 
 def test_a_join_takes_in_what_came_late(lived: World, expected: Expected) -> None:
     before = rates_of(lived, "joined")
-    assert before == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1, 8: 9}  # 6 found nothing
+    assert before == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1, 8: 9}  # order 6 found no rate
     world, lines, replayed = expected
     assert rates_of(world, "joined") == {**before, 4: 9, 6: 8}
     assert "joined: keeps 3 of 7 results" in lines
@@ -197,7 +197,7 @@ def test_a_source_is_read_again(world: World) -> None:
     aside = file.rename(world.root / "aside.jsonl")
     with pytest.raises(SourceError, match=r"expected the 8 records of its source .* got 4"):
         world.restate("orders")
-    world.land("orders", "new.jsonl", [("d", n, n) for n in range(4)])  # as many as are missing
+    world.land("orders", "new.jsonl", [("d", n, n) for n in range(4)])  # as many records as are missing
     with pytest.raises(SourceError, match=r"got 1 that are no longer in .*2\.jsonl"):
         world.restate("orders")
     assert not list(Path(world.warehouse).glob("*restate*"))

@@ -68,7 +68,8 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
 
 
 def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
-    """``Op`` is read for ``deleted_when``, though no column of the table. ``note`` is left out."""
+    """The source reads ``Op`` for ``deleted_when``, though the table has no such column, and warns that
+    it leaves out ``note``."""
     rows = record("a", "p", "3 00:00") | {"Op": "U", "note": "x"}, record("a", "", "3 01:00")
     copy.land("deletions", "1.jsonl", rows[0], rows[1] | {"Op": "D", "note": "y"})
     source = FilesSource(str(copy.root / "landing" / "deletions"))

@@ -92,7 +92,7 @@ def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     first = evaluate(market)
     assert evaluate(market).run_key == first.run_key
-    # the cursor has seen two batches, but the table has none: it was removed
+    # the cursor has seen two batches, but the table has none, so it was removed
     again = evaluate(market, cursor='{"epoch": 0, "batch": 2}')
     assert again.run_key != first.run_key
     assert files(again) == files(first)

@@ -102,7 +102,7 @@ def run_on(environment: dict[str, str], root: Path, *remotes: str, before: str =
 
 
 def status(environment: dict[str, str]) -> tuple[int, str]:
-    """Exit status and output of ``vt-dagster spark status``, in this process."""
+    """Returns exit status and output of ``vt-dagster spark status``, run in this process."""
     done = CliRunner().invoke(app, ["spark", "status"], env=environment)
     return done.exit_code, done.output
 

@@ -43,7 +43,7 @@ _NOT_INHERITED = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a new Python process and directory, because this process may have a session."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
-    with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse behind
+    with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse there
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
             env={**inherited, "PYTHONPATH": str(ROOT), **env},
@@ -413,7 +413,7 @@ def test_a_jar_that_was_put_beside_the_others_is_not_taken(repository: Repositor
     assert repository.asked == 2
 
 
-@pytest.mark.endurance  # it reads the jars of all series, which change with SERIES alone
+@pytest.mark.endurance  # it reads the jars of all series, which change only with SERIES
 @pytest.mark.network
 def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(jars.JARS_ENV, raising=False)

@@ -573,8 +573,9 @@ def test_what_debezium_says_of_deletions(topic: Take) -> None:
 
 @pytest.mark.parametrize("kind", [VersionedTable, Table])
 def test_an_update_of_a_column_that_is_a_key_here_alone(topic: Take, kind: Any) -> None:
-    """Debezium sends a deletion and an insert only for the key that it knows. The row of the key before
-    would remain, so the event is in quarantine; of a stream it is an event as any other."""
+    """If a column belongs only to the table's key and not to Debezium's, an update of it sends no
+    deletion of the old key, whose row would remain. So a table quarantines the event; a stream accepts
+    it."""
     one, two, last = ({"id": n, "name": text} for n, text in ((1, "x"), (2, "x"), (2, "y")))
 
     def update(before: Any, after: Any, second: int, op: str = "u") -> tuple[Any, Any]:

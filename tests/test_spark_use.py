@@ -138,7 +138,7 @@ def expressions(node: ast.AST, names: set[str]) -> Iterator[int]:
 
 
 def when_imported(node: ast.AST, names: set[str]) -> Iterator[int]:
-    """Lines that run when the module is imported: also decorators and defaults."""
+    """Yields the lines that build an expression on import, also in decorators and defaults."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             for one in (*child.decorator_list, *child.args.defaults, *child.args.kw_defaults):
@@ -188,7 +188,7 @@ def test_nothing_that_spark_connect_lacks() -> None:
 
 
 def test_with_columns_has_one() -> None:
-    """Spark Connect refuses ``withColumns({})``; ``core.arrival_order.with_columns`` takes it."""
+    """Spark Connect refuses ``withColumns({})``; ``core.arrival_order.with_columns`` accepts it."""
     for place, path in PLACES.items():
         for one in nodes(path):
             if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):

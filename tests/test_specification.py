@@ -347,7 +347,7 @@ def test_what_may_change(case: str) -> None:
 
 
 def test_columns_that_are_copied_from_a_side() -> None:
-    """``right.*`` leaves out the columns that the left side has."""
+    """``right.*`` omits the columns that the left side has."""
     select = ["left.*", "right.*", "left.n as mine", "right.`m`", "right.m + 1 as next"]
     join = stream().join(stream("paid", "m"), name="x", within=HOUR, select=select[:3])
     assert join.operator is not None

@@ -194,7 +194,7 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
     assert pipe(("payments", "a", 100, 15), ("payments", "c", 300, 16)) == [("a", 1, 100, 15, False)]
     assert [(r["k"], r["side"]) for r in driver.waiting("x")] == [("c", "right")]
     assert driver.metrics("x") == {"applied": 2, "dropped": 1, "waiting": 1}
-    # The window of c is over after 26, its grace after 31.
+    # The window of c ends after 26, its grace period after 31.
     assert pipe(("orders", "z", 7, 31), ("payments", "z", 700, 32)) == [
         ("c", None, 300, 16, False),
         ("z", 7, 700, 32, False),

@@ -1,4 +1,4 @@
-"""merge, select_key, flat_map_values and aggregates of streams without windows."""
+"""``merge``, ``select_key``, ``flat_map_values`` and aggregates of streams without windows."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str
 
 @pytest.mark.parametrize("file", ["/home/me/shop/functions.py", "/home/me/vt_dagster/functions.py"])
 def test_a_function_of_the_session_that_fails(spark: SparkSession, file: str) -> None:
-    """Whatever the name of the directory that its code is in."""
+    """The message names the function's error, whatever the directory of the function's code."""
     code = "def shop(number):\n    raise KeyError(f'shop {number}')\n"
     made: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, file, "exec"), made)

@@ -110,7 +110,7 @@ def test_a_value_is_remembered_for_within(spark: SparkSession, runs: int) -> Non
         (paid("p2", 1302), "applied"),  # 101 after it
         (paid(None, 1302), "applied"),
         (paid(None, 1302), "applied"),
-        (paid(None, 1000), "applied"),  # compared with nothing, so never late
+        (paid(None, 1000), "applied"),  # a null is not compared, so never late
         (paid("p9", 1302, account=None), "quarantined"),
         (paid("p9", 1302), "applied"),
     ]
@@ -159,7 +159,7 @@ def test_it_equals_the_reference_however_arrivals_are_cut(
     chance = random.Random(seed)
     records: list[dict[str, Any]] = []
     for i in range(300):
-        if records and chance.random() < 0.4:  # sent again, with its own time or another
+        if records and chance.random() < 0.4:  # sent again, with the same time or another
             old = chance.choice(records[-80:])
             at = old["timestamp"] if chance.random() < 0.7 else 10 * i + chance.randrange(200)
             records.append({**old, "timestamp": at})
@@ -293,7 +293,7 @@ def test_it_is_told_by_a_run(shop: Shop, spark: SparkSession) -> None:
     second = run(assets, shop.warehouse, **about)
     assert second.success, messages(second)
     told = materialized(second, "payments")
-    # p1 and the second p2 are more than an hour behind by then.
+    # By then, p1 and the second p2 are more than an hour behind.
     assert (told["records_applied"], told["records_duplicate"], told["records_late"]) == (1, 1, 2)
     empty = run(assets, shop.warehouse, **about)
     assert empty.success, messages(empty)

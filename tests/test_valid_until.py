@@ -1,4 +1,4 @@
-"""Versions that end by themselves: ``valid_until``."""
+"""Versions with their own end: ``valid_until``."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_a_budget_fails_a_ci(market: Market, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_times_differ_within_a_millisecond(spark: SparkSession, tmp_path: Path) -> None:
-    """Times have microseconds; a comparison that truncates them would call these tables equal."""
+    """A comparison that truncates times to milliseconds would report these tables as equal."""
     made: list[AssetStore] = []
     for name, times in (("one", ("000100", "000300")), ("other", ("000100", "000301"))):
         (tmp_path / name).mkdir()
@@ -178,7 +178,7 @@ def test_times_differ_within_a_millisecond(spark: SparkSession, tmp_path: Path) 
         run_once(node, stores)
         made.append(stores(node))
     found = compare(*made)
-    # The end of the first version, and the second version.
+    # The first version differs in its end, the second in its start.
     assert (found.missing, found.extra) == (2, 2)
 
 

@@ -1,7 +1,7 @@
-"""Recorded scenarios through real assets: files, Dagster, Spark, Delta, one run after the other.
+"""Recorded scenarios run through real assets: files, Dagster, Spark and Delta, in successive runs.
 
-All scenarios are partitions of one topology, as the conformance runner makes it, and share its rounds:
-in each, the next records of every scenario land as files, and what they concern is materialized.
+All scenarios are partitions of one topology, as the conformance runner builds it, and share its rounds:
+in each round, the next records of every scenario land as files, and assets with new records run.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _FEW_RUNS = 4
 
 
 def leave_views_behind(monkeypatch: pytest.MonkeyPatch, many_rows: bool = False) -> None:
-    """As if tables were large: views are brought up to the log in every third run.
+    """Lets views lag, as if tables were large: only every third run brings them up to the log.
 
     Args:
-        many_rows: whether what is met of them is also looked for as among many rows.
+        many_rows: whether runs also look up rows as in tables of many rows.
     """
     due = View.is_due
 
@@ -85,7 +85,7 @@ class Warehouse:
         self._instance = dg.DagsterInstance.ephemeral()
 
     def source(self, kind: type[Stream], name: str, **more: Any) -> Any:
-        """A source node that reads what lands under its name."""
+        """Returns a source node that reads the files in the directory of its name."""
         directory = self.landing / name
         directory.mkdir(parents=True, exist_ok=True)
         about: dict[str, Any] = {
@@ -102,7 +102,7 @@ class Warehouse:
         )
 
     def add(self, nodes: Iterable[Stream]) -> None:
-        """Makes assets of nodes and all that they are made of."""
+        """Builds assets of nodes and of all their inputs."""
         for node in topological(list(nodes)):
             self.nodes[node.name] = node
             self._assets[node.name] = build_asset(node)
@@ -111,12 +111,12 @@ class Warehouse:
         return AssetStore(str(self.path), self.nodes[name], self.spark)
 
     def commit(self, name: str) -> Commit | None:
-        """An asset's last commit."""
+        """Returns an asset's last commit, or None."""
         head = self.store(name).head()
         return None if head is None else head.commit
 
     def below(self, names: Iterable[str], without: Iterable[str] = ()) -> list[str]:
-        """Nodes and what is made of them; not some others and what is made of these."""
+        """Returns nodes and all nodes downstream, except those of ``without`` and their downstream."""
         found, out = set(names), set(without)
         for name, node in self.nodes.items():
             inputs = {up.name for up in node.inputs}
@@ -127,7 +127,7 @@ class Warehouse:
         return sorted(found - out)
 
     def land(self, arriving: Mapping[str, Sequence[Entry]]) -> None:
-        """Delivers a file of records to each of some sources; one that is there already stays."""
+        """Delivers a file of records to each of some sources; an existing file stays."""
         self.rounds += 1
         for name, records in arriving.items():
             lines = [json.dumps({**r, "at": r["timestamp"]}) + "\n" for r in records]
@@ -149,7 +149,7 @@ class Warehouse:
         )
 
     def rows(self, name: str, what: str) -> list[Entry]:
-        """The log or the view of an asset, in order; none before its first commit."""
+        """Returns the log or the view of an asset, in order; no rows before its first commit."""
         if self.commit(name) is None:
             return []
         found = self.store(name).read(what)
@@ -162,14 +162,14 @@ class Warehouse:
 
 
 class ThroughAssets:
-    """Scenarios as partitions of one topology of assets, and what came out of each."""
+    """Scenarios as partitions of one topology of assets, and the output of each."""
 
     @staticmethod
     def groups(scenarios: Sequence[Scenario]) -> list[list[Scenario]]:
-        """Scenarios that share a topology: those of about as many runs.
+        """Groups the scenarios that share a topology: those with about the same number of runs.
 
-        A node runs whenever a source above it has something new, of whatever scenario; so one with few
-        runs is kept from those with many. More groups would run sources that are alike more often.
+        A node runs whenever a source above it has new records of any scenario, so scenarios of few runs
+        are separate from those of many. With more groups, equal sources would run more often.
         """
         found: dict[bool | None, list[Scenario]] = defaultdict(list)
         for scenario in scenarios:
@@ -186,7 +186,7 @@ class ThroughAssets:
     ) -> None:
         """
         Args:
-            cuts: the runs of each scenario, as ranges of its records; None = as few as keep its order.
+            cuts: the runs of each scenario, as ranges of its records; None = the fewest in its order.
         """
         self.warehouse = Warehouse(root, spark)
         self.layouts = [layout(s) for s in scenarios]
@@ -195,7 +195,7 @@ class ThroughAssets:
         self.cuts = [split_into_runs(each, "run") for each in self.layouts] if cuts is None else cuts
         self.failed_at: dict[int, int] = {}
         self.ends: dict[str, list[Offsets]] = defaultdict(lambda: [{}])
-        """How far the log of each output was before the first run, and after each."""
+        """The next offsets in the log of each output, before the first run and after each run."""
         self._stuck: set[str] = set()
 
     @property
@@ -204,7 +204,7 @@ class ThroughAssets:
         return range(max(map(len, self.cuts)))
 
     def run(self) -> None:
-        """All runs of all scenarios."""
+        """Makes all runs of all scenarios."""
         for step in self.steps:
             self.step(step)
 
@@ -212,7 +212,7 @@ class ThroughAssets:
         return self.shapes[each.shapes[step]]
 
     def arriving(self, step: int) -> dict[str, list[Entry]]:
-        """What arrives at each source in a round; nothing of scenarios that have failed."""
+        """Returns what arrives at each source in a round, without scenarios that have failed."""
         found: dict[str, list[Entry]] = defaultdict(list)
         for number, each in enumerate(self.layouts):
             if number in self.failed_at or step >= len(self.cuts[number]):
@@ -225,7 +225,7 @@ class ThroughAssets:
         return found
 
     def step(self, step: int) -> None:
-        """One run of every asset that has something new."""
+        """Runs every asset that has new records."""
         arriving = self.arriving(step)
         names = self.warehouse.below(arriving, without=self._stuck)
         if not names:
@@ -242,7 +242,7 @@ class ThroughAssets:
             self.ends[name].append({} if commit is None else commit.next_offset)
 
     def _check_failure(self, name: str, step: int, said: str) -> None:
-        """A run that fails of a full buffer commits nothing, and fails again with the same records."""
+        """A run that fails on a full buffer commits nothing, and fails again with the same records."""
         before = self.warehouse.commit(name)
         try:
             self.warehouse.run([name], raise_on_error=True)
@@ -254,10 +254,10 @@ class ThroughAssets:
         self._stuck.add(name)
 
     def differences(self, counted: bool) -> dict[str, list[str]]:
-        """What came out otherwise than expected, by scenario.
+        """Returns the differences between output and expectation, by scenario.
 
         Args:
-            counted: whether commits say what became of records by partition.
+            counted: whether commits count the outcomes of records by partition.
         """
         outputs = sorted({self.node(each, each.output).name for each in self.layouts})
         stored = {self.node(e, e.stored).name: e for e in self.layouts if e.stored is not None}
@@ -281,7 +281,7 @@ class ThroughAssets:
         return "versions" if isinstance(self.warehouse.nodes[name], VersionedTable) else "current"
 
     def _entries(self, number: int, rows: Sequence[Entry]) -> list[Entry]:
-        """A scenario's rows of a log with the last record of the run in which they came."""
+        """Returns a scenario's rows of a log, each with the last record of the run that wrote it."""
         each = self.layouts[number]
         ends = [e.get(number, 0) for e in self.ends[self.node(each, each.output).name]]
         found: list[Entry] = []
@@ -310,14 +310,14 @@ class ThroughAssets:
 
 
 def runs_of(scenario: Scenario) -> int:
-    """How many runs a scenario takes, to its end or until it must fail."""
+    """Returns how many runs a scenario takes, to its end or until it must fail."""
     last = len(scenario.records) if scenario.error is None else scenario.error["trigger"]
     return sum(run[0] <= last for run in split_into_runs(layout(scenario), "run"))
 
 
 def still_waiting(each: Layout) -> dict[str, int]:
-    """How many records wait at the end, by join with grace: those younger than the time of the buffer,
-    which is the newest of them, less the grace period."""
+    """Returns how many records wait at the end of each join with a grace period: those that are younger
+    than the newest record of the buffer less the grace period."""
     found: dict[str, int] = {}
     for name, step in each.steps.items():
         if step["op"] != "stream_table_join" or not step["grace"]:
@@ -335,7 +335,7 @@ def still_waiting(each: Layout) -> dict[str, int]:
 
 
 def _streamed(each: Layout, stream: str) -> Sequence[Mapping[str, Any]]:
-    """The records of a stream: those of an input, or what the model lets a join emit."""
+    """Returns the records of a stream: those of an input, or those that a join of the model emits."""
     step = each.steps[stream]
     if "input" in step:
         return [r for r in each.scenario.records if r["input"] == step["input"]]
@@ -345,7 +345,7 @@ def _streamed(each: Layout, stream: str) -> Sequence[Mapping[str, Any]]:
 
 
 class StoreThroughAssets:
-    """Scenarios of the store as partitions of one versioned table; answers calls from its tables."""
+    """Scenarios of the store as partitions of one versioned table, whose rows answer the calls."""
 
     def __init__(self, scenarios: Sequence[Scenario], root: Path, spark: SparkSession) -> None:
         self.warehouse = Warehouse(root, spark)
@@ -355,7 +355,7 @@ class StoreThroughAssets:
         self.warehouse.add([self.warehouse.source(VersionedTable, STORE, **more)])
 
     def run(self) -> None:
-        """All puts and deletes in one run, then the calls that come after them."""
+        """Processes all puts and deletes in one run, then answers the calls that come after them."""
         self._take([record for r in self.runs for record in r.writes()])
         rows = by_scenario(self.warehouse.rows(STORE, "log"))
         for r in self.runs:
@@ -368,16 +368,16 @@ class StoreThroughAssets:
         assert result.success, messages(result)
 
     def rejected(self) -> dict[tuple[int, str], int]:
-        """How many records were rejected, by scenario and reason."""
+        """Returns how many records were rejected, by scenario and reason."""
         rows = self.warehouse.store(STORE).quarantine()
         found = [] if rows is None else rows.groupBy("partition", "reason").count().collect()
         return {(row["partition"], row["reason"]): row["count"] for row in found}
 
     def put(self, key: Any, value: Any, timestamp: int) -> None:
-        """A put in a run of its own.
+        """Puts a value in a separate run.
 
         Raises:
-            ContractError: it was put into quarantine.
+            ContractError: the record went to quarantine, but not as late.
         """
         number, name = key
         before = self.rejected()
@@ -388,15 +388,15 @@ class StoreThroughAssets:
             raise ContractError(f"{key}: {new[0][1]}")
 
     def delete(self, key: Any, timestamp: int) -> None:
-        """A delete in a run of its own; see ``put``."""
+        """Deletes a key in a separate run; see ``put``."""
         self.put(key, None, timestamp)
 
     def get(self, key: Any, as_of: int | None = None) -> Any:
-        """The row that was valid then; None = now."""
+        """Returns the row that is valid at a time; None = now."""
         return self.get_each((key, as_of))[0]
 
     def get_each(self, *keys: Any) -> list[Entry | None]:
-        """The answers to many gets, given as a key and a time each; read without Spark."""
+        """Returns the answers to many gets, each a key and a time; reads without Spark."""
         tables: dict[int | None, dict[Any, Entry]] = {}
         for _, moment in keys:
             if moment not in tables:
@@ -407,7 +407,7 @@ class StoreThroughAssets:
         return [tables[moment].get(key) for key, moment in keys]
 
     def differences(self, _counted: bool) -> dict[str, list[str]]:
-        """What came out otherwise than expected, by scenario. The quarantine says what was refused."""
+        """Returns the differences to the expectation, by scenario; late records are compared too."""
         rows = by_scenario(self.warehouse.rows(STORE, "versions"))
         rejected = self.rejected()
         return {

@@ -1,4 +1,4 @@
-"""Logs as runs leave them, written without Spark: for tests of what reads them without it."""
+"""Logs as runs leave them, written without Spark, for tests of readers that need no Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIME = pa.timestamp("us", "UTC")
 
 
 def moment(minute: float) -> datetime:
-    """So many minutes after the epoch of these tests."""
+    """Returns the time so many minutes after the epoch of these tests."""
     return EPOCH + timedelta(minutes=minute)
 
 
@@ -37,7 +37,7 @@ def document(
     logs: Mapping[str, str] | None = None,
     truncation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a commit says; times are epoch microseconds."""
+    """Returns the document of a commit; times are epoch microseconds."""
     shape: dict[str, Any] = {"kind": kind, "key": ["k"], "columns": ["k", "v"]}
     shape["specification"] = None if made_by is None else made_by.model_dump(mode="json")
     if kind == "versioned":
@@ -64,7 +64,7 @@ class Written:
 
     Args:
         warehouse: its directory.
-        about: of ``document``.
+        about: arguments of ``document``.
     """
 
     def __init__(self, warehouse: Path, name: str = "prices", **about: Any) -> None:
@@ -74,10 +74,10 @@ class Written:
         self.latest: dict[str, float] = {}
 
     def run(self, records: Sequence[tuple[str, str | None, float]], recorded: float) -> None:
-        """Commits a run: of each record its key, value (None: a tombstone) and minute.
+        """Commits a run of records, each a key, a value (None is a tombstone) and a minute.
 
         Args:
-            recorded: a minute.
+            recorded: the minute at which the run records them.
         """
         rows: list[dict[str, Any]] = []
         for key, value, minute in records:
