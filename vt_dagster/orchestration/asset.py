@@ -62,9 +62,9 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.catalog import register
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.spark_reader import Head
-from vt_dagster.topology.expressions import tokens
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_arguments, set_options
+from vt_dagster.topology.specification import tokens
 
 # Dagster types
 

@@ -21,7 +21,7 @@ from vt_dagster.provenance.explain_request import Condition, Log, Record, as_tim
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.values import as_key
 from vt_dagster.topology.durations import parse_time
-from vt_dagster.topology.expressions import Token, tokens
+from vt_dagster.topology.specification import Token, tokens
 
 _WORD = re.compile(r"`([^`]+)`|(\w+)")
 _SAME = (

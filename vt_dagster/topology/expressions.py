@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 from pyspark.sql import functions
@@ -52,7 +51,7 @@ from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.options import OPTIONS
 from vt_dagster.topology.schema import check_sql_name, is_sql_name
-from vt_dagster.topology.specification import ColumnSpec
+from vt_dagster.topology.specification import ColumnSpec, Token, tokens
 
 # Deterministic sql
 
@@ -125,14 +124,6 @@ _TIME_TYPES = ("date", "time", "timestamp", "timestamp_ntz", "timestamp_ltz")
 _OF_TIMES = re.compile(r"date|time|day|hour|minute|second|month|year|quarter|week|trunc")
 """Matches the names of functions that take times."""
 
-_COMMENT = re.compile(r"--(?:\\\r?\n|[^\r\n])*")
-_TEXT = re.compile(
-    r"r'[^']*'|r\"[^\"]*\"|'(?:[^'\\]|\\.|'')*'|\"(?:[^\"\\]|\\.|\"\")*\"", re.I | re.DOTALL
-)
-_QUOTED = re.compile(r"`(?:[^`]|``)*`")
-_NAME = re.compile(r"\w+")
-_SYMBOL = re.compile(r"::|->|=>|.", re.DOTALL)
-
 _KEYWORDS = {
     *("and", "any", "array", "between", "both", "case", "cast", "else", "end", "exists", "extract"),
     *("from", "if", "in", "interval", "leading", "like", "ilike", "rlike", "map", "not", "or", "over"),
@@ -150,67 +141,7 @@ _OWN_NAMES = {
 """Functions of a supported series of Spark that ``pyspark.sql.functions`` lacks."""
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token of an SQL expression.
-
-    Args:
-        kind: ``name``, ``quoted`` (in backticks), ``text`` (a string) or ``symbol``.
-        value: without quotes; in lower case except for strings.
-    """
-
-    kind: Literal["name", "quoted", "text", "symbol"]
-    value: str
-
-    @property
-    def is_name(self) -> bool:
-        """Whether it may name a function or a column."""
-        return self.kind in ("name", "quoted")
-
-
 _NONE = Token("symbol", "")
-
-
-@lru_cache(maxsize=4096)
-def tokens(expression: str) -> tuple[Token, ...]:
-    """Returns the tokens of an SQL expression, without whitespace and comments."""
-    return tuple(_tokens(expression))
-
-
-def _tokens(expression: str) -> Iterator[Token]:
-    place = 0
-    while place < len(expression):
-        if expression[place].isspace():
-            place += 1
-        elif expression.startswith("/*", place):
-            place = _after_comment(expression, place)
-        elif found := _COMMENT.match(expression, place):
-            place = found.end()
-        elif found := _TEXT.match(expression, place):
-            place = found.end()
-            text = found[0]
-            yield Token("text", text[2:-1] if text[0] in "rR" else text[1:-1])
-        elif found := _QUOTED.match(expression, place):
-            place = found.end()
-            yield Token("quoted", found[0][1:-1].replace("``", "`").lower())
-        elif found := _NAME.match(expression, place):
-            place = found.end()
-            yield Token("name", found[0].lower())
-        else:
-            found = _SYMBOL.match(expression, place)
-            assert found is not None
-            place = found.end()
-            yield Token("symbol", found[0])
-
-
-def _after_comment(expression: str, place: int) -> int:
-    """Returns the end of a block comment, which may contain nested ones."""
-    depth = 0
-    for mark in re.finditer(r"/\*|\*/", expression[place:]):
-        depth += 1 if mark[0] == "/*" else -1
-        if depth == 0:
-            return place + mark.end()
-    return len(expression)
 
 
 def unknown_functions(expression: str) -> set[str]:

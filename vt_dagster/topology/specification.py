@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, Field, PlainSerializer
@@ -33,10 +35,75 @@ NONE = timedelta(0)
 Names = Mapping[str, tuple[str, ...]]
 """Earlier names by column, the newest first."""
 
-_TOKEN = re.compile(
-    r"'(?:[^'\\]|\\.|'')*'|\"(?:[^\"\\]|\\.|\"\")*\"|`[^`]+`|--[^\r\n]*|/\*.*?\*/|\w+|\s+|.", re.DOTALL
+_COMMENT = re.compile(r"--(?:\\\r?\n|[^\r\n])*")
+_TEXT = re.compile(
+    r"r'[^']*'|r\"[^\"]*\"|'(?:[^'\\]|\\.|'')*'|\"(?:[^\"\\]|\\.|\"\")*\"", re.I | re.DOTALL
 )
-"""A text, a quoted name, a comment, a word, white space or a symbol of SQL."""
+_QUOTED = re.compile(r"`(?:[^`]|``)*`")
+_NAME = re.compile(r"\w+")
+_SYMBOL = re.compile(r"::|->|=>|.", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an SQL expression.
+
+    Args:
+        kind: ``name``, ``quoted`` (in backticks), ``text`` (a string) or ``symbol``.
+        value: without quotes; in lower case except for strings.
+        sql: as written.
+    """
+
+    kind: Literal["name", "quoted", "text", "symbol"]
+    value: str
+    sql: str = ""
+
+    @property
+    def is_name(self) -> bool:
+        """Whether it may name a function or a column."""
+        return self.kind in ("name", "quoted")
+
+
+@lru_cache(maxsize=4096)
+def tokens(expression: str) -> tuple[Token, ...]:
+    """Returns the tokens of an SQL expression, without whitespace and comments."""
+    return tuple(_tokens(expression))
+
+
+def _tokens(expression: str) -> Iterator[Token]:
+    place = 0
+    while place < len(expression):
+        if expression[place].isspace():
+            place += 1
+        elif expression.startswith("/*", place):
+            place = _after_comment(expression, place)
+        elif found := _COMMENT.match(expression, place):
+            place = found.end()
+        elif found := _TEXT.match(expression, place):
+            place = found.end()
+            text = found[0]
+            yield Token("text", text[2:-1] if text[0] in "rR" else text[1:-1], text)
+        elif found := _QUOTED.match(expression, place):
+            place = found.end()
+            yield Token("quoted", found[0][1:-1].replace("``", "`").lower(), found[0])
+        elif found := _NAME.match(expression, place):
+            place = found.end()
+            yield Token("name", found[0].lower(), found[0])
+        else:
+            found = _SYMBOL.match(expression, place)
+            assert found is not None
+            place = found.end()
+            yield Token("symbol", found[0], found[0])
+
+
+def _after_comment(expression: str, place: int) -> int:
+    """Returns the end of a block comment, which may contain nested ones."""
+    depth = 0
+    for mark in re.finditer(r"/\*|\*/", expression[place:]):
+        depth += 1 if mark[0] == "/*" else -1
+        if depth == 0:
+            return place + mark.end()
+    return len(expression)
 
 
 class ColumnSpec(NamedTuple):
@@ -269,10 +336,10 @@ def _same_sql(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
     """Returns whether two SQL texts are equal except for whitespace, comments and renamed columns."""
     if now == then:
         return True
-    tokens, earlier = (_tokens(text) for text in (now, then))
-    return len(tokens) == len(earlier) and all(
-        one == other or other.strip("`") in _earlier_names(tokens, i, sides, own)
-        for i, (one, other) in enumerate(zip(tokens, earlier, strict=True))
+    given, earlier = ([one.sql for one in tokens(text)] for text in (now, then))
+    return len(given) == len(earlier) and all(
+        one == other or other.strip("`") in _earlier_names(given, i, sides, own)
+        for i, (one, other) in enumerate(zip(given, earlier, strict=True))
     )
 
 
@@ -280,17 +347,12 @@ def without_layout(value: Any) -> Any:
     """Returns JSON values whose texts, which may be SQL, are equal if they differ only in whitespace
     and comments."""
     if isinstance(value, str):
-        return " ".join(_tokens(value))
+        return " ".join(one.sql for one in tokens(value))
     if isinstance(value, Mapping):
         return {name: without_layout(v) for name, v in cast(Mapping[str, Any], value).items()}
     if isinstance(value, list | tuple):
         return [without_layout(one) for one in cast(Sequence[Any], value)]
     return value
-
-
-def _tokens(text: str) -> list[str]:
-    found: list[str] = _TOKEN.findall(text)
-    return [one for one in found if not one.isspace() and not one.startswith(("--", "/*"))]
 
 
 def _earlier_names(tokens: Sequence[str], place: int, sides: Sequence[Names], own: Names) -> set[str]:
