@@ -383,6 +383,24 @@ def test_fields_of_an_aggregate_that_its_schema_lacks(spark: SparkSession) -> No
         driver.pipe("rates", {"k": "b", "g": "x", "n": 2, "timestamp": at(1)})
 
 
+def test_comments_at_the_end_of_expressions(spark: SparkSession) -> None:
+    large = plain().filter("n > 1 -- large", name="large")
+    small = plain().filter_not("n > 1 -- large", name="small")
+    sums = {"mean": "avg(n -- of all\n)", "there": "count(n -- (all\n)", "total": "sum(n) -- )"}
+    with pytest.raises(TopologyError, match="not an aggregate"):
+        plain().group_by("g").aggregate(sums, name="groups")
+    del sums["total"]
+    groups = plain().group_by("g").aggregate(sums, name="groups")
+    driver = TopologyTestDriver(large, small, groups, spark=spark)
+    driver.pipe(
+        "rates",
+        *({"k": k, "g": "x", "n": n, "timestamp": at(1)} for k, n in zip("ab", (1, 2), strict=True)),
+    )
+    assert [r["k"] for r in driver.table("large")] == ["b"]
+    assert [r["k"] for r in driver.table("small")] == ["a"]
+    assert [(r["mean"], r["there"]) for r in driver.table("groups")] == [(1.5, 2)]
+
+
 def test_an_adder_that_forgets_to_return() -> None:
     def add(row: dict[str, Any], names: dict[str, Any]) -> Any:
         names["names"].append(row["k"])

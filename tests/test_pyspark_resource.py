@@ -108,16 +108,16 @@ def test_what_a_session_lacks_is_named() -> None:
 
 
 def test_settings_that_change_the_meaning_of_sql_are_named() -> None:
-    class Zoneless(_Plain):
+    class Other(_Plain):
         class conf:
             @staticmethod
             def get(name: str, default: str) -> str:
-                return {"spark.sql.timestampType": "TIMESTAMP_NTZ"}.get(
-                    name, _Plain.conf.get(name, default)
-                )
+                others = {"timestampType": "TIMESTAMP_NTZ", "ansi.enforceReservedKeywords": "true"}
+                return others.get(name.removeprefix("spark.sql."), _Plain.conf.get(name, default))
 
-    *_, kind = lacking(Zoneless())  # type: ignore[arg-type]
+    *_, kind, words = lacking(Other())  # type: ignore[arg-type]
     assert kind == "spark.sql.timestampType=TIMESTAMP_LTZ, it has 'TIMESTAMP_NTZ'"
+    assert words == "spark.sql.ansi.enforceReservedKeywords=false, it has 'true'"
 
 
 class _OfAnotherSeries:

@@ -111,7 +111,8 @@ def filter(
 
     Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
     """
-    condition = f"NOT coalesce(({predicate}), false)" if negate else f"coalesce(({predicate}), false)"
+    passes = f"coalesce(({predicate}\n), false)"  # a comment may end the predicate
+    condition = f"NOT {passes}" if negate else passes
     seen = over_old(changes, key, values, {"_old_passes": condition})
     passes = F.expr(condition) & ~F.col(IS_TOMBSTONE)
     old = F.when(F.col("_old_passes"), F.col(OLD))

@@ -745,15 +745,16 @@ class Aggregates:
 
         columns: list[tuple[str, str]] = []
         for call in self._calls():
-            x = call.inside
+            x = call.inside  # which a comment may end
             if call.function == "count":
-                one = "CAST(1 AS BIGINT)" if x == "*" else f"CAST(({x}) IS NOT NULL AS BIGINT)"
+                one = "CAST(1 AS BIGINT)" if x == "*" else f"CAST(({x}\n) IS NOT NULL AS BIGINT)"
                 shown = f"coalesce({keep(one, 'sum')}, 0)"
             elif call.function == "sum":
                 shown = f"coalesce({keep(x, 'sum')}, 0)"
             elif call.function == "avg":
-                total = keep(f"CAST(({x}) AS DOUBLE)", "sum")
-                shown = f"{total} / nullif({keep(f'CAST(({x}) IS NOT NULL AS BIGINT)', 'sum')}, 0)"
+                total = keep(f"CAST(({x}\n) AS DOUBLE)", "sum")
+                there = keep(f"CAST(({x}\n) IS NOT NULL AS BIGINT)", "sum")
+                shown = f"{total} / nullif({there}, 0)"
             else:
                 shown = keep(x, "min" if call.function == "min" else "max")
             columns.append((call.column, shown))
