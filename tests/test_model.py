@@ -252,6 +252,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: join(select=["upper(left.v)"]),
         ["priced", "'upper(left.v)'", "expression as name"],
     ),
+    "selected without a side": (
+        lambda: join(select=["v || 'x' as w"]),
+        ["priced", "\"v || 'x' as w\"", "write 'left.v' or 'right.v'"],
+    ),
     "another timestamp": (
         lambda: join(select=["left.v", "right.timestamp"]),
         ["priced", "own timestamp", "as seen_at"],
@@ -338,3 +342,18 @@ def test_texts_of_a_length_are_strings() -> None:
     kinds = schema(v=VarcharType(3), x=MapType(StringType(), StructType().add("c", CharType(2))))
     texts = schema(v=StringType(), x=MapType(StringType(), StructType().add("c", StringType())))
     assert stream(schema=kinds).schema == texts
+
+
+def test_sides_of_the_columns_of_a_join() -> None:
+    dated = {"left": stream(schema=schema(v=StringType(), date=StringType()))}
+    cases = {
+        "concat('turn left.now', right.v)": ["v"],
+        "left.v -- right.w": ["v"],
+        "`left`.v || `right`.`v`": ["v", "v"],
+        "date '2026-01-01'": [],
+        "cast('2026-01-01' as date)": [],
+    }
+    for sql, columns in cases.items():
+        operator = join(**dated, select=[f"{sql}\n as x"]).operator
+        assert operator is not None
+        assert [column for _, column in operator.lineage()["x"]] == columns, sql

@@ -344,7 +344,6 @@ class _Expression:
 # Projection
 
 
-_REFERENCE = re.compile(r"\b(left|right)\s*\.\s*(`[^`]+`|\w+|\*)", re.IGNORECASE)
 _SELECTED_COLUMN = re.compile(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", re.IGNORECASE)
 _WHOLE = re.compile(r"\s*(left|right)\s*\.\s*(.+?)\s*", re.IGNORECASE | re.DOTALL)
 _STAR = re.compile(r"\s*(left|right)\s*\.\s*\*\s*", re.IGNORECASE)
@@ -582,10 +581,10 @@ class Projection:
         alias = _ALIAS.fullmatch(item)
         if alias and self._odd(alias.group("expression")):
             self._refuse_unquoted(alias.group("expression"))
-        for side, column in _REFERENCE.findall(item):
-            if not is_sql_name(column) and column.lower() != "null" and column[0] not in "`*":
-                self._refuse_unquoted(f"{side}.{column}")
-            self._check_reference(item, self.sides[side.lower()], column.strip("`"))
+        for side, token in _reference_tokens(item):
+            if token.kind == "name" and not is_sql_name(token.sql) and token.value != "null":
+                self._refuse_unquoted(f"{side}.{token.sql}")
+            self._check_reference(item, self.sides[side], token.sql.strip("`"))
         if star := _STAR.fullmatch(item):
             side = star.group(1).lower()
             taken = set[str]()
@@ -596,6 +595,7 @@ class Projection:
         if plain := _SELECTED_COLUMN.fullmatch(item):
             return [(plain.group(2).strip("`"), item.strip())]
         if alias:
+            self._require_sides(item, alias.group("expression"))
             return [(alias.group("name").strip("`"), alias.group("expression"))]
         raise TopologyError(
             f"{self.asset}: the selected column {item!r} has no name; write 'left.column', "
@@ -616,6 +616,24 @@ class Projection:
             f"{self.asset}: select has {text.strip()!r}, which SQL does not parse as a column name; "
             f"write it in backticks, '{side.strip()}.`{column.strip()}`'"
         )
+
+    def _require_sides(self, item: str, expression: str) -> None:
+        """Raises TopologyError if an expression has columns, but none of them with its side."""
+        known = {name.lower() for side in self.sides.values() for name in side.names}
+        before, after = _NONE, tokens(expression)
+        found = list[str]()
+        for token, following in zip(after, (*after[1:], _NONE), strict=True):
+            # ``date '2026-01-01'``, ``date(…)`` and ``cast(… as date)`` are no columns
+            typed = following.kind == "text" or following.value == "(" or before.value == "as"
+            if token.is_name and token.value in known and not typed:
+                found.append(token.sql)
+            before = token
+        if found and not _references(expression):
+            column = found[0]
+            raise TopologyError(
+                f"{self.asset}: expected each column of select with its side, got {item!r}; write "
+                f"'left.{column}' or 'right.{column}'"
+            )
 
     def _check_reference(self, item: str, side: Side, column: str) -> None:
         known = side.names
@@ -649,7 +667,20 @@ class Projection:
 
 def _references(expression: str) -> list[tuple[str, str]]:
     """Returns the (side, column) pairs in an expression of a join."""
-    return [(side.lower(), column.strip("`")) for side, column in _REFERENCE.findall(expression)]
+    return [(side, token.sql.strip("`")) for side, token in _reference_tokens(expression)]
+
+
+def _reference_tokens(expression: str) -> Iterator[tuple[str, Token]]:
+    """Yields (side, the token of the column or ``*``); a text and a struct's field named ``left`` are
+    no side."""
+    found = tokens(expression)
+    for place in range(len(found) - 2):
+        side, point, column = found[place : place + 3]
+        if not side.is_name or side.value not in ("left", "right") or point.value != ".":
+            continue
+        inside = place > 0 and found[place - 1].value == "."
+        if not inside and (column.is_name or column.value == "*"):
+            yield side.value, column
 
 
 def _is(expression: str, left_column: str) -> bool:
