@@ -112,12 +112,17 @@ def test_settings_that_change_the_meaning_of_sql_are_named() -> None:
         class conf:
             @staticmethod
             def get(name: str, default: str) -> str:
-                others = {"timestampType": "TIMESTAMP_NTZ", "ansi.enforceReservedKeywords": "true"}
+                others = {
+                    "timestampType": "TIMESTAMP_NTZ",
+                    "ansi.enforceReservedKeywords": "true",
+                    "legacy.timeParserPolicy": "LEGACY",
+                }
                 return others.get(name.removeprefix("spark.sql."), _Plain.conf.get(name, default))
 
-    *_, kind, words = lacking(Other())  # type: ignore[arg-type]
+    *_, kind, words, times = lacking(Other())  # type: ignore[arg-type]
     assert kind == "spark.sql.timestampType=TIMESTAMP_LTZ, it has 'TIMESTAMP_NTZ'"
-    assert words == "spark.sql.ansi.enforceReservedKeywords=false, it has 'true'"
+    assert words == "spark.sql.ansi.enforceReservedKeywords=FALSE, it has 'true'"
+    assert times == "spark.sql.legacy.timeParserPolicy=CORRECTED or EXCEPTION, it has 'LEGACY'"
 
 
 class _OfAnotherSeries:

@@ -63,10 +63,14 @@ _UTC = {
 """Accepted names of UTC, the time zone of all tables."""
 
 _MEANING = {
-    "spark.sql.timestampType": "TIMESTAMP_LTZ",
-    "spark.sql.ansi.enforceReservedKeywords": "false",  # ``left`` and ``right`` name the sides of joins
+    "spark.sql.timestampType": ("TIMESTAMP_LTZ",),
+    "spark.sql.ansi.enforceReservedKeywords": ("FALSE",),  # ``left`` and ``right`` name sides of joins
+    "spark.sql.ansi.doubleQuotedIdentifiers": ("FALSE",),
+    "spark.sql.parser.escapedStringLiterals": ("FALSE",),
+    # LEGACY reads texts as times that other sessions refuse
+    "spark.sql.legacy.timeParserPolicy": ("CORRECTED", "EXCEPTION"),
 }
-"""Settings that would change the meaning of types and expressions, with the value that they need."""
+"""Settings that could change the meaning of types and expressions, with their accepted values."""
 
 _with_delta: weakref.WeakSet[Any] = weakref.WeakSet()
 """Sessions of a supported Spark with Delta Lake. Cached: both remain, and the check takes time."""
@@ -104,9 +108,9 @@ def lacking(session: SparkSession) -> list[str]:
         except Exception as error:  # from py4j or gRPC, depending on the class that is missing
             found.append(f"the jars of {SERIES[series][0]} ({one_line(error)[:200]})")
     for key, wanted in _MEANING.items():
-        value = session.conf.get(key, wanted) or wanted
-        if value.upper() != wanted.upper():
-            found.append(f"{key}={wanted}, it has {value!r}")
+        value = session.conf.get(key, wanted[0]) or wanted[0]
+        if value.upper() not in wanted:
+            found.append(f"{key}={' or '.join(wanted)}, it has {value!r}")
     return found
 
 
