@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import dagster as dg
 import pytest
 
-from vt_dagster import WarehouseResource
+from vt_dagster import WarehouseResource, build_resources
 from vt_dagster.orchestration.resources import warehouse_of
 
 ROOT = Path(__file__).parent.parent
@@ -126,3 +127,14 @@ def test_a_relative_warehouse_is_seen_from_the_process(
         resources=SimpleNamespace(vt_dagster_warehouse=WarehouseResource(path=path))
     )
     assert warehouse_of(context, "vt_dagster") == seen.format(here=tmp_path)
+
+
+def test_a_warehouse_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read when a run starts, not when definitions load."""
+    made = [build_resources(dg.EnvVar("LAKE"))["vt_dagster_warehouse"] for _ in range(2)]
+    assert made[0] is made[1]
+    monkeypatch.setenv("LAKE", "s3a://lake/warehouse")
+    with dg.build_resources({"vt_dagster_warehouse": made[0]}) as resources:
+        assert (
+            warehouse_of(SimpleNamespace(resources=resources), "vt_dagster") == "s3a://lake/warehouse"
+        )

@@ -135,7 +135,8 @@ def build_resources(
     if spark is not None:
         require_spark(spark)
     if isinstance(warehouse, str | PathLike):
-        warehouse = warehouse_at(address(warehouse))
+        deferred = isinstance(warehouse, dg.EnvVar)  # resolved when a run starts
+        warehouse = warehouse_at(warehouse if deferred else address(warehouse))
     require_warehouse(warehouse)
     return {
         warehouse_key(resource_prefix): warehouse,
@@ -174,6 +175,7 @@ def build_definitions(
     resources. Merge them with your own definitions by ``dg.Definitions.merge``: those set the executor.
 
     Args:
+        warehouse: a directory or URL, also as ``dagster.EnvVar``; or a :class:`WarehouseResource`.
         spark: a :class:`SparkResource`, or a ``PySparkResource`` or ``LazyPySparkResource`` of
             dagster-pyspark, whose session is used unchanged; None = a :class:`SparkResource`.
         graph_assets: assets of your own for some of the streams and tables, built from the ops of
