@@ -292,7 +292,7 @@ def build_session(
 
 @contextlib.contextmanager
 def _interrupts_kept() -> Generator[None]:
-    """Keeps the process's handler of interrupts, unless it is Python's own.
+    """Keeps the process's handler of interrupts, if it has one other than Python's own.
 
     PySpark installs one that raises ``KeyboardInterrupt`` after a call to the JVM, which uses the
     connection of the interrupted call. Dagster cancels a step by its own handler; with PySpark's, the
@@ -303,7 +303,7 @@ def _interrupts_kept() -> Generator[None]:
         yield
     finally:
         in_main = threading.current_thread() is threading.main_thread()
-        if in_main and before not in (None, signal.default_int_handler):
+        if in_main and callable(before) and before is not signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
 
 
