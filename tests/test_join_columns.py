@@ -92,3 +92,12 @@ def test_keys_called_like_the_sides(spark: SparkSession) -> None:
     for join in joins:
         found = [tuple(row[n] for n in ("right", "left", "x", "y")) for row in driver.read(join.name)]
         assert found == [("a", "l", "a", "r")], join.name
+
+
+def test_sides_in_backticks_and_in_texts(spark: SparkSession) -> None:
+    sales, rates = Stream("sales", **ABOUT), table("rates", versioned=True)
+    select = ["`right`.`left` + `left`.left as x", "concat('left.gone ', left.right) as y"]
+    driver = TopologyTestDriver(sales.left_join(rates, name="joined", select=select), spark=spark)
+    own = [{"k": "a", "left": 1, "right": "a", "timestamp": 5}]
+    driver.run({"sales": own, "rates": [{"k": "a", "left": 10, "right": "b", "timestamp": 0}]})
+    assert [(row["x"], row["y"]) for row in driver.read("joined")] == [(11, "left.gone a")]
