@@ -292,7 +292,7 @@ def test_wherever_an_expression_stands(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_none_of_them_wherever_an_expression_stands(place: str) -> None:
     with pytest.raises(TopologyError, match=f"{place.split(' (')[0]} to give one value for each row"):
-        PLACES[place]("explode(xs)")
+        PLACES[place]("explode(array(1, 2))")
 
 
 def test_spark_takes_them_so(spark: SparkSession) -> None:
