@@ -167,6 +167,12 @@ def test_a_header_of_csv_is_no_record(spark: SparkSession, tmp_path: Path) -> No
     two = StructType().add("v", "string").add("k", "string")
     rows = source.read(spark, source.files(), two).orderBy("_arrival").collect()
     assert [row["_position"] for row in rows if row["_reason"]] == [1, 3]
+    # As many comparisons in one chain would overflow the stack of Spark's planner.
+    wide = StructType([StructField(f"c{n}", StringType()) for n in range(500)])
+    (tmp_path / "wide").mkdir()
+    write(tmp_path / "wide", "1.csv", "\n".join([",".join(wide.names)] * 2))
+    source = FilesSource(str(tmp_path / "wide"), format="csv")
+    assert {"_reason", *wide.names} <= {*source.read(spark, source.files(), wide).columns}
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -17,7 +17,6 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from operator import add, and_
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -933,11 +932,9 @@ def _with_decimals(texts: Mapping[str, Column], schema: Column) -> Column:
 def _encoded(text: Column, scale: Column) -> tuple[Column, Column]:
     """Returns the base64 and the scale of a decimal; Debezium's of variable scale is an object that has
     both."""
-    varies, own = (
-        text.startswith("{"),
-        F.replace(F.get_json_object(text, "$.scale"), F.lit(NUMBER), F.lit("")),
-    )
+    varies = text.startswith("{")
     value = F.when(varies, F.get_json_object(text, "$.value")).otherwise(text)
+    own = F.replace(F.get_json_object(text, "$.scale"), F.lit(NUMBER), F.lit(""))
     return value, F.when(varies, own).otherwise(scale)
 
 
@@ -1205,11 +1202,10 @@ def _is_header(row: Column, schema: StructType) -> Column:
     have its name as a value, and a single column may."""
     if len(schema.fields) == 1 or any(f.dataType != StringType() for f in schema.fields):
         return F.lit(False)
-    alike = [
-        F.coalesce(row[name] == name, F.lit(True)) for name in schema.names
-    ]  # null: not in the file
-    there = [F.when(row[name] == name, 1).otherwise(0) for name in schema.names]
-    return reduce(and_, alike) & (reduce(add, there) > 1)
+    others = any_of([F.coalesce(row[name] != name, F.lit(False)) for name in schema.names])
+    # A column that the file lacks is null.
+    there = F.array_compact(F.array(*[row[name] for name in schema.names]))
+    return ~others & (F.size(there) > 1)
 
 
 def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
