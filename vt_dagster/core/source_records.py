@@ -185,8 +185,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     in_range = F.when(sane, F.col(TIMESTAMP))
     judged = timed.withColumns({**added, REASON: reason})
     judged = judged.withColumns({OUTCOME: outcome, TIMESTAMP: in_range})
-    unwanted = {SOURCE_TIME: named, UNCHANGED: UNCHANGED in rows.columns and not takes_unchanged(node)}
-    unwanted[MOVED] = MOVED in rows.columns
+    unwanted = {SOURCE_TIME: named, MOVED: MOVED in rows.columns}
+    unwanted[UNCHANGED] = UNCHANGED in rows.columns and not takes_unchanged(node)
     dropped = [column for column, is_so in unwanted.items() if is_so]
     return judged.drop(*dropped) if dropped else judged
 

@@ -946,10 +946,7 @@ def aggregate(
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
         chunk = chunk if bounds is None else fine_chunk
         judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
-        if closed is not None:
-            had = F.coalesce(over_at(F.unix_micros(WINDOW_END)) <= closed, F.lit(False))
-            judged = judged.withColumn(PASSED, F.col(PASSED) | had)
-        return _fixed(judged, earlier, key, window, aggregates, once)
+        return _fixed(judged, earlier, key, window, aggregates, closed, once)
     if bounds is None:
         seen = with_stream_time(records, before, counts, chunk=chunk)
     else:
@@ -1001,10 +998,14 @@ def _fixed(
     key: Sequence[str],
     window: TumblingWindow | HoppingWindow,
     aggregates: Aggregates,
+    closed: Column | None,
     once: bool,
 ) -> DataFrame:
     """Computes tumbling and hopping windows: running aggregates, starting from the state's row."""
-    judged = judged.withColumn(_OPEN, ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()).drop(PASSED)
+    is_open = ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()
+    if closed is not None:
+        is_open &= F.coalesce(over_at(F.unix_micros(WINDOW_END)) > closed, F.lit(True))
+    judged = judged.withColumn(_OPEN, is_open).drop(PASSED)
     names = [a.name for a in aggregates.accumulators]
     place = place_in(judged)
     rows = union(judged, earlier)

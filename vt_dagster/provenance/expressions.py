@@ -56,9 +56,9 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
         return None
     try:
         found = _table(duckdb.from_arrow(rows).project(sql.replace("`", '"'))).column(0)
+        cases = pa.types.is_string(found.type) and _CASES.search(sql) is not None
         # In other alphabets, the two have other capital letters.
-        text = pa.types.is_string(found.type) and not all(v.isascii() for v in found.to_pylist() if v)
-        return None if text and _CASES.search(sql) else found
+        return None if cases and not all(v.isascii() for v in found.to_pylist() if v) else found
     except duckdb.Error:  # a function or syntax that DuckDB lacks, or values that it refuses
         return None
 

@@ -515,7 +515,7 @@ def contract_of(node: Stream) -> tuple[list[Rule], list[Probe]]:
     probes: list[Probe] = []
 
     def add(name: str, check: Callable[[Any], Any], warns: bool, of: str = "") -> None:
-        found = rule_of(name, check, [*dict.fromkeys((*node.schema.names, TIMESTAMP))])
+        found = rule_of(name, check, _columns_of_model(node))
         if found is None or found.columns:
             # A window must not mix rows with rejected ones or tombstones: they are filtered out first.
             probes.append(Probe(name, partial(_passes, node, name, check), warns))
@@ -588,8 +588,12 @@ def check_name(check: Any, column: str, taken: set[str]) -> str:
 def of_model(node: Stream, rows: DataFrame) -> DataFrame:
     """Returns rows with the columns of the node's schema and ``timestamp`` alone, for checks that use
     all columns: no two rows are equal with those that the library adds."""
-    own = dict.fromkeys((*node.schema.names, TIMESTAMP))
+    own = _columns_of_model(node)
     return rows.select(*[F.col(f"`{c}`") for c in rows.columns if c in own])
+
+
+def _columns_of_model(node: Stream) -> list[str]:
+    return [*dict.fromkeys((*node.schema.names, TIMESTAMP))]
 
 
 def _passes(node: Stream, name: str, check: Callable[[Any], Any], rows: DataFrame) -> bool:

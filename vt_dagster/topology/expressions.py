@@ -619,21 +619,18 @@ class Projection:
 
     def _require_sides(self, item: str, expression: str) -> None:
         """Raises TopologyError if an expression has columns, but none of them with its side."""
+        if _references(expression):
+            return
         known = {name.lower() for side in self.sides.values() for name in side.names}
-        before, after = _NONE, tokens(expression)
-        found = list[str]()
-        for token, following in zip(after, (*after[1:], _NONE), strict=True):
+        found = (_NONE, *tokens(expression), _NONE)
+        for before, token, after in zip(found, found[1:], found[2:], strict=False):
             # ``date '2026-01-01'``, ``date(…)`` and ``cast(… as date)`` are no columns
-            typed = following.kind == "text" or following.value == "(" or before.value == "as"
+            typed = after.kind == "text" or after.value == "(" or before.value == "as"
             if token.is_name and token.value in known and not typed:
-                found.append(token.sql)
-            before = token
-        if found and not _references(expression):
-            column = found[0]
-            raise TopologyError(
-                f"{self.asset}: expected each column of select with its side, got {item!r}; write "
-                f"'left.{column}' or 'right.{column}'"
-            )
+                raise TopologyError(
+                    f"{self.asset}: expected each column of select with its side, got {item!r}; write "
+                    f"'left.{token.sql}' or 'right.{token.sql}'"
+                )
 
     def _check_reference(self, item: str, side: Side, column: str) -> None:
         known = side.names

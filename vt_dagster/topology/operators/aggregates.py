@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from dis import Instruction, get_instructions
 from inspect import CO_COROUTINE, CO_GENERATOR
+from itertools import pairwise
 from typing import Any
 
 from pyspark.sql.types import StructField, StructType
@@ -205,11 +206,11 @@ class Aggregator:
         )
 
 
-def _returns_none(before: Instruction | None, end: Instruction) -> bool:
+def _returns_none(before: Instruction, end: Instruction) -> bool:
     """Returns whether an instruction at the end of a function returns the constant None."""
     if end.opname == "RETURN_CONST":
         return end.argval is None
-    loaded = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+    loaded = before.opname == "LOAD_CONST" and before.argval is None
     return loaded and not end.is_jump_target
 
 
@@ -269,9 +270,8 @@ class TableAggregate(Aggregate):
         code = getattr(adder, "__code__", None)
         if code is None or code.co_flags & (CO_GENERATOR | CO_COROUTINE):
             return
-        steps = [None, *get_instructions(code)]
-        pairs = zip(steps, get_instructions(code), strict=False)
-        ends = [(before, end) for before, end in pairs if end.opname.startswith("RETURN_")]
+        steps = [*get_instructions(code)]
+        ends = [pair for pair in pairwise(steps) if pair[1].opname.startswith("RETURN_")]
         if ends and all(_returns_none(*one) for one in ends):
             raise TopologyError(
                 f"{self.name}: expected the adder of its Aggregator to return the aggregate, but "
