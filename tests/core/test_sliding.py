@@ -1,17 +1,23 @@
-"""The kernel of sliding windows agrees with the model on many random records, without Spark."""
+"""The kernel of sliding windows agrees with the model on many random records, without Spark; windows
+at the ends of time."""
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
 from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
 from tests.core.random_scenarios import scenarios
+from vt_dagster import SlidingWindow, Stream
 from vt_dagster.columns import WINDOW_END, WINDOW_START
 from vt_dagster.core import windowed_aggregate
 from vt_dagster.core.windowed_aggregate import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED
+from vt_dagster.testing import TopologyTestDriver
 
 Row = dict[str, Any]
 BATCH = 3
@@ -116,3 +122,40 @@ def test_the_kernel_agrees_with_the_model(seed: int) -> None:
         assert dropped == known["metrics"]["dropped_records"], scenario["name"]
         compared += 1
     assert compared > 100
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_windows_at_the_ends_of_time(spark: SparkSession) -> None:
+    """Windows begin in the year 1 at the earliest and end in the year 9999 at the latest. The next run
+    reads them with their own bounds."""
+    hour, minute, tick = timedelta(hours=1), timedelta(minutes=1), timedelta(milliseconds=1)
+    first, last = (t.replace(tzinfo=timezone.utc) for t in (datetime.min, datetime.max))
+    fields = [StructField("k", StringType()), StructField("timestamp", TimestampType())]
+    visits = Stream("visits", key="k", schema=StructType(fields), partitions=2)
+    sliding = visits.group_by().windowed_by(SlidingWindow(hour, hour)).count(name="sliding")
+    driver = TopologyTestDriver(sliding, spark=spark)
+
+    def found(*records: tuple[str, int, datetime]) -> list[tuple[Any, ...]]:
+        rows = [{"k": k, "partition": home, "timestamp": at} for k, home, at in records]
+        driver.pipe("visits", *rows)
+        names = ("k", WINDOW_START, WINDOW_END, "count")
+        return [tuple(row[n] for n in names) for row in driver.read("sliding")]
+
+    early = [first + n * minute for n in (0, 10, 20)]
+    late, noon = last - 30 * minute, last - 30 * minute - timedelta(microseconds=999)
+    assert found(("a", 0, early[0]), ("a", 0, early[1]), ("z", 1, late), ("z", 1, last)) == [
+        ("a", first, early[0], 1),
+        ("a", early[0] + tick, early[0] + tick + hour, 1),
+        ("a", first, early[1], 2),
+        ("z", noon - hour, noon, 1),
+        ("z", noon + tick, last, 1),
+        ("z", last - timedelta(microseconds=999) - hour, last - timedelta(microseconds=999), 2),
+    ]
+    assert found(("a", 0, early[2]), ("a", 0, early[0])) == [
+        ("a", early[0] + tick, early[0] + tick + hour, 2),
+        ("a", early[1] + tick, early[1] + tick + hour, 1),
+        ("a", first, early[2], 3),
+        ("a", first, early[2], 4),
+        ("a", first, early[1], 3),
+        ("a", first, early[0], 2),
+    ]

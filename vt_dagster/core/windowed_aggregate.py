@@ -1124,7 +1124,14 @@ def _sliding(
     merged = merge_sliding_windows(
         union(records, earlier), key=key, accumulators=aggregates.accumulators
     )
-    return _by_kernel(merged, key, aggregates)
+    # Not the state's: the next run computes with a window's true start.
+    told = F.col(KIND) != STATE
+    early, late = told & (F.col(WINDOW_START) < FIRST_TIME), told & (F.col(WINDOW_END) > LAST_TIME)
+    within = {
+        WINDOW_START: F.when(early, F.lit(FIRST_TIME)).otherwise(F.col(WINDOW_START)),
+        WINDOW_END: F.when(late, F.lit(LAST_TIME)).otherwise(F.col(WINDOW_END)),
+    }
+    return _by_kernel(with_columns(merged, within), key, aggregates)
 
 
 def _horizon(least: Column, closed: Column | None) -> Column:
