@@ -1125,8 +1125,9 @@ def _sliding(
         union(records, earlier), key=key, accumulators=aggregates.accumulators
     )
     # Not the state's: the next run computes with a window's true start.
-    told = F.col(KIND) != STATE
-    early, late = told & (F.col(WINDOW_START) < FIRST_TIME), told & (F.col(WINDOW_END) > LAST_TIME)
+    is_result = F.col(KIND) != STATE
+    early = is_result & (F.col(WINDOW_START) < FIRST_TIME)
+    late = is_result & (F.col(WINDOW_END) > LAST_TIME)
     within = {
         WINDOW_START: F.when(early, F.lit(FIRST_TIME)).otherwise(F.col(WINDOW_START)),
         WINDOW_END: F.when(late, F.lit(LAST_TIME)).otherwise(F.col(WINDOW_END)),
