@@ -636,10 +636,7 @@ def _sliding_merge(
         for i, (*about, last) in enumerate(taken):
             windows, done = _taken(windows, mergers, about, [column[i] for column in kept])
             if last:
-                length = about[_TAKEN.index(LENGTH)]
-                done += [
-                    _Result(STATE, w.start, w.start + length, w.young, w.values) for w in windows.found
-                ]
+                done += windows.kept(about[_TAKEN.index(LENGTH)])
             index += [i] * len(done)
             turns += range(len(done))
             out += done
