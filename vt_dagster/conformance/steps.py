@@ -79,9 +79,7 @@ class Layout:
     def holds_back(self) -> bool:
         """Whether results are held back. A run of many records then emits them in another order."""
         return any(
-            s["op"] == "suppress"
-            or (s["op"] == "stream_table_join" and s["grace"])
-            or (s["op"] == "stream_join" and s["kind"] != "inner")
+            s["op"] == "suppress" or (s["op"] == "stream_join" and s["kind"] != "inner")
             for s in self.steps.values()
         )
 

@@ -36,6 +36,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import (
     ARRIVAL,
+    EMITTED_AT,
     HOME,
     INPUT,
     IS_LATEST,
@@ -230,8 +231,9 @@ class ResultOrder:
 
     @property
     def by_time(self) -> bool:
-        """Whether timestamps never decrease in this order."""
-        return self.first is None and self.by[0] == TIMESTAMP
+        """Whether the order is by the time at which records are emitted: the timestamps of those that
+        are not late never decrease in it."""
+        return self.first is None and self.by[0] == EMITTED_AT
 
     def columns(self) -> list[Column]:
         """Returns the order as columns. Needs a Spark session."""
@@ -514,7 +516,7 @@ class RunPlan:
         if single_task:
             return None
         if self.order.chunk is None and self.order.by_time:
-            return F.shiftright(F.unix_micros(TIMESTAMP), level)
+            return F.shiftright(EMITTED_AT, level)
         by_arrival = hour_of_arrival if self.merges else arrival_chunk
         return (self.order.chunk or by_arrival)()
 

@@ -6,6 +6,10 @@ A feature join joins one stream with many versioned tables in the same way.
 still matches table records that arrive slightly later. This stream time is the buffer's own: the
 largest timestamp of a record with a key and a value. Only the stream advances it, never the table.
 
+A late record is emitted when it arrives, after the records that are due by then. Results are therefore
+in the order in which record-by-record processing emits them: by ``_emitted_at``, and at one such time
+those that waited first.
+
 The buffer needs no storage of its own. A run emits all records up to a time: ``stream time - grace
 period`` at its end, and never less than in earlier runs. The waiting records are exactly those of the
 stream's log with a larger timestamp, because emitted records and those late on arrival lie at or before
@@ -40,7 +44,9 @@ from pyspark.sql.types import DataType, StructField, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
+    AT_ONCE,
     CAUSE,
+    EMITTED_AT,
     FINAL,
     IS_FINAL,
     IS_LATE,
@@ -59,11 +65,11 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import (
-    HOUR,
     Outcome,
     arrival_chunk,
     by_partition,
     has_key,
+    hour_of,
     micros,
     union,
     with_columns,
@@ -103,13 +109,12 @@ from vt_dagster.core.processor import (
 )
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_time import (
-    PASSED,
     STREAM_TIME,
     Bounds,
     Timed,
-    late_from,
-    passed,
+    exact_chunks,
     with_stream_time,
+    with_time_in_bounds,
 )
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.errors import RefusedRecordsError
@@ -153,43 +158,71 @@ def hold_back(
     kind: JoinKind,
     grace: Duration | None,
     before: Column,
+    emitted_before: Column,
     emitted_up_to: Column,
     chunk: Column | None = None,
     bounds: Bounds | None = None,
 ) -> DataFrame:
-    """Decides for each record whether it is joined in this run.
+    """Decides for each record whether it is joined in this run, and its place among the results.
 
-    Plan: none without a grace period; otherwise ``passed`` over the records that arrived, which
-    separates late records from those to emit.
+    Plan: none without a grace period; otherwise stream time of the records that arrived: with bounds
+    ``with_time_in_bounds``, without records that are emitted on arrival nothing, else
+    ``with_stream_time``.
 
     Args:
         arrived: the stream's log rows of this run, with ``_arrival``.
         waiting: the records that waited before the run; None = none.
         grace: None = no record waits.
         before: the buffer's stream time before the run, per partition.
-        emitted_up_to: the time up to which records are emitted at the end of the run, per partition.
-        chunk, bounds: see ``passed``.
+        emitted_before, emitted_up_to: the time up to which records are emitted before the run, and at
+            its end, per partition.
+        chunk: see ``with_stream_time``; bounds: None = compute stream time for every record.
 
     Returns:
-        all records with ``_outcome``: ``applied`` (timestamp <= emitted_up_to), ``late`` (timestamp <
-        stream time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; in an
-        inner join also no key). A left join emits a record without a key at once.
+        all records with ``_outcome``: ``applied`` (timestamp <= emitted_up_to), ``late`` (records with
+        a larger timestamp have been emitted when it arrives, usually because timestamp < stream time -
+        grace: joined at once), ``waiting``, or ``dropped`` (no value; in an inner join also no key). A
+        left join emits a record without a key at once. With a grace period also ``_emitted_at,
+        _at_once``.
 
     Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
     """
     keyless = Outcome.APPLIED if kind == "left" else Outcome.DROPPED
     outcome = F.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).when(~has_key(key), keyless)
-    seen = arrived
     if grace is None:
-        outcome = outcome.otherwise(Outcome.APPLIED)
+        return union(arrived, waiting).withColumn(OUTCOME, outcome.otherwise(Outcome.APPLIED))
+    counts = moves_stream_time(key)
+    if bounds is None:
+        seen = with_stream_time(arrived, before, counts, chunk=chunk)
+    elif bounds.none_passed:
+        seen = arrived.withColumn(STREAM_TIME, F.lit(None).cast("timestamp"))
     else:
-        counts, late = moves_stream_time(key), late_from(grace)
-        seen = passed(arrived, late, before, counts, chunk=chunk, bounds=bounds)
-        outcome = outcome.when(F.col(PASSED), Outcome.LATE).when(
-            F.col(TIMESTAMP) <= emitted_up_to, Outcome.APPLIED
-        )
-        outcome = outcome.otherwise(Outcome.WAITING)
-    return union(seen, waiting).withColumn(OUTCOME, outcome).drop(PASSED)
+        assert chunk is not None
+        seen = with_time_in_bounds(arrived, counts, chunk=chunk, bounds=bounds)
+    now, at = F.unix_micros(STREAM_TIME), F.unix_micros(TIMESTAMP)
+    # A longer grace period than before never reopens a time up to which records were emitted.
+    emitted = F.greatest(F.try_subtract(now, micros(grace)), F.unix_micros(emitted_before))
+    at_once = F.coalesce((at <= emitted) | ~has_key(key), F.lit(False))
+    seen = seen.withColumns(
+        {
+            EMITTED_AT: F.when(at_once, F.greatest(emitted, F.lit(_FIRST))).otherwise(at),
+            AT_ONCE: F.when(at_once, F.col(ARRIVAL)).otherwise(F.lit(_WAITED)),
+        }
+    )
+    if waiting is not None:
+        seen = union(seen, waiting.withColumns({EMITTED_AT: at, AT_ONCE: F.lit(_WAITED)}))
+    outcome = (
+        outcome.when(at < F.col(EMITTED_AT), Outcome.LATE)
+        .when(F.col(TIMESTAMP) <= emitted_up_to, Outcome.APPLIED)
+        .otherwise(Outcome.WAITING)
+    )
+    return seen.withColumn(OUTCOME, outcome).drop(STREAM_TIME)
+
+
+_FIRST = -(1 << 57)
+"""A time before all timestamps: the place of records that arrive before any stream time."""
+_WAITED = -1
+_PLACE = (EMITTED_AT, AT_ONCE)
 
 
 # Stream table join
@@ -211,10 +244,18 @@ class GraceTime(TimePolicy):
 
     def rows(self, inputs: Sequence[Input]) -> Timed:
         operator, deadline = self.processor.operator, None
+        moves = moves_stream_time(operator.left.key)
         if operator.waits and operator.grace_period is not None:
-            deadline = late_from(operator.grace_period)
-        rows = inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET))
-        return Timed(rows, moves_stream_time(operator.left.key), deadline)
+            # From this time on a record is emitted on arrival, and has a place by stream time.
+            at_once = F.try_add(F.unix_micros(TIMESTAMP), micros(operator.grace_period))
+            deadline = F.when(moves, at_once)
+            if operator.kind == "left":
+                deadline = deadline.when(~F.col(IS_TOMBSTONE), F.lit(_FIRST))
+        return Timed(inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET)), moves, deadline)
+
+    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        # The place of a record that is emitted on arrival needs its exact stream time.
+        return exact_chunks(bounds)
 
 
 @dataclass(frozen=True)
@@ -277,11 +318,11 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         )
 
     def _result_order(self) -> ResultOrder:
-        """Returns the order of arrival; with a grace buffer the order in which it emits: by timestamp,
-        key, arrival (kip923-probe-tie-order)."""
+        """Returns the order of arrival; with a grace buffer the order in which it emits: of the records
+        that waited by timestamp, key, arrival (kip923-probe-tie-order)."""
         if not self.operator.waits:
             return ResultOrder((ARRIVAL,))
-        return ResultOrder((TIMESTAMP, *self.node.key, ARRIVAL))
+        return ResultOrder((EMITTED_AT, AT_ONCE, *self.node.key, ARRIVAL))
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
@@ -301,6 +342,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             kind=operator.kind,
             grace=operator.grace_period if operator.waits else None,
             before=context.stream_time,
+            emitted_before=context.emitted_up_to,
             emitted_up_to=context.emitted_up_to_after,
             chunk=self.chunk if context.bounds is None else self.fine_chunk,
             bounds=context.bounds,
@@ -415,7 +457,8 @@ def join(
         before: for a versioned table, ``valid_from < timestamp`` instead of ``<=``.
 
     Returns:
-        ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _outcome``:
+        ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _outcome``,
+        and ``_emitted_at, _at_once`` if the records have them:
         one row per record, for an inner join one per record with a match. The result's timestamp is
         that of the stream record.
 
@@ -455,6 +498,7 @@ def answered(
         left: the columns of the records; ``row``: the column of the table's row, a struct.
         columns, returns: see :func:`join`.
     """
+    places = [c for c in _PLACE if c in left]
     rows = found.select(
         F.struct(*[F.col(f"`{c}`") for c in left]).alias(LEFT),
         F.col(row).alias(RIGHT),
@@ -463,6 +507,7 @@ def answered(
         ARRIVAL,
         (F.col(OUTCOME) == Outcome.LATE).alias(IS_LATE),
         FOUND,
+        *places,
     )
     return rows.select(
         *[F.expr(expression).alias(name) for name, expression in columns],
@@ -473,6 +518,7 @@ def answered(
         IS_LATE,
         F.col(FOUND).alias(MATCHED),
         F.lit(Outcome.APPLIED).alias(OUTCOME),
+        *places,
     )
 
 
@@ -989,15 +1035,16 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         )
 
     def _result_order(self) -> ResultOrder:
-        """Returns the order: corrections, then new rows; each by arrival, with a grace period by time
-        and arrival."""
+        """Returns the order: corrections, then new rows; each by arrival, with a grace period in the
+        order in which the buffer emits, corrections by time."""
         waits = self.operator.waits
 
         def chunk() -> Column:
-            place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(HOUR)) if waits else arrival_chunk()
+            place = hour_of(F.col(EMITTED_AT)) if waits else arrival_chunk()
             return place + F.when(F.col(_AGAIN), 0).otherwise(_LATER)
 
-        return ResultOrder((TIMESTAMP, ARRIVAL) if waits else (ARRIVAL,), first=_AGAIN, chunk=chunk)
+        by = (EMITTED_AT, AT_ONCE, ARRIVAL) if waits else (ARRIVAL,)
+        return ResultOrder(by, first=_AGAIN, chunk=chunk)
 
     # -- lookup ----------------------------------------------------------------------------------
 
@@ -1064,6 +1111,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             cause.cast(POSITION_TYPE).alias(CAUSE),
             ANSWER,
         )
+        if operator.waits:
+            met = met.withColumns({EMITTED_AT: F.unix_micros(TIMESTAMP), AT_ONCE: F.lit(_WAITED)})
         return self._with_rows(self._without_quarantined(met, context), context)
 
     def _without_quarantined(self, met: DataFrame, context: RunContext) -> DataFrame:
@@ -1159,6 +1208,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             again.alias(_AGAIN),
             outcome.alias(OUTCOME),
             F.col(_RECORD),
+            *[c for c in _PLACE if c in rows.columns],
             *([_CORRECTED_ROW, *self._quarantine_columns()] if _CORRECTED_ROW in rows.columns else []),
         )
 

@@ -307,11 +307,12 @@ def _note_waiting(request: ExplainRequest[spec.StreamTableJoinSpec], record: Rec
     commit, reasoning, place = request.commit, request.reasoning, record.partition
     grace = request.of_run.grace_of(place)
     if request.record.is_late:
-        reasoning.decide(
-            rules.LATE,
-            f"it came when stream time was past {record.timestamp} by more than the grace period of "
-            f"{spoken(grace)}: joined at once",
-        )
+        now, period = commit.stream_time.get(place), spoken(grace)
+        if now is None or record.micros + grace // timedelta(microseconds=1) < now:
+            says = f"stream time was past {record.timestamp} by more than the grace period of {period}"
+        else:
+            says = f"later records had been emitted, by a shorter grace period than {period}"
+        reasoning.decide(rules.LATE, f"it came when {says}: joined at once")
         return
     if not grace:
         reasoning.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")

@@ -30,6 +30,8 @@ from pyspark.sql.types import StructField, StructType, TimestampType
 
 from vt_dagster.columns import (
     ARRIVAL,
+    AT_ONCE,
+    EMITTED_AT,
     HOME,
     INPUT,
     OUTCOME,
@@ -150,7 +152,7 @@ class Receipt:
 
 def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
     """Returns the empty results of a run without records."""
-    places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
+    places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN, EMITTED_AT, AT_ONCE)}
     empty = spark.createDataFrame([], log_schema(node))
     return empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)})
 
