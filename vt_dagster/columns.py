@@ -87,7 +87,8 @@ TURN = "_turn"
 """The order among several results of one record; any type that can be ordered. Only inside a run."""
 EMITTED_AT = "_emitted_at"
 """In a join with a grace period, the time up to which the buffer has emitted records when it emits this
-one: the record's own timestamp if it waited. BIGINT, epoch microseconds. Only inside a run."""
+one: the record's own timestamp if it waited. In a join of two streams, the stream time at which a
+record without a match is emitted. BIGINT, epoch microseconds. Only inside a run."""
 AT_ONCE = "_at_once"
 """In a join with a grace period, the arrival of a record that is emitted when it arrives, after waiting
 records that are due by then: BIGINT; -1 for a record that waited. Only inside a run."""

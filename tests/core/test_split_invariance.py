@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster.core import processor
+from vt_dagster.core import arrival_order, processor
 from vt_dagster.runs import gate, pin
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, VersionedTable
@@ -194,6 +195,63 @@ def test_a_grace_period_emits_in_the_order_of_record_by_record_processing(
     assert any(row["key"] is None for row in one_by_one["left"])
     assert small.metrics("counted") == large.metrics("counted") == each.metrics("counted")
     assert each.metrics("counted")["dropped"] > 0
+
+
+@pytest.mark.slow
+def test_a_join_of_streams_emits_in_the_order_of_record_by_record_processing(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record without a match is emitted before the matches of the record that moves stream time past
+    the end of its window. So windows after the join have the same late records in a run with all
+    records, small or large."""
+    choose = Random(7)
+    left, right = (Stream(name, null_key="keep", **SOURCE) for name in ("left", "right"))
+    about: dict[str, Any] = {"before": 3 * MS, "after": 2 * MS, "grace": 2 * MS}
+    about["select"] = ("left.value", "right.value as found")
+    joined = left.outer_join(right, name="joined", **about)
+    window = HoppingWindow(6 * MS, advance=2 * MS, grace=3 * MS)
+    counted = joined.group_by().windowed_by(window).count(name="counted")
+    each, small, large = (TopologyTestDriver(counted, spark=spark) for _ in range(3))
+    cases = {
+        name: [
+            [
+                {
+                    "key": choose.choice(["a", "b", "c", None] if usable else ["a", "b", "c"]),
+                    "value": choose.choice(["x", "y", None] if usable else ["x", "y"]),
+                    "timestamp": max(0, 3 * number + choose.randrange(-12, 4)),
+                }
+                for number in range(LENGTH // 2)
+            ]
+            for usable in [False, True] * (PARTITIONS // 2)
+        ]
+        for name in ("left", "right")
+    }
+    whole = {name: placed(some) for name, some in cases.items()}
+    turns = [task_order(*some) for some in zip(cases["left"], cases["right"], strict=True)]
+    for turn in zip(*turns, strict=True):
+        taken: dict[str, list[Record]] = {"left": [], "right": []}
+        for case, (name, record) in enumerate(turn):
+            taken[name].append(record | {"case": case, "partition": case})
+        each.run(taken)
+    small.run(whole)
+    for module, name, n in ((arrival_order, "HOUR", 4000), (pin, "CHUNK", -1), (gate, "CHUNK", -1)):
+        monkeypatch.setattr(module, name, n)
+    large.run(whole)
+    one_by_one = {name: each.read(name) for name in ("joined", "counted")}
+    for name, rows in one_by_one.items():
+        assert by_case(small.read(name)) == by_case(large.read(name)) == by_case(rows), name
+    assert small.metrics("counted") == large.metrics("counted") == each.metrics("counted")
+    assert each.metrics("counted")["dropped"] > 0
+
+
+def task_order(left: Sequence[Record], right: Sequence[Record]) -> list[tuple[str, Record]]:
+    """Returns the order in which a task takes the records of two inputs: by the stream time of each
+    input, the left one first."""
+    found: list[tuple[int, int, str, Record]] = []
+    for place, (name, records) in enumerate((("left", left), ("right", right))):
+        times = accumulate((r["timestamp"] for r in records), max)
+        found += [(time, place, name, record) for time, record in zip(times, records, strict=True)]
+    return [(name, record) for _, _, name, record in sorted(found, key=lambda one: one[:2])]
 
 
 def as_set(rows: Sequence[Record]) -> Counter[tuple[Any, ...]]:

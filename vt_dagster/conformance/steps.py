@@ -78,10 +78,7 @@ class Layout:
     @property
     def holds_back(self) -> bool:
         """Whether results are held back. A run of many records then emits them in another order."""
-        return any(
-            s["op"] == "suppress" or (s["op"] == "stream_join" and s["kind"] != "inner")
-            for s in self.steps.values()
-        )
+        return any(s["op"] == "suppress" for s in self.steps.values())
 
     @property
     def one_by_one(self) -> bool:

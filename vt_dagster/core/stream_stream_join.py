@@ -31,6 +31,7 @@ from pyspark.sql.types import DataType, StructType
 from vt_dagster.columns import (
     ARRIVAL,
     CAUSE,
+    EMITTED_AT,
     FINAL,
     HOME,
     INPUT,
@@ -67,7 +68,13 @@ from vt_dagster.core.processor import (
 )
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_table_join import CORRECTED, moves_stream_time
-from vt_dagster.core.stream_time import Timed, largest_by_chunk, largest_if_none_late, with_largest
+from vt_dagster.core.stream_time import (
+    Timed,
+    largest_by_chunk,
+    largest_if_none_late,
+    running_max,
+    with_largest,
+)
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.topology.durations import FIRST_TIME, Duration, length_at
 from vt_dagster.topology.operators import CorrectedStreamJoin, StreamStreamJoin
@@ -438,8 +445,7 @@ def in_micros_at(value: Duration, partition: int) -> int:
 
 PHASE, RANK = "_phase", "_rank"
 UNMATCHED, MATCHED = "unmatched", "_matched"
-_FIRST_HOUR = 1 << 40
-"""A number of hours that is larger than the range of timestamps."""
+_PLACE = "_place"
 
 
 @dataclass(frozen=True)
@@ -466,22 +472,22 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     emitted.
 
     A record with a key and a value whose timestamp is stream time emits the waiting unmatched records
-    up to that time, before its own matches. A run therefore emits them first.
+    up to that time, before its own matches.
 
     Source: FORMAT 4.13.
     """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         inputs = [InputPlan(n, self.rescan_from(i, times)) for i, n in enumerate(self.node.inputs)]
-        # Unmatched records by time, right before left, key, arrival; then matches by the arriving
-        # record, the time of its match, and that match's arrival.
-        by = (PHASE, *ORDER, THERE, RANK, *self.node.key, FROM)
+        # By the arriving record: first the unmatched records that it emits, by time, right before left,
+        # key, arrival; then its matches, by the time of the match, and that match's arrival.
+        by = (ARRIVAL, PHASE, *ORDER[1:], THERE, RANK, *self.node.key, FROM)
         return RunPlan(
             inputs=tuple(inputs),
             merges=True,
             persists_rows=True,
             stream_time=StreamJoinTime(self),
-            order=ResultOrder(by, chunk=lambda: hour_of_arrival() + F.col(PHASE) * _FIRST_HOUR),
+            order=ResultOrder(by),
             drops_late=False,
             counts=StreamStreamJoinCounts(),
         )
@@ -505,10 +511,11 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         )
         found = self._results(matches(sides, earlier, on=on, width=width).withColumn(PHASE, F.lit(1)))
         parts = [found, self.rejected(new)]
+        emitting = new.where(F.col(VALID) & (F.col(AT) == F.col(NOW))).select(PARTITION, AT)
         for i in self.preserved_sides:
             records = union(sides[i], self.pending_unmatched(earlier[i], i, context))
             alone = without_match(records, sides[1 - i], earlier[1 - i], on=on, width=width)
-            parts += [*self.unmatched_rows(alone, i, context), self._keyless(new, i)]
+            parts += [*self.unmatched_rows(alone, i, emitting, context), self._keyless(new, i)]
             parts += self.retractions(earlier[i], sides[1 - i], i, context)
         return reduce(union, parts)
 
@@ -537,13 +544,20 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         rows = earlier.drop(LATE) if LATE in kept.columns else earlier
         return rows.join(kept, [PARTITION, OFFSET])
 
-    def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
-        """Returns unmatched records: those to emit, and those that still wait for a match."""
+    def unmatched_rows(
+        self, rows: DataFrame, place: int, emitting: DataFrame, context: RunContext
+    ) -> list[DataFrame]:
+        """Returns unmatched records: those to emit, and those that still wait for a match.
+
+        Args:
+            emitting: the run's records that emit unmatched ones: ``partition, _at``.
+        """
         over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
             SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)
         )
-        return [self.leaving(rows.where(F.col(ONCE) | over), F.col(ONCE), place), wait]
+        leaving = self.with_emission(rows.where(F.col(ONCE) | over), F.col(END), emitting)
+        return [self.leaving(leaving, F.col(ONCE), place), wait]
 
     def is_over(self, moment: Column, context: RunContext) -> Column:
         """Returns whether stream time is past a moment when the run emits unmatched records."""
@@ -551,15 +565,43 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             moment < context.watermarks_after.get(LOOK_WATERMARK, null_long()), F.lit(False)
         )
 
-    def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
-        """Returns the results of unmatched records.
+    def with_emission(self, rows: DataFrame, end: Column, emitting: DataFrame) -> DataFrame:
+        """Adds the time of the run's record that emits each unmatched record: of the first one after
+        the end of its window; that end if there is none, after a change of the grace period.
+
+        Plan: that of ``running_max``, over the unmatched records and the times of the run's records.
 
         Args:
-            once: whether a record is emitted on arrival; all others are emitted before these, by time.
+            emitting: see ``unmatched_rows``.
+        """
+        # Backwards in time, the next record is the last one so far.
+        nothing = {c: F.lit(0) for c in (INPUT, HOME, SEQUENCE)}
+        backwards = rows.withColumn(_PLACE, F.struct(*ORDER)).withColumns({ARRIVAL: -end, **nothing})
+        times = emitting.select(PARTITION, (-F.col(AT)).alias(ARRIVAL)).withColumns(
+            {**nothing, INPUT: F.lit(1)}
+        )
+        emits = F.when(F.col(INPUT) == 1, F.col(ARRIVAL))
+        chunk = None if self.single_task else hour_of_arrival()
+        found = running_max(union(backwards, times), emits, EMITTED_AT, chunk=chunk)
+        found = found.where(F.col(INPUT) == 0).withColumns(
+            {
+                EMITTED_AT: -F.coalesce(EMITTED_AT, ARRIVAL),
+                **{c: F.col(_PLACE)[c] for c in ORDER},
+            }
+        )
+        return found.drop(_PLACE)
+
+    def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
+        """Returns the results of unmatched records, :meth:`with_emission`.
+
+        Args:
+            once: whether a record is emitted on arrival.
         """
         leaving = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
-        first = {c: F.when(F.col(PHASE) == 0, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
-        first[ARRIVAL] = F.when(F.col(PHASE) == 0, F.col(AT)).otherwise(F.col(ARRIVAL))
+        waited = F.col(PHASE) == 0
+        first = {c: F.when(waited, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
+        first[ARRIVAL] = F.when(waited, F.col(EMITTED_AT)).otherwise(F.col(ARRIVAL))
+        first[THERE] = F.when(waited, F.col(AT)).otherwise(0)
         return self._results(self.with_nothing(with_columns(leaving, first), place), matched=False)
 
     def retractions(
@@ -571,11 +613,10 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def _keyless(self, new: DataFrame, place: int) -> DataFrame:
         """Emits records of a preserved side with a value but no key: at once, unmatched."""
         rows = new.where((F.col(SIDE) == place) & ~F.col(VALID) & ~F.col(IS_TOMBSTONE))
-        return self.leaving(rows, F.lit(True), place)
+        return self.leaving(rows.withColumn(EMITTED_AT, F.col(AT)), F.lit(True), place)
 
     def with_nothing(self, rows: DataFrame, place: int) -> DataFrame:
         """Adds a left side that contains only the key, for unmatched records of the right side."""
-        rows = rows.withColumn(THERE, F.lit(0).cast("long"))
         if place == 0:
             return rows
         key = self.node.inputs[0].key
@@ -752,7 +793,9 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     # -- unmatched rows and their retraction -----------------------------------------------------
 
-    def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
+    def unmatched_rows(
+        self, rows: DataFrame, place: int, emitting: DataFrame, context: RunContext
+    ) -> list[DataFrame]:
         """Returns unmatched records: those to emit now, and those that may still find a match."""
         if _EMITTED not in rows.columns:
             rows = rows.withColumn(_EMITTED, F.lit(False))
@@ -763,7 +806,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)),
             (emitted | leaves).alias(_EMITTED),
         )
-        return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
+        leaving = self.with_emission(rows.where(leaves), over, emitting)
+        return [self.leaving(leaving, F.col(ONCE), place), kept]
 
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
