@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
@@ -18,14 +20,21 @@ from vt_dagster import (
     SnapshotSource,
     Stream,
     VersionedTable,
+    WarehouseResource,
+    build_definitions,
     build_export,
+    build_maintenance,
     build_resources,
     build_training_set,
 )
-from vt_dagster.errors import StorageError
+from vt_dagster.cli.run import load_topology
+from vt_dagster.errors import SourceError, StorageError, TopologyError
+from vt_dagster.orchestration.resources import warehouse_of
 from vt_dagster.storage import parquet
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.delta import address, unseen
+from vt_dagster.storage.delta import address, filesystem, require_place, unseen
+
+DAY = timedelta(days=1)
 
 
 def test_relative_paths_are_absolute_when_definitions_load(
@@ -40,7 +49,7 @@ def test_relative_paths_are_absolute_when_definitions_load(
     ]
     assert {source.path for source in sources} == {str(tmp_path / "landing")}
     sales = Stream("sales", source=sources[0], **about)
-    prices = VersionedTable("prices", source=sources[0], history_retention=timedelta(days=1), **about)
+    prices = VersionedTable("prices", source=sources[0], history_retention=DAY, **about)
     features = [FeatureView(prices, prefix="p_")]
     for made in (
         build_export(sales, to="lake"),
@@ -81,3 +90,81 @@ def test_a_file_that_spark_does_not_find(tmp_path: Path, spark: SparkSession) ->
     assert unseen(raised.value) is None, "it is nowhere"
     place.write_text("{}")
     assert "expected Spark to see" in str(unseen(raised.value))
+
+
+WRONG = {
+    "": "name one: an empty path would be the working directory",
+    " ": "name one: an empty path would be the working directory",
+    "lake\n": "remove the white space at its beginning or end",
+    " lake": "remove the white space at its beginning or end",
+    "~/lake": "only a shell resolves a tilde",
+    "foo://lake/x": "a URL that begins with s3a://, gs://, abfss://, hdfs:// or file:/, got 'foo://lake/x'",
+    "S3://lake/x": "or install the package that makes 'S3' known to fsspec",
+    "s3a:/lake/x": "or a URL such as s3a://bucket/folder or file:///folder, got 's3a:/lake/x'",
+    "file:lake": "or a URL such as s3a://bucket/folder or file:///folder, got 'file:lake'",
+    "file://host/lake": "or a URL such as s3a://bucket/folder or file:///folder",
+    "C:/lake": "what is before the first colon is taken as a protocol",
+    "C:\\lake": "what is before the first colon is taken as a protocol",
+}
+"""Paths that Spark, Python or a shell understand differently, with a part of the message."""
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_a_wrong_path_is_refused_when_definitions_load(path: str) -> None:
+    about: dict[str, Any] = {"key": "k", "schema": RECORD, "timestamp": "at"}
+    sales = Stream("sales", source=FilesSource("landing"), **about)
+    prices = VersionedTable("prices", source=FilesSource("landing"), history_retention=DAY, **about)
+    features = [FeatureView(prices, prefix="p_")]
+    for made in (
+        lambda: WarehouseResource(path=path),
+        lambda: build_resources(path),
+        lambda: build_definitions(sales, warehouse=path),
+        lambda: build_export(sales, to=path),
+        lambda: build_training_set(sales, features, name="training", to=path),
+        lambda: build_maintenance(sales, exports=[path]),
+    ):
+        with pytest.raises(TopologyError) as raised:
+            made()
+        assert WRONG[path] in str(raised.value)
+    for source in (FilesSource, DeltaSource, lambda path: SnapshotSource(path, dump_time="modified")):
+        with pytest.raises(SourceError, match="expected the path or URL" if not path.strip() else None):
+            source(path)
+
+
+def test_a_wrong_path_of_the_environment_or_the_launchpad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value of a variable, and the config of a run, are checked before anything is read."""
+    monkeypatch.setenv("LAKE", "")
+    sales = Stream("sales", key="k", schema=RECORD, timestamp="at", source=FilesSource("landing"))
+    defs = build_definitions(sales, warehouse=dg.EnvVar("LAKE"))
+    with pytest.raises(dg.DagsterResourceFunctionError) as raised:
+        defs.resolve_implicit_global_asset_job_def().execute_in_process()
+    assert "WarehouseResource: path: expected a directory or a URL, got ''" in str(
+        raised.value.__cause__
+    )
+    defs = build_definitions(sales, warehouse=WarehouseResource.configure_at_launch())
+    with pytest.raises(dg.DagsterResourceFunctionError) as raised:
+        defs.resolve_implicit_global_asset_job_def().execute_in_process(
+            run_config={"resources": {"vt_dagster_warehouse": {"config": {"path": "foo://lake"}}}}
+        )
+    assert "got 'foo://lake'" in str(raised.value.__cause__)
+    context = SimpleNamespace(resources=SimpleNamespace(vt_dagster_warehouse=SimpleNamespace(path="")))
+    with pytest.raises(StorageError, match="expected a directory or a URL, got ''"):
+        warehouse_of(context, "vt_dagster")
+
+
+def test_a_wrong_warehouse_of_a_command() -> None:
+    with pytest.raises(StorageError, match="only a shell resolves a tilde"):
+        load_topology(None, "tests.test_components", "~/lake")
+
+
+def test_protocols_that_need_a_package() -> None:
+    """They are accepted when definitions load; the error without the package names it."""
+    for url in (
+        *("s3://lake/x", "s3a://lake/x", "s3n://lake/x", "gs://lake/x", "abfss://lake@one.net/x"),
+        *("hdfs://name:9000/x", "memory://x", "file:/x", "file:///x", "/x", "x", "größe/a b", "a/b:c"),
+    ):
+        require_place(url)
+        assert WarehouseResource(path=url).path == url
+    assert WarehouseResource(path=Path("lake")).path == "lake"
+    with pytest.raises(StorageError, match=r"expected a package with the file system of oss://lake"):
+        filesystem("oss://lake")

@@ -46,7 +46,7 @@ from vt_dagster.columns import (
 from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
-from vt_dagster.storage.delta import address, require_writable
+from vt_dagster.storage.delta import place_of, require_writable
 from vt_dagster.storage.read import read
 from vt_dagster.storage.values import texts
 from vt_dagster.topology.model import Stream
@@ -201,7 +201,7 @@ def load_topology(file: Path | None, module: str | None, warehouse: str | None) 
         for node, prefix in declared_nodes(one.every)
     ]
     places = {place for _, place in declared if place is not None}
-    given = None if warehouse is None else address(warehouse)
+    given = None if warehouse is None else place_of(warehouse)
     if given in places:
         declared = [(node, place) for node, place in declared if place in (given, None)]
     elif len(places) > 1:
@@ -237,7 +237,7 @@ def _warehouse_of(defs: dg.Definitions, prefix: str) -> str | None:
     if key not in (defs.resources or {}):
         return None
     with dg.build_resources({key: (defs.resources or {})[key]}) as resources:  # with the environment's
-        return address(getattr(resources, key).path)
+        return place_of(getattr(resources, key).path)
 
 
 def load_locations(file: Path | None, module: str | None, variables: bool = False) -> list[Location]:

@@ -62,7 +62,6 @@ from vt_dagster.sources.message_formats import (
 from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.sources.value_reader import Unit
 from vt_dagster.storage.catalog import require_names
-from vt_dagster.storage.delta import address
 from vt_dagster.topology.durations import CALENDAR_SIZES, parse_length
 from vt_dagster.topology.model import (
     GroupedStream,
@@ -877,10 +876,7 @@ class TopologyComponent(dg.Component):
         nodes = {name: builder.node(name) for name in builder.entries}
         resources = None
         if self.attributes.warehouse is not None:
-            spark = None if self.attributes.spark is None else self.attributes.spark.values()
-            session = None if spark is None else _session(json.dumps(spark, sort_keys=True))
-            warehouse = warehouse_at(address(self.attributes.warehouse), self.attributes.catalog)
-            resources = build_resources(warehouse, session)
+            resources = self._resources(self.attributes.warehouse)
         if self.attributes.catalog is not None:
             if resources is None:
                 raise DefinitionsError(
@@ -908,6 +904,20 @@ class TopologyComponent(dg.Component):
         if self.attributes.maintenance is not None:
             more.append(build_maintenance(*nodes.values(), **self.attributes.maintenance.values()))
         return dg.Definitions.merge(made, *more)
+
+    def _resources(self, path: str) -> dict[str, Any]:
+        spark, place = self.attributes.spark, "warehouse"
+        try:
+            warehouse_at(path)
+            place = "catalog"
+            warehouse = warehouse_at(path, self.attributes.catalog)
+            place = "spark"
+            if spark is None:
+                return build_resources(warehouse)
+            settings = json.dumps(spark.values(), sort_keys=True, default=str)
+            return build_resources(warehouse, _session(settings))
+        except VtDagsterError as error:
+            raise DefinitionsError(_placed(self._position, (place,), str(error))) from None
 
 
 @cache

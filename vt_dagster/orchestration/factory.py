@@ -22,6 +22,7 @@ from vt_dagster.orchestration.resources import (
     SparkResource,
     WarehouseResource,
     require_spark,
+    require_target,
     require_warehouse,
     spark_key,
     tables_key,
@@ -30,6 +31,7 @@ from vt_dagster.orchestration.resources import (
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator
 from vt_dagster.sources.kafka_sink import KafkaSink
+from vt_dagster.storage import iceberg
 from vt_dagster.storage.catalog import require_names
 from vt_dagster.storage.delta import address
 from vt_dagster.storage.maintenance import KEEP
@@ -104,6 +106,9 @@ def build_maintenance(
         running: whether the schedule is on from the start.
     """
     check_duration("maintenance", "keep", keep)
+    for one in exports:
+        if not iceberg.is_reference(one):
+            require_target("maintenance: exports", one)
     upkeep = ops.maintenance_op(keep, nodes, [*map(address, exports)], resource_prefix=resource_prefix)
 
     @dg.job(
@@ -135,8 +140,7 @@ def build_resources(
     if spark is not None:
         require_spark(spark)
     if isinstance(warehouse, str | PathLike):
-        deferred = isinstance(warehouse, dg.EnvVar)  # resolved when a run starts
-        warehouse = warehouse_at(warehouse if deferred else address(warehouse))
+        warehouse = warehouse_at(warehouse)
     require_warehouse(warehouse)
     return {
         warehouse_key(resource_prefix): warehouse,
@@ -146,9 +150,20 @@ def build_resources(
     }
 
 
+def warehouse_at(path: str | PathLike[str], catalog: str | None = None) -> WarehouseResource:
+    """Returns the resource of a warehouse, one object for equal arguments.
+
+    Raises:
+        TopologyError: the path is not valid.
+    """
+    if isinstance(path, dg.EnvVar):  # resolved when a run starts
+        return _warehouse(path, catalog)
+    require_target("warehouse", str(path))
+    return _warehouse(address(path), catalog)
+
+
 @cache
-def warehouse_at(path: str, catalog: str | None = None) -> WarehouseResource:
-    """Returns the resource of a warehouse, one object for equal arguments."""
+def _warehouse(path: str, catalog: str | None) -> WarehouseResource:
     return WarehouseResource(path=path, catalog=catalog)
 
 

@@ -8,13 +8,14 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import dagster as dg
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from pyspark.sql.utils import is_remote
 
-from vt_dagster.errors import SparkUnavailableError, TopologyError
+from vt_dagster.errors import SparkUnavailableError, StorageError, TopologyError
 from vt_dagster.runs.pin import before_of, from_logs, from_source
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.spark.class_archive import JVM_OPTIONS
@@ -31,7 +32,7 @@ from vt_dagster.spark.session import (
 )
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.catalog import require_catalog
-from vt_dagster.storage.delta import address
+from vt_dagster.storage.delta import place_of, require_place
 from vt_dagster.topology.model import Stream
 
 PREFIX = "vt_dagster"
@@ -200,6 +201,8 @@ def _log_session(session: Any, where: str, started: float, whose: str = "") -> N
 class WarehouseResource(dg.ConfigurableResource[None]):
     """The directory that holds the tables of all assets."""
 
+    model_config = ConfigDict(extra="forbid")
+
     path: str = Field(
         default="data/warehouse",
         description="A directory, or a URL that both Spark and fsspec can read and write.",
@@ -210,12 +213,39 @@ class WarehouseResource(dg.ConfigurableResource[None]):
         "registers its tables there. None = no names.",
     )
 
+    @field_validator("path", mode="before")
+    @classmethod
+    def _as_text(cls, path: Any) -> Any:
+        return str(path) if isinstance(path, PurePath) else path
+
+    @field_validator("path")
+    @classmethod
+    def _placed(cls, path: str) -> str:
+        require_target("WarehouseResource: path", path)  # of a variable: its name, its value in a run
+        return path
+
     @field_validator("catalog")
     @classmethod
     def _checked(cls, catalog: str | None) -> str | None:
         if catalog is not None:
             require_catalog(catalog)
         return catalog
+
+
+def require_target(what: str, path: str) -> None:
+    """Requires the path of a directory to write to, when definitions load.
+
+    Args:
+        what: the option, for the message.
+
+    Raises:
+        TopologyError: the path is not valid.
+    """
+    try:
+        require_place(path)
+    except StorageError as error:
+        said = f"{what}: {error}"
+        raise TopologyError(said) from None
 
 
 def require_warehouse(warehouse: Any) -> None:
@@ -334,8 +364,12 @@ def check_op(node: Stream) -> str:
 
 def warehouse_of(context: Any, prefix: str) -> str:
     """Returns the directory of the tables as an absolute address: a shared Spark may have
-    another working directory."""
-    return address(getattr(context.resources, warehouse_key(prefix)).path)
+    another working directory.
+
+    Raises:
+        StorageError: a resource that is made by a function has no valid path.
+    """
+    return place_of(getattr(context.resources, warehouse_key(prefix)).path)
 
 
 def catalog_of(context: Any, prefix: str) -> str | None:

@@ -12,7 +12,14 @@ from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.asset import data_version, needs_materialization, retried, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of, types_of, with_types
-from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
+from vt_dagster.orchestration.resources import (
+    PREFIX,
+    keys_of,
+    require_target,
+    spark_for,
+    tables_key,
+    warehouse_of,
+)
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.provenance.lateness import share
 from vt_dagster.runs.training_set_run import (
@@ -81,7 +88,9 @@ def build_training_set(
     Raises:
         TopologyError: keys, columns or names do not match, or ``min_match_rate`` is no share.
     """
-    declared, to = TrainingSet(name, spine, tuple(features), matured_after), address(to)
+    declared = TrainingSet(name, spine, tuple(features), matured_after)
+    require_target(f"{name}: to", to)
+    to = address(to)
     if min_match_rate is not None and not 0 <= min_match_rate <= 1:
         raise TopologyError(
             f"{name}: expected min_match_rate to be a share of the rows from 0 to 1, got "

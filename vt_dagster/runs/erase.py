@@ -77,7 +77,7 @@ from vt_dagster.storage import delta, iceberg, parquet, rewrite
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
-from vt_dagster.storage.delta import address
+from vt_dagster.storage.delta import address, place_of
 from vt_dagster.storage.maintenance import remove_attempts
 from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
 from vt_dagster.storage.spark_reader import Head
@@ -910,7 +910,7 @@ def erase(
         ConcurrentRunError: another run committed meanwhile. Run the erase again.
     """
     exports = [*map(address, exports)]
-    arguments = address(warehouse), node, spark, reason, key, where, among, exports, tell, runs
+    arguments = place_of(warehouse), node, spark, reason, key, where, among, exports, tell, runs
     return _Erase(*arguments, dry_run).run()
 
 

@@ -30,7 +30,7 @@ from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.storage.commit_log import Commit, Offsets, consumed_commits, require_same_log
-from vt_dagster.storage.delta import address
+from vt_dagster.storage.delta import place_of
 from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream
@@ -91,7 +91,7 @@ class TrainingRun:
     _persisted: list[DataFrame] = field(default_factory=list[DataFrame], init=False)
 
     def __post_init__(self) -> None:
-        self.to = address(self.to)
+        self.to = place_of(self.to)
         require_outside(self.declared.name, self.to, self.warehouse)
 
     def head(self) -> Commit | None:

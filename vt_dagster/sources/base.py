@@ -15,9 +15,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType, TimestampType
 
 from vt_dagster.core.source_records import SOURCE_RECORDED_AT
-from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.errors import SourceError, StorageError, TopologyError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
-from vt_dagster.storage.delta import address, unseen
+from vt_dagster.storage.delta import address, require_address, unseen
 from vt_dagster.storage.schema_evolution import by_newest_names
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
@@ -376,6 +376,11 @@ def check_place(source: Any) -> None:
     check_types(source, name, SourceError, skip={"options"})  # Spark's reader options have a check
     if not str(path).strip():
         raise SourceError(f"{name}: expected the path or URL of the data, got none; set path")
+    try:
+        require_address(str(path))
+    except StorageError as error:
+        said = f"{name}: path: {error}"
+        raise SourceError(said) from None
     object.__setattr__(source, "path", address(path))
 
 

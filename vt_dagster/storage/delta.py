@@ -33,6 +33,7 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
+from fsspec.registry import available_protocols
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import ConcurrentRunError, StorageError
@@ -239,8 +240,61 @@ def current(file: File) -> bool:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """Returns the file system of a path, and the path on it. Hadoop's ``s3a://`` becomes ``s3://``."""
-    return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
+    """Returns the file system of a path, and the path on it. Hadoop's ``s3a://`` becomes ``s3://``.
+
+    Raises:
+        StorageError: there is no file system for the protocol of a URL.
+    """
+    try:
+        return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
+    except (ImportError, ValueError) as error:
+        raise StorageError(
+            f"expected a package with the file system of {path}, got none: {str(error).rstrip('.')}; "
+            "install it, for example s3fs, gcsfs or adlfs"
+        ) from error
+
+
+_PROTOCOL = re.compile(r"([a-zA-Z][\w+.-]*):(//)?")
+_OF_HADOOP = ("abfss", "s3n")
+"""Protocols of which fsspec knows nothing, without a package or at all."""
+
+
+def require_address(path: str) -> None:
+    """Checks that a path means one file or directory to Spark and to ``fsspec``.
+
+    Raises:
+        StorageError: the path is empty, has white space at an end, or begins with a tilde; or it is a
+            URL with an unknown protocol, or with another form than ``protocol://…`` or ``file:/…``.
+    """
+    if not path.strip():
+        raise StorageError(
+            f"expected a directory or a URL, got {path!r}; name one: an empty path would be the "
+            "working directory of each process"
+        )
+    if path != path.strip():
+        raise StorageError(
+            f"expected a directory or a URL, got {path!r}; remove the white space at its beginning or "
+            "end"
+        )
+    if path.startswith("~"):
+        raise StorageError(
+            f"expected a directory or a URL, got {path!r}; write the whole path, as "
+            "Path(…).expanduser() gives it: only a shell resolves a tilde"
+        )
+    found = _PROTOCOL.match(path)
+    if found is None or re.match("file:/(//)?[^/]", path):
+        return
+    if not found[2] or found[1] == "file":
+        raise StorageError(
+            "expected a directory or a URL such as s3a://bucket/folder or file:///folder, got "
+            f"{path!r}; correct it: what is before the first colon is taken as a protocol"
+        )
+    if found[1] not in (*_OF_HADOOP, *available_protocols()):
+        raise StorageError(
+            "expected a directory, or a URL that begins with s3a://, gs://, abfss://, hdfs:// or "
+            f"file:/, got {path!r}; use one of these, or install the package that makes {found[1]!r} "
+            "known to fsspec"
+        )
 
 
 def require_place(path: str) -> None:
@@ -248,13 +302,9 @@ def require_place(path: str) -> None:
 
     Raises:
         StorageError: the path has a backslash, a percent sign before two hexadecimal digits, or a
-            control character; or it is empty, or begins with a tilde.
+            control character; or see :func:`require_address`.
     """
-    if not path or path.startswith("~"):
-        raise StorageError(
-            f"expected a directory or a URL, got {path!r}; write the whole path, as "
-            "Path(…).expanduser() gives it: only a shell resolves a tilde"
-        )
+    require_address(path)
     odd = re.search(r"\\|%[0-9a-fA-F]{2}|[\x00-\x1f\x7f]", path)
     if odd is not None:
         raise StorageError(
@@ -687,6 +737,16 @@ def address(path: object) -> str:
     against this process's working directory."""
     text = str(path)
     return text if re.match(r"[a-zA-Z][\w+.-]+:", text) else str(Path.cwd() / text)
+
+
+def place_of(path: object) -> str:
+    """Returns the address of a warehouse, or of another directory to write to.
+
+    Raises:
+        StorageError: see :func:`require_place`.
+    """
+    require_place(str(path))
+    return address(path)
 
 
 def require_seen(path: str, asset: str) -> None:

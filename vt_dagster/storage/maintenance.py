@@ -22,7 +22,7 @@ from vt_dagster.spark.settings import is_small, settings, small_run
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, asset_names
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.delta import address
+from vt_dagster.storage.delta import place_of
 from vt_dagster.storage.stale_reads import remove_replaced
 
 KEEP = timedelta(days=7)
@@ -48,7 +48,7 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         logs that were replaced (``restate``) longer than ``keep`` ago; ``conflicts``, compactions that
         lost against a concurrent writer and are repeated by the next maintenance.
     """
-    root = posixpath.join(address(warehouse), name)
+    root = posixpath.join(place_of(warehouse), name)
     done = {
         "files_compacted": 0,
         "attempts_removed": 0,
