@@ -662,6 +662,36 @@ attributes:
         assert resources["vt_dagster_warehouse"].catalog == "lake.bronze"
     alone = "\n".join(line for line in text.splitlines() if "warehouse:" not in line)
     assert "catalog: expected warehouse beside it" in errors(alone)
+    said = errors(text.replace("lake.bronze", "a b"))
+    assert "attributes.catalog: WarehouseResource: expected catalog to be a schema" in said
+
+
+def test_wrong_resources_are_shown_in_the_file() -> None:
+    text = """\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: here
+  spark: {spark_config: {spark.driver.memory: 2g}}
+  assets:
+    - name: others
+      table:
+        key: k
+        columns: {k: string, at: timestamp}
+        timestamp: at
+        source: {files: {path: landing}}
+"""
+    for given in ('""', '" "', "~/lake", "foo://lake"):
+        said = errors(text.replace("here", given))
+        assert "attributes.warehouse: warehouse: expected a directory" in said, given
+    for given in ("[2g]", "{a: 2g}", "null"):
+        said = errors(text.replace("2g", given))
+        assert "attributes.spark: SparkResource: expected spark.driver.memory of spark_config" in said
+    assert "attributes.spark: SparkResource: expected master" in errors(
+        text.replace("{spark_config", '{master: "", spark_config')
+    )
+    with project(text.replace("2g", "2024-01-01")) as defs:
+        resources: Any = defs.resources
+        assert resources["vt_dagster_spark"].spark_config == {"spark.driver.memory": "2024-01-01"}
 
 
 def test_python_and_yaml_together() -> None:

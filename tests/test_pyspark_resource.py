@@ -12,11 +12,18 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster_pyspark import LazyPySparkResource, PySparkResource
+from pydantic import ValidationError
 from pyspark.sql import SparkSession
 
 from tests.market import Market, checks, materialized, messages, record
 from tests.test_executor import INSTANCE, ROOT
-from vt_dagster import TopologyError, build_definitions, build_resources
+from vt_dagster import (
+    SparkResource,
+    TopologyError,
+    WarehouseResource,
+    build_definitions,
+    build_resources,
+)
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.orchestration.resources import session_of
 from vt_dagster.spark.session import TIME_ZONE, lacking
@@ -221,3 +228,32 @@ def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> No
     assert done.returncode == 0, said
     assert said.count("STEP_WORKER_STARTED") >= 3
     assert [row["v"] for row in market.store(market.prices).read().collect()] == ["p1"]
+
+
+def test_settings_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Booleans have Spark's spelling, a variable of the environment its value; a setting that is a list
+    or a mapping, or a parameter with another name, is refused."""
+    monkeypatch.setenv("MEMORY", "3g")
+    given = {"a": "x", "b": 5, "c": True, "d": 0.5, "e": "", "spark.driver.memory": dg.EnvVar("MEMORY")}
+    seen = {"a": "x", "b": "5", "c": "true", "d": "0.5", "e": "", "spark.driver.memory": "3g"}
+    spark = SparkResource(spark_config=given)
+    with dg.build_resources({"spark": spark}) as resources:
+        for one in (spark, resources.spark):
+            assert seen.items() <= one.pyspark_config().items()
+    monkeypatch.delenv("MEMORY")
+    with pytest.raises(
+        SparkUnavailableError, match="expected the environment variable MEMORY to be set"
+    ):
+        spark.pyspark_config()
+    for value in (["4g"], {"a": "4g"}, {}, None):
+        with pytest.raises(TopologyError, match=r"expected spark.driver.memory of spark_config to be"):
+            SparkResource(spark_config={"spark.driver.memory": value})
+    for name in ("", "spark.driver.memory "):
+        with pytest.raises(TopologyError, match="expected names of Spark settings"):
+            SparkResource(spark_config={name: "4g"})
+    with pytest.raises(TopologyError, match="expected master to be a Spark master"):
+        SparkResource(master=" ")
+    other: Any = {"spark_conf": {"spark.driver.memory": "4g"}}
+    for kind in (SparkResource, WarehouseResource):
+        with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            kind(**other)

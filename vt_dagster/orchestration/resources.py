@@ -55,8 +55,12 @@ class SparkResource(dg.ConfigurableResource[None]):
     ``{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}``; 4 instead of 1 never uses it.
     """
 
+    model_config = ConfigDict(extra="forbid")
+
     spark_config: dict[str, Any] = Field(
-        default_factory=dict, description="Spark settings by name; they override the defaults."
+        default_factory=dict,
+        description="Spark settings by name: texts, numbers, booleans or environment variables; they "
+        "override the defaults.",
     )
     master: str = Field(default="local[*]", description="Spark master: local[*], spark://host:port, …")
     remote: str | None = Field(
@@ -65,6 +69,32 @@ class SparkResource(dg.ConfigurableResource[None]):
         "spark start` started; replaces master. None = the value of VT_DAGSTER_SPARK, if set.",
     )
     app_name: str = Field(default="vt_dagster", description="The application name in Spark's UI.")
+
+    @field_validator("spark_config")
+    @classmethod
+    def _of_texts(cls, spark_config: dict[str, Any]) -> dict[str, Any]:
+        for name, value in spark_config.items():
+            if name != name.strip() or not name:
+                raise TopologyError(
+                    "SparkResource: expected names of Spark settings in spark_config, such as "
+                    f"'spark.driver.memory', got {name!r}; correct it"
+                )
+            if not isinstance(value, str | int | float) and _variable(value) is None:
+                raise TopologyError(
+                    f"SparkResource: expected {name} of spark_config to be a text, a number or a "
+                    f"boolean, got a {type(value).__name__}; correct it"
+                )
+        return spark_config
+
+    @field_validator("master")
+    @classmethod
+    def _named(cls, master: str) -> str:
+        if not master.strip():
+            raise TopologyError(
+                "SparkResource: expected master to be a Spark master such as local[*] or "
+                f"spark://host:7077, got {master!r}; set it, or leave it out"
+            )
+        return master
 
     _spark_session: Any = PrivateAttr(default=None)
     _few_rows: bool = PrivateAttr(default=False)
@@ -98,7 +128,7 @@ class SparkResource(dg.ConfigurableResource[None]):
         return session_settings(self.app_name, self.master, resolve_jars(), conf)
 
     def _conf(self) -> dict[str, str]:
-        return {name: str(value) for name, value in self.spark_config.items()}
+        return {name: _text(name, value) for name, value in self.spark_config.items()}
 
     def _start(self) -> Any:
         # Imported here: runs without new records need no session and save 0.2 s.
@@ -118,6 +148,28 @@ class SparkResource(dg.ConfigurableResource[None]):
         )
         _log_session(session, (remote or "").partition("/;")[0], started)
         return session
+
+
+def _variable(value: Any) -> dg.EnvVar | None:
+    """Returns the environment variable that a setting names, itself or in Dagster's config as
+    ``{"env": name}``; None = the setting is a value."""
+    if isinstance(value, dg.EnvVar):
+        return value
+    named = isinstance(value, dict) and [*value] == ["env"] and isinstance(value["env"], str)
+    return dg.EnvVar(value["env"]) if named else None
+
+
+def _text(name: str, value: Any) -> str:
+    variable = _variable(value)
+    if variable is None:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    found = variable.get_value()
+    if found is None:
+        raise SparkUnavailableError(
+            f"{name}: expected the environment variable {variable.env_var_name} to be set, got none; "
+            "set it for this process"
+        )
+    return found
 
 
 class PySpark(Protocol):
