@@ -283,3 +283,20 @@ def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
     assert tick().run_config["ops"]["customers"]["config"] == {"dump": "2024-01-02.parquet"}
     shop.deliver("2023-01-01.parquet", ("a", "?", 0.0))
     assert "is older than the last one" in tick()
+
+
+def test_a_dump_that_is_not_there(spark: SparkSession, tmp_path: Path) -> None:
+    """A run that names a dump which does not exist, for example by a typing error, fails."""
+    shop = Shop(tmp_path, spark)
+    source: Any = shop.node.source
+    for name in ("2024-01-01.parquet", "day", ""):
+        with pytest.raises(SourceError, match=f"expected the dump '{name}' of the run config, which"):
+            source.pin(None, name)
+    shop.deliver("2024-01-01.parquet", ("a", "Ann", 1.0))
+    for name in ("2024-01-01", "2024-01-02.parquet", "2023-01-01.parquet"):
+        with pytest.raises(SourceError, match=f"expected the dump '{name}' of the run config, which"):
+            source.pin(None, name)
+    assert not source.pin(None, "2024-01-01.parquet").empty
+    consumed = {"2024-01-01.parquet": {"bytes": 1, "time": 0}}
+    (shop.path / "2024-01-01.parquet").unlink()
+    assert source.pin(None, "2024-01-01.parquet", consumed=consumed).empty, "it was consumed"

@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vt_dagster.errors import SourceError
+from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.storage import delta
 from vt_dagster.topology.durations import epoch_micros
 
@@ -87,11 +87,8 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
     """
     try:
         fs, root = delta.filesystem(directory)
-    except (ImportError, ValueError) as error:
-        raise SourceError(
-            f"{directory!r} is on a file system that fsspec cannot reach: {error}; correct the path, "
-            "or install the package that the error names"
-        ) from None
+    except StorageError as error:
+        raise SourceError(str(error)) from None
     if not fs.isdir(root):
         raise SourceError(
             f"expected a directory {directory!r} with {what}, found none; create it, or "

@@ -127,7 +127,7 @@ class ForeignTable:
         self.path = path
         try:
             table = delta.open_table(path)
-        except (StorageError, ImportError, ValueError, OSError) as error:
+        except (StorageError, ValueError, OSError) as error:
             raise SourceError(
                 f"expected a Delta table that can be read in {path!r}, got: {one_line(error)}; correct "
                 "the path, or restore its _delta_log"

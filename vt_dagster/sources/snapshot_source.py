@@ -576,9 +576,14 @@ class SnapshotSource:
 
         Raises:
             SourceError: a dump is older than the last consumed one, or its content changed after it was
-                consumed.
+                consumed; or there is no dump of the given name.
         """
         there, known = self.dumps(), _dumps_among(consumed)
+        if dump is not None and dump not in known and dump not in [d.name for d in there]:
+            raise SourceError(
+                f"{self.path}: expected the dump {dump!r} of the run config, which does not exist or "
+                "is not complete; put it back, correct the name, or run without it in the config"
+            )
         for one in there:
             change = _changed(one, known.get(one.name))
             if change is not None:
