@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+import zoneinfo
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
 from functools import cache
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +42,7 @@ from vt_dagster.explore.app import application
 from vt_dagster.explore.key_history import key_history, timeline_of_key
 from vt_dagster.explore.warehouse_overview import facts
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology import durations
 from vt_dagster.topology.durations import CALENDAR_SIZES, Calendar, CalendarSize, starts_near
 from vt_dagster.topology.operators import UntilWindowCloses
 
@@ -397,6 +400,32 @@ def land(where: Path, name: str, records: Sequence[Record]) -> None:
     where.mkdir(parents=True, exist_ok=True)
     told = [one | {"at": one["at"].isoformat()} for one in records]
     (where / f"{name}.jsonl").write_text(lines(*told), encoding="utf-8")
+
+
+@pytest.fixture
+def newer_zone(tmp_path: Path) -> Iterator[str]:
+    """A time zone that Python knows and Java does not, because Python's data is newer."""
+    zone, where = "Europe/Newtown", tmp_path / "zoneinfo"
+    data = (resources.files("tzdata.zoneinfo") / "Europe" / "Berlin").read_bytes()
+    (where / "Europe").mkdir(parents=True)
+    (where / zone).write_bytes(data)
+    zoneinfo.reset_tzpath([str(where), *zoneinfo.TZPATH])
+    durations._zones.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    yield zone
+    zoneinfo.reset_tzpath()
+    durations._zones.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_zone_that_java_does_not_know(tmp_path: Path, newer_zone: str) -> None:
+    land(tmp_path / "landing", "1", visits(CLOCKS["Europe/Berlin"][:1], 3, 8, 7))
+    source = stream(source=FilesSource(str(tmp_path / "landing")))
+    daily = windowed(source, TumblingWindow("1 day", zone=newer_zone), "daily")
+    done = run([build_asset(source), build_asset(daily)], tmp_path / "warehouse")
+    assert not done.success
+    said = messages(done)
+    assert "daily: expected Spark to know the time zone 'Europe/Newtown' of its windows" in said
+    assert "Use a newer Java" in said
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -40,6 +40,7 @@ from vt_dagster.errors import (
     NeedsReplayError,
     RefusedRecordsError,
     SourceError,
+    SparkUnavailableError,
     StorageError,
 )
 from vt_dagster.sources.base import Comparing, End, Pinned, Source, Whole
@@ -742,6 +743,7 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
         explanation
         or gone_meanwhile(node, error)
         or unreadable(node.name, error)
+        or zone_unknown(node, error)
         or sum_too_large(node, error)
         or value_refused(node, error)
         or function_failed(node, error)
@@ -756,6 +758,18 @@ def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
         f"{node.name}: expected the table files that the run pinned at its start, but some are gone: a "
         "key was erased during this run, or a clean-up removed too much. Nothing was committed: run "
         "again"
+    )
+
+
+def zone_unknown(node: Stream, error: Exception) -> SparkUnavailableError | None:
+    """Returns an error, if Spark does not know the time zone of an aggregate's windows; else None."""
+    zone = getattr(getattr(node.operator, "window", None), "zone", None)
+    if zone is None or not re.search(rf"\[INVALID_TIMEZONE\].* {re.escape(zone)} ", str(error)):
+        return None
+    return SparkUnavailableError(
+        f"{node.name}: expected Spark to know the time zone {zone!r} of its windows, got a Java whose "
+        "time zones are older than those of Python; nothing was committed. Use a newer Java for Spark "
+        "and its executors, or declare another zone that has the same clock"
     )
 
 
