@@ -181,6 +181,47 @@ def test_of_a_partitioned_asset_each_partition(
     assert 'expected type "str for texts"' in messages(run("texts"))
 
 
+def test_upstream_partitions_that_are_not_there(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """A partition that is mapped to no upstream partition has no records, like the first day of an
+    asset that reads the day before. One whose upstream partition was not materialized is an error, and
+    so is a value of None if the source has a class."""
+    answers: dict[str, Any] = {"2024-01-01": rows(("a", "of 1", 1)), "2024-01-02": None}
+
+    @dg.asset(partitions_def=DAYS)
+    def raw(context: dg.AssetExecutionContext) -> Any:
+        return answers[context.partition_key]
+
+    before = dg.TimeWindowPartitionMapping(start_offset=-1, end_offset=-1)
+    about: dict[str, Any] = {"partitions_def": DAYS, "partition_mapping": before}
+    typed = Table("typed", source=AssetSource("raw", as_type=pd.DataFrame, **about), **ABOUT)
+    plain = Table("plain", source=AssetSource("raw", **about), **ABOUT)
+    last: Any = {"partition_mapping": dg.LastPartitionMapping()}
+    newest = Table("newest", source=AssetSource("raw", as_type=pd.DataFrame, **last), **ABOUT)
+
+    def run(*names: str, day: str | None = None) -> Any:
+        chosen: Any = {"asset_selection": [dg.AssetKey(name) for name in names]}
+        nodes = (typed, plain, newest)
+        return materialize(tmp_path, instance, *nodes, assets=[raw], partition_key=day, **chosen)
+
+    assert made(run("typed", "plain", day="2024-01-01")) == {"typed", "plain"}
+    for day in answers:
+        assert made(run("raw", day=day)) == {"raw"}
+    assert made(run("typed", "plain", day="2024-01-02")) == {"typed", "plain"}
+    assert values(tmp_path, "typed") == values(tmp_path, "plain") == ["of 1"]
+    assert made(run("plain", day="2024-01-03")) == {"plain"}
+    assert (
+        "typed: expected a DataFrame of raw (partition 2024-01-02), got None; return an empty DataFrame"
+        in messages(run("typed", day="2024-01-03"))
+    )
+    for name, day, lacks in (("typed", "2024-01-04", "03"), ("newest", None, "04")):
+        assert (
+            f"{name}: expected a materialization of raw (partition 2024-01-{lacks}) in this Dagster "
+            "instance"
+        ) in messages(run(name, day=day))
+
+
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
 def test_dagster_asks_for_it(spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance) -> None:
     """With an automation condition, Dagster requests the table, and the assets downstream of it, after
@@ -251,13 +292,19 @@ def test_what_cannot_be_taken(
         dg.Definitions([dg.AssetSpec("elsewhere")], resources={"io_manager": Elsewhere()}),
     )
     job = given.resolve_implicit_global_asset_job_def()
-    meanwhile = [False, True]
+    meanwhile = [False, True, False]
     for said in (
         "expected a materialization of elsewhere in this Dagster instance",
         "expected no materialization of elsewhere while it is loaded, got one; nothing was committed",
     ):
         result = job.execute_in_process(instance=instance, run_config=QUIET, raise_on_error=False)
         assert said in messages(result)
+    instance.report_runless_asset_event(dg.AssetMaterialization("elsewhere", partition="2024-01-01"))
+    result = job.execute_in_process(instance=instance, run_config=QUIET, raise_on_error=False)
+    assert (
+        "a materialization of elsewhere without a partition, as it is declared here, got one of "
+        "partition 2024-01-01; give its AssetSpec the partitions_def"
+    ) in messages(result)
 
 
 def test_refused_when_definitions_load() -> None:

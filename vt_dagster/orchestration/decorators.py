@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import dagster as dg
 from typing_extensions import TypedDict, Unpack
 
-from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.errors import ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.resources import asset_op
 from vt_dagster.sources.frame_sources import AssetSource, Delivery, FrameSource, FunctionSource, Given
 from vt_dagster.topology.model import (
@@ -131,7 +131,7 @@ class Inputs:
         if source.input_manager_key is not None:
             about["input_manager_key"] = source.input_manager_key
         kind = source.as_type
-        if isinstance(kind, type) and get_origin(kind) is None:
+        if _is_class(kind):
             about["dagster_type"] = _one_or_by_partition(node, kind)
         upstream = inspect.Parameter(
             _UPSTREAM,
@@ -141,11 +141,18 @@ class Inputs:
         return cls({_UPSTREAM: dg.AssetIn(dg.AssetKey(source.path), **about)}, _signature([upstream]))
 
 
+def _is_class(kind: Any) -> bool:
+    return isinstance(kind, type) and get_origin(kind) is None
+
+
 def _one_or_by_partition(node: Stream, as_type: type) -> dg.DagsterType:
     """Returns the type of an input that is a value of a class, or a dict of such values by partition:
-    Dagster's file IO managers return one for a run that loads several partitions."""
+    Dagster's file IO managers return one for a run that loads several partitions. For a partition that
+    is not there they return None, which the run explains."""
 
     def check(_: Any, value: Any) -> dg.TypeCheck:
+        if value is None:
+            return dg.TypeCheck(success=True)
         found = dg.check_dagster_type(as_type, value)
         if found.success or not isinstance(value, dict):
             return found
@@ -287,10 +294,18 @@ def _tries(context: dg.AssetExecutionContext) -> list[str]:
 def _of_asset(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, value: Any
 ) -> list[Delivery]:
-    last = _materialization(context, node, source, None)
-    if last.partition_key is None:
+    if not context.get_step_execution_context().has_asset_partitions_for_input(_UPSTREAM):
+        last = _materialization(context, node, source, None)
+        if last.partition_key is not None:
+            raise SourceError(
+                f"{node.name}: expected a materialization of {_named(source, None)} without a "
+                f"partition, as it is declared here, got one of partition {last.partition_key}; give "
+                "its AssetSpec the partitions_def of that asset, or materialize it"
+            )
         return [_delivery(context, node, source, last, value)]
     partitions = list(context.asset_partition_keys_for_input(_UPSTREAM))
+    if not partitions:  # as for the first day of an asset that reads the day before
+        return []
     if len(partitions) != 1 and not isinstance(value, dict):
         raise SourceError(
             f"{node.name}: expected the IO manager of {'/'.join(source.path)} to return a dict of its "
@@ -319,7 +334,17 @@ def _delivery(
         return {*map(_version_of, context.instance.fetch_materializations(wanted, limit=1_000).records)}
 
     version = _version(context, node, source, last)
+    if value is None and _is_class(source.as_type):
+        named = _named(source, last.partition_key)
+        raise ContractError(
+            f"{node.name}: expected a {source.as_type.__name__} of {named}, got None; return an empty "
+            "DataFrame from that asset, or leave out as_type of AssetSource"
+        )
     return Delivery(last.partition_key or "", version, lambda: value, replaced_by)
+
+
+def _named(source: AssetSource, partition: str | None) -> str:
+    return "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
 
 
 def _wanted(source: AssetSource, partition: str | None, **about: Any) -> dg.AssetRecordsFilter:
@@ -334,11 +359,10 @@ def _materialization(
     wanted = _wanted(source, partition)
     records = context.instance.fetch_materializations(wanted, limit=1).records
     if not records:
-        named = "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
         raise SourceError(
-            f"{node.name}: expected a materialization of {named} in this Dagster instance, which "
-            "identifies the delivery, got none; materialize it, or report a materialization with "
-            "report_runless_asset_event"
+            f"{node.name}: expected a materialization of {_named(source, partition)} in this Dagster "
+            "instance, which identifies the delivery, got none; materialize it, or report a "
+            "materialization with report_runless_asset_event"
         )
     return records[0]
 
