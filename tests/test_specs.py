@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import dagster as dg
@@ -11,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
-from tests.market import RECORD, lines, record
+from tests.market import QUIET, RECORD, lines, messages, record
 from vt_dagster import (
     FilesSource,
     SparkResource,
@@ -21,7 +22,12 @@ from vt_dagster import (
     TopologyTranslator,
     VersionedTable,
     build_asset,
+    build_checks,
     build_definitions,
+    build_export,
+    build_freshness_check,
+    build_resources,
+    ops,
     read,
 )
 from vt_dagster.cli import app
@@ -211,6 +217,51 @@ def test_prefixes_are_folders(
     assert (found.missing, found.extra) == (0, 0)
     swap(shop.warehouse, "shop/eu/prices", "shop/eu/anew")
     assert read(shop.prices, warehouse=shop.warehouse)["v"].to_pylist() == ["p2"]
+
+
+def test_a_prefix_from_dagster(spark: SparkSession, tmp_path: Path) -> None:
+    """Dagster's loaders can put a prefix before the keys of assets. A stream or table refuses that
+    before it reads anything, since its key is also the directory of its tables; so do its checks. An
+    export has a directory of its own, and takes any key."""
+    shop = Shop(tmp_path)
+    shop.land_all()
+
+    @dg.graph_asset(**ops.graph_arguments(shop.sales))
+    def of_ops() -> Any:
+        records, arrival = ops.read_op(shop.sales)()
+        return ops.write_op(shop.sales)(ops.put_op(shop.sales)(records, arrival), arrival)
+
+    def run(*assets: dg.AssetsDefinition, checks: Any = ()) -> dg.ExecuteInProcessResult:
+        module = ModuleType("theirs")
+        vars(module).update({f"asset_{place}": one for place, one in enumerate(assets)})
+        vars(module).update({f"check_{place}": one for place, one in enumerate(checks)})
+        defs = dg.Definitions(
+            dg.load_assets_from_modules([module], key_prefix="theirs"),
+            asset_checks=dg.load_asset_checks_from_modules([module], asset_key_prefix="theirs"),
+            resources=build_resources(shop.warehouse, SparkResource(master="local[2]")),
+            executor=dg.in_process_executor,
+        )
+        job = defs.resolve_implicit_global_asset_job_def()
+        return job.execute_in_process(instance=instance, run_config=QUIET, raise_on_error=False)
+
+    said = (
+        "sales: expected its asset to have the key shop/sales, which is also the directory of its "
+        "tables, got theirs/shop/sales; set the key_prefix of the stream or table instead of that"
+    )
+    fresh = build_freshness_check(shop.sales, at_most=timedelta(days=1))
+    with dg.DagsterInstance.ephemeral() as instance:
+        for asset in (build_asset(shop.sales), of_ops):
+            assert said in messages(run(asset)), asset
+        for check in (build_checks(shop.sales), fresh):
+            assert said in messages(run(checks=[check]))
+        assert not Path(shop.warehouse).exists()
+        run_once(shop.sales, stores_of(shop.warehouse, spark))
+        export = build_export(shop.sales, to=str(tmp_path / "export"))
+        events = [run(export).get_asset_materialization_events() for _ in range(2)]
+        assert [[e.asset_key for e in some] for some in events] == [
+            [dg.AssetKey(["theirs", "shop", "sales_export"])],
+            [],
+        ]
 
 
 def test_no_asset_within_another(spark: SparkSession, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from vt_dagster.orchestration.resources import (
     expect_few_rows,
     keys_of,
     node_of_op,
+    require_key,
     stores_for,
     tables_key,
 )
@@ -347,6 +348,7 @@ def _of_frames(
 def _run(
     context: dg.AssetExecutionContext, node: Stream, prefix: str, pin_arguments: Mapping[str, Any]
 ) -> dg.MaterializeResult[Any]:
+    require_key(node, [context.asset_key])
     stores = stores_for(context, prefix)
 
     def last() -> Commit | None:

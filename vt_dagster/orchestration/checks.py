@@ -26,6 +26,7 @@ from vt_dagster.orchestration.resources import (
     expect_few_rows,
     keys_of,
     node_of_op,
+    require_key,
     stores_for,
     warehouse_key,
     warehouse_of,
@@ -80,6 +81,7 @@ def build_checks(
     )
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         started = time.monotonic()
+        require_key(node, (check.asset_key for check in context.selected_asset_check_keys))
         chosen = {check.name for check in context.selected_asset_check_keys}
         store = stores_for(context, resource_prefix)(node)
         versions = store.versions()
@@ -247,6 +249,7 @@ def _not_blocking(
         required_resource_keys={warehouse_key(resource_prefix)},
     )
     def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        require_key(node, (check.asset_key for check in context.selected_asset_check_keys))
         fields = found(context, warehouse_of(context, resource_prefix))
         return dg.AssetCheckResult(asset_key=key, check_name=name, severity=severity, **fields)
 

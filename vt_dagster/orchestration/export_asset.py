@@ -99,7 +99,7 @@ def build_export(
         io_manager_key=tables_key(resource_prefix),
     )
     def of_export(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
-        return _run(context, export, spec.key, resource_prefix)
+        return _run(context, export, resource_prefix)
 
     return cast(dg.AssetsDefinition, of_export)
 
@@ -142,22 +142,20 @@ def _lineage(export: Export) -> dg.TableColumnLineage:
     return dg.TableColumnLineage({name: [dg.TableColumnDep(up, name)] for name in export.columns})
 
 
-def _run(
-    context: dg.AssetExecutionContext, export: Export, key: dg.AssetKey, prefix: str
-) -> dg.MaterializeResult[Any]:
+def _run(context: dg.AssetExecutionContext, export: Export, prefix: str) -> dg.MaterializeResult[Any]:
     way = ExportRun(export, warehouse_of(context, prefix), spark_for(context, prefix), context.log.info)
-    return retried(context, way.head, lambda: _run_once(context, way, export, key))
+    return retried(context, way.head, lambda: _run_once(context, way, export))
 
 
 def _run_once(
-    context: dg.AssetExecutionContext, way: ExportRun, export: Export, key: dg.AssetKey
+    context: dg.AssetExecutionContext, way: ExportRun, export: Export
 ) -> dg.MaterializeResult[Any]:
     started = time.monotonic()
     commit = way.run(context.run.run_id)
     if commit is not None:
         return _materialized(export, commit, started)
     context.log.info(f"{export.name}: nothing new in the log of {export.node.name}")
-    last = way.head()
+    last, key = way.head(), context.asset_key  # the loaders of Dagster may have given it another one
     if last is None or not needs_materialization(context, key, last):
         return unchanged(context, key, last)
     way.register()  # a run that died before it reported may have died before this too

@@ -52,6 +52,7 @@ from vt_dagster.orchestration.resources import (
     PREFIX,
     catalog_of,
     keys_of,
+    require_key,
     spark_for,
     stores_for,
     tables_key,
@@ -265,6 +266,14 @@ TABLES = tables_key(PREFIX)
 """Resource key of the IO manager that loads tables into the user's own assets."""
 
 
+def _require_place(context: dg.OpExecutionContext, node: Stream) -> None:
+    """Refuses a graph whose asset has another key than the node, and another process for each step,
+    before anything is read."""
+    _require_one_process(context)
+    if context.has_assets_def:
+        require_key(node, context.assets_def.keys)
+
+
 def _require_one_process(context: dg.OpExecutionContext) -> None:
     """Refuses an executor with one process per step, before anything is read.
 
@@ -304,7 +313,7 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
     def read(
         context: dg.OpExecutionContext, pin_arguments: dict[str, Any]
     ) -> tuple[DataFrame, Arrival]:
-        _require_one_process(context)
+        _require_place(context, node)
         run = Run.pin(node, stores_for(context, resource_prefix), **pin_arguments)
         log_arrival(context.log, run.arrival)
         return run.read()[0], run.arrival
@@ -355,7 +364,7 @@ def read_logs_op(
     )
 
     def read(context: dg.OpExecutionContext, pin_arguments: dict[str, Any]) -> tuple[Any, ...]:
-        _require_one_process(context)
+        _require_place(context, node)
         run = Run.pin(node, stores_for(context, resource_prefix), **pin_arguments)
         log_arrival(context.log, run.arrival)
         by_name = dict(zip((up.name for up in run.plan.consumed), run.read(), strict=True))

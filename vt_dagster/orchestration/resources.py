@@ -6,7 +6,7 @@ warehouse under another prefix.
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import PurePath
 from typing import Any, Protocol
@@ -402,6 +402,22 @@ def _has_few_rows(job: dg.JobDefinition, step: str, prefix: str, warehouse: str)
         return from_source(node, store, at, None, {}).small
     except Exception:  # its own step reports the error
         return False
+
+
+def require_key(node: Stream, keys: Iterable[dg.AssetKey]) -> None:
+    """Requires that an asset, or the asset of some checks, still has the key of its stream or table:
+    Dagster's loaders can put a prefix before it.
+
+    Raises:
+        TopologyError: it has another key.
+    """
+    wanted, got = dg.AssetKey(node.path), sorted(key.to_user_string() for key in keys)
+    if wanted.to_user_string() not in got:
+        raise TopologyError(
+            f"{node.name}: expected its asset to have the key {wanted.to_user_string()}, which is also "
+            f"the directory of its tables, got {', '.join(got)}; set the key_prefix of the stream or "
+            "table instead of that of Dagster's load_assets_from_modules or with_attributes"
+        )
 
 
 def asset_op(node: Stream) -> str:

@@ -115,7 +115,8 @@ def build_training_set(
         # Beside the output of a check, Dagster knows only the bare class.
     ) -> dg.MaterializeResult:  # pyright: ignore[reportMissingTypeArgument]
         started, spark = time.monotonic(), spark_for(context, resource_prefix)
-        warehouse = warehouse_of(context, resource_prefix)
+        # The loaders of Dagster may have given the asset another key.
+        warehouse, key = warehouse_of(context, resource_prefix), context.asset_key
         way = TrainingRun(declared, to, warehouse, spark, context.log.info)
         pinned = read_manifest(config.manifest) if config.manifest else None
         commit = retried(context, way.head, lambda: way.run(pinned, context.run.run_id))
@@ -123,9 +124,9 @@ def build_training_set(
             _warn(context, declared, manifest_of(commit))
         last = commit or way.head()
         rates = {} if last is None else match_rates(declared, manifest_of(last))
-        checks = [] if min_match_rate is None else [_checked(spec.key, rates, min_match_rate)]
-        if last is None or (commit is None and not needs_materialization(context, spec.key, last)):
-            idle = unchanged(context, spec.key, last)
+        checks = [] if min_match_rate is None else [_checked(key, rates, min_match_rate)]
+        if last is None or (commit is None and not needs_materialization(context, key, last)):
+            idle = unchanged(context, key, last)
             about: Any = {"metadata": idle.metadata, "data_version": idle.data_version}
             return dg.MaterializeResult(**about, check_results=checks)
         return _materialized(declared, to, last, started, checks)
