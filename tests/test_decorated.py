@@ -326,6 +326,9 @@ def test_each_partition_counts_once(
     assert made(of("2024-01-01", tags={"vt_dagster/take_again": "true"})) == {"raw", "daily"}
     assert made(of("2024-01-01")) == {"raw"}
     assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3", "a1, mended"]
+    alone: Any = {"asset_selection": [dg.AssetKey("daily")]}
+    without = materialize(tmp_path, instance, daily, assets=[raw], **alone)
+    assert "daily: expected a run of one partition, got none; choose one when you" in messages(without)
     with pytest.raises(SourceError, match=r"which provides what .*daily returns; got none"):
         replay(str(tmp_path), daily, "anew", spark)
 

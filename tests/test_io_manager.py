@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.market import QUIET, Market, materialized, messages, record, run
 from vt_dagster import SparkResource, build_asset, build_resources, ops
+from vt_dagster.errors import ContractError
 from vt_dagster.storage import commit_log
 from vt_dagster.topology.durations import in_utc, parse_time
 
@@ -177,6 +178,13 @@ def test_a_partition_without_an_end(market: Market) -> None:
     )
     result, _ = reading(market, "prices", {"vt_dagster/as_of": "partition_end"})
     assert "got: it runs without a partition. Give it a partitions_def" in messages(result)
+    defs = dg.Definitions(
+        [*map(build_asset, market.nodes)], resources=build_resources(str(market.warehouse))
+    )
+    loader = defs.get_asset_value_loader(dg.DagsterInstance.ephemeral())
+    with pytest.raises(ContractError) as raised:
+        loader.load_asset_value("prices", input_definition_metadata=BY_PARTITION.metadata)
+    assert "got: it is loaded outside of a run; set a time to read" in str(raised.value)
 
 
 def test_what_was_known_then(market: Market) -> None:

@@ -272,6 +272,11 @@ def one_partition(context: Any, node: Stream) -> str:
     if context.has_partition_key:
         found = [context.partition_key]
     if len(found) != 1:
+        if not found:
+            raise SourceError(
+                f"{node.name}: expected a run of one partition, got none; choose one when you "
+                "materialize it, or start a backfill of several"
+            )
         raise SourceError(
             f"{node.name}: expected a run of one partition, got {len(found)}; run each partition "
             "by itself, without BackfillPolicy.single_run"

@@ -160,7 +160,13 @@ def _time(context: dg.InputContext, name: str, option: str, wanted: str | None) 
     partition."""
     if wanted != PARTITION_END:
         return wanted
-    step, why = context.step_context, "it runs without a partition"
+    try:
+        step, why = context.step_context, "it runs without a partition"
+    except dg.DagsterInvariantViolationError:
+        raise ContractError(
+            f"{name}: expected a run of a partition, which is read {_WORDS[option]} {PARTITION_END!r}, "
+            "got: it is loaded outside of a run; set a time to read as of"
+        ) from None
     if step.has_partition_key or step.has_partition_key_range:
         try:
             return (step.partition_time_window.end - _TICK).isoformat()
