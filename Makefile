@@ -4,7 +4,7 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 RUNS := .venv/.runs
 # The older of the two supported series of Dagster; its environment overlays .venv.
 OLDER := 1.12
-OF_DAGSTER := definitions specs components nothing_new executor sensors io_manager
+OF_DAGSTER := definitions specs components idle_runs executor sensors io_manager
 # The oldest supported series of Spark; its environment overlays .venv, which has the newest by constraints.txt.
 SERIES := 4.0
 OF_SPARK := test_session test_frames test_init test_processes test_conformance core/test_as_of_join storage/test_store \

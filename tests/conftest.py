@@ -65,13 +65,15 @@ _LONGEST_FIRST = (
     *("test_crash.py", "test_faults.py", "test_maintenance.py", "test_self_joins.py"),
     "test_pages.py",  # the pages of the demo that test_demo.py has run
     *("test_operator_properties.py", "test_random_chains.py", "test_erase.py"),
-    *("test_freshness.py", "test_explain_operators.py", "test_sink.py", "test_corrected.py"),
+    *("test_view_freshness.py", "test_explain_operators.py", "test_sink.py"),
+    "test_corrected_joins_on_delta.py",
 )
 
 _LONGEST_FIRST_OF_FAST = (
-    *("test_session.py", "test_components.py", "test_explore.py", "test_init.py", "test_sliding.py"),
-    *("test_definitions.py", "test_layers.py", "test_ci.py", "test_deploy.py", "test_example_sql.py"),
-    *("test_differing.py", "test_options.py", "test_reference_model.py", "test_calendar_windows.py"),
+    *("test_session.py", "test_components.py", "test_explore.py", "test_init.py"),
+    *("test_sliding_windows.py", "test_definitions.py", "test_layers.py", "test_check_command.py"),
+    *("test_deploy.py", "test_example_sql.py", "test_log_diff.py", "test_options.py"),
+    *("test_reference_model.py", "test_calendar_windows.py"),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.market import QUIET, messages
-from tests.test_decorated import ABOUT, DAYS, MONTH, made, materialize, rows, values
+from tests.test_decorated_tables import ABOUT, DAYS, MONTH, made, materialize, rows, values
 from vt_dagster import (
     AssetSource,
     Stream,

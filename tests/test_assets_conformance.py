@@ -1,7 +1,7 @@
 """Real assets emit what Kafka Streams emitted in the worked scenarios. By default scenarios of some
 operators run; the other ones run with the marker ``endurance``.
 
-``tests/through_assets.py`` runs the scenarios. ``side_by_side`` compares the records that each run
+``tests/asset_scenarios.py`` runs the scenarios. ``side_by_side`` compares the records that each run
 emits (in order, or as a set where results are held back), the final store, and the numbers of dropped
 and waiting records.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.asset_scenarios import StoreThroughAssets, ThroughAssets, leave_views_behind, runs_of
 from tests.storage.test_random_chains import OF_CHAINS
-from tests.through_assets import StoreThroughAssets, ThroughAssets, leave_views_behind, runs_of
 from vt_dagster.conformance.runner import split_into_runs, store_of
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
 from vt_dagster.conformance.steps import layout, nodes_of, supported

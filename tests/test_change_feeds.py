@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, MapType, StringType, StructField, StructType, TimestampType
 
 from tests.market import messages, run
-from tests.test_closed_doors import landing
+from tests.test_user_faults import landing
 from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable, build_asset
 from vt_dagster.components.topology_component import CONCEPTS
 from vt_dagster.orchestration.decorators import VersionedTableAttributes

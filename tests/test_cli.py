@@ -20,8 +20,8 @@ from pyspark.sql.types import StructType
 from typer.testing import CliRunner, Result
 
 import vt_dagster
+from tests.log_writer import Written
 from tests.market import Market, messages, run
-from tests.written import Written
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import COMMANDS, app
 from vt_dagster.cli import explain as of_explain

@@ -24,8 +24,8 @@ from assets import demo as demo_of_winter
 from assets import demo_all
 from assets.corrections import FORGOTTEN
 from assets.landing import DELIVERIES, LateWeather
-from tests import few_flights, reference
-from tests.reference import WEATHER_VALUES, as_of_join
+from tests import demo_reference, demo_subset
+from tests.demo_reference import WEATHER_VALUES, as_of_join
 from vt_dagster import lateness, read
 from vt_dagster.cli import app
 from vt_dagster.storage.arrow_reader import head_of
@@ -43,7 +43,7 @@ class Part:
     """A part of the year, and its expected numbers.
 
     Args:
-        runs: arguments of ``python`` that run it; empty = ``few_flights.py``. Data lands ``landings``
+        runs: arguments of ``python`` that run it; empty = ``demo_subset.py``. Data lands ``landings``
             times.
         flights: number of flights; ``unnamed`` of them have no aircraft, ``forgotten`` have the one
             that the demo erases.
@@ -116,7 +116,7 @@ def part(request: pytest.FixtureRequest) -> Part:
 def demo(part: Part, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory with the results of the demo, and its output."""
     if not part.runs:
-        return few_flights.what_they_left(few_flights.ALL, tmp_path_factory)
+        return demo_subset.what_they_left(demo_subset.ALL, tmp_path_factory)
     data = tmp_path_factory.mktemp("demo")
     run = subprocess.run(
         [sys.executable, *part.runs],
@@ -159,7 +159,7 @@ def _assert_same(ours: pd.DataFrame, theirs: pd.DataFrame, order: list[str] | No
         rows = pd.DataFrame(rows[theirs.columns])
         for column in rows.columns:
             if isinstance(rows[column].dtype, pd.DatetimeTZDtype):
-                rows[column] = rows[column].astype(reference.UTC)
+                rows[column] = rows[column].astype(demo_reference.UTC)
             elif pd.api.types.is_numeric_dtype(rows[column].dtype):
                 rows[column] = rows[column].astype(float)
         return (
@@ -239,7 +239,7 @@ def test_weather_that_comes_late_corrects_the_flights_of_its_time(
     key, values = ["carrier", "flight", "time_hour"], ["temp", "wind_speed", "visib"]
     flights, weather = landed["flights"], landed["weather"]
     rows = _view(demo[0], "flights_corrected")
-    ours = rows.astype({"flight": "int64", "time_hour": reference.UTC}).set_index(key)
+    ours = rows.astype({"flight": "int64", "time_hour": demo_reference.UTC}).set_index(key)
     assert sorted(rows["left_offset"]) == sorted(set(rows["left_offset"]))
     assert len(ours) == len(joined)  # the same number of flights waits as in the uncorrected join
     in_time, all_of_it = (
@@ -318,14 +318,14 @@ def test_an_aircraft_is_forgotten(part: Part, demo: tuple[Path, str]) -> None:
 def landed(demo: tuple[Path, str]) -> dict[str, pd.DataFrame]:
     """The records that each source delivered, in order of arrival."""
     sources = ("weather", "planes", "airlines", "aircraft", "flights")
-    return {source: reference.landed(demo[0] / "landing", source) for source in sources}
+    return {source: demo_reference.landed(demo[0] / "landing", source) for source in sources}
 
 
 def test_an_aircraft_is_what_it_was_at_every_time(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """Every version of the table-table join and of the foreign-key join equals that of a SQL join."""
-    expected = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
+    expected = demo_reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
     assert expected["valid_to"].notna().sum() == part.moved
     assert len(expected) == part.aircraft + part.moved
     expected = expected[expected["tailnum"] != FORGOTTEN]
@@ -339,7 +339,7 @@ def test_no_flight_contradicts_the_fleet(
 ) -> None:
     """As of the departure of every flight, the carrier of its aircraft is the carrier of the flight."""
     flights = landed["flights"].query("tailnum != @FORGOTTEN")
-    carriers = reference.query(
+    carriers = demo_reference.query(
         """
         SELECT flights.carrier AS flown, fleet.carrier AS said
         FROM flights ASOF LEFT JOIN fleet
@@ -356,7 +356,7 @@ def test_no_flight_contradicts_the_fleet(
 def test_fleet_sizes_are_those_of_the_newest_records(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
-    versions = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
+    versions = demo_reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
     newest = versions[versions["valid_to"].isna()]
     expected = newest.groupby("airline", as_index=False).agg(
         aircraft=("tailnum", "size"), seats=("seats", "sum")
@@ -368,7 +368,7 @@ def test_fleet_sizes_are_those_of_the_newest_records(
 def test_every_hour_is_told_once_when_it_has_closed(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
-    every, late = reference.hours(landed["flights"], pd.Timedelta(hours=12))
+    every, late = demo_reference.hours(landed["flights"], pd.Timedelta(hours=12))
     assert late == part.too_late
     assert _number(demo[1], r"([\d,]+) flights were known only when") == late
     order = ["origin", "window_start"]
@@ -386,7 +386,10 @@ def test_bad_weather_is_told_in_metric_units(
     demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """``map_values``, ``filter`` and ``to_stream`` emit every expected record, in order."""
-    metric, bad = reference.metric(landed["weather"]), reference.bad_weather(landed["weather"])
+    metric, bad = (
+        demo_reference.metric(landed["weather"]),
+        demo_reference.bad_weather(landed["weather"]),
+    )
     _assert_same(_in_order(demo[0], "weather_metric"), metric)
     _assert_same(_view(demo[0], "weather_metric"), metric.groupby("origin").tail(1), ["origin"])
     for asset in ("bad_weather", "bad_weather_reports"):
@@ -396,8 +399,8 @@ def test_bad_weather_is_told_in_metric_units(
 
 
 def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
-    bad = reference.bad_weather(landed["weather"])
-    expected = reference.at_most_one_in(bad, pd.Timedelta(hours=3))
+    bad = demo_reference.bad_weather(landed["weather"])
+    expected = demo_reference.at_most_one_in(bad, pd.Timedelta(hours=3))
     assert 0 < len(expected) < len(bad) / 2
     _assert_same(_in_order(demo[0], "weather_alerts"), expected)
     assert _number(demo[1], r"([\d,]+) alerts") == len(expected)
@@ -407,7 +410,7 @@ def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, 
 
 
 def test_storms_are_gaps_and_islands(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
-    expected = reference.storms(landed["weather"], gap="2 hours")
+    expected = demo_reference.storms(landed["weather"], gap="2 hours")
     _assert_same(_view(demo[0], "storms"), expected, ["origin", "window_start"])
     assert _number(demo[1], r"([\d,]+) storms") == len(expected)
 
@@ -415,7 +418,7 @@ def test_storms_are_gaps_and_islands(demo: tuple[Path, str], landed: dict[str, p
 def test_the_board_shows_the_newest_departures(
     demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
-    newest = reference.board(landed["flights"], pd.Timedelta(hours=6), pd.Timedelta(days=1))
+    newest = demo_reference.board(landed["flights"], pd.Timedelta(hours=6), pd.Timedelta(days=1))
     validity = newest[["valid_from", "valid_to"]]
     flights = newest.drop(columns=["position", "timestamp", *validity])
     weathered = as_of_join(flights, landed["weather"])

@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LINE = 93
 """The longest line of a block of code, in characters."""
-WORDS = (ROOT / "tests" / "docs_words.py").read_text(encoding="utf-8")
+WORDS = (ROOT / "tests" / "docs_namespace.py").read_text(encoding="utf-8")
 LANGUAGES = {"python", "yaml", "bash", "text", ""}
 OF_DEPLOYMENTS = ("cp", "chmod", "mkdir", "openssl", "docker", "kubectl", "helm")
 """Programs that a deployment uses; ``test_deploy.py`` tests their arguments."""
@@ -77,7 +77,7 @@ def shop(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         words: dict[str, Any] = {}
-        exec(compile(WORDS, "docs_words.py", "exec", dont_inherit=True), words)
+        exec(compile(WORDS, "docs_namespace.py", "exec", dont_inherit=True), words)
         defs = build_definitions(
             words["priced"], warehouse="warehouse", spark=SparkResource(master="local[2]")
         )
@@ -90,7 +90,7 @@ def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest
     """The blocks of a page run one after the other. Their definitions load, and their tests pass."""
     monkeypatch.chdir(shop)
     names: dict[str, Any] = {}
-    exec(compile(WORDS, "docs_words.py", "exec", dont_inherit=True), names)
+    exec(compile(WORDS, "docs_namespace.py", "exec", dont_inherit=True), names)
     for block in blocks(page):
         if block.language != "python":
             continue

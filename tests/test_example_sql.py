@@ -16,9 +16,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.conftest import ROOT
+from tests.log_writer import Written, moment
 from tests.market import QUIET, materialized
 from tests.test_example_payments import lines_of
-from tests.written import Written, moment
 from vt_dagster import VersionedTable, read
 
 pytestmark = pytest.mark.usefixtures("few_rows")

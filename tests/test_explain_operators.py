@@ -1,10 +1,10 @@
 """Explanations of each operator's rows: the named records give the row; no other record changes it.
 
 The tests cover what the random chains of ``test_explain_random`` lack: joins and groups of streams,
-corrected joins, and joins by what was known. ``storage/test_corrected_streams.py`` covers corrected
-joins of streams. The model of ``tests.core.reference`` shares no code with the operators. It computes
-a row twice: from the records that the explanation names, and from all records up to the one that
-triggered the result.
+corrected joins, and joins by what was known. ``storage/test_corrected_stream_join_on_delta.py`` covers
+corrected joins of streams. The model of ``tests.core.reference`` shares no code with the operators. It
+computes a row twice: from the records that the explanation names, and from all records up to the one
+that triggered the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 
 from tests.core.reference.stream_join import as_here
 from tests.core.reference_model import complete
-from tests.explained import (
+from tests.explain_warehouse import (
     COUNTED,
     EPOCH,
     LONG,

@@ -19,7 +19,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.core.reference_model import complete
-from tests.random_explained import Explained, drawn, explained
+from tests.explain_random_chains import Explained, drawn, explained
 from vt_dagster import read
 from vt_dagster.conformance.scenario import millis
 from vt_dagster.provenance.explain import Explainer

@@ -21,8 +21,8 @@ from deltalake.schema import Field, PrimitiveType
 from deltalake.transaction import AddAction, create_table_with_add_actions
 from starlette.testclient import TestClient
 
+from tests.log_writer import MICROS, Written, document, moment
 from tests.market import Market
-from tests.written import MICROS, Written, document, moment
 from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
 from vt_dagster.cli import main
 from vt_dagster.errors import StorageError

@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
-from tests.core.test_plans import count, plan
+from tests.core.test_spark_plans import count, plan
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster import (
     FilesSource,

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 from typer.testing import CliRunner
 
-from tests.written import Written
+from tests.log_writer import Written
 from vt_dagster import (
     FilesSource,
     HoppingWindow,

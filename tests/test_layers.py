@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.parsed import ROOT, files, nodes
+from tests.syntax_trees import ROOT, files, nodes
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.topology import operators
 from vt_dagster.topology.node import Operator

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import vt_dagster.errors as errors
-from tests.parsed import files, nodes, tree
+from tests.syntax_trees import files, nodes, tree
 
 LIST = Path(__file__).with_name("error_messages.txt")
 

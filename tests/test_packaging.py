@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.built import ROOT, distributions
+from tests.distributions import ROOT, distributions
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 

@@ -103,7 +103,7 @@ class Reports:
         )
 
 
-@pytest.mark.endurance  # test_partition_replaced.py tests each cause
+@pytest.mark.endurance  # test_stale_partitions.py tests each cause
 @pytest.mark.parametrize("seed", [1, 2])
 def test_after_the_requested_runs_all_is_as_if_made_anew(
     spark: SparkSession, tmp_path: Path, seed: int

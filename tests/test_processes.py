@@ -14,7 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tests.conftest import ROOT, ConnectServer
-from tests.everything import ALWAYS, WAREHOUSE
+from tests.full_topology import ALWAYS, WAREHOUSE
 
 SOME = ("corrected", "guarded", "training", "iceberg_export")
 """Kinds that also read or write files on the machine of the run's process, kinds with names in Spark's
@@ -27,7 +27,7 @@ def outcomes(
     """Runs the kinds in a new process. Returns the outcome and message of each run of each asset."""
     root.mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.everything", str(root), where, *kinds],
+        [sys.executable, "-m", "tests.full_topology", str(root), where, *kinds],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 from assets.demo import LATE
-from tests import few_flights, reference
-from tests.reference import as_of_join
+from tests import demo_reference, demo_subset
+from tests.demo_reference import as_of_join
 from vt_dagster import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.jvm]
@@ -38,7 +38,7 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         run = subprocess.run(
             [sys.executable, "-m", "vt_dagster.cli", "demo"],
             cwd=REPOSITORY,
-            env={**os.environ, "VT_DAGSTER_DATA": str(data), "COLUMNS": few_flights.COLUMNS},
+            env={**os.environ, "VT_DAGSTER_DATA": str(data), "COLUMNS": demo_subset.COLUMNS},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -47,7 +47,7 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert run.returncode == 0, run.stdout
         printed = run.stdout
     else:
-        data, printed = few_flights.what_they_left(few_flights.SHORT, tmp_path_factory)
+        data, printed = demo_subset.what_they_left(demo_subset.SHORT, tmp_path_factory)
     # Java prints that it uses the tests' options.
     return data, re.sub(r"^NOTE: Picked up JDK_JAVA_OPTIONS: .*\n", "", printed, flags=re.MULTILINE)
 
@@ -55,7 +55,9 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def landed(demo: tuple[Path, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Flights and weather, in order of arrival."""
-    flights, weather = (reference.landed(demo[0] / "landing", name) for name in ("flights", "weather"))
+    flights, weather = (
+        demo_reference.landed(demo[0] / "landing", name) for name in ("flights", "weather")
+    )
     return flights, weather
 
 
@@ -87,7 +89,7 @@ def test_its_numbers_are_those_of_an_independent_join(
     rows = read("flights_corrected", warehouse=str(data / "warehouse"), into="pandas")
     joined = _number(text, r" joined +([\d,]+)")
     assert joined == len(rows) == len(flights) - _number(text, r"waiting in the grace buffer +([\d,]+)")
-    ours = rows.astype({"flight": "int64", "time_hour": reference.UTC}).set_index(KEY)
+    ours = rows.astype({"flight": "int64", "time_hour": demo_reference.UTC}).set_index(KEY)
     late = LATE.among(weather.assign(time_hour=weather["time_hour"].astype(str).str[:10]))
     in_time, all_of_it = (
         as_of_join(flights, some).set_index(KEY).loc[ours.index] for some in (weather[~late], weather)
@@ -110,7 +112,7 @@ def test_the_row_that_it_explains(
     told = re.search(r"  (\w\w) (\d+) from JFK to \w+ was to leave at (\S+ \S+) UTC", text)
     assert told is not None
     about = flights[(flights["carrier"] == told[1]) & (flights["flight"] == int(told[2]))]
-    about = about[reference.departure(about) == pd.Timestamp(told[3], tz="UTC")]
+    about = about[demo_reference.departure(about) == pd.Timestamp(told[3], tz="UTC")]
     late = LATE.among(weather.assign(time_hour=weather["time_hour"].astype(str).str[:10]))
     expected = [
         (str(as_of_join(about, some)["temp"].item()), revision)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
-from tests.parsed import files, nodes, tree
+from tests.syntax_trees import files, nodes, tree
 
 FUNCTIONS = {"F", "W"}
 """``pyspark.sql.functions`` and ``Window``: neither works before there is a session."""

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
-from tests.through_assets import ThroughAssets
+from tests.asset_scenarios import ThroughAssets
 from vt_dagster import Stream, Table, TopologyError
 from vt_dagster.components.topology_component import CONCEPTS
 from vt_dagster.conformance.scenario import read_scenarios

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 import vt_dagster
-from tests.core.test_plans import count, plan
+from tests.core.test_spark_plans import count, plan
 from tests.test_as_known_joins import EPOCH, KEYS, Log, Row, at, drawn
 from vt_dagster import FeatureView, FilesSource, Stream, VersionedTable, build_training_set
 from vt_dagster.core.log_columns import log_schema, view_schema

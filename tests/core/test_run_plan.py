@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from tests import everything
+from tests import full_topology
 from vt_dagster import Stream, VersionedTable
 from vt_dagster.core.processor import RunPlan, RunTimes
 from vt_dagster.core.processor_registry import PROCESSORS, processor_of
@@ -31,8 +31,8 @@ def plan_of(node: Stream, times: RunTimes = RunTimes()) -> RunPlan:  # noqa: B00
 
 
 def test_each_operator_has_a_plan_without_spark() -> None:
-    sources = everything.sources()
-    nodes = everything.operators(sources)
+    sources = full_topology.sources()
+    nodes = full_topology.operators(sources)
     assert {type(node.operator) for node in nodes} == {*PROCESSORS}
     for node in [*sources.values(), *nodes]:
         plan = plan_of(node)

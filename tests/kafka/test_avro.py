@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
 from tests.kafka.topics import Topics
-from tests.registry import Registry, framed
+from tests.schema_registry import Registry, framed
 from vt_dagster import Stream, Table
 from vt_dagster.errors import StorageError
 from vt_dagster.kafka import Avro, KafkaSource, SchemaRegistry

@@ -17,10 +17,10 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from tests.asset_scenarios import ThroughAssets
 from tests.core.random_chains import SHAPES
 from tests.core.random_scenarios import scenarios, write
 from tests.core.reference_model import complete
-from tests.through_assets import ThroughAssets
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
 from vt_dagster.conformance.steps import inputs_of
 from vt_dagster.spark.session import build_session

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vt_dagster
-from tests.written import Written, document
+from tests.log_writer import Written, document
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.warehouse_overview import overview
 from vt_dagster.provenance.explain import explain

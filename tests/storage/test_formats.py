@@ -34,8 +34,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from tests.registry import Registry, framed
-from tests.storage.test_values import with_columns
+from tests.schema_registry import Registry, framed
+from tests.storage.test_decoded_values import with_columns
 from vt_dagster.core.source_records import REASON, Reason, prepare
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.kafka import (

@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import vt_dagster
-from tests.storage.test_known_at import FIRST, MINUTE, answer, in_order, moment, questions
+from tests.storage.test_as_known_at import FIRST, MINUTE, answer, in_order, moment, questions
 from tests.storage.topology import SCHEMA, Topology
 from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.asset_scenarios import Warehouse, leave_views_behind
 from tests.storage.random_runs import RandomChain, RandomRuns, as_scenarios, random_chain
-from tests.through_assets import Warehouse, leave_views_behind
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.erase import erase

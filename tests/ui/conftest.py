@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from tests import few_flights
+from tests import demo_subset
 from tests.conftest import ConnectServer
 
 ROOT = Path(__file__).parents[2]
@@ -34,17 +34,17 @@ def environment(
     tmp_path_factory: pytest.TempPathFactory, connect_server: ConnectServer
 ) -> dict[str, str]:
     """The environment of a process that uses the instance, which is a copy with a damaged table."""
-    made, _ = few_flights.what_they_left(few_flights.ALL, tmp_path_factory)
+    made, _ = demo_subset.what_they_left(demo_subset.ALL, tmp_path_factory)
     data = shutil.copytree(made, tmp_path_factory.mktemp("ui") / "data")
     about = {
         **connect_server.environment,
         "VT_DAGSTER_SPARK": "server",
         "VT_DAGSTER_DATA": str(data),
         "DAGSTER_HOME": str(data / "dagster_home"),
-        "VT_DAGSTER_EXPLORE": few_flights.EXPLORE,
+        "VT_DAGSTER_EXPLORE": demo_subset.EXPLORE,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ui.damaged"],
+        [sys.executable, "-m", "tests.ui.damaged_table"],
         cwd=ROOT,
         env=about,
         capture_output=True,

@@ -12,8 +12,8 @@ import pytest
 from deltalake import CommitProperties, write_deltalake
 from playwright.sync_api import Browser, Page, expect
 
+from tests.log_writer import MICROS, Written, document, moment
 from tests.ui.conftest import exploring
-from tests.written import MICROS, Written, document, moment
 from vt_dagster.topology.specification import FilterSpec
 
 pytestmark = pytest.mark.browser

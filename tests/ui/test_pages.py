@@ -13,8 +13,8 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from assets.landing import write_landing
-from tests.few_flights import EXPLORE
-from tests.ui.damaged import DAMAGED
+from tests.demo_subset import EXPLORE
+from tests.ui.damaged_table import DAMAGED
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

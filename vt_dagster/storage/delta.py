@@ -3,8 +3,8 @@
 ``deltalake`` reads the transaction log; ``parquet`` writes it, and has Spark read and write the rows. A
 table opens in one or two milliseconds, fast enough for a sensor that polls positions.
 
-**Damaged tables.** Messages name the asset and how to recover; ``tests/storage/test_damage.py`` follows
-each recovery as the message words it.
+**Damaged tables.** Messages name the asset and how to recover; ``tests/storage/test_damaged_tables.py``
+follows each recovery as the message words it.
 
 **Paths.** This process and Spark must resolve a path to the same file: a Spark Connect server has its
 own working directory, and may have its own file system.

@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType, TimestampType
 
 import vt_dagster
-from tests.storage.test_known_at import START, answer, in_order, moment, questions
+from tests.storage.test_as_known_at import START, answer, in_order, moment, questions
 from tests.storage.topology import EPOCH, SCHEMA, Topology
 from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, RECORDED_AT
 from vt_dagster.core.arrival_order import Outcome

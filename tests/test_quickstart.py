@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.built import ROOT, distributions
+from tests.distributions import ROOT, distributions
 from vt_dagster.spark.jars import resolve_jars
 
 pytestmark = [pytest.mark.endurance, pytest.mark.network, pytest.mark.timeout(2_400)]

@@ -57,9 +57,9 @@ def test_the_page_to_start_with_consumes_a_topic(
     topics.create("prices")
     value = {"product": "apple", "price": 1.0, "at": "2026-01-31T10:00:00Z"}
     topics.produce("prices", [{"key": "apple", "value": value}, {"key": "pear", "value": None}])
-    words = (ROOT / "tests" / "docs_words.py").read_text(encoding="utf-8")
+    words = (ROOT / "tests" / "docs_namespace.py").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    exec(compile(words, "docs_words.py", "exec", dont_inherit=True), names)
+    exec(compile(words, "docs_namespace.py", "exec", dont_inherit=True), names)
     assert "localhost:9092" in first
     exec(compile(first.replace("localhost:9092", broker.bootstrap_servers), "kafka.md", "exec"), names)
     spark_of = dg.Definitions(executor=dg.in_process_executor)

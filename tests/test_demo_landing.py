@@ -17,7 +17,7 @@ import pytest
 
 from assets import landing as landing_module
 from assets.landing import DELIVERIES, LateWeather, landing_file, write_landing
-from tests.reference import WEATHER_VALUES, as_of_join, departure
+from tests.demo_reference import WEATHER_VALUES, as_of_join, departure
 from vt_dagster.errors import SourceError
 
 # A garbage collection here may find a temporary directory of an earlier test that Dagster did not

@@ -183,7 +183,7 @@ def test_many_batches_are_folded(
     assert is_due(behind, spark)
 
 
-@pytest.mark.endurance  # test_segments and test_lookup have random runs, the tests above such views
+@pytest.mark.endurance  # test_view_segments and test_lookup have random runs, the above such views
 def test_any_tail_gives_what_the_whole_log_makes(
     tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

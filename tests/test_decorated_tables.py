@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from tests import decorated
+from tests import decorated_table
 from tests.market import QUIET, RECORD, messages
 from vt_dagster import (
     SparkResource,
@@ -144,7 +144,7 @@ def test_a_retry_after_a_kill_between_commit_and_event(
 
     def job(*, fatal: bool) -> Any:
         args: Any = (str(tmp_path), os.getpid(), fatal)
-        return dg.build_reconstructable_job(decorated.__name__, "job_of", args)
+        return dg.build_reconstructable_job(decorated_table.__name__, "job_of", args)
 
     monkeypatch.setenv("ROOT", "")  # removed again after the test: the job sets it
     with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:

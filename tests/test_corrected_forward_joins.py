@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.test_ahead_joins import EPOCH, MINUTE, RETENTION, Row, declared, drawn, land, source, timed
+from tests.test_forward_joins import EPOCH, MINUTE, RETENTION, Row, declared, drawn, land, source, timed
 from vt_dagster.components.topology_component import CONCEPTS
 from vt_dagster.errors import TopologyError
 from vt_dagster.provenance.explain import Explainer

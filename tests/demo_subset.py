@@ -1,5 +1,5 @@
 """Runs both demos of the worked example, ``vt-dagster demo`` and all assets, one after the other in a
-process, with the flights of eight days of each month. ``python -m tests.few_flights DIRECTORY``."""
+process, with the flights of eight days of each month. ``python -m tests.demo_subset DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """The directory with the results of a demo, and the demo's output. Both demos run once for all of
     pytest's processes."""
     base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "few_flights"
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo_subset"
     printed = root / "printed"
     with FileLock(f"{root}.lock"):
         if not printed.exists():
             root.mkdir()
             run = subprocess.run(
-                [sys.executable, "-m", "tests.few_flights", str(root)],
+                [sys.executable, "-m", "tests.demo_subset", str(root)],
                 cwd=Path(__file__).parents[1],
                 env={**os.environ, "COLUMNS": COLUMNS, "VT_DAGSTER_EXPLORE": EXPLORE},
                 stdout=subprocess.PIPE,

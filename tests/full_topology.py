@@ -1,8 +1,8 @@
 """One topology with every kind of source, operator and asset. Each asset runs in its own process.
 
-``python -m tests.everything ROOT [REMOTE|local [KIND ...]]`` runs each asset alone three times: for the
-first time, with new records, and without new records. Each run is a fork of a process that has imported
-the modules and has no Spark session. The run prints a line of JSON: its ``Outcome``.
+``python -m tests.full_topology ROOT [REMOTE|local [KIND ...]]`` runs each asset alone three times: for
+the first time, with new records, and without new records. Each run is a fork of a process that has
+imported the modules and has no Spark session. The run prints a line of JSON: its ``Outcome``.
 
 Paths are relative to a working directory that differs from that of a Spark Connect server.
 """

@@ -30,8 +30,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from tests.test_initial_snapshot import Accounts
 from tests.test_new_version_on import Live, at, change
-from tests.test_start import Accounts
 from vt_dagster import FilesSource, Materialized, Stream, read
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import HIT, KEPT, Key, erase

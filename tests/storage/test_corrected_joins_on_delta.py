@@ -125,7 +125,7 @@ def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkS
     assert (changes.added, changes.removed, changes.changed) == (0, 0, 2)
 
 
-@pytest.mark.endurance  # test_corrected_streams.py and test_crash.py have each of its rules
+@pytest.mark.endurance  # each rule: test_corrected_stream_join_on_delta.py, test_crash.py
 def test_two_streams_on_delta(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from tests.written import Written
+from tests.log_writer import Written
 from vt_dagster import rules
 from vt_dagster.provenance.explain import explain
 from vt_dagster.topology.specification import ColumnSpec, StreamStreamJoinSpec
