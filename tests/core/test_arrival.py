@@ -106,7 +106,7 @@ def framed(spark: SparkSession, bounds: Bounds) -> Bounds:
     ],
     ids=["in order", "few late", "many late", "all late"],
 )
-def test_bounds_decide_as_looking_at_each_record_does(
+def test_bounds_give_same_lateness_as_per_record_pass(
     spark: SparkSession, seed: int, late: float, waits: tuple[int, int], exact: bool
 ) -> None:
     rows = records(spark, seed, late, waits).cache()
@@ -138,7 +138,7 @@ def test_bounds_decide_as_looking_at_each_record_does(
     rows.unpersist()
 
 
-def test_lateness_by_chunks_is_that_of_records_more_or_less(spark: SparkSession) -> None:
+def test_chunked_lateness_approximates_per_record_lateness(spark: SparkSession) -> None:
     rows = records(spark, 5, 0.2, (1, 60))
     rows = rows.withColumns({c: F.lit(0) for c in ORDER if c != ARRIVAL})
     times = Timed(rows, F.lit(True))
@@ -154,7 +154,7 @@ def test_lateness_by_chunks_is_that_of_records_more_or_less(spark: SparkSession)
 
 @pytest.mark.parametrize("of_record", [1, 3])
 @pytest.mark.parametrize("left_out", [0.0, 0.03, 0.5, 1.0])
-def test_offsets_in_place_are_those_of_numbering(
+def test_offsets_in_place_equal_numbered_offsets(
     spark: SparkSession, left_out: float, of_record: int
 ) -> None:
     chance = random.Random(6)
@@ -198,13 +198,13 @@ def test_offsets_of_a_large_snapshot(spark: SparkSession) -> None:
     ("rows", "seconds", "level"),
     [(1_000_000, 5_000, 21), (1_000_000, 1, SHORTEST), (1_000, 10**9, LONGEST), (0, 1, LONGEST)],
 )
-def test_chunks_of_results_by_time(rows: int, seconds: int, level: int) -> None:
+def test_chunk_level_of_results_by_time(rows: int, seconds: int, level: int) -> None:
     assert chunk_level(rows, (7, 7 + seconds * 10**6)) == level
     assert chunk_level(rows, None) == LONGEST
 
 
 @pytest.mark.parametrize("late", [0, 40], ids=["none late", "many late"])
-def test_windows_by_bounds_are_those_by_each_record(
+def test_windows_by_chunk_bounds_equal_windows_per_record(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     """Sessions and sliding windows of a large run, whose chunks have late records or none."""
@@ -245,7 +245,7 @@ def test_windows_by_bounds_are_those_by_each_record(
     inputs[0].rows.unpersist()
 
 
-def test_a_store_lets_times_rise_as_a_pass_before_it_does(spark: SparkSession) -> None:
+def test_store_advances_stream_time_like_separate_pass(spark: SparkSession) -> None:
     """The records are results of a join; some keys have results of earlier runs."""
     chance, rows = random.Random(9), list[tuple[Any, ...]]()
     for arrival in range(200):

@@ -89,7 +89,7 @@ def rows_of(cases: list[Looks]) -> list[tuple[int, str | None, int]]:
 
 @one_example
 @given(cases_of_joins)
-def test_every_way_finds_the_same(spark: SparkSession, cases: list[Looks]) -> None:
+def test_every_strategy_gives_same_result(spark: SparkSession, cases: list[Looks]) -> None:
     looked_up = rows_of(cases)
     versions = spark.createDataFrame([*chain(*versions_of(cases).values())], VERSIONS)
     left = spark.createDataFrame([(k, at(t), i) for i, (_, k, t) in enumerate(looked_up)], ROWS)
@@ -147,7 +147,7 @@ def matching(versions: list[Version], moment: datetime, horizon: datetime, look:
 
 @one_example
 @given(cases_of_joins)
-def test_versions_that_start_after_a_record(spark: SparkSession, cases: list[Looks]) -> None:
+def test_forward_versions_by_every_strategy(spark: SparkSession, cases: list[Looks]) -> None:
     """Each strategy gives what the rule gives."""
     of_key: dict[str | None, list[Version]] = {**versions_of(cases)}
     looked_up = rows_of(cases)
@@ -182,7 +182,7 @@ def test_versions_that_start_after_a_record(spark: SparkSession, cases: list[Loo
                 assert got == [(n, n is not None) for n in expected], (look, strategy)
 
 
-def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
+def test_hot_key_has_short_tiles(spark: SparkSession) -> None:
     """Tiles fit how often their key changes: few versions in a tile, and few copies of a version."""
     often = F.struct(F.lit("often").alias("key"), F.lit(1).alias("step"))
     seldom = F.struct(F.lit("seldom").alias("key"), F.lit(1_000).alias("step"))
@@ -204,7 +204,7 @@ def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
     assert levels(early) == [21, 24]  # versions outside the times looked up do not count
 
 
-def test_keys_that_are_equal_without_being_the_same_meet(spark: SparkSession) -> None:
+def test_keys_equal_by_collation_match(spark: SparkSession) -> None:
     """Spark's hash differs for ``a`` and ``A``, but a collation takes them as equal: they share
     tiles."""
     lower = "CAST(key AS STRING COLLATE UTF8_LCASE) AS key"
@@ -235,7 +235,7 @@ def levels(tiles: Tiles) -> list[int]:
 
 
 @pytest.mark.parametrize(("rows", "tasks"), [(10, 2), (400, 6)])
-def test_tasks_have_a_bounded_number_of_versions(
+def test_versions_per_task_are_bounded(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, rows: int, tasks: int
 ) -> None:
     monkeypatch.setattr(run, "VERSIONS_OF_A_TASK", 100)

@@ -104,7 +104,7 @@ class InTime(StreamJoin):
     others=st.lists(other, min_size=CASES - 2, max_size=CASES - 2),
     turn=st.integers(1, 3),
 )
-def test_runs_end_as_one_run(
+def test_split_runs_equal_single_run(
     spark: SparkSession, cases: list[Case], others: list[tuple[int, int]], turn: int
 ) -> None:
     """The last number of a case is how much longer than the grace period ``corrected_for`` is. From
@@ -225,7 +225,7 @@ def young(rows: Counter[Any], edge: float) -> Counter[Any]:
     return Counter({row: n for row, n in rows.items() if row[2] >= edge})
 
 
-def test_bounds_tell_also_what_was_too_late_before() -> None:
+def test_longer_corrected_for_keeps_too_late_records_too_late() -> None:
     """A record that was too late by the previous ``corrected_for`` stays so by a longer one."""
     left, right = (Stream(name, key="k", schema=KEYED) for name in ("left", "right"))
 

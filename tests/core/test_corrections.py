@@ -107,7 +107,9 @@ def told(driver: TopologyTestDriver, name: str, rows: list[Record]) -> dict[str,
 @given(
     blocks=st.lists(st.tuples(of_each_case, of_each_case, cuts, cuts), min_size=2, max_size=2),
 )
-def test_runs_end_as_one_run(spark: SparkSession, names: Sequence[str], blocks: list[Any]) -> None:
+def test_split_runs_equal_single_run(
+    spark: SparkSession, names: Sequence[str], blocks: list[Any]
+) -> None:
     whole, split, finer = (TopologyTestDriver(*joins(names), spark=spark) for _ in range(3))
     blocks = numbered(blocks)
     for rows, records, *_ in blocks:

@@ -74,7 +74,7 @@ def by_key(node: Stream, rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], di
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rows")
-def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
+def test_per_run_emits_last_of_every_update(spark: SparkSession) -> None:
     pairs = list(zip(nodes("every_update"), nodes("per_run"), strict=True))
     driver = TopologyTestDriver(*[node for pair in pairs for node in pair], spark=spark)
     out: dict[str, int] = {}
@@ -95,7 +95,7 @@ def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rows")
-def test_a_join_is_the_last_of_every_update(
+def test_join_per_run_emits_last_of_every_update(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plans of large runs leave out earlier changes of keys without tombstones."""

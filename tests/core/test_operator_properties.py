@@ -92,7 +92,7 @@ windows into runs; ``test_random_chains`` splits tables."""
     records=of_each_case,
     first=cuts,
 )
-def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
+def test_unary_operators_are_split_invariant(
     spark: SparkSession,
     few: bool,
     retention: list[int],
@@ -172,7 +172,7 @@ def merged(lefts: Sequence[Record], rights: Sequence[Record]) -> list[tuple[str,
     first=cuts,
     kept=durations,
 )
-def test_joins_of_tables_do_not_mind_how_records_are_cut_into_runs(
+def test_table_joins_are_split_invariant(
     spark: SparkSession,
     kind: str,
     retention: list[int],
@@ -222,7 +222,7 @@ def test_joins_of_tables_do_not_mind_how_records_are_cut_into_runs(
 
 @careful
 @given(retention=durations, records=of_each_case, first=cuts)
-def test_an_aggregate_of_a_versioned_table_is_that_of_its_current_rows(
+def test_aggregate_of_versioned_table_equals_aggregate_of_current_rows(
     spark: SparkSession, retention: list[int], records: list[list[Record]], first: list[int]
 ) -> None:
     table = VersionedTable("table", history_retention=ms(retention), **SOURCE)
@@ -244,7 +244,7 @@ def test_an_aggregate_of_a_versioned_table_is_that_of_its_current_rows(
 
 @careful
 @given(lengths=positive, grace=durations, records=of_each_case, first=cuts, second=cuts)
-def test_until_window_closes_gives_each_closed_window_once_as_a_batch_job_would(
+def test_until_window_closes_emits_each_closed_window_once_like_batch_job(
     spark: SparkSession,
     lengths: list[int],
     grace: list[int],
@@ -281,7 +281,7 @@ def test_until_window_closes_gives_each_closed_window_once_as_a_batch_job_would(
 
 
 @pytest.mark.parametrize("rows", ["few", "many"])
-def test_a_longer_grace_does_not_reopen_windows(spark: SparkSession, rows: str) -> None:
+def test_longer_grace_does_not_reopen_windows(spark: SparkSession, rows: str) -> None:
     """A closed window keeps its result: the state no longer has its records."""
     stream = Stream("stream", **SOURCE)
 

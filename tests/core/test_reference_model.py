@@ -52,19 +52,19 @@ def differences(found: Iterable[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_model_agrees_with_kafka_streams(operator: str) -> None:
+def test_model_agrees_with_kafka_streams(operator: str) -> None:
     found = [s for s in recorded("worked", "random") if s["operator"] == operator]
     assert found
     assert differences(found) == []
 
 
-def test_the_model_agrees_on_sliding_windows() -> None:
+def test_model_agrees_on_sliding_windows() -> None:
     found = [s for s in recorded("optional") if not s["name"].startswith(NOT_COVERED)]
     assert {s["config"]["window"]["type"] for s in found} == {"sliding"}
     assert differences(found) == []
 
 
-def test_the_model_leaves_out_limits_in_bytes_only() -> None:
+def test_model_covers_all_but_byte_limits() -> None:
     for scenario in recorded("worked", "random", "optional"):
         if scenario["name"].startswith(NOT_COVERED):
             with pytest.raises(NotCovered):
@@ -72,7 +72,7 @@ def test_the_model_leaves_out_limits_in_bytes_only() -> None:
         assert scenario["operator"] in OPERATORS
 
 
-def test_a_left_join_of_a_table_with_itself_deletes() -> None:
+def test_left_self_join_emits_deletes() -> None:
     """The expected records are those of the TopologyTestDriver of Kafka Streams 4.1.1."""
     source = {"id": "t", "op": "table", "input": "table", "table": {"versioned": False}}
     join = {"id": "j", "op": "table_join", "kind": "left", "left": "t", "right": "t"}
@@ -103,7 +103,7 @@ def test_random_scenarios_are_reproducible_and_complete() -> None:
             assert complete(json.loads(json.dumps(scenario))) == scenario
 
 
-def test_random_scenarios_show_something() -> None:
+def test_random_scenarios_emit_drop_and_have_nulls() -> None:
     """Most scenarios emit records; enough of them drop some, have late records, or have null values."""
     for operator in ALL:
         found = scenarios(7, operator, configs=40, sequences=2)
@@ -124,7 +124,7 @@ def test_random_chains_have_every_shape() -> None:
         assert len({tuple(s["op"] for s in c["config"]["steps"]) for c in found}) > len(shapes) // 2
 
 
-def test_random_scenarios_are_written_as_the_recorded_ones(tmp_path: Path) -> None:
+def test_random_scenarios_are_written_in_recorded_format(tmp_path: Path) -> None:
     main(["7", str(tmp_path), "--configs", "2", "--sequences", "2"])
     assert {p.stem for p in tmp_path.iterdir()} == set(ALL)
     for operator in ALL:

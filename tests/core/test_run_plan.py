@@ -42,7 +42,7 @@ def test_each_operator_has_a_plan_without_spark() -> None:
 
 
 @pytest.mark.parametrize(("emitted", "again"), [(60, 60), (100, None), (None, None)])
-def test_a_join_reads_again_from_where_records_wait(emitted: int | None, again: int | None) -> None:
+def test_join_rescans_from_waiting_records(emitted: int | None, again: int | None) -> None:
     node = STREAM.left_join(TABLE, name="priced", select=["left.*"], grace_period=40 * MS)
     done = {} if emitted is None else {0: emitted}
     plan = plan_of(node, RunTimes(stream_time={0: 100}, emitted_up_to=done))
@@ -50,7 +50,7 @@ def test_a_join_reads_again_from_where_records_wait(emitted: int | None, again: 
     assert (plan.looked_up, plan.reads_own_table) == (TABLE, False)
 
 
-def test_a_corrected_join_reads_again_from_the_oldest_change_of_its_table() -> None:
+def test_corrected_join_rescans_from_oldest_table_change() -> None:
     node = STREAM.left_join(TABLE, name="priced", select=["left.*"], corrected_for=90 * MS)
     quiet = plan_of(node, RunTimes(stream_time={0: 100}, emitted_up_to={0: 100}))
     assert [one.rescan_from for one in quiet.inputs] == [None, None]
@@ -61,7 +61,7 @@ def test_a_corrected_join_reads_again_from_the_oldest_change_of_its_table() -> N
     assert (plan.corrects_after, plan.reads_own_table) == (49, True)
 
 
-def test_a_corrected_join_that_looks_ahead_reads_again_from_before_the_change() -> None:
+def test_corrected_forward_join_rescans_from_before_table_change() -> None:
     """The run re-reads records up to ``max_age`` before the change, and versions up to ``max_age``
     before these records."""
     node = STREAM.left_join(
@@ -72,13 +72,13 @@ def test_a_corrected_join_that_looks_ahead_reads_again_from_before_the_change() 
     assert plan.corrects_after == 47 * MILLI - 1
 
 
-def test_a_stream_join_reads_each_side_again_as_far_as_the_other_may_match() -> None:
+def test_stream_join_rescans_each_side_within_match_range() -> None:
     node = STREAM.left_join(OTHER, name="paid", before=3 * MS, after=7 * MS, grace=20 * MS)
     plan = plan_of(node, RunTimes(stream_time={0: 100 * MILLI, 1: 500 * MILLI}))
     assert [one.rescan_from for one in plan.inputs] == [73 * MILLI - 1, 77 * MILLI - 1]
 
 
-def test_a_log_that_is_both_sides_is_read_from_the_earlier_place() -> None:
+def test_log_of_both_sides_is_read_from_earlier_offset() -> None:
     node = STREAM.left_join(STREAM, name="near", before=3 * MS, after=7 * MS, grace=20 * MS)
     plan = plan_of(node, RunTimes(stream_time={0: 100 * MILLI}))
     assert plan.rescan_from("orders") == 73 * MILLI - 1

@@ -99,7 +99,7 @@ def results_of(scenario: Row) -> tuple[list[tuple[Any, ...]], int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_kernel_agrees_with_the_model(seed: int) -> None:
+def test_sliding_kernel_agrees_with_model(seed: int) -> None:
     from tests.core.reference_model import complete
 
     compared = 0
@@ -125,7 +125,7 @@ def test_the_kernel_agrees_with_the_model(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_windows_at_the_ends_of_time(spark: SparkSession) -> None:
+def test_windows_stay_within_year_1_and_9999(spark: SparkSession) -> None:
     """Windows begin in the year 1 at the earliest and end in the year 9999 at the latest. The next run
     reads them with their own bounds."""
     hour, minute, tick = timedelta(hours=1), timedelta(minutes=1), timedelta(milliseconds=1)

@@ -58,7 +58,7 @@ def results_of(spark: SparkSession, node: Stream, **large: Any) -> DataFrame:
     return processor_of(node, single_task=not large).results(inputs, RunContext.nothing())
 
 
-def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
+def test_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
     """One shuffle serves the check for duplicate keys and the join. Only the differing rows are
     shuffled once more, for their order."""
     held = spark.createDataFrame([], "k string, price double")
@@ -70,9 +70,7 @@ def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])
-def test_a_join_reads_and_sends_what_its_result_has(
-    spark: SparkSession, strategy: JoinStrategy
-) -> None:
+def test_join_prunes_unused_columns(spark: SparkSession, strategy: JoinStrategy) -> None:
     """Spark prunes fields from the structs of both sides only if all expressions in them are cheap."""
     stream = spark.createDataFrame(
         [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_outcome:string"
@@ -95,7 +93,7 @@ def test_a_join_reads_and_sends_what_its_result_has(
     assert not [line for line in above if "grade" in line or "offset" in line], text
 
 
-def test_a_join_of_tables_is_by_key_and_in_order_for_its_store(spark: SparkSession) -> None:
+def test_table_join_shuffles_by_partition_and_key_only(spark: SparkSession) -> None:
     """The plan shuffles each side by partition, for stream time, and both by key; no more. The store of
     a plain table finds the largest time so far in one pass with the row that a result replaces."""
     sides, select = (rates("left"), rates("right")), ["left.*", "right.price as other"]
@@ -106,7 +104,7 @@ def test_a_join_of_tables_is_by_key_and_in_order_for_its_store(spark: SparkSessi
     assert (once.count("- Window ["), each.count("- Window [")) == (6, 4)
 
 
-def test_a_large_join_per_run_shuffles_the_last_changes_by_key(spark: SparkSession) -> None:
+def test_large_join_per_run_shuffles_last_changes_by_key(spark: SparkSession) -> None:
     joined = rates("left").join(
         rates("right"), name="both", select=["left.*", "right.price as other"], emit="per_run"
     )
@@ -114,7 +112,7 @@ def test_a_large_join_per_run_shuffles_the_last_changes_by_key(spark: SparkSessi
     assert chosen.count("BroadcastHashJoin [_on0") == 2
 
 
-def test_a_large_join_by_foreign_key_shuffles_the_left_by_its_key_alone(spark: SparkSession) -> None:
+def test_large_foreign_key_join_shuffles_left_by_key_only(spark: SparkSession) -> None:
     """The other shuffles are by chunks of each side, for stream time, and of the few right changes by
     their key."""
     rated = rates("left").left_join(
@@ -127,7 +125,7 @@ def test_a_large_join_by_foreign_key_shuffles_the_left_by_its_key_alone(spark: S
     assert "LeftOuter, BuildRight" in chosen
 
 
-def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
+def test_history_join_reads_each_history_once(spark: SparkSession) -> None:
     """The join finds begins and ends of versions in one pass over each history."""
     joined = rates("left").join(rates("right"), name="both", history="complete", select=["left.*"])
     assert joined.operator is not None
@@ -137,7 +135,7 @@ def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
     assert told.count("LeftSemi") == 2
 
 
-def test_each_window_is_computed_once(spark: SparkSession) -> None:
+def test_versioned_put_computes_each_window_once(spark: SparkSession) -> None:
     """A versioned put needs three windows: stream time, newest time so far, replaced row."""
     table = rates("rates")
     names = "partition:int,_arrival:bigint,is_tombstone:boolean,_outcome:string"
@@ -146,7 +144,7 @@ def test_each_window_is_computed_once(spark: SparkSession) -> None:
     assert count(plan(put)) == {"shuffles": 2, "sorts": 2, "windows": 3}
 
 
-def test_parts_of_rows_take_two_sorts_by_key_more(spark: SparkSession) -> None:
+def test_partial_updates_add_two_sorts_by_key(spark: SparkSession) -> None:
     """Spark recomputes a frame that ends with the key for each row. A key of 100,000 records would take
     hours, so one sort is descending."""
     table = VersionedTable("rates", history_retention=WEEK, **ABOUT, only_columns=["price"])
@@ -179,7 +177,7 @@ def test_sessions_are_sorted_by_key_once(spark: SparkSession) -> None:
     assert count(of_many) == {"shuffles": 2, "sorts": 2, "windows": 3}
 
 
-def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
+def test_last_update_needs_one_sort(spark: SparkSession) -> None:
     """For ``row_number() = 1``, Spark would also sort before the shuffle."""
     stream = Stream("orders", **ABOUT)
     hourly = (
@@ -196,7 +194,7 @@ def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
     assert count(folded) == {"shuffles": 1, "sorts": 1, "windows": 1}
 
 
-def test_a_view_of_few_keys_sorts_their_last_rows_only(spark: SparkSession) -> None:
+def test_view_of_few_keys_sorts_only_last_rows(spark: SparkSession) -> None:
     plain = Table("plain", **ABOUT)
     log = spark.createDataFrame([], log_schema(plain))
     current = table_store.fold(plain, None, log, by_partition({}), few_keys=True)

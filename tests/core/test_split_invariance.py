@@ -96,7 +96,7 @@ def by_case(rows: Sequence[Record]) -> dict[int, list[Record]]:
 @pytest.mark.slow
 @careful
 @given(retention=durations, puts=of_each_case, first=cuts, second=cuts)
-def test_a_split_of_puts_gives_the_same_log_and_versions(
+def test_split_puts_give_same_log_and_versions(
     spark: SparkSession,
     retention: list[int],
     puts: list[list[Record]],
@@ -121,7 +121,7 @@ def test_a_split_of_puts_gives_the_same_log_and_versions(
     grace=durations,
     blocks=st.lists(st.tuples(of_each_case, of_each_case, cuts, cuts), min_size=1, max_size=2),
 )
-def test_a_split_of_a_join_gives_the_same_results_for_given_table_contents(
+def test_split_join_gives_same_results_for_same_table_contents(
     spark: SparkSession,
     retention: list[int],
     grace: list[int],

@@ -47,7 +47,7 @@ def recorded() -> list[Entry]:
     return [s for s in found if s["operator"] == "stream_stream_join" and "metrics" in s]
 
 
-def test_the_model_agrees_with_kafka_streams_and_tells_what_is_by_design() -> None:
+def test_model_agrees_with_kafka_streams_except_by_design() -> None:
     scenarios = recorded()
     assert len(scenarios) == 48
     shown: set[str] = set()
@@ -111,7 +111,7 @@ def scenario_of(number: int, kind: str, window: tuple[int, int, int], records: l
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(cases=cases_of(CASES), turn=st.integers(1, 3))
-def test_a_split_of_a_join_of_streams_gives_the_same_results(
+def test_split_stream_join_gives_same_results(
     spark: SparkSession, cases: list[Case], turn: int
 ) -> None:
     """Runs are as long as the order of arrival allows, or split further. The model takes one record at
@@ -170,7 +170,7 @@ def declared_anew(driver: TopologyTestDriver, *nodes: Stream) -> None:
 
 
 @given(one=case_of(10), at=st.integers(0, 14))
-def test_what_a_change_of_grace_promises(one: Case, at: int) -> None:
+def test_grace_change_keeps_emitted_rows(one: Case, at: int) -> None:
     """Emitted rows stay. No record is emitted twice without a match, or loses a match if it is in
     time."""
     window, records, _, grace = one
@@ -254,7 +254,7 @@ select l, r, ts from matches union all select l, r, ts from alone
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [True, False])
-def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
+def test_stream_join_equals_interval_join_without_late_records(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """Runs use the plans of large runs: chunks by order of arrival, and tiles of time. Without late

@@ -71,7 +71,7 @@ def registry() -> Any:
         yield running
 
 
-def test_a_schema_changes_while_the_table_lives(
+def test_avro_schema_change_on_live_table(
     topics: Topics, registry: Registry, tmp_path: Path, spark: SparkSession
 ) -> None:
     topic = topics.create()

@@ -119,7 +119,7 @@ def let_go_on(publisher: subprocess.Popen[str]) -> None:
     ("each", "kills", "share"),
     [(8_000, 1, 0.6), pytest.param(500_000, 3, 0.3, marks=pytest.mark.endurance)],
 )
-def test_many_records_and_kills(
+def test_sensors_and_runs_survive_kills_without_loss(
     topics: Topics,
     broker: KafkaBroker,
     tmp_path: Path,

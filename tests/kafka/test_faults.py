@@ -54,7 +54,7 @@ def finish(run: Run) -> Receipt:
     return run.commit(run.operate(run.read()))
 
 
-def test_retention_has_passed(topics: Topics, pipeline: Pipeline) -> None:
+def test_expired_offsets_are_reported_as_gap(topics: Topics, pipeline: Pipeline) -> None:
     pipeline.checked = True
     topic = topics.create(partitions=2)
     topics.produce(topic, records(range(10), partition=0))
@@ -80,7 +80,7 @@ def test_retention_has_passed(topics: Topics, pipeline: Pipeline) -> None:
     pipeline.runs_idle(node)
 
 
-def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> None:
+def test_recreated_topic_is_refused(topics: Topics, pipeline: Pipeline) -> None:
     """The new topic has as many records as the old one, so the offsets alone look valid."""
     pipeline.checked = True
     topic = topics.create(partitions=2)
@@ -102,7 +102,7 @@ def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> N
     assert sorted(r.n for r in pipeline.log(node)) == [0, 1, 2, 3, *range(100, 105)]
 
 
-def test_topic_created_anew_while_a_run_reads(topics: Topics, pipeline: Pipeline) -> None:
+def test_topic_recreated_during_run_is_refused(topics: Topics, pipeline: Pipeline) -> None:
     """The new topic has records at the same offsets. A run that read them as the old ones would consume
     them twice, because the next run begins at the new topic's start."""
     topic = topics.create()
@@ -119,7 +119,7 @@ def test_topic_created_anew_while_a_run_reads(topics: Topics, pipeline: Pipeline
     assert [r.n for r in pipeline.log(node)] == [*range(100, 120)]
 
 
-def test_where_a_source_begins(topics: Topics, pipeline: Pipeline) -> None:
+def test_start_offsets_outside_topic(topics: Topics, pipeline: Pipeline) -> None:
     """A source starts at offsets whose records are removed or do not exist yet, in a topic that is new
     to the source or recreated."""
     topic = topics.create(partitions=2)
@@ -159,7 +159,7 @@ def test_where_a_source_begins(topics: Topics, pipeline: Pipeline) -> None:
     }
 
 
-def test_topic_taken_out_of_a_source_and_put_back(topics: Topics, pipeline: Pipeline) -> None:
+def test_topic_removed_from_source_and_added_back(topics: Topics, pipeline: Pipeline) -> None:
     one, two = topics.create(), topics.create()
     topics.produce(one, records([1]))
     topics.produce(two, records([11]))
@@ -172,7 +172,7 @@ def test_topic_taken_out_of_a_source_and_put_back(topics: Topics, pipeline: Pipe
     assert sorted(r.n for r in pipeline.log(both)) == [1, 2, 11, 12]
 
 
-def test_partitions_are_added(topics: Topics, pipeline: Pipeline) -> None:
+def test_added_partitions_are_consumed(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     topics.produce(topic, records(range(3)))
     node = stream(pipeline, topics, topic, start="latest")
@@ -185,7 +185,7 @@ def test_partitions_are_added(topics: Topics, pipeline: Pipeline) -> None:
     assert pipeline.head(node).inputs == {topic: {0: 3, 1: 0, 2: 5}}
 
 
-def test_two_runs_at_once(topics: Topics, pipeline: Pipeline) -> None:
+def test_concurrent_runs_have_one_winner(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     topics.produce(topic, records(range(5)))
     node = stream(pipeline, topics, topic)
@@ -196,7 +196,7 @@ def test_two_runs_at_once(topics: Topics, pipeline: Pipeline) -> None:
     assert [r.n for r in pipeline.log(node)] == [0, 1, 2, 3, 4]
 
 
-def test_records_vanish_while_a_run_reads(topics: Topics, pipeline: Pipeline) -> None:
+def test_records_expired_during_run_fail_it(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     topics.produce(topic, records(range(10)))
     node = stream(pipeline, topics, topic)
@@ -207,7 +207,7 @@ def test_records_vanish_while_a_run_reads(topics: Topics, pipeline: Pipeline) ->
     assert pipeline.store(node).head() is None
 
 
-def test_broker_stops_and_starts_while_a_run_reads(
+def test_run_survives_broker_restart(
     topics: Topics, broker: Broker, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = topics.create(partitions=2)
@@ -232,7 +232,7 @@ def test_broker_stops_and_starts_while_a_run_reads(
     pipeline.runs_idle(node)
 
 
-def test_a_cluster_id_may_begin_with_a_dash(broker: Broker) -> None:
+def test_cluster_id_may_start_with_dash(broker: Broker) -> None:
     """One of 64 ids begins with a dash; formerly, a broker with such an id did not start."""
     admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
     assert str(admin.describe_cluster().result(30).cluster_id).startswith("-")
@@ -245,7 +245,7 @@ def test_a_cluster_id_may_begin_with_a_dash(broker: Broker) -> None:
         pytest.param(("before:read", "during:view"), marks=pytest.mark.endurance),
     ],
 )
-def test_run_killed(
+def test_killed_run_loses_and_repeats_no_record(
     points: Sequence[str],
     topics: Topics,
     broker: Broker,
@@ -303,7 +303,7 @@ def crash_table(topics: Topics, topic: str) -> VersionedTable:
     )
 
 
-def test_sensor_asks_once(topics: Topics, pipeline: Pipeline) -> None:
+def test_sensor_requests_same_run_once(topics: Topics, pipeline: Pipeline) -> None:
     """A repeated tick, a lost cursor or a second sensor requests the same run. After a replay, the
     sensor requests another run."""
     topic = topics.create(partitions=2)
@@ -327,7 +327,7 @@ def test_sensor_asks_once(topics: Topics, pipeline: Pipeline) -> None:
     assert second.run_key != first.run_key
 
 
-def test_sensor_waits_for_enough_or_long_enough(topics: Topics, pipeline: Pipeline) -> None:
+def test_sensor_waits_for_minimum_records_or_maximum_wait(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     topics.produce(topic, records(range(3)))
     node = stream(pipeline, topics, topic)
@@ -340,7 +340,7 @@ def test_sensor_waits_for_enough_or_long_enough(topics: Topics, pipeline: Pipeli
     assert isinstance(pipeline.tick(node, **options), dg.RunRequest)
 
 
-def test_sensor_lets_an_unfinished_run_finish(topics: Topics, pipeline: Pipeline) -> None:
+def test_sensor_skips_while_run_is_unfinished(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     topics.produce(topic, records(range(3)))
     node = stream(pipeline, topics, topic)

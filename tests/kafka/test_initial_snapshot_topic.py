@@ -17,7 +17,7 @@ from vt_dagster.runs.run import run_once
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 
-def test_a_snapshot_and_then_a_topic(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
+def test_snapshot_then_topic(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
     """If runs are bounded, the snapshot comes after the records up to the end offsets of the first run.
     Its bad rows keep their text in quarantine."""
     pipeline, dump = Pipeline(tmp_path, spark), tmp_path / "dump"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_the_example_prints_is_what_its_page_says(
+def test_example_output_matches_its_page(
     broker: KafkaBroker,
     spark: SparkSession,
     tmp_path: Path,
@@ -43,7 +43,7 @@ def test_what_the_example_prints_is_what_its_page_says(
     assert rows + told == [" ".join(line.split()) for line in shown]
 
 
-def test_the_page_to_start_with_consumes_a_topic(
+def test_start_page_code_consumes_topic(
     topics: Topics,
     broker: KafkaBroker,
     spark: SparkSession,

@@ -75,7 +75,7 @@ def lake(topics: Topics, tmp_path: Path, store: Any) -> Iterator[subprocess.Pope
 
 
 @pytest.mark.endurance  # the SDK that S3A needs is a download of 686 MB
-def test_a_lake_on_s3(topics: Topics, store: Any, lake: subprocess.Popen[str]) -> None:
+def test_lake_runs_on_s3(topics: Topics, store: Any, lake: subprocess.Popen[str]) -> None:
     """A first, a second and an empty run; two assets at once, and two runs of one asset at once."""
 
     def run(*names: str) -> list[str]:

@@ -86,7 +86,7 @@ def published_late(broker: Broker) -> Iterator[Future[Any]]:
 
 
 @pytest.mark.usefixtures("published_late")  # starts here, and waits while the tests run
-def test_a_function_gives_the_tokens(
+def test_token_function_serves_both_clients(
     broker: Broker,
     tmp_path: Path,
     spark: SparkSession,
@@ -136,14 +136,14 @@ def test_a_function_gives_the_tokens(
         ("alone", "to return (token, expiry), a text and epoch seconds, got str"),
     ],
 )
-def test_what_a_function_must_return(name: str, told: str) -> None:
+def test_invalid_token_function_is_refused(name: str, told: str) -> None:
     with pytest.raises(SourceError) as refused:
         token_of(f"{__name__}:{name}")
     assert told in str(refused.value)
     assert SECRET not in str(refused.value)
 
 
-def test_settings_of_both_clients_for_an_oauth_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oauth_server_settings_of_both_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test only compares settings: there is no OAuth server that signs tokens for tests."""
     monkeypatch.setenv("TEST_CLIENT_SECRET", 'a"b')
     made = KafkaCluster(
@@ -207,7 +207,7 @@ def test_refused_when_declared(change: dict[str, Any], told: str) -> None:
     assert told in str(refused.value)
 
 
-def test_a_token_that_has_expired_while_a_run_publishes(published_late: Future[Any]) -> None:
+def test_token_expired_during_publication(published_late: Future[Any]) -> None:
     ((failed,),) = (one.to_pylist() for one in published_late.result(60))
     assert failed["records"] == 1
     assert failed["partition"] is None

@@ -16,7 +16,7 @@ from vt_dagster.runs.run import run_once
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 
-def test_a_join_waits_for_the_end_that_the_first_run_has_pinned(
+def test_join_waits_for_initial_load_of_topic(
     topics: Topics, tmp_path: Path, spark: SparkSession
 ) -> None:
     pipeline = Pipeline(tmp_path, spark)

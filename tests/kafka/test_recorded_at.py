@@ -30,7 +30,7 @@ def rows_of(name: str, warehouse: Path, **asked: Any) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: (row["partition"], row["offset"]))
 
 
-def test_append_time(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
+def test_recorded_at_append_time(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
     topic = topics.create(partitions=2, message_timestamp_type="LogAppendTime")
     for n in range(4):
         topics.produce(topic, [record("a", n, n, partition=n % 2, timestamp=OLD)])
@@ -49,9 +49,7 @@ def test_append_time(topics: Topics, tmp_path: Path, spark: SparkSession) -> Non
     assert [r["n"] for r in rows_of("s", tmp_path, as_known_at=times[2].isoformat())] == [0, 1]
 
 
-def test_a_producers_time_is_no_append_time(
-    topics: Topics, tmp_path: Path, spark: SparkSession
-) -> None:
+def test_producer_time_is_not_append_time(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
     topic = topics.create()
     topics.produce(topic, [record("a", 1, 1, timestamp=OLD)])
     source = KafkaSource(topics.cluster, topic, recorded_at="append_time", max_bad_share=0.5)
@@ -72,7 +70,7 @@ def test_a_producers_time_is_no_append_time(
     assert [(r.position, r.reason) for r in quarantine.collect()] == [(0, "null_recorded_at")]
 
 
-def test_a_column(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
+def test_recorded_at_column(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
     """A tombstone, which has no columns, counts as recorded at the message's time."""
     topic = topics.create()
     seen = ["2024-04-01T00:00:00Z", "2024-04-03T00:00:00Z"]

@@ -84,7 +84,7 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     assert {r.n for r in AssetStore(warehouse, big_now, spark).read().collect()} <= {*range(30, 1000)}
 
 
-def test_replay_from_a_place(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
+def test_replay_from_offsets_or_time(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
     topic = topics.create()
     base = int(datetime(2024, 5, 1, tzinfo=timezone.utc).timestamp() * 1000)
     topics.produce(topic, [{**record("a", n, n), "timestamp": base + n * 1000} for n in range(10)])
@@ -106,7 +106,7 @@ def test_replay_from_a_place(topics: Topics, pipeline: Pipeline, spark: SparkSes
         pipeline.source(topics, topic, start={"another": {0: 1}})
 
 
-def test_replay_of_records_that_are_gone(
+def test_replay_refuses_expired_records(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
     """A replay or restatement with fewer or other records is an error, unless the user accepts it."""
@@ -144,7 +144,7 @@ def test_replay_of_records_that_are_gone(
     assert sorted(r.n for r in new.read().collect()) == [101, 102, 103]
 
 
-def test_an_interrupted_swap_is_brought_to_its_end(tmp_path: Path) -> None:
+def test_interrupted_swap_is_completed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name / "log").mkdir(parents=True)
         (tmp_path / name / "is").write_text(name)
@@ -164,7 +164,7 @@ def test_an_interrupted_swap_is_brought_to_its_end(tmp_path: Path) -> None:
         swap(str(tmp_path), "a", "a")
 
 
-def test_the_commands(
+def test_replay_commands(
     topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = topics.create()

@@ -52,7 +52,7 @@ def everything_said(instance: dg.DagsterInstance, run_id: str) -> str:
     return "\n".join(str(record) for record in instance.all_logs(run_id))
 
 
-def test_no_secret_anywhere(
+def test_password_is_in_no_file_log_or_message(
     secure: KafkaCluster,
     topics: Topics,
     tmp_path: Path,
@@ -108,12 +108,12 @@ def tick(node: Stream, root: Path) -> Any:
     return pipeline.tick(node)
 
 
-def test_password_is_asked_for() -> None:
+def test_missing_password_is_refused() -> None:
     with pytest.raises(SourceError, match="expected username and password"):
         KafkaCluster("localhost:9092", security_protocol="SASL_SSL")
 
 
-def test_a_password_changes_while_a_run_reads_or_publishes(
+def test_password_change_during_run(
     broker: KafkaBroker, topics: Topics, tmp_path: Path, spark: SparkSession
 ) -> None:
     """The password changes between a run's pin and its read, and before a publication reads its topic

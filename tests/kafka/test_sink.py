@@ -76,7 +76,7 @@ def numbers(topics: Topics, topic: str) -> list[int | None]:
     return [json.loads(m.value() or b"{}").get("n") for m in topics.consume(topic)]
 
 
-def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
+def test_records_are_published_unchanged(topics: Topics, pipeline: Pipeline) -> None:
     origin, target = topics.create(partitions=2), topics.create(partitions=3)
     topics.produce(origin, [record("a", 1, 5, partition=0), record("b", 2, 3, partition=1)])
     topics.produce(
@@ -104,7 +104,7 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
     assert [(r.k, r.n) for r in pipeline.current(again)] == [("b", 2)]
 
 
-def test_a_publication_that_another_one_overtakes_sends_the_rest(
+def test_overtaken_publication_sends_remaining_records(
     topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin, target = topics.create(), topics.create()
@@ -126,7 +126,7 @@ def test_a_publication_that_another_one_overtakes_sends_the_rest(
     assert numbers(topics, target) == [1, 2]
 
 
-def test_killed_publications_repeat_nothing(
+def test_killed_publication_repeats_no_record(
     topics: Topics, broker: Broker, pipeline: Pipeline, connect_server: ConnectServer
 ) -> None:
     """A publication is killed before or after the commit of its progress. The next run sends
@@ -178,7 +178,7 @@ def test_killed_publications_repeat_nothing(
             assert offsets == sorted(offsets)
 
 
-def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
+def test_max_records_per_run_bounds_publication(topics: Topics, pipeline: Pipeline) -> None:
     """``max_records_per_run`` also holds if the topic has the name of the asset."""
     origin, target = topics.create(), topics.create()
     topics.produce(origin, records(range(15)))
@@ -191,7 +191,7 @@ def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
     assert [json.loads(m.value() or b"")["n"] for m in topics.consume(target)] == list(range(15))
 
 
-def test_another_log_is_not_taken_for_the_one_that_was_published(
+def test_publication_refuses_another_log(
     topics: Topics, pipeline: Pipeline, tmp_path: Path, spark: SparkSession
 ) -> None:
     """The offsets of another warehouse, a restatement or a replay are those of other records."""
@@ -253,7 +253,7 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
         publication(here).run()
 
 
-def test_a_log_put_back_from_a_backup_is_refused(
+def test_publication_refuses_restored_log(
     topics: Topics, pipeline: Pipeline, tmp_path: Path, spark: SparkSession
 ) -> None:
     """The restored log has the id of the published log, but other records at published offsets."""
@@ -286,7 +286,7 @@ def test_a_log_put_back_from_a_backup_is_refused(
     assert publication.run() is None
 
 
-def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
+def test_publication_refuses_another_topic(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
     origin, target, other = topics.create(), topics.create(), topics.create()
@@ -322,7 +322,7 @@ def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
         elsewhere._require_topic(moved, short)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_times_that_kafka_has_no_number_for(
+def test_timestamps_outside_kafkas_range(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
     origin, target = topics.create(), topics.create()
@@ -344,7 +344,9 @@ def test_times_that_kafka_has_no_number_for(
             KafkaSink(topics.cluster, target, **wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_the_topic_refuses(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
+def test_record_refused_by_topic_fails_publication(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession
+) -> None:
     """A record that is too large, or whose timestamp is too far ahead, is an error, and no later record
     overtakes it."""
     origin, target = topics.create(), topics.create(max_message_bytes="1000000")
@@ -371,7 +373,7 @@ def test_what_the_topic_refuses(topics: Topics, pipeline: Pipeline, spark: Spark
         way.run()
 
 
-def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
+def test_progress_is_recovered_from_last_record_per_key(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
     """Compaction or retention may have removed the earlier records of the key. If they were sent again
@@ -410,7 +412,7 @@ def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
     assert commit.counts["published"] == 1
 
 
-def test_the_topic_changes_while_a_publication_runs(
+def test_topic_change_during_publication(
     topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The topic is recreated after it got the records, or its records expire before the publication
@@ -458,7 +460,7 @@ def test_the_topic_changes_while_a_publication_runs(
     assert numbers(topics, target) == [0, 1, 2, 3, 4]
 
 
-def test_an_open_transaction_hides_what_a_killed_publication_has_sent(
+def test_open_transaction_hides_records_of_killed_publication(
     topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin, target = topics.create(), topics.create()
@@ -488,7 +490,7 @@ def test_an_open_transaction_hides_what_a_killed_publication_has_sent(
     assert numbers(topics, target) == [0, 1, 2, 3, 4]
 
 
-def test_records_that_a_topic_does_not_take_are_counted(topics: Topics) -> None:
+def test_rejected_records_are_counted(topics: Topics) -> None:
     """All records of the call that are missing in the topic count, not only those with an error: the
     client stops at the first error."""
     topic = topics.create(max_message_bytes="100000")

@@ -55,7 +55,7 @@ def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> Non
     assert second["positions"] == {topic: {"0": 3, "1": 3}}
 
 
-def test_another_cluster_for_a_while(
+def test_source_moved_to_another_cluster_and_back(
     topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A topic of the same name on another cluster has another id. Back at the first cluster, the asset
@@ -92,7 +92,7 @@ def _renamed(
 
 
 @pytest.mark.parametrize("first", ["files", "topic"])
-def test_a_topic_named_as_another_source(
+def test_topic_named_like_another_source_is_refused(
     first: str, topics: Topics, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """A commit would store both positions under one name, and records would be lost."""
@@ -110,7 +110,7 @@ def test_a_topic_named_as_another_source(
     pipeline.runs_idle(nodes[0])
 
 
-def test_what_a_message_gives(topics: Topics, pipeline: Pipeline) -> None:
+def test_columns_from_key_headers_and_timestamp(topics: Topics, pipeline: Pipeline) -> None:
     """Declared columns get the key and headers of a message; the timestamp is the message's."""
     schema = StructType(
         [
@@ -140,7 +140,7 @@ def test_what_a_message_gives(topics: Topics, pipeline: Pipeline) -> None:
     assert pipeline.current(node) == []
 
 
-def test_a_tombstone_has_no_time_of_its_own(topics: Topics, pipeline: Pipeline) -> None:
+def test_tombstone_takes_message_timestamp(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     millis = int(MOMENT.timestamp() * 1000)
     topics.produce(topic, [record("a", 1, 0), {"key": "a", "value": None, "timestamp": millis}])
@@ -160,7 +160,7 @@ def test_a_tombstone_has_no_time_of_its_own(topics: Topics, pipeline: Pipeline) 
     ]
 
 
-def test_poison_goes_to_quarantine_with_its_bytes(topics: Topics, pipeline: Pipeline) -> None:
+def test_poison_messages_are_quarantined_with_bytes(topics: Topics, pipeline: Pipeline) -> None:
     pipeline.checked = True
     topic = topics.create(partitions=2)
     bad = [
@@ -195,7 +195,7 @@ def test_poison_goes_to_quarantine_with_its_bytes(topics: Topics, pipeline: Pipe
     assert [r.n for r in pipeline.current(node)] == [1] or [r.n for r in pipeline.current(node)] == [2]
 
 
-def test_several_topics_are_taken_by_time(topics: Topics, pipeline: Pipeline) -> None:
+def test_topics_are_merged_by_timestamp(topics: Topics, pipeline: Pipeline) -> None:
     """The order is that of a task of Kafka Streams: the smaller head first; of equal ones, that of the
     first topic."""
     one, two = topics.create(), topics.create()
@@ -226,7 +226,7 @@ def test_max_records_per_run_is_fair(topics: Topics, pipeline: Pipeline) -> None
     assert len(pipeline.log(node)) == 83
 
 
-def test_where_the_first_run_begins(topics: Topics, pipeline: Pipeline) -> None:
+def test_first_run_starts_at_declared_offset(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     base = int(MOMENT.timestamp() * 1000)
     topics.produce(topic, [{**record("a", n, n), "timestamp": base + n * 1000} for n in range(5)])
@@ -254,7 +254,7 @@ def test_empty_topic(topics: Topics, pipeline: Pipeline) -> None:
     assert pipeline.run(node)["records_applied"] == 1
 
 
-def test_a_record_of_ten_megabytes(topics: Topics, pipeline: Pipeline) -> None:
+def test_ten_megabyte_record(topics: Topics, pipeline: Pipeline) -> None:
     topic = topics.create()
     schema = StructType([StructField("k", StringType()), StructField("text", StringType())])
     value = {"k": "a", "text": "x" * 10_000_000}
@@ -297,7 +297,9 @@ def test_compacted_topic_with_gaps(topics: Topics, pipeline: Pipeline) -> None:
     assert [r.offset for r in pipeline.log(node)] == list(range(len(got)))
 
 
-def test_transactions(topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_and_open_transactions_are_not_read(
+    topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Aborted records are not read, open ones not yet. Control records take offsets."""
     topic = topics.create()
     topics.produce(topic, records([1, 2]), **{"transactional.id": "one"})
@@ -335,7 +337,7 @@ def test_refused_when_definitions_load(change: dict[str, Any], said: str) -> Non
         Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, "t", **change))
 
 
-def test_no_such_topic_and_no_broker(
+def test_missing_topic_and_unreachable_broker(
     topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = pipeline.source(topics, "nothing-here")
