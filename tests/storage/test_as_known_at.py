@@ -173,7 +173,7 @@ def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
 @pytest.mark.parametrize("kind", ["versioned", "table", "stream"])
 @settings(max_examples=3, deadline=None)
 @given(runs, st.integers(0, 6))
-def test_as_known_at_is_what_a_copy_of_then_gives(
+def test_as_known_at_equals_copy_of_that_time(
     kind: str, drawn: list[tuple[list[Record], bool]], cleaned: int
 ) -> None:
     """Records are out of order, late, deleted, replaced or expired. A read as known at the time of a
@@ -221,7 +221,7 @@ def gets_by_the_rules(versions: Counter[Any], at: int, now: dict[int, int]) -> C
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_versions_known_then_and_their_differences_are_those_of_the_rules(seed: int) -> None:
+def test_versions_as_known_at_and_diffs_follow_format_rules(seed: int) -> None:
     chance, then = random.Random(seed), list[tuple[int, dict[int, int], Counter[Any]]]()
 
     def known(at: int, **asked: Any) -> Counter[Any]:
@@ -260,7 +260,7 @@ def micros_of(time: datetime | None) -> int | None:
     return None if time is None else (time - EPOCH) // timedelta(microseconds=1) + START
 
 
-def test_nothing_was_known_yet(tmp_path: Path) -> None:
+def test_as_known_at_before_first_commit_is_refused(tmp_path: Path) -> None:
     log = Log(tmp_path, "table")
     log.run([("a", 1, 1)])
     asked: dict[str, Any] = {"warehouse": str(tmp_path), "as_known_at": "2020-01-01T00:00:00"}
@@ -280,7 +280,7 @@ def test_nothing_was_known_yet(tmp_path: Path) -> None:
         vt_dagster.read("t", **asked)
 
 
-def test_it_costs_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_known_at_bisects_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The read finds the commit by bisection, and opens no file of a later time."""
     log = Log(tmp_path, "table")
     for minute in range(40):
@@ -358,7 +358,7 @@ def as_of_8(topology: Topology, known: int) -> list[int]:
     return rows.column("n").to_pylist()
 
 
-def test_what_a_late_record_changes(told: tuple[Topology, list[tuple[int, list[Any]]]]) -> None:
+def test_late_record_changes_past_reads(told: tuple[Topology, list[tuple[int, list[Any]]]]) -> None:
     topology, then = told
     before, after = then[1][0], then[2][0]
     assert (as_of_8(topology, before), as_of_8(topology, after)) == ([2], [9])
@@ -375,7 +375,7 @@ def test_what_a_late_record_changes(told: tuple[Topology, list[tuple[int, list[A
     assert current == [[1, 2], [2, 3], [2, 3], [3], [5]]
 
 
-def test_each_row_says_when_it_was_recorded(
+def test_each_row_has_its_system_time(
     told: tuple[Topology, list[tuple[int, list[Any]]]],
 ) -> None:
     topology, then = told
@@ -389,7 +389,7 @@ def test_each_row_says_when_it_was_recorded(
         assert row[RECORDED_AT] == of_log[row["partition"], row["offset"]]
 
 
-def test_a_replay_keeps_the_times(
+def test_replay_keeps_system_times(
     told: tuple[Topology, list[tuple[int, list[Any]]]], spark: SparkSession, tmp_path: Path
 ) -> None:
     """A replay keeps ``recorded_at`` of each record, unless ``keep_recorded=False``. Here maintenance
@@ -409,7 +409,7 @@ def test_a_replay_keeps_the_times(
 
 
 @pytest.mark.parametrize("maintained", [False, True])
-def test_spark_gives_the_same(
+def test_spark_equals_arrow(
     told: tuple[Topology, list[tuple[int, list[Any]]]],
     spark: SparkSession,
     tmp_path: Path,
@@ -442,7 +442,7 @@ def test_spark_gives_the_same(
     assert in_order(by_spark.toArrow()) == in_order(vt_dagster.read("plain", **known))
 
 
-def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> None:
+def test_log_without_recorded_at_uses_delta_time(tmp_path: Path, spark: SparkSession) -> None:
     """The commits of a log without ``recorded_at`` have Delta's time; the next run adds the column."""
     topology = Topology(tmp_path)
     log = Log(tmp_path / "made", "versioned", noted=False)
@@ -466,7 +466,7 @@ def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> 
     assert in_stream.count() == len(then[4])
 
 
-def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
+def test_recorded_at_never_goes_back(tmp_path: Path, spark: SparkSession) -> None:
     """If the clock is behind the last commit's time, a commit is still recorded after the last one."""
     topology = Topology(tmp_path)
     topology.land("orders", "1.jsonl", [("a", 1, 1)])
@@ -480,7 +480,9 @@ def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
     assert (first.recorded_at, second.recorded_at) == (ahead // 1000, ahead // 1000 + 1)
 
 
-def test_keys_need_no_jvm(told: tuple[Topology, list[tuple[int, list[Any]]]]) -> None:
+def test_key_lookup_as_known_at_needs_no_jvm(
+    told: tuple[Topology, list[tuple[int, list[Any]]]],
+) -> None:
     topology, then = told
     code = (
         "import sys, vt_dagster\n"

@@ -113,7 +113,7 @@ def spoiled(rows: DataFrame) -> DataFrame:
     return first.unionByName(again)
 
 
-def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: SparkSession) -> None:
+def test_unchanged_segments_are_not_audited_again(three: Topology, spark: SparkSession) -> None:
     """The audit of a run skips segments that the run left unchanged, after another program's compaction
     too. An audit of everything finds the fault in such a segment."""
     store = three.store("rates", spark)
@@ -130,7 +130,9 @@ def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: Sp
     assert bad(audit(store, "another run")) == bad(everything)
 
 
-def test_what_a_run_out_of_order_rewrote_is_looked_at(three: Topology, spark: SparkSession) -> None:
+def test_segments_rewritten_by_out_of_order_run_are_audited(
+    three: Topology, spark: SparkSession
+) -> None:
     three.land("rates", "3.jsonl", [("a", 1, 0.05)])
     store = run(three, three.rates, spark)
     assert bad(findings(store)) == set()
@@ -140,9 +142,7 @@ def test_what_a_run_out_of_order_rewrote_is_looked_at(three: Topology, spark: Sp
     assert {f.looked_at for f in found.values()} == {"changes of batch 3"}
 
 
-def test_where_somebody_else_wrote_everything_is_looked_at(
-    three: Topology, spark: SparkSession
-) -> None:
+def test_foreign_write_triggers_full_audit(three: Topology, spark: SparkSession) -> None:
     store = three.store("rates", spark)
     rows = spoiled(view_of(store))
     writer = rows.write.format("delta").mode("overwrite").option("replaceWhere", FIRST)
@@ -152,7 +152,7 @@ def test_where_somebody_else_wrote_everything_is_looked_at(
     assert {f.looked_at for f in found.values()} == {"everything"}
 
 
-def test_a_run_of_late_records_only(after_three: Topology, spark: SparkSession) -> None:
+def test_run_with_only_late_records_skips_view(after_three: Topology, spark: SparkSession) -> None:
     """The run commits a batch without rows. The view is unchanged, so the audit does not read it."""
     after_three.land("rates", "4.jsonl", [("a", 1, -60)])
     store = run(after_three, after_three.rates, spark)
@@ -169,7 +169,7 @@ def test_a_run_of_late_records_only(after_three: Topology, spark: SparkSession) 
     assert found["every_record_is_accounted_for"].numbers["rows_in_quarantine_late"] == 1
 
 
-def test_a_record_that_the_run_lost_or_doubled(after_three: Topology, spark: SparkSession) -> None:
+def test_lost_or_duplicated_record_is_found(after_three: Topology, spark: SparkSession) -> None:
     store = after_three.store("rates", spark)
     log = store.read("log").localCheckpoint()
     overwrite(store.log_path, log.where("k != 'c'"))
@@ -188,7 +188,7 @@ def test_a_record_that_the_run_lost_or_doubled(after_three: Topology, spark: Spa
     ]
 
 
-def test_results_that_contradict_those_of_a_run_before(tmp_path: Path, spark: SparkSession) -> None:
+def test_results_contradicting_previous_run_are_found(tmp_path: Path, spark: SparkSession) -> None:
     """The audit finds a result that is older than an earlier run's, and a window released twice."""
     topology = Topology(tmp_path)
     counts = (

@@ -37,7 +37,7 @@ def _start(root: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.endurance
 @pytest.mark.timeout(3600)
-def test_killed_ten_times_it_equals_the_undisturbed_one(tmp_path: Path, spark: SparkSession) -> None:
+def test_chain_killed_ten_times_equals_undisturbed_chain(tmp_path: Path, spark: SparkSession) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     chain = Chain(undisturbed)
     chain.land(spark)

@@ -55,7 +55,7 @@ def readers(warehouse: str) -> dict[str, Any]:
         ({"format": None, "release": None}, "None", "an unreleased version"),
     ],
 )
-def test_another_format_is_refused(
+def test_other_commit_format_is_refused(
     log: Path, reader: str, changes: dict[str, Any], found: str, author: str
 ) -> None:
     edit(log, 1, **changes)
@@ -68,7 +68,7 @@ def test_another_format_is_refused(
     )
 
 
-def test_other_assets_of_the_warehouse_are_read(log: Path) -> None:
+def test_other_assets_stay_readable(log: Path) -> None:
     Written(log.parent.parent, "rates").run([("usd", "1", 0)], recorded=1)
     edit(log, 1, format=2, release="9.9.0")
     found = {one.name: one.trouble for one in overview(str(log.parent.parent))}
@@ -76,7 +76,7 @@ def test_other_assets_of_the_warehouse_are_read(log: Path) -> None:
     assert "written by vt_dagster 9.9.0" in found["prices"]
 
 
-def test_archived_commits_are_refused_too(log: Path) -> None:
+def test_archived_commits_in_other_format_are_refused(log: Path) -> None:
     root = str(log.parent)
     commit_log.keep(root, [0])
     (kept,) = (log.parent / "commits").glob("*.json.gz")
@@ -87,7 +87,7 @@ def test_archived_commits_are_refused_too(log: Path) -> None:
         list(commit_log.commits(root))
 
 
-def test_the_release_that_writes_is_named() -> None:
+def test_commit_names_its_release() -> None:
     said = document("prices", 1, 0, {}, {})
     assert (said["format"], said["release"]) == (delta.FORMAT, delta.release())
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", delta.release())

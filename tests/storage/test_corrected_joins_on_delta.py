@@ -31,7 +31,7 @@ class KilledError(Exception):
 
 
 @pytest.mark.endurance  # test_crash.py kills such runs, the test through Dagster has such rows
-def test_corrections_on_delta(
+def test_corrected_join_on_delta(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = Topology(tmp_path)
@@ -82,7 +82,7 @@ def test_corrections_on_delta(
 
 
 @pytest.mark.endurance  # test_corrected_joins.py has such rows, the test below restates and replays
-def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkSession) -> None:
+def test_keyed_inner_rows_appear_and_vanish_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     """An inner join with ``key``: a rate comes after its order, is deleted, and comes back. A restate,
     a replay and a what-if agree with the live rows, whatever the number of corrections per row."""
     topology = Topology(tmp_path)
@@ -126,7 +126,7 @@ def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkS
 
 
 @pytest.mark.endurance  # each rule: test_corrected_stream_join_on_delta.py, test_crash.py
-def test_two_streams_on_delta(
+def test_corrected_stream_join_on_delta(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = Topology(tmp_path)
@@ -179,7 +179,7 @@ def test_two_streams_on_delta(
     assert {(r["number"], r["payment"]) for r in anew} == {*rows}
 
 
-def test_through_dagster_and_made_anew(tmp_path: Path, spark: SparkSession) -> None:
+def test_corrected_join_in_dagster_equals_replay(tmp_path: Path, spark: SparkSession) -> None:
     topology = Topology(tmp_path)
     nodes, warehouse = (topology.rates, topology.orders, topology.corrected), topology.warehouse
     assets = [*map(build_asset, nodes), *map(build_checks, nodes)]

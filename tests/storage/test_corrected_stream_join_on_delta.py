@@ -140,7 +140,7 @@ def require_explained(shop: Shop) -> None:
     assert seen - {"latest"} == {"matched", "no_match", "corrected", "late"}
 
 
-def test_made_anew_and_an_erased_key(shop: Shop, spark: SparkSession) -> None:
+def test_restate_and_erase_of_corrected_stream_join(shop: Shop, spark: SparkSession) -> None:
     rows, keys = shop.rows(), (ERIN, "dan", "bob", "cyd")
     assert rows == {
         *((ERIN, 1, None), (ERIN, 3, None), (ERIN, None, 21), ("bob", 2, None)),
@@ -184,7 +184,7 @@ def test_made_anew_and_an_erased_key(shop: Shop, spark: SparkSession) -> None:
 
 
 @pytest.mark.endurance  # core/test_corrected_stream_join.py changes corrected_for at random
-def test_another_promise(shop: Shop, spark: SparkSession) -> None:
+def test_changed_corrected_for_applies_from_next_run(shop: Shop, spark: SparkSession) -> None:
     """A shorter ``corrected_for`` applies from its first run on; a longer one reopens no final rows."""
     with pytest.raises(
         StorageError, match=r"declared as stream keyed by .*'k'.*written as table keyed"

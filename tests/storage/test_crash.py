@@ -146,7 +146,7 @@ def killed(
     "point",
     [*SOURCE_POINTS, *(pytest.param(one, marks=pytest.mark.endurance) for one in MORE_SOURCE_POINTS)],
 )
-def test_a_killed_source_run_leaves_no_trace(
+def test_killed_source_run_leaves_no_trace(
     point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
     topology = killed.at("rates", point)
@@ -159,7 +159,7 @@ def test_a_killed_source_run_leaves_no_trace(
     ("asset", "point"),
     [*MADE_POINTS, *(pytest.param(*one, marks=pytest.mark.endurance) for one in MORE_POINTS)],
 )
-def test_a_killed_run_of_derived_assets_leaves_no_trace(
+def test_killed_derived_run_leaves_no_trace(
     asset: str, point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
     topology = killed.at(asset, point)
@@ -168,7 +168,7 @@ def test_a_killed_run_of_derived_assets_leaves_no_trace(
     assert topology.run(asset, spark).commit is None
 
 
-def test_a_reader_repairs_what_a_dead_run_left(
+def test_reader_completes_killed_run(
     killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
     """The run of ``rates`` is killed right after its commit, so quarantine and view lack the batch. The
@@ -180,7 +180,7 @@ def test_a_reader_repairs_what_a_dead_run_left(
 
 
 @pytest.mark.endurance  # test_erase.py stops one at four steps, by an exception that nothing handles
-def test_a_killed_erase_goes_on(
+def test_killed_erase_is_completed_by_next_erase(
     killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
 ) -> None:
     """At the kill, only the log of the stream has lost the key. A second erase completes the first."""
@@ -201,7 +201,7 @@ def test_a_killed_erase_goes_on(
 
 
 @pytest.mark.endurance  # the tests above kill other assets at each of these points
-def test_a_killed_join_of_streams_leaves_no_trace(
+def test_killed_stream_join_leaves_no_trace(
     tmp_path: Path, spark: SparkSession, connect_server: ConnectServer
 ) -> None:
     topology = Topology(tmp_path / "before")

@@ -97,7 +97,7 @@ def another(path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", ["log", "view"])
-def test_a_data_file_that_is_not_what_its_log_says(
+def test_damaged_data_file_is_reported_by_each_reader(
     topology: Topology, spark: SparkSession, table: str
 ) -> None:
     """Each reader names a damaged file and the way out, and no run commits. Spark alone would read an
@@ -132,7 +132,7 @@ def test_a_data_file_that_is_not_what_its_log_says(
     assert run_once(consumer, stores_of(topology.warehouse, spark)).commit is not None
 
 
-def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+def test_damaged_state_is_reported(topology: Topology, spark: SparkSession) -> None:
     commit = topology.run("counts", spark).commit
     assert commit is not None
     assert commit.state
@@ -152,7 +152,7 @@ def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
     assert topology.run("counts", spark).commit is not None
 
 
-def test_a_consumed_file_list_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+def test_damaged_consumed_file_list_is_reported(topology: Topology, spark: SparkSession) -> None:
     head = topology.store("orders", spark).head()
     assert head is not None
     consumed = folder(topology, "orders", "attempts", head.commit.attempt, "files.json.gz")
@@ -166,7 +166,7 @@ def test_a_consumed_file_list_that_is_damaged(topology: Topology, spark: SparkSe
     assert topology.run("orders", spark).commit is not None
 
 
-def test_a_base_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+def test_damaged_base_of_truncated_log_is_reported(topology: Topology, spark: SparkSession) -> None:
     """Without the view, only the base has the truncated rows of the log. Reads and runs name a damaged
     file of the base."""
     rates = replace(topology.rates, log_retention=timedelta(0))
@@ -191,7 +191,7 @@ def test_a_base_that_is_damaged(topology: Topology, spark: SparkSession) -> None
     assert topology.store("rates", spark).read("versions").count() == wanted
 
 
-def test_files_without_some_of_the_rows(
+def test_files_with_wrong_row_count_are_refused(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run commits nothing if Spark loses rows, or computes them twice, between gate and files."""
@@ -210,7 +210,7 @@ def test_files_without_some_of_the_rows(
     assert len(rows(topology, "orders")) == 6
 
 
-def test_files_of_a_task_that_spark_has_not_committed(
+def test_files_of_uncommitted_task_attempt_are_ignored(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second attempt of a task, which still runs when the job is done, leaves such files. Neither
@@ -260,7 +260,7 @@ def put_back(topology: Topology, *names: str) -> None:
         shutil.copytree(topology.root / "backup" / name, folder(topology, name))
 
 
-def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkSession) -> None:
+def test_consumers_refuse_restored_log(topology: Topology, spark: SparkSession) -> None:
     """Consumers of a restored log refuse to run, even when it has as many batches and offsets again."""
     export = ExportRun(
         export_of(topology.orders, "log", str(topology.root / "x")), topology.warehouse, spark
@@ -305,7 +305,7 @@ def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkS
     assert spark.read.format("delta").load(str(topology.root / "x")).count() == 5
 
 
-def test_a_warehouse_that_was_put_back_goes_on(topology: Topology, spark: SparkSession) -> None:
+def test_restored_warehouse_continues(topology: Topology, spark: SparkSession) -> None:
     wanted = {name: rows(topology, name) for name in NAMES}
     put_back(topology, *NAMES)
     for name in NAMES:
@@ -313,7 +313,7 @@ def test_a_warehouse_that_was_put_back_goes_on(topology: Topology, spark: SparkS
     assert {name: rows(topology, name) for name in NAMES} == wanted
 
 
-def test_a_view_and_a_quarantine_of_a_lost_log(topology: Topology, spark: SparkSession) -> None:
+def test_view_and_quarantine_follow_restored_log(topology: Topology, spark: SparkSession) -> None:
     """Only the log is restored: the view is rebuilt, and the quarantine follows the log's runs."""
     wanted = rows(topology, "rates", "versions")
     for part in ("log", "attempts"):
@@ -350,7 +350,7 @@ def test_a_view_and_a_quarantine_of_a_lost_log(topology: Topology, spark: SparkS
         ),
     ],
 )
-def test_the_newest_commit_is_cut_off(
+def test_truncated_newest_commit(
     topology: Topology, spark: SparkSession, name: str, lines: int
 ) -> None:
     """The commit file ends after some whole lines. The advice of the message repairs the log."""
@@ -385,7 +385,7 @@ def test_the_newest_commit_is_cut_off(
     assert topology.run(name, spark).commit is None
 
 
-def test_the_newest_commit_of_a_view_is_cut_off(topology: Topology, spark: SparkSession) -> None:
+def test_truncated_newest_commit_of_view(topology: Topology, spark: SparkSession) -> None:
     wanted = rows(topology, "rates", "versions")
     empty(newest_commit(folder(topology, "rates", "view")))
     with pytest.raises(StorageError, match=r"is truncated.*vt-dagster rebuild rates"):
@@ -394,7 +394,7 @@ def test_the_newest_commit_of_a_view_is_cut_off(topology: Topology, spark: Spark
     assert rows(topology, "rates", "versions") == wanted
 
 
-def test_a_commit_of_another_format(topology: Topology, spark: SparkSession) -> None:
+def test_commit_of_other_format_stops_runs(topology: Topology, spark: SparkSession) -> None:
     """No run reads such a log or appends to it. Once the asset is moved away, a run starts it again."""
     log = folder(topology, "orders", "log")
     edit(log, 1, format=2, release="9.9.0")
@@ -413,7 +413,7 @@ def test_a_commit_of_another_format(topology: Topology, spark: SparkSession) -> 
     assert len(rows(topology, "orders")) == 5
 
 
-def test_an_older_commit_that_has_lost_its_files(topology: Topology, spark: SparkSession) -> None:
+def test_lost_commit_files_are_detected_by_row_counts(topology: Topology, spark: SparkSession) -> None:
     """A reader compares the row counts of the log's statistics with the offsets of its last commit."""
     first = min((folder(topology, "orders", "log", "_delta_log")).glob("*.json"))
     lines = first.read_text().splitlines(keepends=True)
@@ -427,7 +427,7 @@ def test_an_older_commit_that_has_lost_its_files(topology: Topology, spark: Spar
 # ------------------------------------------------------------------------------------ concurrent runs
 
 
-def test_a_run_that_slept_longer_than_maintenance_keeps(
+def test_run_suspended_past_maintenance_is_refused(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right before its commit, a run checks that its data files and its staged attempt still exist."""
@@ -457,7 +457,7 @@ def test_a_run_that_slept_longer_than_maintenance_keeps(
     assert topology.store("orders", spark).read().count() == 6
 
 
-def test_a_rewrite_that_slept_longer_than_maintenance_keeps(
+def test_rewrite_suspended_past_maintenance_is_refused(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A truncation and an erase check this too: the next run needs the data that they stage."""
@@ -504,7 +504,7 @@ def restate_orders(topology: Topology, spark: SparkSession) -> None:
         *(pytest.param(one, marks=pytest.mark.endurance) for one in (restate_orders, swap_orders)),
     ],
 )
-def test_a_log_that_is_exchanged_during_a_run(
+def test_log_swapped_during_run(
     topology: Topology,
     spark: SparkSession,
     monkeypatch: pytest.MonkeyPatch,
@@ -544,9 +544,7 @@ def twice(made_twice: Path, tmp_path: Path) -> Topology:
     return Topology(shutil.copytree(made_twice, tmp_path / "copy"))
 
 
-def test_a_log_that_is_exchanged_during_a_read(
-    twice: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_swapped_during_read(twice: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read returns rows of one log only. The same version has other rows in the other log, because
     that has fewer runs."""
     topology = twice
@@ -568,7 +566,7 @@ def test_a_log_that_is_exchanged_during_a_read(
         arrow_reader.look_up(topology.warehouse, "rates", head=head)
 
 
-def test_a_log_that_is_exchanged_during_a_read_by_spark(
+def test_log_swapped_during_spark_read(
     twice: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = twice
@@ -589,7 +587,7 @@ def test_a_log_that_is_exchanged_during_a_read_by_spark(
         store.read("current", at=at)
 
 
-def test_an_input_that_is_exchanged_during_a_run(
+def test_input_swapped_during_run(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a run commits nothing: it has pinned versions and offsets of one log, not of the other."""
@@ -617,7 +615,7 @@ def test_an_input_that_is_exchanged_during_a_run(
     assert export.run() is not None
 
 
-def test_a_run_that_two_others_overtake(
+def test_run_overtaken_by_two_others(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two runs have removed the state that the first would continue from. Its error says to run
@@ -643,7 +641,7 @@ def test_a_run_that_two_others_overtake(
     assert topology.run("counts", spark).commit is None
 
 
-def test_a_version_that_is_removed_during_a_run(
+def test_version_erased_during_run(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run stops if an erase removes a version that it reads; the next run consumes all records."""
@@ -667,7 +665,7 @@ def test_a_version_that_is_removed_during_a_run(
     assert taken.commit.totals["in"] == 6
 
 
-def test_a_run_between_the_halves_of_an_exchange(topology: Topology, spark: SparkSession) -> None:
+def test_run_between_renames_of_swap(topology: Topology, spark: SparkSession) -> None:
     """A run between the two renames of a swap does not start from an empty table. A swap does not
     overwrite a directory that another program creates in between."""
     wanted = rows(topology, "orders")
@@ -694,7 +692,7 @@ def test_a_run_between_the_halves_of_an_exchange(topology: Topology, spark: Spar
         topology.run("orders", spark)
 
 
-def test_another_run_begins_before_the_quarantine_is_there(
+def test_next_run_writes_missing_quarantine_once(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second process writes the first run's quarantine rows and two batches more. The first run
@@ -737,7 +735,7 @@ def test_another_run_begins_before_the_quarantine_is_there(
     assert found == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]
 
 
-def test_a_clock_that_was_ahead(
+def test_clock_that_was_ahead(
     topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, ahead = time.time_ns, 40 * 86_400 * 10**9
@@ -767,7 +765,7 @@ def test_a_clock_that_was_ahead(
         read("orders", warehouse=topology.warehouse, as_known_at=at)
 
 
-def test_all_commits_are_gone_but_a_checkpoint(topology: Topology, spark: SparkSession) -> None:
+def test_checkpoint_without_commits_stops_run(topology: Topology, spark: SparkSession) -> None:
     """The checkpoint shows that the asset has run, so no run starts it from the beginning."""
     table = folder(topology, "orders", "log")
     DeltaTable(str(table)).create_checkpoint()
@@ -788,7 +786,7 @@ def test_all_commits_are_gone_but_a_checkpoint(topology: Topology, spark: SparkS
     "damage",
     [cut_in_half, *(pytest.param(d, marks=pytest.mark.endurance) for d in (empty, Path.unlink))],
 )
-def test_a_checkpoint_that_is_damaged(
+def test_damaged_checkpoint_is_reported(
     topology: Topology, spark: SparkSession, damage: Callable[[Path], None]
 ) -> None:
     """All commits still exist, so the message advises to move the checkpoint away."""
@@ -811,7 +809,7 @@ class Canceled(BaseException):
     """Like Dagster's ``DagsterExecutionInterruptedError``, not a ``KeyboardInterrupt``."""
 
 
-def test_a_call_that_is_canceled(spark: Any) -> None:
+def test_canceled_call_does_not_shift_jvm_answers(spark: Any) -> None:
     """The JVM's late answer to a canceled call is not taken as the answer to the next call."""
 
     def cancel(*_: object) -> None:

@@ -335,7 +335,7 @@ JSON_MORE = [
 
 
 @pytest.mark.parametrize("unit", [None, "millis"])
-def test_json(spark: SparkSession, unit: Any) -> None:
+def test_json_values(spark: SparkSession, unit: Any) -> None:
     tokens = [*NUMBERS, *JSON_MORE, *([] if unit else map(json.dumps, TEXTS))]
     messages = [(token, b'{"v": %b}' % token.encode()) for token in tokens]
 
@@ -367,7 +367,7 @@ def test_json(spark: SparkSession, unit: Any) -> None:
     require(counts, 1400 if unit is None else 0)
 
 
-def test_raw_and_csv(spark: SparkSession) -> None:
+def test_raw_and_csv_values(spark: SparkSession) -> None:
     texts = [*NUMBERS, *TEXTS]
     messages = [(repr(text), text.encode()) for text in texts]
 
@@ -539,7 +539,7 @@ def by_fields(
     return sum(each, Counter[str]())
 
 
-def test_avro(spark: SparkSession) -> None:
+def test_avro_values(spark: SparkSession) -> None:
     fields = [{"name": n, "type": ["null", t]} for n, t in AVRO.items()]
     schema = {"type": "record", "name": "R", "fields": fields}
     messages = [(f"{n} {v!r}", in_avro(n, v)) for n, v in VALUES]
@@ -548,7 +548,7 @@ def test_avro(spark: SparkSession) -> None:
 
 
 @pytest.mark.endurance  # one reader converts its values and Avro's; test_formats.py has its messages
-def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
+def test_protobuf_values(spark: SparkSession, tmp_path: Path) -> None:
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(
         name="v.proto", package="v", syntax="proto3", dependency=["google/protobuf/wrappers.proto"]

@@ -254,7 +254,7 @@ def erased(made: Shop, tmp_path_factory: pytest.TempPathFactory, spark: SparkSes
     return Erased(shop, exports, before, exported, done)
 
 
-def test_the_certificate(erased: Erased, spark: SparkSession) -> None:
+def test_erase_certificate(erased: Erased, spark: SparkSession) -> None:
     shop, done = erased.shop, erased.done
     (path,) = (shop.root / "warehouse" / FOLDER).glob("*.json")
     told = json.loads(path.read_text())
@@ -285,7 +285,7 @@ def test_the_certificate(erased: Erased, spark: SparkSession) -> None:
     assert {one.erased for one in again.searched.values()} == {0}
 
 
-def test_no_byte_is_left_and_nobody_else_notices(erased: Erased, spark: SparkSession) -> None:
+def test_erase_leaves_no_byte_and_changes_no_other_read(erased: Erased, spark: SparkSession) -> None:
     shop, exports, warehouse = erased.shop, erased.exports, Path(erased.shop.warehouse)
     assert erased.done.finished
     assert shop.erase(spark, shop.orders, exports=[exports[1].to]).finished
@@ -317,7 +317,7 @@ def test_no_byte_is_left_and_nobody_else_notices(erased: Erased, spark: SparkSes
     assert left(warehouse, "items") == []
 
 
-def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSession) -> None:
+def test_dry_run_matches_erase(shop: Shop, spark: SparkSession) -> None:
     landing = (shop.root / "landing").resolve()
     (shop.root / "landing").unlink()
     shutil.copytree(landing, shop.root / "landing")
@@ -388,7 +388,9 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_erase_continues(
+    shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = shop.answers()
 
     def armed(function: Any, place: int, steps: Iterator[int]) -> Any:
@@ -423,7 +425,9 @@ def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.
     assert shop.findings(spark, shop.orders, shop.placed, shop.hourly) == []
 
 
-def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_erase_conflicts_with_running_consumer(
+    shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stores = stores_of(shop.warehouse, spark)
     run = Run.pin(shop.placed, stores)
     results = run.operate(run.read())
@@ -448,7 +452,7 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
     assert shop.erase(spark, shop.orders, key=["bob"]).finished
 
 
-def test_not_beside_the_first_run_of_a_consumer(
+def test_erase_conflicts_with_first_run_of_consumer(
     shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The consumer has no log to search yet, but has written rows with the key before the erase. So the
@@ -501,7 +505,7 @@ def test_not_beside_the_first_run_of_a_consumer(
     assert left(shop.root / "warehouse", "items") == []
 
 
-def test_what_is_refused(shop: Shop, spark: SparkSession) -> None:
+def test_refused_erases(shop: Shop, spark: SparkSession) -> None:
     with pytest.raises(StorageError, match="definitions of all its consumers, got none of"):
         shop.erase(spark, shop.customers, among=[])
     with pytest.raises(StorageError, match="over the key columns"):
@@ -514,7 +518,7 @@ def test_what_is_refused(shop: Shop, spark: SparkSession) -> None:
         shop.erase(spark, shop.customers, reason=" ")
 
 
-def test_by_a_condition_from_the_shell(
+def test_erase_by_condition_on_command_line(
     shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shop.root / "erased_shop.py").write_text(
@@ -544,7 +548,7 @@ def test_by_a_condition_from_the_shell(
     assert shop.findings(spark, shop.items, shop.owned) == []
 
 
-def test_what_statistics_name(shop: Shop, spark: SparkSession) -> None:
+def test_key_in_file_statistics_is_found(shop: Shop, spark: SparkSession) -> None:
     key = Key({"customer": StringType()}, (ERIN,))
     path = f"{shop.warehouse}/customers"
     assert in_statistics(spark, f"{path}/quarantine", key, {}) > 0

@@ -75,7 +75,7 @@ def exported(to: str) -> list[str]:
     return sorted(map(repr, pl.read_delta(to).to_dicts()))
 
 
-def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) -> None:
+def test_erase_with_new_version_on(spark: SparkSession, tmp_path: Path) -> None:
     """Exports equal what reads return. An erase changes no read of other keys, also as known at an
     earlier time."""
     live = Live(tmp_path, spark)
@@ -137,7 +137,9 @@ def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) ->
 
 @pytest.mark.endurance  # test_restate.py restates a join, test_new_version_on.py joins such tables
 @pytest.mark.parametrize("name", ["joined", "names"])
-def test_what_is_made_of_them_is_restated(spark: SparkSession, tmp_path: Path, name: str) -> None:
+def test_restate_of_derived_assets_includes_late_records(
+    spark: SparkSession, tmp_path: Path, name: str
+) -> None:
     """A restate of a join or a derived table includes records that came late, as a replay does."""
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()
@@ -189,7 +191,7 @@ def started(begun: Accounts, tmp_path: Path, spark: SparkSession) -> Accounts:
     return Accounts(shutil.copytree(begun.root, tmp_path / "copy"), spark)
 
 
-def test_what_if_takes_the_snapshot_again(started: Accounts) -> None:
+def test_what_if_rereads_snapshot(started: Accounts) -> None:
     table, spark = started.table, started.spark
     warehouse = str(started.root / "warehouse")
     there = set(started.root.rglob("*"))
@@ -201,7 +203,7 @@ def test_what_if_takes_the_snapshot_again(started: Accounts) -> None:
 
 
 @pytest.mark.endurance  # a replay of changes alone, as in test_what_if.py
-def test_what_if_without_the_snapshot(started: Accounts) -> None:
+def test_what_if_without_snapshot(started: Accounts) -> None:
     """Versions of ``a`` and ``d`` that come only from the snapshot count as removed too."""
     table, spark = started.table, started.spark
     warehouse = str(started.root / "warehouse")
@@ -211,7 +213,7 @@ def test_what_if_without_the_snapshot(started: Accounts) -> None:
     assert set(started.root.rglob("*")) == there
 
 
-def test_of_a_snapshot_to_start_with_it_is_told_where_it_is(started: Accounts) -> None:
+def test_erase_reports_key_in_initial_snapshot(started: Accounts) -> None:
     table, spark = started.table, started.spark
     warehouse = str(started.root / "warehouse")
     before = answers(warehouse, table, spark)
@@ -248,7 +250,7 @@ def stream_of(tmp_path: Path, spark: SparkSession, name: str, kind: DataType, *v
     return node
 
 
-def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, tmp_path: Path) -> None:
+def test_key_search_compares_other_types_as_text(spark: SparkSession, tmp_path: Path) -> None:
     """The search for the key in other tables compares columns of another type as text."""
     numbers = stream_of(tmp_path, spark, "numbers", LongType(), 7, 8)
     stream_of(tmp_path, spark, "texts", StringType(), "A-7", "7", "7")
@@ -260,7 +262,7 @@ def test_columns_of_another_type_have_the_name_of_the_key(spark: SparkSession, t
         assert not [at for at in told.elsewhere if at.startswith("days")]
 
 
-def test_keys_that_are_computed_from_the_erased_one(spark: SparkSession, tmp_path: Path) -> None:
+def test_keys_derived_from_erased_key(spark: SparkSession, tmp_path: Path) -> None:
     """A column with another value of the key's name does not have the key: its rows remain, and the
     certificate tells so."""
     warehouse = str(tmp_path / "warehouse")
@@ -280,7 +282,7 @@ def test_keys_that_are_computed_from_the_erased_one(spark: SparkSession, tmp_pat
     assert read("flat", warehouse=warehouse, what="log")["one"].to_pylist() == ["Bob"]
 
 
-def test_keys_that_are_no_plain_literals(spark: SparkSession, tmp_path: Path) -> None:
+def test_keys_of_any_literal_type(spark: SparkSession, tmp_path: Path) -> None:
     """A record in quarantine has the key as its source wrote it. The erase finds it there too."""
     warehouse = str(tmp_path / "warehouse")
 
@@ -357,7 +359,7 @@ def test_keys_that_are_no_plain_literals(spark: SparkSession, tmp_path: Path) ->
         (FloatType(), 0.5, ["0.50", "5e-1"], ["5", "0.51"]),
     ],
 )
-def test_quarantined_keys_that_are_written_in_another_way(
+def test_quarantined_keys_in_other_notation(
     spark: SparkSession, kind: DataType, given: Any, written: list[str], other: list[str]
 ) -> None:
     key = Key({"id": kind}, (given,))

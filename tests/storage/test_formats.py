@@ -197,7 +197,7 @@ TOKENS = [
 ]
 
 
-def test_json_by_pattern(spark: SparkSession) -> None:
+def test_json_pattern_reader_equals_general_reader(spark: SparkSession) -> None:
     """Most objects are read by a pattern, with the same values and reasons as by the general reader."""
     kinds = ["integer", "string", "timestamp", "decimal(6,2)", "double", "boolean", "binary", "date"]
     wanted = StructType()
@@ -252,7 +252,7 @@ def test_raw(spark: SparkSession) -> None:
     "kind",
     [ArrayType(StringType()), MapType(StringType(), StringType()), StructType().add("a", "long")],
 )
-def test_raw_reads_no_nested_column(kind: DataType) -> None:
+def test_raw_refuses_nested_column(kind: DataType) -> None:
     told = (
         f"a message cannot fill these columns: tags is {kind.simpleString()}, and Raw reads one value"
     )
@@ -303,7 +303,7 @@ def test_avro(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
         Avro()
 
 
-def test_avro_with_a_registry(spark: SparkSession, orders: tuple[bytes, bytes], registry: str) -> None:
+def test_avro_with_registry(spark: SparkSession, orders: tuple[bytes, bytes], registry: str) -> None:
     format_ = Avro(registry=SchemaRegistry(registry))
     messages = [framed(11, orders[0]), framed(12, orders[1]), framed(99, orders[0]), orders[0], b"\x00"]
     assert decoded(spark, format_, messages) == [
@@ -316,7 +316,7 @@ def test_avro_with_a_registry(spark: SparkSession, orders: tuple[bytes, bytes], 
         SchemaRegistry(registry).schemas("nothing-value")
 
 
-def test_avro_with_types_of_other_subjects(spark: SparkSession) -> None:
+def test_avro_with_references_to_other_subjects(spark: SparkSession) -> None:
     """A registry returns only the names of the types that a schema refers to."""
     place = {"type": "record", "name": "Place", "namespace": "geo", "fields": [
         {"name": "code", "type": "Code"}, {"name": "near", "type": ["null", "Place"]}]}  # fmt: skip
@@ -339,7 +339,7 @@ def test_avro_with_types_of_other_subjects(spark: SparkSession) -> None:
     assert found == [row]
 
 
-def test_avro_records_that_have_their_own_type(spark: SparkSession) -> None:
+def test_avro_recursive_records_are_skipped(spark: SparkSession) -> None:
     """Spark has no such type: the fields within are not read, all others are."""
     fields: list[Any] = [{"name": "id", "type": "long"}, {"name": "next", "type": ["null", "List"]}]
     fields += [{"name": "all", "type": {"type": "array", "items": "List"}}]
@@ -353,7 +353,7 @@ def test_avro_records_that_have_their_own_type(spark: SparkSession) -> None:
     assert said.startswith("next is recursive in the schema, expected struct<")
 
 
-def test_avro_fills_in_what_is_newer(
+def test_avro_defaults_fill_newer_fields(
     spark: SparkSession, orders: tuple[bytes, bytes], registry: str
 ) -> None:
     """A field that a message's schema lacks has the default of the newest one; without it, null."""
@@ -365,7 +365,7 @@ def test_avro_fills_in_what_is_newer(
     assert found == [{"id": 7, **filled, "colour": None}, {"id": 7, **filled, "colour": "red"}]
 
 
-def test_avro_fields_have_other_names(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
+def test_avro_aliases_are_resolved(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
     """Fields are found by the aliases of the newest schema or of the message's own. A value that
     does not fit its column is unreadable."""
     later = {**V2, "fields": [{"name": "hue", "type": "string", "default": "", "aliases": ["colour"]}]}
@@ -491,7 +491,7 @@ def test_debezium_avro(spark: SparkSession) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
+def test_connect_envelope_is_unwrapped(spark: SparkSession) -> None:
     """Connect's envelope is read; its schema names the types of times and decimals."""
     wanted = StructType().add("id", "long").add("at", "timestamp").add("day", "date")
     wanted = wanted.add("d", "decimal(9,2)")
@@ -524,7 +524,7 @@ def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_decimals_of_connect_in_other_columns(spark: SparkSession) -> None:
+def test_connect_decimals_in_columns_of_other_types(spark: SparkSession) -> None:
     """A column of another type gets the number, as it does from Avro, not the base64 of its bytes."""
     numbers = [(570, 3), (-150, 2), (0, 2), (5, 2), (-7, 0), (12, -2), (2**100, 5)]
     texts = ["0.570", "-1.50", "0.00", "0.05", "-7", "1200", "12676506002282294014967032.05376"]
@@ -560,7 +560,7 @@ def test_decimals_of_connect_in_other_columns(spark: SparkSession) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_values_of_connect_within_others(spark: SparkSession) -> None:
+def test_nested_connect_values(spark: SparkSession) -> None:
     """Times and decimals in structs, arrays and maps; Debezium's decimals, each with its own scale, and
     its dates with a zone."""
     scale = {"parameters": {"scale": "2"}}
@@ -655,7 +655,7 @@ def test_json_keys(spark: SparkSession) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_keys_of_kafkas_serializers(spark: SparkSession) -> None:
+def test_keys_by_kafka_serializers(spark: SparkSession) -> None:
     bad, long = {"reason": "unreadable"}, (-5).to_bytes(8, "big", signed=True)
     uuid = b"123e4567-e89b-12d3-a456-426614174000"
     cases: list[tuple[Any, str, bytes, Any]] = [
@@ -688,7 +688,7 @@ def test_keys_of_kafkas_serializers(spark: SparkSession) -> None:
     assert (times, no_times) == ([{"k": AT}], [bad])
 
 
-def test_values_that_debezium_does_not_send(spark: SparkSession) -> None:
+def test_debezium_unavailable_values(spark: SparkSession) -> None:
     mark = "__debezium_unavailable_value"
     wanted = StructType().add("id", "long").add("t", "string").add("b", "binary")
     wanted = wanted.add("a", ArrayType(StringType())).add("n", ArrayType(IntegerType()))
@@ -711,7 +711,7 @@ def test_values_that_debezium_does_not_send(spark: SparkSession) -> None:
     assert [one[1] for one in found] == [["t", "b", "a", "n", "m"], None, None, ["t"]]
 
 
-def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
+def test_table_keeps_values_missing_from_change(spark: SparkSession) -> None:
     """In streams, plain tables and tables with a tie-break, such a record is unreadable."""
     schema = StructType().add("id", "long").add("t", "string").add("n", "long")
     source = KafkaSource(KafkaCluster("localhost:1"), "x", value=Debezium())
@@ -729,7 +729,7 @@ def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_a_message_without_a_timestamp(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_without_timestamp(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old producers send none. Kafka stores -1, which is no millisecond of 1969."""
     sent = "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary"
     none, last = datetime(1969, 12, 31, 23, 59, 59, 999_000), datetime(1970, 1, 1)
@@ -745,7 +745,7 @@ def test_a_message_without_a_timestamp(spark: SparkSession, monkeypatch: pytest.
     assert [(row.timestamp, row[REASON]) for row in made] == [(None, "null_timestamp"), (last, None)]
 
 
-def test_avro_within_arrays_maps_and_unions(spark: SparkSession) -> None:
+def test_avro_nested_arrays_maps_and_unions(spark: SparkSession) -> None:
     """Fields are matched by name at any depth: in another order, left out, or new."""
     item = {"type": "record", "name": "Item", "fields": [
         {"name": "sku", "type": "string"}, {"name": "label", "type": "string"}]}  # fmt: skip
@@ -810,7 +810,7 @@ def test_avro_bytes_and_texts(spark: SparkSession) -> None:
     ]
 
 
-def test_protobuf_values_of_google(spark: SparkSession, tmp_path: Path) -> None:
+def test_protobuf_well_known_types(spark: SparkSession, tmp_path: Path) -> None:
     from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2, wrappers_pb2
 
     kinds = descriptor_pb2.FieldDescriptorProto
@@ -864,7 +864,7 @@ def test_protobuf_values_of_google(spark: SparkSession, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_message_is_read_once(spark: SparkSession, value: Format, reader: str) -> None:
+def test_message_is_parsed_once(spark: SparkSession, value: Format, reader: str) -> None:
     """The plan parses a message once for all columns: parsing takes most of a run's time."""
     source = KafkaSource(KafkaCluster("localhost:1"), "orders", value=value)
     rows = source.read(spark, {"orders": {0: (0, 9)}}, key=["id"], schema=WANTED)

@@ -75,7 +75,7 @@ def compared(warehouse: Path) -> Any:
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(2, 12))]
 )
-def test_against_what_reads_give(tmp_path: Path, seed: int) -> None:
+def test_log_diff_equals_reads(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     records = list[dict[str, Any]]()
     for _ in range(30):
@@ -102,7 +102,7 @@ def test_against_what_reads_give(tmp_path: Path, seed: int) -> None:
     assert found == expected
 
 
-def test_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_diff_refuses_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("old", "new"):
         row = {"k": "a", "n": 1, "timestamp": START, "is_tombstone": False}
         write(tmp_path, name, [row], ["n"])

@@ -158,7 +158,7 @@ def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
     return same, refused
 
 
-def test_what_is_promised_stays_and_the_rest_names_the_limit(
+def test_truncation_keeps_reads_within_limit_and_refuses_earlier(
     begun: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:
     """With random arrivals, truncations between runs change no result of a consumer. The consumers
@@ -223,7 +223,7 @@ def failing(patched: pytest.MonkeyPatch, whose: Any, name: str, call: int, after
     patched.setattr(whose, name, wrapped)
 
 
-def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
+def test_killed_truncation_is_atomic(alone: Kept, spark: SparkSession) -> None:
     """Before the commit, a killed truncation has no effect; after it, the whole truncation. The next
     truncation cleans up."""
     before = answers(alone)
@@ -257,7 +257,7 @@ def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
     assert not any(f.offending for f in audit(AssetStore(alone.warehouse, alone.rates, spark)))
 
 
-def test_beside_a_run(alone: Kept, spark: SparkSession) -> None:
+def test_concurrent_run_and_truncation_have_one_winner(alone: Kept, spark: SparkSession) -> None:
     """Of a run and a truncation at the same time, the first commit wins; the other must be repeated."""
     land_round(alone, 2, random.Random(3))
     run = Run.pin(alone.rates, stores_of(alone.warehouse, spark))
@@ -284,7 +284,7 @@ def test_beside_a_run(alone: Kept, spark: SparkSession) -> None:
     assert alone.cut(3, spark)[0]
 
 
-def test_who_comes_later_and_who_was_not_known(
+def test_log_is_held_for_unknown_and_later_consumers(
     begun: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:
     topology = copy_of(begun, tmp_path / "cut")
@@ -338,7 +338,7 @@ def test_who_comes_later_and_who_was_not_known(
     assert (found.missing, found.extra) == (0, 0)
 
 
-def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
+def test_longer_retention_after_truncation(alone: Kept, spark: SparkSession) -> None:
     """Versions that had expired at the truncation are lost; the others are rebuilt from the base."""
     assert alone.cut(1, spark)[0]
     store = AssetStore(alone.warehouse, alone.rates, spark)
@@ -372,7 +372,7 @@ def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     assert now.read("versions").count() >= len(then[-1])
 
 
-def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
+def test_erase_after_truncation(alone: Kept, spark: SparkSession) -> None:
     """The erase removes the key from the base too."""
     assert alone.cut(1, spark)[0]
     erase(alone.warehouse, alone.rates, spark, reason="asked for", key=["a"])
@@ -422,13 +422,13 @@ def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
         ),
     ],
 )
-def test_what_cannot_be_kept_so_short(make: Any, message: str) -> None:
+def test_too_short_log_retention_is_refused(make: Any, message: str) -> None:
     with pytest.raises(TopologyError) as refused:
         make(Kept(Path("nowhere")))
     assert message in str(refused.value)
 
 
-def test_a_log_with_the_system_times_of_its_files(tmp_path: Path, spark: SparkSession) -> None:
+def test_truncation_keeps_file_system_times(tmp_path: Path, spark: SparkSession) -> None:
     """The commit of a truncation has no rows, so it has no system times of the last run either."""
     topology, times = Topology(tmp_path), [FIRST + n * ROUND for n in range(3)]
     rates = VersionedTable(
@@ -453,7 +453,7 @@ def test_a_log_with_the_system_times_of_its_files(tmp_path: Path, spark: SparkSe
         assert vt_dagster.read("rates", **about).column("n").to_pylist() == log[-1:]
 
 
-def test_a_window_that_is_made_longer_afterwards() -> None:
+def test_longer_window_after_truncation_is_refused() -> None:
     """A window longer than at the truncation would miss truncated records, so the run is refused."""
     kept = Kept(Path("nowhere"), timedelta(minutes=30))
     near = kept.orders.join(kept.orders, name="near", within=timedelta(minutes=15))
@@ -472,7 +472,7 @@ def test_a_window_that_is_made_longer_afterwards() -> None:
     require_reach(near, kept.orders, before, longer)
 
 
-def test_an_export_that_is_behind(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:
+def test_lagging_export_holds_log_back(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:
     """The export holds the log back if maintenance is given it. Otherwise its next run fails, and the
     error names the missing offsets."""
     to = str(tmp_path / "export")

@@ -60,7 +60,7 @@ def without_spark(topology: Topology, name: str, *asked: Any, **more: Any) -> li
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.endurance)])
-def test_random_tables(
+def test_lookups_equal_spark_for_random_tables(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Records are out of order, replaced, deleted or expired; some views are behind, some are not."""
@@ -166,7 +166,7 @@ def by_kind(root: Path, name: str, spark: SparkSession) -> str:
     "name",
     [EACH, ALONE, *(pytest.param(n, marks=pytest.mark.endurance) for n in KINDS if n != ALONE)],
 )
-def test_keys_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) -> None:
+def test_lookup_by_key_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) -> None:
     warehouse = by_kind(of_all_kinds, name, spark)
     expected = AssetStore.open(warehouse, f"by_{name}", spark).read("versions").count()
     about: dict[str, Any] = {"warehouse": warehouse, "what": "versions"}
@@ -190,7 +190,7 @@ def test_keys_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) ->
         ("moment", "2024-02-29T25:00:00Z", "as a timestamp for moment"),
     ],
 )
-def test_a_value_that_cannot_be_the_key(of_all_kinds: Path, name: str, key: str, said: str) -> None:
+def test_lookup_refuses_value_of_wrong_type(of_all_kinds: Path, name: str, key: str, said: str) -> None:
     warehouse = str(of_all_kinds / "warehouse")
     asked = [key if kind == name else text for kind, (_, _, text) in KINDS.items()]
     intos: list[Into] = ["arrow", "spark"]
@@ -212,7 +212,7 @@ def topology(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> T
     return topology
 
 
-def test_into_other_libraries(topology: Topology) -> None:
+def test_read_into_other_libraries(topology: Topology) -> None:
     about: dict[str, Any] = {"warehouse": topology.warehouse, "key": "a"}
     found = {
         into: vt_dagster.read(topology.rates, into=into, **about)
@@ -234,7 +234,7 @@ def test_into_other_libraries(topology: Topology) -> None:
         vt_dagster.read("rates", warehouse=topology.warehouse, into="excel")  # type: ignore[arg-type]
 
 
-def test_as_of_the_clock(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_of_now(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """``as_of="now"`` omits rows of the future. With and without Spark, a read asks the clock once."""
     about: dict[str, Any] = {"warehouse": topology.warehouse}
     for second, found in ((30, {1}), (90, {1, 2}), (120, {2, 3})):
@@ -253,7 +253,7 @@ def test_as_of_the_clock(topology: Topology, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(done.stdout)["n"] == 1
 
 
-def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
+def test_missing_asset_or_time_is_reported(tmp_path: Path, spark: SparkSession) -> None:
     """Without Spark, the messages are the same as with Spark."""
     topology = Topology(tmp_path)
     topology.land("rates", "1.jsonl", [("a", 1, 0), ("a", 3, 20)])
@@ -299,7 +299,7 @@ print(sorted({{"pyspark", "dagster", "pandera"}} & set(sys.modules)))
     assert done.stdout.endswith("[]\n")
 
 
-def test_a_read_waits_until_arrows_threads_have_released_the_file_system() -> None:
+def test_read_waits_for_arrow_threads_to_release_file_system() -> None:
     """For object stores, the file system is a Python object: a thread that releases it while the
     process exits aborts the process."""
     memory: Any = fsspec.filesystem("memory")

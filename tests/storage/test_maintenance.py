@@ -46,7 +46,7 @@ def of_batch(topology: Topology, spark: SparkSession) -> int:
     return base.checkpoint.batch
 
 
-def test_compaction_and_cleaning_change_nothing(
+def test_maintenance_changes_no_rows(
     grown: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job, which also truncates logs, and ``maintain`` for one asset change no rows of
@@ -119,7 +119,7 @@ def test_compaction_and_cleaning_change_nothing(
     assert grown.run("rates", spark).commit is not None
 
 
-def test_the_age_of_what_an_object_store_holds() -> None:
+def test_file_age_decides_on_object_store() -> None:
     """An object store has no directories with a time, so the files decide."""
     attempt = "memory://warehouse/rates/attempts/of-a-killed-run"
     fs, local = delta.filesystem(attempt)
@@ -164,7 +164,7 @@ def old(tmp_path: Path, spark: SparkSession) -> Path:
     return path
 
 
-def test_commits_are_kept_as_long_as_files(
+def test_commits_outlive_vacuum(
     old: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If there are no new runs, our last commit stays. A VACUUM by another program makes commits too,
@@ -207,7 +207,7 @@ def test_commits_are_kept_as_long_as_files(
     assert found.document == last.document
 
 
-def test_settings_hold_until_the_last_who_wanted_them_is_done(spark: SparkSession) -> None:
+def test_shared_settings_are_restored_after_last_user(spark: SparkSession) -> None:
     wanted = {"spark.sql.shuffle.partitions": "17"}
     before = spark.conf.get("spark.sql.shuffle.partitions")
     first, second = settings(spark, wanted), settings(spark, wanted)

@@ -29,7 +29,7 @@ def versions(store: AssetStore) -> list[tuple[Any, ...]]:
     return [(row["k"], row["v"]) for row in rows]
 
 
-def test_each_partition_has_its_own_retention(spark: SparkSession, tmp_path: Path) -> None:
+def test_history_retention_per_partition(spark: SparkSession, tmp_path: Path) -> None:
     landing, warehouse = tmp_path / "landing", tmp_path / "warehouse"
     landing.mkdir()
     table = VersionedTable(
@@ -73,13 +73,13 @@ def test_each_partition_has_its_own_retention(spark: SparkSession, tmp_path: Pat
     assert [found for found in audit(store) if not found.passed] == []
 
 
-def test_a_partition_without_a_length_is_named() -> None:
+def test_missing_partition_length_is_refused() -> None:
     with pytest.raises(ContractError, match=r"partition 2, got only \[0, 1\]"):
         length_at({0: HOUR, 1: HOUR}, 2)
 
 
 @pytest.mark.parametrize("partitions", [3, MANY + 40])
-def test_rows_from_offsets_on(spark: SparkSession, partitions: int) -> None:
+def test_rows_at_or_after_offsets(spark: SparkSession, partitions: int) -> None:
     """Some partitions have no new rows. Some have no start offset yet: all their rows are read."""
     ends = {p: p % 5 + p + 2 for p in range(partitions)}
     start = {p: max(0, end - p % 3) for p, end in ends.items() if p % 7 != 1}
@@ -89,6 +89,6 @@ def test_rows_from_offsets_on(spark: SparkSession, partitions: int) -> None:
     assert found == {(p, offset) for p, offset in rows if offset >= start.get(p, 0)}
 
 
-def test_nothing_new_takes_no_row(spark: SparkSession) -> None:
+def test_offsets_at_end_select_no_row(spark: SparkSession) -> None:
     log = spark.createDataFrame([(0, 0), (1, 0)], "partition int, offset bigint")
     assert log.where(at_or_after({0: 1, 1: 1}, {0: 1, 1: 1})).collect() == []

@@ -83,7 +83,7 @@ def told(runs: RandomRuns) -> list[str]:
 @pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.endurance)], ids=["few", "all"]
 )
-def test_random_chains_cut_in_two_give_what_the_model_gives(
+def test_random_chains_in_two_runs_equal_model(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]
 ) -> None:
     leave_views_behind(monkeypatch, many_rows=True)
@@ -116,7 +116,7 @@ def test_many_random_chains_with_maintenance(
 
 @pytest.mark.endurance
 @pytest.mark.timeout(3600)
-def test_random_chains_truncated_and_erased_in_between(
+def test_random_chains_with_truncation_and_erase(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sources keep the records that their consumers still need, and an erase of a key that does not
@@ -153,7 +153,7 @@ def _start(root: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.endurance
 @pytest.mark.timeout(3600)
-def test_random_chains_killed_and_maintained_in_between(spark: SparkSession, tmp_path: Path) -> None:
+def test_random_chains_with_kills_and_maintenance(spark: SparkSession, tmp_path: Path) -> None:
     chance = random.Random(889)
     interrupted = 0
     for _ in range(KILLS):

@@ -47,13 +47,13 @@ LONGER = {
 }
 
 
-def test_which_types_are_longer_ones() -> None:
+def test_type_widening_pairs() -> None:
     """Of all pairs of types, only those in ``LONGER`` are widened."""
     found = {(a.simpleString(), b.simpleString()) for a in KINDS for b in KINDS if widens(a, b)}
     assert found == LONGER
 
 
-def test_what_is_followed() -> None:
+def test_supported_schema_changes() -> None:
     old = columns(n=IntegerType(), gone=StringType(), timestamp=TimestampType())
     then = columns(k=StringType(), n=IntegerType(), gone=StringType(), odd=IntegerType(), old=old)
     old = columns(note=DateType(), n=LongType(), timestamp=TimestampType())
@@ -70,7 +70,7 @@ def test_what_is_followed() -> None:
     )
 
 
-def test_nothing_changes() -> None:
+def test_reordered_or_nullable_columns_are_no_change() -> None:
     """Another order of columns or another nullability is no change, also within an array."""
     then = columns(a=ArrayType(StringType()), n=IntegerType())
     now = StructType([StructField("n", IntegerType(), False)])
@@ -81,7 +81,7 @@ def test_nothing_changes() -> None:
     assert not found.refused
 
 
-def test_a_column_comes_back() -> None:
+def test_returning_column_must_have_its_old_type() -> None:
     """A column that is left out is not reported twice. If it comes back, it must have its old type."""
     then = columns(k=StringType(), gone=IntegerType())
     assert not evolve(then, columns(k=StringType()), declared=["k"]).summary
@@ -105,7 +105,7 @@ def test_a_column_comes_back() -> None:
         (columns(k=IntegerType(), m=LongType()), "n is missing and m is new: if it is one column"),
     ],
 )
-def test_what_is_refused(now: StructType, said: str) -> None:
+def test_refused_schema_changes(now: StructType, said: str) -> None:
     then = columns(k=IntegerType(), n=LongType())
     with pytest.raises(StorageError) as raised:
         evolved("prices", then, now, fixed={"k"}, required={"k", "must"})
@@ -129,26 +129,26 @@ def test_what_is_refused(now: StructType, said: str) -> None:
     ],
     ids=lambda kind: kind.simpleString(),
 )
-def test_other_types_are_refused(then: DataType, now: DataType) -> None:
+def test_incompatible_type_is_refused(then: DataType, now: DataType) -> None:
     found = evolve(columns(x=then), columns(x=now))
     assert found.refused == (f"x: {then.simpleString()} -> {now.simpleString()}",)
 
 
-def test_old_is_refused_once() -> None:
+def test_refused_column_of_old_row_is_named_once() -> None:
     """``old`` has the same columns as the row, so a refused column is named once."""
     then = columns(n=LongType(), old=columns(n=LongType()))
     now = columns(n=IntegerType(), old=columns(n=IntegerType()))
     assert evolve(then, now).refused == ("n: bigint -> int",)
 
 
-def test_what_inputs_give_is_no_rename() -> None:
+def test_simultaneous_input_changes_are_no_rename() -> None:
     """A consumer may see two changes of its input at once: one column is missing, another is new."""
     then, now = columns(k=StringType(), a=DateType()), columns(k=StringType(), b=DateType())
     assert evolve(then, now).refused
     assert not evolve(then, now, derived=True).refused
 
 
-def test_two_things_are_not_a_rename() -> None:
+def test_drop_and_add_of_different_types_are_no_rename() -> None:
     """A missing and a new column of different types are one dropped and one added column."""
     found = evolve(columns(k=StringType(), n=IntegerType()), columns(k=StringType(), s=BooleanType()))
     assert not found.refused

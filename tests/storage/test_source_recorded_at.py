@@ -146,7 +146,7 @@ def both(
     return rates, orders, topology.warehouse, copy
 
 
-def test_each_row_has_the_time_of_its_file(both: tuple[Any, Any, str, str]) -> None:
+def test_rows_are_recorded_at_file_time(both: tuple[Any, Any, str, str]) -> None:
     *_, warehouse, _ = both
     first, second = commit_log.commits(f"{warehouse}/rates")
     assert [step.recorded_at for step in first.steps] == [at(0), at(4), at(8)]
@@ -162,7 +162,7 @@ def test_each_row_has_the_time_of_its_file(both: tuple[Any, Any, str, str]) -> N
     assert sorted(found + refused, key=repr) == sorted(expected, key=repr)
 
 
-def test_each_row_has_the_time_of_its_column(
+def test_rows_are_recorded_at_column_time(
     both: tuple[Any, Stream, str, str], spark: SparkSession
 ) -> None:
     _, orders, warehouse, _ = both
@@ -180,7 +180,7 @@ def test_each_row_has_the_time_of_its_column(
 
 
 @pytest.mark.parametrize("name", ["rates", "orders"])
-def test_any_time_is_answered_as_by_a_run_a_time(
+def test_reads_equal_one_run_per_recorded_time(
     both: tuple[Any, Any, str, str], spark: SparkSession, name: str
 ) -> None:
     table, stream, warehouse, copy = both
@@ -197,7 +197,7 @@ def test_any_time_is_answered_as_by_a_run_a_time(
     assert in_order(by_spark.toArrow()) == answer(copy, name, moment(at(5)), what=what)
 
 
-def test_joins_by_what_was_known_follow_the_times(
+def test_as_known_joins_follow_recorded_times(
     both: tuple[VersionedTable, Stream, str, str], spark: SparkSession
 ) -> None:
     """A join of a backfill by what was known at each record's time; versions that had expired by then
@@ -220,7 +220,7 @@ def test_joins_by_what_was_known_follow_the_times(
 EXPECTED = {1: 1, 2: 1, 3: 8, 4: None, 5: None, 6: 2, 7: 6, 8: None, 9: 5, 10: 1, 11: None, 12: 1}
 
 
-def test_times_of_rows_do_not_go_back_and_are_few(
+def test_recorded_times_never_decrease(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times do not decrease in a partition, also across the chunks of tasks. They are neither before
@@ -248,7 +248,7 @@ def test_times_of_rows_do_not_go_back_and_are_few(
     assert found[:6] == [9, 9, 3, 12, 12, 9]
 
 
-def test_it_is_a_word_or_a_column_of_times(tmp_path: Path) -> None:
+def test_invalid_recorded_at_is_refused(tmp_path: Path) -> None:
     for wrong in ("modified", "n"):
         source = FilesSource(str(tmp_path), recorded_at=wrong)
         with pytest.raises(TopologyError, match=rf"\(\['timestamp'\]\), got '{wrong}'"):

@@ -55,7 +55,7 @@ def valid(log: list[Row], upto: Offsets, moment: int) -> dict[str, tuple[int, in
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.endurance) for s in (2, 3))])
-def test_random_arrivals(
+def test_read_is_stale_iff_valid_rows_changed(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Versions are late, replaced, deleted or expired, in two partitions; the view may be behind."""

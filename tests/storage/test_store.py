@@ -48,7 +48,7 @@ def _minutes(row: Any, column: str) -> float | None:
     return None if moment is None else (moment.hour * 60 + moment.minute)
 
 
-def test_versions_of_a_table(done: Topology, spark: SparkSession) -> None:
+def test_table_versions(done: Topology, spark: SparkSession) -> None:
     rows = done.store("rates", spark).read("versions").orderBy("k", "valid_from").collect()
     # stream time 14, retention 10: versions that ended at or before minute 4 have expired
     assert [
@@ -62,7 +62,7 @@ def test_versions_of_a_table(done: Topology, spark: SparkSession) -> None:
     ]
 
 
-def test_log_has_every_accepted_record_in_order_of_arrival(done: Topology, spark: SparkSession) -> None:
+def test_log_has_accepted_records_in_arrival_order(done: Topology, spark: SparkSession) -> None:
     rows = done.store("rates", spark).read("log").orderBy("offset").collect()
     assert [r.offset for r in rows] == list(range(7))
     assert [(r.k, r.n, r.is_latest, r.is_tombstone) for r in rows] == [
@@ -76,9 +76,7 @@ def test_log_has_every_accepted_record_in_order_of_arrival(done: Topology, spark
     ]
 
 
-def test_rejected_records_are_in_quarantine_with_their_origin(
-    done: Topology, spark: SparkSession
-) -> None:
+def test_rejected_records_are_quarantined_with_origin(done: Topology, spark: SparkSession) -> None:
     quarantine = done.store("rates", spark).quarantine()
     assert quarantine is not None
     rows = quarantine.orderBy("position").collect()
@@ -101,7 +99,7 @@ def test_join_results(done: Topology, spark: SparkSession) -> None:
     ]
 
 
-def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
+def test_join_of_many_records_picks_cheaper_lookup(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this test, more than no records count as many. The commit names the strategy and its reason;
@@ -136,20 +134,20 @@ def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
     assert rows == expected
 
 
-def test_nothing_new_makes_no_commit(done: Topology, spark: SparkSession) -> None:
+def test_idle_run_makes_no_commit(done: Topology, spark: SparkSession) -> None:
     for name in ("rates", "orders", "priced"):
         before = done.store(name, spark).head()
         assert done.run(name, spark).commit is None
         assert done.store(name, spark).head() == before
 
 
-def test_a_view_rebuilt_from_its_log_is_the_same(done: Topology, spark: SparkSession) -> None:
+def test_rebuilt_view_equals_view(done: Topology, spark: SparkSession) -> None:
     before = done.tables("rates", spark)
     done.store("rates", spark).rebuild_view()
     assert done.tables("rates", spark) == before
 
 
-def test_an_asset_opens_by_its_name_alone(done: Topology, spark: SparkSession) -> None:
+def test_asset_opens_by_name(done: Topology, spark: SparkSession) -> None:
     store = AssetStore.open(done.warehouse, "rates", spark)
     assert store.node.key == ("k",)
     assert store.node.history_retention == done.rates.history_retention  # type: ignore[attr-defined]
@@ -158,7 +156,7 @@ def test_an_asset_opens_by_its_name_alone(done: Topology, spark: SparkSession) -
     assert {r.k: r.n for r in as_of} == {"a": 3, "b": 1}
 
 
-def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) -> None:
+def test_invalid_reads_are_refused(done: Topology, spark: SparkSession) -> None:
     with pytest.raises(StorageError, match=r"'nowhere'.*rates"):
         AssetStore.open(done.warehouse, "nowhere", spark)
     with pytest.raises(StorageError, match="as_of needs a VersionedTable"):
@@ -167,7 +165,7 @@ def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) 
         done.store("rates", spark).read(as_of="")
 
 
-def test_an_error_of_spark_is_told_as_it_is(tmp_path: Path, spark: SparkSession) -> None:
+def test_spark_error_has_no_cyclic_cause(tmp_path: Path, spark: SparkSession) -> None:
     """An exception of Spark is not its own cause: a program that follows causes would never end."""
     topology = Topology(tmp_path)
     land_first(topology)
@@ -179,7 +177,7 @@ def test_an_error_of_spark_is_told_as_it_is(tmp_path: Path, spark: SparkSession)
     assert caught.value.__cause__ is not caught.value
 
 
-def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -> None:
+def test_concurrent_runs_have_one_winner(tmp_path: Path, spark: SparkSession) -> None:
     """Both runs have pinned the same batch before either commits."""
     topology = Topology(tmp_path)
     land_first(topology)
@@ -214,7 +212,7 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     assert store.read("log").count() == 3
 
 
-def test_an_older_view_never_replaces_a_newer_one(done: Topology, spark: SparkSession) -> None:
+def test_older_view_never_replaces_newer_view(done: Topology, spark: SparkSession) -> None:
     """A slow process that updates the view to an older commit changes nothing."""
     store = done.store("rates", spark)
     head = store.head()
@@ -225,28 +223,28 @@ def test_an_older_view_never_replaces_a_newer_one(done: Topology, spark: SparkSe
     assert done.tables("rates", spark) == before
 
 
-def test_a_table_of_somebody_else_is_refused(tmp_path: Path, spark: SparkSession) -> None:
+def test_foreign_delta_table_is_refused(tmp_path: Path, spark: SparkSession) -> None:
     path = str(tmp_path / "warehouse" / "rates" / "log")
     spark.range(1).write.format("delta").save(path)
     with pytest.raises(StorageError, match="none of its 1 commits was written by vt_dagster"):
         delta.last_commit(path)
 
 
-def test_a_version_that_is_gone_says_so(done: Topology, spark: SparkSession) -> None:
+def test_missing_table_version_is_reported(done: Topology, spark: SparkSession) -> None:
     path = done.store("rates", spark).log_path
     assert parquet.read(spark, path, 0).count() == 3
     with pytest.raises(ConcurrentRunError, match="expected version 7 of"):
         parquet.read(spark, path, 7)
 
 
-def test_a_table_with_what_files_do_not_say_is_refused(tmp_path: Path, spark: SparkSession) -> None:
+def test_unsupported_delta_feature_is_refused(tmp_path: Path, spark: SparkSession) -> None:
     path = str(tmp_path / "table")
     spark.range(3).write.format("delta").option("delta.columnMapping.mode", "name").save(path)
     with pytest.raises(StorageError, match="columnMapping"):
         parquet.read(spark, path)
 
 
-def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: SparkSession) -> None:
+def test_changed_type_is_refused_before_commit(tmp_path: Path, spark: SparkSession) -> None:
     topology = Topology(tmp_path)
     land_first(topology)
     topology.run("orders", spark)
@@ -259,7 +257,7 @@ def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: Spar
         store.commit(changed, head.commit.model_copy(update=after), 1)
 
 
-def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:
+def test_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:
     """Each record is joined once, whether the grace period becomes longer, shorter or none. After the
     first run, all records wait."""
     topology = Topology(tmp_path)
@@ -306,7 +304,7 @@ def test_late_record_after_the_grace_period_became_longer(tmp_path: Path, spark:
     assert timestamps_do_not_decrease(log, key="k")
 
 
-def test_a_join_with_a_table_that_has_nothing_yet(tmp_path: Path, spark: SparkSession) -> None:
+def test_join_with_table_without_commits(tmp_path: Path, spark: SparkSession) -> None:
     topology = Topology(tmp_path)
     topology.priced = topology.orders.join(topology.rates, name="priced")
     topology.land("orders", "1.jsonl", [("a", 1, 0), ("b", 2, 1)])
@@ -318,7 +316,7 @@ def test_a_join_with_a_table_that_has_nothing_yet(tmp_path: Path, spark: SparkSe
     assert topology.run("priced", spark).commit is None
 
 
-def test_a_view_that_is_further_is_left_alone(
+def test_newer_view_is_not_overwritten(
     done: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run does not write a view that another run has meanwhile updated to a later batch."""

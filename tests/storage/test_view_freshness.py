@@ -97,7 +97,7 @@ def behind(made: Path, tmp_path: Path, large: None) -> Topology:
     return Topology(Path(shutil.copytree(made, tmp_path / "copy")))
 
 
-def test_a_small_table_is_written_by_each_run(one_run: Topology, spark: SparkSession) -> None:
+def test_small_view_is_written_by_each_run(one_run: Topology, spark: SparkSession) -> None:
     assert of_batch(grown(one_run, spark)) == 2
 
 
@@ -129,7 +129,7 @@ def test_readers_fold_the_tail_of_the_log(behind: Topology, spark: SparkSession)
     assert (of_batch(store), everything(store)) == (3, now)
 
 
-def test_reading_writes_nothing(behind: Topology, spark: SparkSession) -> None:
+def test_reads_write_nothing(behind: Topology, spark: SparkSession) -> None:
     store = behind.store("rates", spark)
     before = sorted(behind.root.rglob("*"))
     everything(store)
@@ -165,18 +165,18 @@ def is_due(topology: Topology, spark: SparkSession, rows: int = 0) -> bool:
     ("freshness", "due"),
     [("every_run", True), (timedelta(0), True), (timedelta(hours=1), False), ("on_growth", False)],
 )
-def test_how_fresh_it_is_is_said_by_the_table(
+def test_freshness_option_decides_when_view_is_written(
     behind: Topology, spark: SparkSession, freshness: Any, due: bool
 ) -> None:
     assert is_due(declared(behind, freshness=freshness), spark) == due
 
 
-def test_it_grows_with_the_log(behind: Topology, spark: SparkSession) -> None:
+def test_view_is_due_when_log_grows_by_fifth(behind: Topology, spark: SparkSession) -> None:
     assert not is_due(behind, spark, 2)
     assert is_due(behind, spark, 3), "six of 30 rows are a fifth"
 
 
-def test_many_batches_are_folded(
+def test_view_is_due_after_many_batches(
     behind: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(view, "BATCHES", 1)
@@ -184,7 +184,7 @@ def test_many_batches_are_folded(
 
 
 @pytest.mark.endurance  # test_view_segments and test_lookup have random runs, the above such views
-def test_any_tail_gives_what_the_whole_log_makes(
+def test_view_plus_log_tail_equals_rebuild(
     tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view and the log rows after it give what a rebuild gives. Records of several batches are out of
@@ -243,7 +243,7 @@ def test_any_tail_gives_what_the_whole_log_makes(
 SORTED = ["k", "n", "valid_from", "valid_to", "is_tombstone", "offset"]
 
 
-def test_a_stream_has_none() -> None:
+def test_stream_refuses_freshness() -> None:
     source = FilesSource("landing")
     with pytest.raises(TopologyError, match="freshness applies to a table's view"):
         Stream("orders", key="k", schema=SCHEMA, source=source, freshness="every_run")
@@ -257,7 +257,7 @@ def minute(n: float) -> int:
     return int((EPOCH + timedelta(minutes=n)).timestamp() * 1e6)
 
 
-def test_a_run_opens_the_files_that_it_needs(
+def test_run_opens_only_needed_files(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log has thirty batches, alternately of three partitions. Arrow writes them, for speed."""

@@ -69,9 +69,7 @@ def rows_of(store: AssetStore) -> list[object]:
     return sorted(rows.select(*sorted(rows.columns)).collect(), key=repr)
 
 
-def test_any_runs_make_the_view_that_the_whole_log_makes(
-    tmp_path: Path, spark: SparkSession, small: int
-) -> None:
+def test_incremental_view_equals_rebuild(tmp_path: Path, spark: SparkSession, small: int) -> None:
     """Records are out of order, replaced, deleted or expired, in runs of any size."""
     dice = random.Random(889)
     topology = Topology(tmp_path)
@@ -99,7 +97,7 @@ def test_any_runs_make_the_view_that_the_whole_log_makes(
     assert wrong == {}
 
 
-def test_a_run_in_order_rewrites_no_history(tmp_path: Path, spark: SparkSession, small: int) -> None:
+def test_in_order_run_rewrites_no_history(tmp_path: Path, spark: SparkSession, small: int) -> None:
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(20)])
     topology.run("rates", spark)
@@ -120,7 +118,7 @@ def test_a_run_in_order_rewrites_no_history(tmp_path: Path, spark: SparkSession,
     assert layout(store).first >= 3
 
 
-def test_what_was_deleted_and_forgotten_does_not_come_back(tmp_path: Path, spark: SparkSession) -> None:
+def test_expired_tombstone_does_not_revive_version(tmp_path: Path, spark: SparkSession) -> None:
     """A rewritten segment may have a version whose tombstone has expired; no read returns it."""
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", None, 1), ("b", 1, 20), ("b", 2, 25)])
@@ -132,7 +130,7 @@ def test_what_was_deleted_and_forgotten_does_not_come_back(tmp_path: Path, spark
     assert [f.name for f in audit(store) if not f.passed] == []
 
 
-def test_a_run_is_small_by_what_it_meets(
+def test_small_run_is_decided_by_current_keys(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current keys of a table decide whether a run is small, not its log's length: otherwise a
@@ -156,7 +154,7 @@ def test_a_run_is_small_by_what_it_meets(
     assert sum(head.commit.next_offset.values()) == 31
 
 
-def test_how_many_rows_a_time_reaches() -> None:
+def test_rows_reached_by_time() -> None:
     layout = Segments(first=2, ends=[10, 20], rows=4)
     checkpoint = Checkpoint(asset="a", batch=1, attempt="", segments=layout)
     view = Base("view", 1, checkpoint, {None: 3, 2: 100, 3: 50, 4: 4})
@@ -164,9 +162,7 @@ def test_how_many_rows_a_time_reaches() -> None:
     assert [view.reach(19), view.reach(-1)] == [57, 157]
 
 
-def test_a_join_reads_the_history_that_it_needs(
-    tmp_path: Path, spark: SparkSession, small: int
-) -> None:
+def test_join_reads_only_needed_history(tmp_path: Path, spark: SparkSession, small: int) -> None:
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(40)])
     topology.run("rates", spark)
@@ -182,7 +178,7 @@ def test_a_join_reads_the_history_that_it_needs(
     assert rates == {1: 30, 2: 39}
 
 
-def test_a_compaction_at_the_same_time_does_not_end_a_run(
+def test_concurrent_compaction_does_not_fail_run(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test raises the conflict itself, because the window for a real one is too short to hit."""
