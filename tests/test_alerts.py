@@ -107,7 +107,7 @@ def deployment(market: Market, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
 LATER = 7201.0
 
 
-def test_a_breach_is_sent_once_and_again_after_recovery(deployment: Deployment) -> None:
+def test_breach_alerts_once_and_again_after_recovery(deployment: Deployment) -> None:
     pager, prices, sales = deployment.pager, NEWEST["prices"], NEWEST["sales"]
     assert deployment.tick() == "no new breach; 0 known: none"  # before any check
     deployment.check(sales)
@@ -147,7 +147,7 @@ def test_a_breach_is_sent_once_and_again_after_recovery(deployment: Deployment) 
     assert deployment.tick() == "no new breach; 1 known: sales:is_fresh"
 
 
-def test_what_could_not_be_sent_is_sent_later(deployment: Deployment) -> None:
+def test_failed_alert_is_retried(deployment: Deployment) -> None:
     pager = deployment.pager
     deployment.check(NEWEST["prices"] + LATER)
     pager.broken = {"prices", "sales"}
@@ -180,7 +180,7 @@ def test_what_could_not_be_sent_is_sent_later(deployment: Deployment) -> None:
     assert deployment.tick() == "no new breach; 2 known: prices:is_fresh, sales:is_fresh"
 
 
-def test_limits_of_the_last_run(market: Market, tmp_path: Path) -> None:
+def test_last_run_limits_are_inclusive(market: Market, tmp_path: Path) -> None:
     """In the last run one of four records is bad, and one waits. Both limits are inclusive."""
     copy = market.copy(tmp_path / "copy")
     rows = [record("a", f"p{day}", f"{day} 00:00") for day in (3, 4, 5)]
@@ -207,7 +207,7 @@ def test_limits_of_the_last_run(market: Market, tmp_path: Path) -> None:
     assert evaluated(one, only=True)["priced:few_records_wait"].passed
 
 
-def test_every_limit(market: Market, tmp_path: Path) -> None:
+def test_limits_apply_to_kinds_of_assets(market: Market, tmp_path: Path) -> None:
     """A limit applies to assets of some kinds: only these get its check."""
     pager = Pager()
     how: Any = {"to": pager.send, "running": True, "severity": dg.AssetCheckSeverity.WARN}
@@ -290,7 +290,7 @@ def test_refused_when_definitions_load(market: Market) -> None:
         build_quarantine_check(market.priced, at_most="1%")
 
 
-def test_late_results_that_cannot_be_counted() -> None:
+def test_late_share_skips_uncountable_assets() -> None:
     """``late_share`` leaves out assets whose late results cannot be counted. A lateness check that is
     declared for such an asset fails when definitions load, and the error states the reason."""
     day = timedelta(days=1)
@@ -323,7 +323,7 @@ def test_late_results_that_cannot_be_counted() -> None:
             build_lateness_check(node, at_most="1%")
 
 
-def test_what_has_never_run_is_not_fresh(tmp_path: Path) -> None:
+def test_asset_without_run_is_not_fresh(tmp_path: Path) -> None:
     node = Stream("sales", key="k", schema=RECORD, timestamp="at", source=FilesSource("sales"))
     check = build_freshness_check(node, at_most=timedelta(days=1))
     result = dg.materialize(

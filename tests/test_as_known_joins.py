@@ -91,7 +91,7 @@ def drawn(chance: random.Random, number: int, now: int, back: int) -> list[dict[
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(s, marks=pytest.mark.endurance) for s in range(1, 10))]
 )
-def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
+def test_joined_rows_are_as_known_at_record_time(spark: SparkSession, seed: int) -> None:
     """Each row equals the rule's, with late and rejected records, deletions, replaced versions and
     expired history."""
     chance = random.Random(seed)
@@ -156,9 +156,7 @@ def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
     assert any("by the log" in said and " 0 records" not in said for said in strategies)
 
 
-def test_on_delta_as_read_tells_and_however_it_is_cut_into_runs(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_as_known_join_on_delta_is_split_invariant(spark: SparkSession, tmp_path: Path) -> None:
     """A join that runs after each run of its stream, and a join that runs once at the end, after all
     late records: both have the same rows, and each row equals that of ``vt_dagster.read``. A run of a
     join with changed settings is refused."""
@@ -210,7 +208,7 @@ def test_on_delta_as_read_tells_and_however_it_is_cut_into_runs(
     assert "vt-dagster replay" in str(refused.value)
 
 
-def test_settings_that_are_shown() -> None:
+def test_shown_settings() -> None:
     """The shown settings are those that differ from the defaults."""
     plain = ORDERS.join(RATES, name="x").operator
     assert plain is not None
@@ -249,7 +247,7 @@ def test_refused_when_declared(about: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     "about", [{"as_known": "when_recorded"}, {"max_age": DAY}, {"at": "before"}], ids=str
 )
-def test_refused_beside_what_has_no_versions(about: dict[str, Any]) -> None:
+def test_refused_with_unversioned_table(about: dict[str, Any]) -> None:
     plain = Table("plain", key="k", schema=SCHEMA)
     with pytest.raises(TopologyError, match="'plain' is not versioned"):
         ORDERS.left_join(plain, name="x", **about)

@@ -30,7 +30,7 @@ def instance() -> Iterator[dg.DagsterInstance]:
         yield found
 
 
-def test_each_materialization_counts_once(
+def test_each_materialization_is_consumed_once(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     answers = [rows(("a", "1", 1)), rows(("a", "2", 2))]
@@ -62,7 +62,7 @@ def test_each_materialization_counts_once(
 
 
 @pytest.mark.parametrize("day", [None, "2024-01-01"])
-def test_a_run_that_is_overtaken_does_not_take_what_was_replaced(
+def test_overtaken_run_skips_replaced_materialization(
     spark: SparkSession,
     tmp_path: Path,
     instance: dg.DagsterInstance,
@@ -98,7 +98,7 @@ def test_a_run_that_is_overtaken_does_not_take_what_was_replaced(
     assert values(tmp_path, "rates") == ["2"]
 
 
-def test_a_partition_that_was_committed_again_is_reported(
+def test_recommitted_partition_is_reported(
     spark: SparkSession,
     tmp_path: Path,
     instance: dg.DagsterInstance,
@@ -139,7 +139,7 @@ def test_a_partition_that_was_committed_again_is_reported(
     assert len(values(tmp_path, "rates")) == 3
 
 
-def test_of_a_partitioned_asset_each_partition(
+def test_new_partitions_of_partitioned_asset_are_consumed(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """An asset without partitions consumes the upstream partitions materialized since its last run. A
@@ -223,7 +223,9 @@ def test_upstream_partitions_that_are_not_there(
 
 
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
-def test_dagster_asks_for_it(spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance) -> None:
+def test_automation_condition_requests_table(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
     """With an automation condition, Dagster requests the table, and the assets downstream of it, after
     a materialization of its upstream asset."""
     answers: list[Any] = [rows(("a", "1", 1)), rows(("a", "2", 2)), rows()]
@@ -266,7 +268,7 @@ def test_dagster_asks_for_it(spark: SparkSession, tmp_path: Path, instance: dg.D
     assert asked() == set()
 
 
-def test_what_cannot_be_taken(
+def test_refused_upstream_values(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     @dg.asset

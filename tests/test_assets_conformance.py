@@ -144,7 +144,7 @@ def test_every_scenario_is_in_a_group() -> None:
     "group",
     [pytest.param(g, marks=pytest.mark.endurance if g.startswith(ENDURING) else ()) for g in GROUPS],
 )
-def test_assets_give_what_kafka_streams_gave(
+def test_assets_equal_kafka_streams(
     group: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_views_behind(monkeypatch)

@@ -43,7 +43,7 @@ SAID = {
 
 @pytest.mark.endurance
 @pytest.mark.timeout(1_300)  # on two cores that other processes also use
-def test_bench_writes_results_of_contenders_that_agree(tmp_path):
+def test_benchmark_contenders_agree(tmp_path):
     output = tmp_path / "results.json"
     command = [sys.executable, "bench/run.py", "--tiny", "--repeat", "1", "--output", str(output)]
     # In a separate process, as users start the suite: its Spark session needs other settings.

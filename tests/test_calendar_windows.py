@@ -171,7 +171,7 @@ def lengths(zone: str, *days: str) -> list[float]:
     return [(e - s) / 3_600_000_000 for s, e in (pair(micros(noon), "1 day", zone) for noon in noons)]
 
 
-def test_days_whose_clock_is_changed() -> None:
+def test_days_with_clock_change() -> None:
     berlin = lengths("Europe/Berlin", "2024-03-30", "2024-03-31", "2024-10-27", "2024-10-28")
     assert berlin == [24, 23, 25, 24]
     assert lengths("Africa/Cairo", "2023-04-28", "2023-10-26") == [23, 25]
@@ -190,7 +190,7 @@ def test_days_whose_clock_is_changed() -> None:
     )
 
 
-def test_bounds_at_the_ends_of_time() -> None:
+def test_bounds_at_first_and_last_year() -> None:
     for zone in ("Pacific/Apia", "America/Havana"):
         for size in CALENDAR_SIZES:
             for moment in (datetime.min, datetime.min + 40 * DAY, datetime.max):
@@ -216,7 +216,7 @@ def elsewhere(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     spark.createDataFrame([], "nothing int")  # makes it the active session again
 
 
-def test_bounds_of_spark_do_not_depend_on_other_zones(elsewhere: SparkSession) -> None:
+def test_spark_bounds_ignore_session_and_jvm_zone(elsewhere: SparkSession) -> None:
     far = [datetime.min, datetime.min + 40 * DAY, datetime.max]
     sizes: list[CalendarSize] = ["1 day", "1 week", "1 month"]
     for zone in CLOCKS:
@@ -260,7 +260,7 @@ NO = "Europe/Berlin"
         (lambda: SlidingWindow(DAY, zone=NO), ["SlidingWindow: expected no zone"]),  # pyright: ignore
     ],
 )
-def test_what_is_refused(make: Any, told: list[str]) -> None:
+def test_refused_calendar_windows(make: Any, told: list[str]) -> None:
     with pytest.raises(TopologyError) as error:
         make()
     for one in told:
@@ -357,7 +357,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "size", "zones"), CASES)
-def test_runs_are_those_of_the_model_however_records_are_cut(
+def test_calendar_windows_equal_model_for_any_split(
     spark: SparkSession, seed: int, size: CalendarSize, zones: list[str]
 ) -> None:
     grace, source = timedelta(hours=5 * (seed % 3)), stream()
@@ -429,7 +429,7 @@ def test_a_zone_that_java_does_not_know(tmp_path: Path, newer_zone: str) -> None
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_through_dagster_and_delta(tmp_path: Path, spark: SparkSession) -> None:
+def test_calendar_windows_in_dagster(tmp_path: Path, spark: SparkSession) -> None:
     zone, grace, where = "America/Sao_Paulo", timedelta(hours=3), tmp_path / "landing"
     source = stream(source=FilesSource(str(where), pattern="*.jsonl"))
     daily = windowed(source, TumblingWindow("1 day", grace, zone=zone), "daily")

@@ -84,7 +84,7 @@ def names_in(spark: SparkSession, schema: str = "bronze") -> set[str]:
     return {row["tableName"] for row in spark.sql(f"SHOW TABLES IN {schema}").collect()}
 
 
-def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
+def test_runs_register_names(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
     """A run that reports an existing commit also registers the names; a further registration writes
     none."""
     copy = market.copy(tmp_path / "copy")
@@ -125,7 +125,7 @@ def test_by_runs(market: Market, tmp_path: Path, spark: SparkSession, bronze: st
     ]
 
 
-def test_after_a_swap(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
+def test_names_follow_swap(market: Market, tmp_path: Path, spark: SparkSession, bronze: str) -> None:
     """After a swap, a name selects the rows of the new folder. Names that a plain table does not have
     are dropped when a plain table replaces a versioned one."""
     copy, warehouse = market.copy(tmp_path / "copy"), str(tmp_path / "copy" / "warehouse")
@@ -144,7 +144,7 @@ def test_after_a_swap(market: Market, tmp_path: Path, spark: SparkSession, bronz
     require_same(spark, AssetStore(warehouse, plain, spark))
 
 
-def test_names_of_removed_tables(
+def test_maintenance_drops_names_of_removed_tables(
     market: Market, tmp_path: Path, spark: SparkSession, bronze: str
 ) -> None:
     """Maintenance drops the names of removed tables, and no other names."""
@@ -185,7 +185,7 @@ defs = build_definitions(market.{name}, warehouse=WarehouseResource(path={path!r
 """
 
 
-def test_names_of_removed_assets(
+def test_catalog_command_drops_names_of_removed_assets(
     market: Market, tmp_path: Path, spark: SparkSession, bronze: str
 ) -> None:
     """``vt-dagster catalog`` shows and drops the names of assets that no code location declares."""
@@ -254,7 +254,7 @@ RENAMED = T.StructType(
         ),
     ],
 )
-def test_options_and_new_columns(
+def test_names_honor_options_and_new_columns(
     tmp_path: Path, spark: SparkSession, bronze: str, on: str | None, until: str | None
 ) -> None:
     """Names return the rows of a read with repeated versions, versions with an end (``valid_until``),
@@ -306,7 +306,7 @@ def test_options_and_new_columns(
     require_same(spark, now)
 
 
-def test_the_columns_of_a_run(tmp_path: Path, spark: SparkSession) -> None:
+def test_column_types_known_after_run(tmp_path: Path, spark: SparkSession) -> None:
     """The type of a computed column is known after a run. Dagster's panel of columns also has the key
     and the checks of the schema."""
 
@@ -340,7 +340,7 @@ def test_the_columns_of_a_run(tmp_path: Path, spark: SparkSession) -> None:
     assert panel.constraints.other == ["one row for each product, valid_from"]
 
 
-def test_what_is_somebody_elses(
+def test_foreign_names_are_refused(
     market: Market, tmp_path: Path, spark: SparkSession, bronze: str
 ) -> None:
     copy = market.copy(tmp_path / "copy")
@@ -410,7 +410,7 @@ else:
 
 @pytest.mark.endurance
 @pytest.mark.jvm
-def test_in_a_catalog_that_outlives_the_session(market: Market, tmp_path: Path) -> None:
+def test_names_in_persistent_metastore(market: Market, tmp_path: Path) -> None:
     """With a Hive metastore in a directory, another process selects by name."""
     copy = market.copy(tmp_path / "copy")
 

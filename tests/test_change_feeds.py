@@ -61,7 +61,7 @@ def versions(driver: TopologyTestDriver, name: str = "customers") -> list[tuple[
 # -- deletions ---------------------------------------------------------------------------------------
 
 
-def test_a_column_that_says_what_a_record_does(spark: SparkSession) -> None:
+def test_deleted_when_uses_undeclared_column(spark: SparkSession) -> None:
     """A column that only ``deleted_when`` uses is not in the table. A null in it is no deletion."""
     driver = TopologyTestDriver(table(deleted_when="op = 'D'"), spark=spark)
     driver.pipe("customers", put("a", "x", 1, op="I"), put("b", "y", 2), put("a", "x", 5, op="D"))
@@ -78,7 +78,7 @@ def test_a_column_that_says_what_a_record_does(spark: SparkSession) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+def test_deleted_when_on_files(tmp_path: Path, spark: SparkSession, form: Any) -> None:
     rows = [put("a", "x", 1, op="r"), put("a", None, 2, op="d"), put("b", "y", 3, op="r")]
     for r in rows:
         r["timestamp"] = f"2024-01-01T00:00:0{r['timestamp']}Z"
@@ -97,7 +97,7 @@ def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -
     assert "op" not in store.read("versions").columns
 
 
-def test_a_question_to_spark_leaves_its_errors_as_they_are(
+def test_deleted_when_analysis_error_is_not_logged(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The library lets Spark analyze ``deleted_when``. A failed analysis is not logged, even if it is
@@ -110,7 +110,7 @@ def test_a_question_to_spark_leaves_its_errors_as_they_are(
         spark.range(1).where("nothing = 1")
 
 
-def test_a_condition_that_is_none(spark: SparkSession) -> None:
+def test_invalid_deleted_when_is_refused(spark: SparkSession) -> None:
     for condition, said in {
         "op =": "which Spark refuses",
         "k": "which is string",
@@ -128,7 +128,7 @@ def test_a_condition_that_is_none(spark: SparkSession) -> None:
         assert "customers: " in str(error.value)
 
 
-def test_one_condition_by_either_name() -> None:
+def test_deleted_when_and_tombstone_are_equal() -> None:
     assert table(deleted_when="v is null") == table(tombstone="v is null")
     assert replace(table(deleted_when="v is null"), tombstone=None) == table()
     assert code_version(table(deleted_when="v is null")) != code_version(table())
@@ -152,7 +152,7 @@ def _expected(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(1, 4))]
 )
-def test_the_order_of_arrival_does_not_matter(spark: SparkSession, seed: int) -> None:
+def test_tie_break_is_independent_of_arrival_order(spark: SparkSession, seed: int) -> None:
     """The versions of the table and of its operators depend neither on the order of arrival nor on how
     the records are split into runs."""
     random = Random(seed)
@@ -179,7 +179,7 @@ def test_the_order_of_arrival_does_not_matter(spark: SparkSession, seed: int) ->
     assert current == {k: v for k, at, v in expected if at == 3 and v is not None}
 
 
-def test_equal_values_go_by_arrival(spark: SparkSession) -> None:
+def test_equal_tie_break_falls_back_to_arrival_order(spark: SparkSession) -> None:
     driver = TopologyTestDriver(table(tie_break="lsn"), spark=spark)
     driver.pipe("customers", put("a", "x", 1, lsn=3), put("a", "y", 1, lsn=3), put("a", "o", 1, lsn=2))
     assert versions(driver) == [("a", 1, "y")]
@@ -188,7 +188,7 @@ def test_equal_values_go_by_arrival(spark: SparkSession) -> None:
     assert [r["old"] and r["old"]["v"] for r in driver.read("customers")] == [None, "x", "y"]
 
 
-def test_a_late_record_wins_in_the_past_and_corrects_what_was_joined(spark: SparkSession) -> None:
+def test_late_tie_winner_corrects_joined_rows(spark: SparkSession) -> None:
     sales = Stream("sales", key="k", schema=StructType([SCHEMA["k"], SCHEMA["timestamp"]]))
     joined = sales.left_join(
         table(tie_break="lsn"),
@@ -205,7 +205,7 @@ def test_a_late_record_wins_in_the_past_and_corrects_what_was_joined(spark: Spar
     assert [r["v"] for r in driver.table("joined")] == ["z"]
 
 
-def test_ties_on_delta(tmp_path: Path, spark: SparkSession) -> None:
+def test_tie_break_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     """Ties are decided across runs. A record that loses is in the quarantine, and the audit accounts
     for every record."""
     folder = landing(tmp_path)
@@ -230,7 +230,7 @@ def test_ties_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     assert [one.name for one in audit(store) if not one.passed] == []
 
 
-def test_ties_that_cannot_be_decided() -> None:
+def test_invalid_tie_break_is_refused() -> None:
     kinds = {"k": StringType(), "m": MapType(StringType(), StringType()), "timestamp": TimestampType()}
     maps = StructType([StructField(name, kind) for name, kind in kinds.items()])
     for wrong, said in (
@@ -243,7 +243,7 @@ def test_ties_that_cannot_be_decided() -> None:
     assert code_version(table(tie_break="lsn")) != code_version(table())
 
 
-def test_the_settings_in_yaml_and_of_functions() -> None:
+def test_options_in_yaml_and_decorators() -> None:
     for name in ("deleted_when", "tie_break"):
         about = CONCEPTS["versioned_table"].yaml.model_fields[name]
         assert about.description

@@ -63,7 +63,7 @@ def check(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_what_it_prints_and_writes(here: Path) -> None:
+def test_check_output_and_junit_file(here: Path) -> None:
     (here / "defs_of_check.py").write_text(WHOLE)
     code, said = check("-f", "defs_of_check.py", "--junit", "out/junit.xml")
     assert code == 1
@@ -98,7 +98,7 @@ def test_what_it_prints_and_writes(here: Path) -> None:
         ("group:odd", 1, {"fine", "small"}),
     ],
 )
-def test_selection(here: Path, selection: str, code: int, names: set[str]) -> None:
+def test_check_selection(here: Path, selection: str, code: int, names: set[str]) -> None:
     (here / "defs_of_check.py").write_text(WHOLE)
     assert check(selection, "-m", "defs_of_check")[0] == code
     from defs_of_check import defs  # pyright: ignore[reportMissingImports]
@@ -106,13 +106,13 @@ def test_selection(here: Path, selection: str, code: int, names: set[str]) -> No
     assert {r.name for r in run_checks(defs, selection)} == names
 
 
-def test_only_errors_stop(here: Path) -> None:
+def test_warnings_do_not_fail_command(here: Path) -> None:
     text = DEFINITIONS + "\ndefs = dg.Definitions([one, other], asset_checks=[fine, strange])\n"
     (here / "defs_of_warnings.py").write_text(text)
     assert check("-f", "defs_of_warnings.py")[0] == 0
 
 
-def test_workspace_and_lazy_definitions(here: Path) -> None:
+def test_check_loads_workspace_and_lazy_definitions(here: Path) -> None:
     lazy = "\n@dg.definitions\ndef defs():\n    return dg.Definitions([one], asset_checks=[fine])\n"
     (here / "defs_of_module.py").write_text(DEFINITIONS + lazy)
     (here / "defs_of_file.py").write_text(
@@ -140,7 +140,7 @@ def test_workspace_and_lazy_definitions(here: Path) -> None:
         (["group:none", "-f", "whole.py"], "expected assets with checks in the selection 'group:none'"),
     ],
 )
-def test_what_is_refused(here: Path, arguments: list[str], said: str) -> None:
+def test_refused_arguments(here: Path, arguments: list[str], said: str) -> None:
     (here / "empty.py").write_text("")
     (here / "whole.py").write_text(WHOLE)
     code, message = check(*arguments)
@@ -148,7 +148,7 @@ def test_what_is_refused(here: Path, arguments: list[str], said: str) -> None:
     assert said in message
 
 
-def test_results_are_in_the_instance(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_stored_in_instance(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "home").mkdir()
     monkeypatch.setenv("DAGSTER_HOME", str(here / "home"))
     (here / "defs_of_check.py").write_text(WHOLE)
@@ -158,7 +158,7 @@ def test_results_are_in_the_instance(here: Path, monkeypatch: pytest.MonkeyPatch
     assert record.dagster_run.job_name == "vt_dagster_check"
 
 
-def test_of_real_tables(market: Market, tmp_path: Path) -> None:
+def test_check_of_real_tables(market: Market, tmp_path: Path) -> None:
     """All checks of a healthy market pass. After another writer duplicated the rows of a view, the
     check for duplicate versions fails."""
     copy = market.copy(tmp_path / "copy")
@@ -175,7 +175,7 @@ def test_of_real_tables(market: Market, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_loggers_of_ones_own(here: Path, command: str) -> None:
+def test_definitions_with_custom_loggers(here: Path, command: str) -> None:
     """Definitions may have their own loggers: then Dagster has no logger ``console`` to silence."""
     logs = "\n@dg.logger\ndef mine(context): return __import__('logging').getLogger('mine')\n"
     defs = "\ndefs = dg.Definitions([one], asset_checks=[fine], loggers={'mine': mine})\n"

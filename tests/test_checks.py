@@ -190,7 +190,7 @@ def sample(evaluation: dg.AssetCheckEvaluation) -> list[dict[str, Any]]:
     return [dict(r.data) for r in value.records]
 
 
-def test_healthy_tables_are_green(market: Market) -> None:
+def test_checks_pass_on_healthy_tables(market: Market) -> None:
     for result in market.results:
         found = checks(result)
         assert {n for n, e in found.items() if not e.passed} == set()
@@ -202,7 +202,7 @@ def test_healthy_tables_are_green(market: Market) -> None:
     }, "every check has a corrupted table"
 
 
-def test_numbers_of_a_healthy_table(market: Market) -> None:
+def test_check_metadata_of_healthy_table(market: Market) -> None:
     found = checks(market.results[-1])["prices:every_record_is_accounted_for"].metadata
     numbers = {name: value.value for name, value in found.items()}
     assert numbers["looked_at"] == "changes of batch 2"
@@ -217,7 +217,7 @@ def test_numbers_of_a_healthy_table(market: Market) -> None:
     assert everything.numbers["records_duplicate"] == 1
 
 
-def test_nothing_committed_yet_is_green(market: Market, tmp_path: Path) -> None:
+def test_checks_pass_before_first_commit(market: Market, tmp_path: Path) -> None:
     empty = Market(tmp_path, market.spark)
     for name in ("prices", "rates"):
         (tmp_path / "landing" / name).mkdir(parents=True)
@@ -245,7 +245,7 @@ def require_red(found: list[audit.Finding], check: str, names: dict[str, str]) -
 OF_VIEW = [name for name, case in CASES.items() if (case.asset, case.table) == ("prices", "view")]
 
 
-def test_a_corrupted_view_is_red(
+def test_checks_fail_on_corrupted_view(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One audit finds the corrupted rows of all cases. The rows of each case have different keys."""
@@ -267,7 +267,7 @@ def test_a_corrupted_view_is_red(
 BY_DAGSTER = ["overlap", "lost last log record"]
 
 
-def test_other_corrupted_tables_are_red(market: Market, tmp_path: Path) -> None:
+def test_checks_fail_on_other_corrupted_tables(market: Market, tmp_path: Path) -> None:
     """One audit of an asset finds the corrupted rows of all its cases."""
     copy, others = market.copy(tmp_path / "copy"), [*CASES.keys() - {*OF_VIEW, *BY_DAGSTER}]
     by_table: dict[tuple[str, str], list[Case]] = {}
@@ -281,7 +281,9 @@ def test_other_corrupted_tables_are_red(market: Market, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BY_DAGSTER)
-def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: Path, name: str) -> None:
+def test_corrupted_table_fails_checks_and_blocks_downstream(
+    market: Market, tmp_path: Path, name: str
+) -> None:
     """Dagster reports a corrupted view and a corrupted log, and does not run the asset downstream. The
     other tests run the checks without Dagster."""
     case, copy = CASES[name], market.copy(tmp_path / "copy")
@@ -305,7 +307,7 @@ def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: P
     assert ran == []
 
 
-def test_fresh_is_what_stream_time_is_by_the_clock(
+def test_freshness_compares_stream_time_with_clock(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An asset is fresh if stream time (here day 2, 05:00) is at most ``at_most`` behind the clock. The
@@ -337,7 +339,7 @@ def test_fresh_is_what_stream_time_is_by_the_clock(
         build_freshness_check(market.prices, at_most=timedelta(0))
 
 
-def test_another_run_commits_meanwhile(market: Market, tmp_path: Path) -> None:
+def test_check_rereads_after_concurrent_commit(market: Market, tmp_path: Path) -> None:
     """If another run commits while a check reads, the check reads again and reports no finding."""
     copy = market.copy(tmp_path / "copy")
 

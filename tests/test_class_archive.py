@@ -62,7 +62,7 @@ def archived(cwd: Path) -> int:
     return (cwd / "classes.log").read_text().count("shared objects file (top)")
 
 
-def test_each_java_and_spark_has_its_own(cache: Path, spark_home: Path) -> None:
+def test_archive_per_java_and_spark(cache: Path, spark_home: Path) -> None:
     first = ClassArchive.of("/java 17.0.15", spark_home)
     assert first == ClassArchive.of("/java 17.0.15", spark_home)
     assert first != ClassArchive.of("/java 21.0.2", spark_home)
@@ -70,7 +70,7 @@ def test_each_java_and_spark_has_its_own(cache: Path, spark_home: Path) -> None:
     assert first != ClassArchive.of("/java 17.0.15", spark_home)
 
 
-def test_a_truncated_archive_is_not_used(cache: Path, spark_home: Path, tmp_path: Path) -> None:
+def test_truncated_archive_is_not_used(cache: Path, spark_home: Path, tmp_path: Path) -> None:
     """A truncated archive is not used, since a JVM that maps it crashes."""
     archive = ClassArchive.of("/java 17", spark_home)
     assert archive.file() is None
@@ -84,7 +84,7 @@ def test_a_truncated_archive_is_not_used(cache: Path, spark_home: Path, tmp_path
     assert archive.added_to({JVM_OPTIONS: "-Dx=1"}) == {JVM_OPTIONS: "-Dx=1"}
 
 
-def test_options_of_the_user_come_last(cache: Path, spark_home: Path, tmp_path: Path) -> None:
+def test_user_options_come_last(cache: Path, spark_home: Path, tmp_path: Path) -> None:
     archive = ClassArchive.of("/java 17", spark_home)
     cache.mkdir(parents=True)
     (tmp_path / "made").write_bytes(b"classes")
@@ -95,7 +95,7 @@ def test_options_of_the_user_come_last(cache: Path, spark_home: Path, tmp_path: 
     assert options[JVM_OPTIONS].endswith(" -Dx=1")
 
 
-def test_unused_archives_and_remains_are_removed(cache: Path, spark_home: Path, tmp_path: Path) -> None:
+def test_unused_archives_are_removed(cache: Path, spark_home: Path, tmp_path: Path) -> None:
     cache.mkdir(parents=True)
     names = ("unused-1.jsa", "used-1.jsa", ".made-dead", ".made-alive")
     unused, used, dead, alive = (cache / name for name in names)
@@ -118,7 +118,7 @@ def test_unused_archives_and_remains_are_removed(cache: Path, spark_home: Path, 
         ("JAVA_TOOL_OPTIONS", "-Xshare:off"),
     ],
 )
-def test_the_user_decides(
+def test_environment_disables_archive(
     variable: str, value: str, cache: Path, spark_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert archive_of(spark_home, "/java 17", {}) is not None
@@ -148,7 +148,9 @@ def python(tmp_path: Path) -> Path:
     return made
 
 
-def test_one_process_of_low_priority_makes_it(cache: Path, tmp_path: Path, python: Path) -> None:
+def test_archive_is_written_by_one_low_priority_process(
+    cache: Path, tmp_path: Path, python: Path
+) -> None:
     told = tmp_path / "python.told"
     assert process(AT_EXIT, tmp_path, str(python)) == ""
     assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process is still at work
@@ -163,7 +165,7 @@ def test_one_process_of_low_priority_makes_it(cache: Path, tmp_path: Path, pytho
 
 
 @pytest.mark.parametrize("reason", ["CI", "no directory"])
-def test_none_is_made_on_ci_or_without_a_cache(
+def test_no_archive_on_ci_or_without_cache(
     reason: str, cache: Path, tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "CI":
@@ -176,7 +178,7 @@ def test_none_is_made_on_ci_or_without_a_cache(
 
 @pytest.mark.endurance
 @pytest.mark.timeout(1800)
-def test_a_session_uses_it_unless_it_is_damaged(cache: Path, tmp_path: Path) -> None:
+def test_session_uses_intact_archive(cache: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
     command = [sys.executable, "-m", "vt_dagster.cli", "class-archive"]

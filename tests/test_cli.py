@@ -67,7 +67,7 @@ def asked(warehouse: Path, command: str, table: str, *keys: str) -> Result:
 
 
 @pytest.mark.parametrize("command", ["get", "history"])
-def test_the_first_and_the_last_year(warehouse: Path, command: str) -> None:
+def test_first_and_last_year_are_shown(warehouse: Path, command: str) -> None:
     key = ("9998-01-02", FAR)
     found = asked(warehouse, command, "days", *key)
     assert found.exit_code == 0, found.exception
@@ -86,7 +86,9 @@ def test_the_first_and_the_last_year(warehouse: Path, command: str) -> None:
         ("placed", '{"x": 1}', "the key column place has type struct<x:int>"),
     ],
 )
-def test_a_key_that_is_no_text(warehouse: Path, command: str, table: str, key: str, said: str) -> None:
+def test_nested_key_column_is_refused(
+    warehouse: Path, command: str, table: str, key: str, said: str
+) -> None:
     refused = asked(warehouse, command, table, key)
     assert isinstance(refused.exception, StorageError)
     assert said in str(refused.exception)
@@ -94,14 +96,14 @@ def test_a_key_that_is_no_text(warehouse: Path, command: str, table: str, key: s
 
 
 @pytest.mark.parametrize("key", ["soon", "2024-13-01", "07/01/2024", ""])
-def test_a_key_that_is_no_date(warehouse: Path, key: str) -> None:
+def test_invalid_date_key_is_refused(warehouse: Path, key: str) -> None:
     refused = asked(warehouse, "get", "days", key, FAR)
     assert isinstance(refused.exception, StorageError)
     assert f"as a date for day, got {key!r}" in str(refused.exception)
 
 
 @pytest.mark.parametrize("damage", ["a file is gone", "a file is cut off", "its log is cut off"])
-def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> None:
+def test_damaged_view_is_rebuilt(warehouse: Path, tmp_path: Path, damage: str) -> None:
     copy = tmp_path / "warehouse"
     shutil.copytree(warehouse, copy)
     before = asked(copy, "history", "days", "9998-01-02", FAR)
@@ -124,9 +126,7 @@ def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> No
 
 
 @pytest.mark.parametrize(("command", "said"), [("get", "value for"), ("history", "version of")])
-def test_a_missing_row_names_the_command_that_explains_it(
-    tmp_path: Path, command: str, said: str
-) -> None:
+def test_missing_row_suggests_explain_command(tmp_path: Path, command: str, said: str) -> None:
     Written(tmp_path).run([("apple", "1", 0)], 1)
     missing = asked(tmp_path, command, "prices", "a pear")
     assert missing.exit_code == 1
@@ -137,7 +137,7 @@ def test_a_missing_row_names_the_command_that_explains_it(
     assert "a pear" in explained.output
 
 
-def test_a_missing_asset_names_those_of_the_warehouse(tmp_path: Path) -> None:
+def test_missing_asset_lists_known_assets(tmp_path: Path) -> None:
     none = asked(tmp_path, "get", "price", "apple")
     assert "committed there; run it first (vt-dagster run price)" in str(none.exception)
     Written(tmp_path).run([("apple", "1", 0)], 1)
@@ -156,7 +156,7 @@ def test_rows_as_json(tmp_path: Path, command: str) -> None:
     assert (row["k"], row["v"]) == ("pear", "2")
 
 
-def test_help_names_every_command_and_no_value_of_a_flag() -> None:
+def test_help_lists_every_command() -> None:
     told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
     for name in COMMANDS:
         assert re.search(rf"^│ {name} ", told, re.MULTILINE), name
@@ -180,7 +180,7 @@ WRITES = [
     ids=["lateness", "check", "conformance", "jars"],
 )
 @pytest.mark.parametrize("unfit", ["below a file", "itself"])
-def test_what_cannot_be_written_is_refused_before_the_work(
+def test_unwritable_output_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], file: str, unfit: str
 ) -> None:
     def works(*_: Any, **__: Any) -> None:
@@ -207,9 +207,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert re.search("; name another (file|one)$", said)
 
 
-def test_a_project_in_a_directory_that_is_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_in_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:  # instead of permissions: root may write everywhere
         raise PermissionError(errno.EACCES, "Permission denied", "my_shop_of_test")
 
@@ -220,7 +218,7 @@ def test_a_project_in_a_directory_that_is_read_only(
     assert "got 'my_shop_of_test': Permission denied" in str(done.exception)
 
 
-def test_a_picture_in_a_directory_that_is_missing(tmp_path: Path) -> None:
+def test_picture_creates_missing_directory(tmp_path: Path) -> None:
     Written(tmp_path).run([("apple", "1", 0)], 1)
     picture = tmp_path / "out" / "of" / "x.svg"
     arguments = ["lateness", "prices", "--picture", str(picture), "--warehouse", str(tmp_path)]
@@ -229,7 +227,7 @@ def test_a_picture_in_a_directory_that_is_missing(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<svg")
 
 
-def test_the_version() -> None:
+def test_version_option() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"vt-dagster {version('vt-dagster')}\n"
 
 
@@ -249,7 +247,7 @@ def test_public_names_are_listed() -> None:
     assert {"VersionedTable", "build_definitions", "read"} <= {*dir(vt_dagster)}
 
 
-def test_what_was_known_then(market: Market) -> None:
+def test_as_known_at_option(market: Market) -> None:
     """``q2`` of the key ``b`` came with the second run: as known before that run, ``b`` is ``q1``."""
     first, second = commit_log.commits(str(market.warehouse / "prices"))
     about = {"VT_DAGSTER_WAREHOUSE": str(market.warehouse), "COLUMNS": "300"}

@@ -134,7 +134,7 @@ def child(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [local_cluster, standalone, connect], ids=lambda kind: kind.__name__)
-def test_scenarios_and_tables_are_the_same(
+def test_scenarios_and_tables_are_identical_on_cluster(
     kind: Callable[[Path], AbstractContextManager[str]], tmp_path: Path, spark: SparkSession
 ) -> None:
     here, chain, tables = Topology(tmp_path / "here"), Chain(tmp_path / "here"), tmp_path / "tables"
@@ -160,7 +160,7 @@ def test_scenarios_and_tables_are_the_same(
         pytest.param(5_000_000, 1_000_000, 1, id="hot_key"),
     ],
 )
-def test_one_gigabyte_a_process_is_enough(
+def test_shop_runs_with_one_gigabyte_per_process(
     prices: int,
     orders: int,
     products: int,
@@ -185,7 +185,7 @@ def test_one_gigabyte_a_process_is_enough(
     }
 
 
-def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
+def test_operators_with_one_key_run_with_one_gigabyte(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = 5_000_000
@@ -228,7 +228,7 @@ def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
     }
 
 
-def test_one_gigabyte_is_enough_for_a_thousand_matches_a_record(
+def test_stream_join_of_thousand_matches_per_record_runs_with_one_gigabyte(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A join of two streams with one key stays within the memory. Each order matches all offers within

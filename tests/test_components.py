@@ -214,7 +214,7 @@ def shop(tmp_path: Path) -> str:
     return SHOP.format(warehouse=tmp_path / "warehouse", landing=tmp_path / "landing")
 
 
-def test_everything_is_there(shop: str) -> None:
+def test_yaml_project_has_all_definitions(shop: str) -> None:
     with project(shop) as defs:
         dg.Definitions.validate_loadable(defs)
         graph = defs.resolve_asset_graph()
@@ -279,7 +279,7 @@ post_processing:
 """
 
 
-def test_specs_in_yaml(tmp_path: Path) -> None:
+def test_asset_specs_in_yaml(tmp_path: Path) -> None:
     """Key prefixes are set in the topology. Tags, kinds and conditions are set by Dagster's
     post-processing."""
     with project(SPECS.format(warehouse=tmp_path / "warehouse")) as defs:
@@ -386,7 +386,7 @@ def test_sources_in_yaml(tmp_path: Path) -> None:
         assert said["vt_dagster/ignore_null_updates"] == "all"
 
 
-def test_no_sensor_of_an_upstream_asset(tmp_path: Path) -> None:
+def test_asset_source_refuses_start_and_sensor(tmp_path: Path) -> None:
     text = SOURCES.format(warehouse=tmp_path / "warehouse")
     given = text.replace("metadata: {columns: [n]}}\n", "start: x}\n        sensor: {running: true}\n")
     assert "'start' is not known here; expected key, as_type" in errors(given)
@@ -534,7 +534,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_an_error_points_to_the_line(shop: str, name: str) -> None:
+def test_error_names_yaml_line(shop: str, name: str) -> None:
     old, new, said = BROKEN[name]
     assert old in shop
     text = shop.replace(old, new, 1)
@@ -574,17 +574,17 @@ NEAR = {
         ("0s", timedelta(0)),
     ],
 )
-def test_durations(text: str, length: timedelta) -> None:
+def test_duration_texts(text: str, length: timedelta) -> None:
     assert as_duration(text) == length
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "7 days", "-1h", "1h1h", "P1D", 90])
-def test_no_durations(text: str) -> None:
+def test_invalid_duration_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         as_duration(text)
 
 
-def test_every_parameter_is_there() -> None:
+def test_yaml_has_every_python_parameter() -> None:
     """YAML has all settings of Python, also those that are added later."""
     for name, kind in (("stream", Stream), ("table", Table), ("versioned_table", VersionedTable)):
         fields = set(CONCEPTS[name].yaml.model_fields)
@@ -596,7 +596,7 @@ def test_every_parameter_is_there() -> None:
         assert CONCEPTS[name].yaml.model_fields["key"].description
 
 
-def test_the_guide_is_right() -> None:
+def test_yaml_guide_loads() -> None:
     page = Path(__file__).parent.parent / "docs" / "guides" / "yaml.md"
     guide = page.read_text(encoding="utf-8")
     found = re.search(r"# Topologies in YAML.*?```yaml\n(.*?)```", guide, re.DOTALL)
@@ -618,7 +618,7 @@ def test_scaffold() -> None:
             assert defs.resolve_asset_graph().get_all_asset_keys() == {dg.AssetKey("prices")}
 
 
-def test_files_share_their_resources(shop: str, tmp_path: Path) -> None:
+def test_files_with_same_warehouse_share_resources(shop: str, tmp_path: Path) -> None:
     """Two files with the same warehouse are merged. One of them declares maintenance and a log
     retention."""
     other = f"""\
@@ -643,7 +643,7 @@ attributes:
         assert defs.resolve_job_def("maintenance").has_node("maintain")
 
 
-def test_names_in_a_catalog(tmp_path: Path) -> None:
+def test_catalog_in_yaml(tmp_path: Path) -> None:
     text = f"""\
 type: vt_dagster.components.TopologyComponent
 attributes:
@@ -694,7 +694,7 @@ attributes:
         assert resources["vt_dagster_spark"].spark_config == {"spark.driver.memory": "2024-01-01"}
 
 
-def test_python_and_yaml_together() -> None:
+def test_python_inputs_in_yaml() -> None:
     """A stream or table declared in Python can be an input in YAML. YAML creates no asset for it."""
     text = """\
 type: vt_dagster.components.TopologyComponent
@@ -736,7 +736,7 @@ attributes:
 def daily(prices: pl.DataFrame) -> None: ...
 
 
-def test_partition_sensors() -> None:
+def test_partition_sensors_in_yaml() -> None:
     its = "import dagster as dg\nfrom tests.test_components import daily\n"
     its += "@dg.definitions\ndef its():\n    return dg.Definitions(assets=[daily])\n"
     with project(PARTITION_SENSORS, its) as defs:
@@ -785,7 +785,7 @@ attributes:
 def send(alert: object) -> None: ...
 
 
-def test_alerts() -> None:
+def test_alerts_in_yaml() -> None:
     with project(ALERTS) as defs:
         dg.Definitions.validate_loadable(defs)
         found = {key.to_user_string() for key in defs.resolve_asset_graph().asset_check_keys}

@@ -214,7 +214,7 @@ def runs_alone_here(scenario: Scenario) -> bool:
     return not kinds(scenario) and (scenario.operator not in LARGE or one_by_one(scenario))
 
 
-def test_each_operator_has_scenarios_that_show_its_rules() -> None:
+def test_each_operator_has_rule_scenarios() -> None:
     assert {s.operator for s in worked() if s.name in rules()} == set(OPERATORS)
     assert len(rules()) > 120
 
@@ -222,7 +222,7 @@ def test_each_operator_has_scenarios_that_show_its_rules() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("every", ALL_OF_THEM)
-def test_the_worked_examples_are_identical_in_long_runs(
+def test_worked_scenarios_are_identical_in_long_runs(
     spark: SparkSession, tmp_path: Path, every: bool
 ) -> None:
     """Scenarios that the tests below run with other plans run here only with the marker ``endurance``.
@@ -273,7 +273,7 @@ def large_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("every", ALL_OF_THEM)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_other_ways_to_join_are_identical_too(
+def test_large_run_join_strategies_are_identical(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -307,7 +307,7 @@ def test_the_other_ways_to_join_are_identical_too(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("every", ALL_OF_THEM)
-def test_the_plans_of_large_runs_are_identical_too(
+def test_large_run_plans_are_identical(
     spark: SparkSession, tmp_path: Path, large_runs: list[bool], every: bool
 ) -> None:
     copied(
@@ -393,7 +393,7 @@ def refused_between() -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("enough", [1, pytest.param(100, marks=pytest.mark.endurance)])
-def test_shares_are_identical_record_by_record(
+def test_random_sequences_are_identical_record_by_record(
     spark: SparkSession, tmp_path: Path, enough: int
 ) -> None:
     """For each operator, ``enough`` short random sequences with different configurations are identical:
@@ -427,7 +427,7 @@ def test_shares_are_identical_record_by_record(
 
 
 @pytest.mark.parametrize("granularity", ["run", pytest.param("record", marks=pytest.mark.endurance)])
-def test_a_broken_expectation_is_different(
+def test_changed_expectation_is_different(
     spark: SparkSession, tmp_path: Path, granularity: Any
 ) -> None:
     value = scenario("kip923-dequeue-boundary")
@@ -464,9 +464,7 @@ def test_a_broken_expectation_is_different(
     assert len([s for s in written["scenarios"] if s["differences"]]) == len(broken)
 
 
-def test_a_missing_entry_an_error_and_a_lost_error_are_different(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_missing_entry_or_error_is_different(spark: SparkSession, tmp_path: Path) -> None:
     missing = scenario("kip889-motivation-versioned")
     missing["expected"].append(dict(missing["expected"][-1]))
     refused = scenario("kip923-error-grace-unversioned")
@@ -487,7 +485,7 @@ def test_a_missing_entry_an_error_and_a_lost_error_are_different(
 
 
 @pytest.mark.parametrize("error", [SourceError("out of memory"), RuntimeError("out of memory")])
-def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
+def test_unexpected_error_is_attributed_to_its_scenario(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """An unexpected error counts as a difference of the scenario that causes it, not of others in its
@@ -514,9 +512,7 @@ def test_an_unexpected_error_is_of_the_scenario_that_causes_it(
     assert f"{type(error).__name__}: out of memory" in results[found[1]].differences[0]
 
 
-def test_a_foreign_key_join_has_the_partitions_of_its_left_side(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_foreign_key_join_has_left_partitions(spark: SparkSession, tmp_path: Path) -> None:
     """The result has the partitions of the left side, whatever those of the right side are. Otherwise
     the stream time of another scenario would drop results."""
     steps: list[dict[str, Any]] = [
@@ -545,7 +541,7 @@ def test_a_foreign_key_join_has_the_partitions_of_its_left_side(
     assert report.identical == len(found)
 
 
-def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Path) -> None:
+def test_optional_scenarios_are_reported_separately(spark: SparkSession, tmp_path: Path) -> None:
     broken = scenario("kip889-put-return-codes")
     broken["final_store"] = []
     write(tmp_path / "optional" / "one.json", broken)
@@ -559,9 +555,7 @@ def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Pa
     ]
 
 
-def test_limits_in_bytes_are_not_supported_unless_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_byte_limits_are_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "other.json", limited_in_bytes())
     assert not run([path]).ok
     assert capsys.readouterr().out == "0 identical, 0 different, 1 not supported\n"
@@ -569,7 +563,7 @@ def test_limits_in_bytes_are_not_supported_unless_left_out(
         run([path], ["versioned_store"])
 
 
-def test_the_command_says_what_is_wrong_with_its_input(tmp_path: Path) -> None:
+def test_command_reports_invalid_input(tmp_path: Path) -> None:
     app = Typer()
     app.command()(conformance)
     path = write(tmp_path / "other.json", limited_in_bytes())

@@ -81,7 +81,7 @@ class Snapshot(pa.DataFrameModel):
         ([(0, None), (2, None)], {"versions_do_not_overlap", "one_current_version_per_key"}),
     ],
 )
-def test_a_model_of_ones_own(
+def test_user_model_with_checks(
     spark: SparkSession, versions: list[tuple[int, int | None]], broken: set[str]
 ) -> None:
     rows = [("c", hour(a), hour(b)) for a, b in versions]
@@ -160,7 +160,7 @@ def findings(rows: _OnRows) -> list[Finding]:
     return rows.findings(counted[None])
 
 
-def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
+def test_pandera_and_single_pass_equal_plain_python(spark: SparkSession) -> None:
     """The checks find the same offending rows as plain Python in each of 100 random tables, in one pass
     over all tables. Pandera's ``validate`` finds the same on one of the tables, and on all at once."""
     rng = random.Random(20240101)
@@ -190,7 +190,7 @@ def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
     frame.unpersist()
 
 
-def test_the_order_of_results(spark: SparkSession) -> None:
+def test_order_checks_of_results(spark: SparkSession) -> None:
     rng = random.Random(7)
     rows = [
         (rng.randrange(2), n, rng.choice("ab"), hour(rng.randrange(6) + n / 10), rng.random() < 0.2)
@@ -224,7 +224,7 @@ def test_the_order_of_results(spark: SparkSession) -> None:
     assert not contracts.one_result_per_window(again, key="id", order="offset")
 
 
-def test_every_check_is_known_to_pandera() -> None:
+def test_checks_are_registered_with_pandera() -> None:
     assert len(CHECKS) == 9
     for name in CHECKS:
         assert callable(getattr(pa.Check, name))
@@ -234,7 +234,7 @@ def test_every_check_is_known_to_pandera() -> None:
 # ---------------------------------------------------------------------- the library's own tables
 
 
-def test_the_contract_of_each_table_holds(market: Market) -> None:
+def test_market_tables_meet_their_contracts(market: Market) -> None:
     for node in market.nodes:
         store = market.store(node)
         rows = store.read("versions") if node.versioned else store.read()
@@ -274,7 +274,7 @@ def ancient(rows: DataFrame) -> DataFrame:
     ("fault", "check"),
     [(backwards, "versions_do_not_overlap"), (ancient, "nothing_older_than_retention")],
 )
-def test_a_fault_of_put_stops_before_the_commit(
+def test_fault_in_put_fails_before_commit(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, check: str
 ) -> None:
     copy = market.copy(tmp_path / "copy")
@@ -289,7 +289,7 @@ def test_a_fault_of_put_stops_before_the_commit(
     assert run_once(copy.prices, stores_of(str(copy.warehouse), copy.spark)).commit is not None
 
 
-def test_results_out_of_order_stop_before_the_commit(
+def test_out_of_order_results_fail_before_commit(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = Topology(tmp_path)
@@ -316,7 +316,7 @@ def test_results_out_of_order_stop_before_the_commit(
     assert run_once(topology.priced, stores).commit is not None
 
 
-def test_a_window_released_twice_stops_before_the_commit(
+def test_window_emitted_twice_fails_before_commit(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = Topology(tmp_path)

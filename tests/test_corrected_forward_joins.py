@@ -158,7 +158,9 @@ def listed(driver: TopologyTestDriver, name: str) -> list[int]:
         *(pytest.param(s, 5, (*JOINS,), marks=pytest.mark.endurance) for s in range(1, 30)),
     ],
 )
-def test_random_runs(spark: SparkSession, seed: int, runs: int, names: Sequence[str]) -> None:
+def test_random_runs_equal_model(
+    spark: SparkSession, seed: int, runs: int, names: Sequence[str]
+) -> None:
     """Each join equals the model after each run. Some steps have an extra run for a part of their
     versions. The second step of ``SEED`` has many cases: corrections of each join, and some that come
     too late."""
@@ -213,7 +215,7 @@ def updates(driver: TopologyTestDriver, name: str) -> list[Any]:
     return [(r["n"], r["rate"], r["revision"], r["cause"]["offset"]) for r in driver.read(name)]
 
 
-def test_a_late_version_changes_the_records_before_it(spark: SparkSession) -> None:
+def test_late_version_corrects_earlier_records(spark: SparkSession) -> None:
     driver = TopologyTestDriver(join("next"), spark=spark)
     driver.pipe("orders", *orders_at(7, 8, 10))
     assert [(r["rate"], r["revision"], r["cause"]) for r in driver.read("next")] == [
@@ -232,7 +234,7 @@ def test_a_late_version_changes_the_records_before_it(spark: SparkSession) -> No
 
 
 @pytest.mark.endurance  # random runs have matches on both sides, the test above revisions and causes
-def test_the_nearest_version_on_both_sides(spark: SparkSession) -> None:
+def test_nearest_version_on_both_sides(spark: SparkSession) -> None:
     driver = TopologyTestDriver(join("nearest"), spark=spark)
     driver.pipe("rates", rate(1, 10))
     driver.pipe("orders", *orders_at(7, 11, 12, 13, 15, 18, 19))
@@ -255,7 +257,7 @@ def test_the_nearest_version_on_both_sides(spark: SparkSession) -> None:
 
 
 @pytest.mark.endurance  # random runs have such corrections of each join
-def test_a_correction_that_comes_too_late(spark: SparkSession) -> None:
+def test_late_correction_is_dropped(spark: SparkSession) -> None:
     """The row keeps its match. A late version that by itself would not change the match is not listed
     in quarantine."""
     driver = TopologyTestDriver(join("next"), spark=spark)
@@ -278,7 +280,7 @@ def test_a_correction_that_comes_too_late(spark: SparkSession) -> None:
 
 
 @pytest.mark.endurance
-def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
+def test_inner_rows_are_inserted_and_retracted(spark: SparkSession) -> None:
     driver = TopologyTestDriver(join("strictly_next"), spark=spark)
     driver.pipe("orders", *orders_at(8))
     for n, at in ((1, 8), (2, 9), (None, 9), (3, 12)):
@@ -290,7 +292,7 @@ def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
 # ------------------------------------------------------------------------------------- on Delta
 
 
-def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
+def test_explain_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     """``explain`` names the order, the version and the cause of each revision."""
     warehouse = str(tmp_path / "warehouse")
     rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
@@ -325,7 +327,7 @@ def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- declarations
 
 
-def test_in_yaml_and_shown() -> None:
+def test_options_in_yaml_and_shown_settings() -> None:
     yaml = CONCEPTS["left_join"].yaml
     told = {"at": "nearest", "max_age": "4m", "corrected_for": "12m"}
     built = vars(yaml.model_validate({"left": "orders", "right": "rates", **told}))
@@ -369,7 +371,7 @@ def test_refused_when_declared(case: str) -> None:
     assert said in str(refused.value)
 
 
-def test_the_log_of_the_table_reaches_back_far_enough() -> None:
+def test_table_log_covers_lookup_margin() -> None:
     """A late version affects orders up to 4 minutes before it, which may match versions up to 4 minutes
     before them: the log must reach back 8 minutes beyond the history retention."""
     short, _ = declared({"log_retention": (RETENTION + 7) * MINUTE}, {})

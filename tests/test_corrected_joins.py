@@ -81,7 +81,7 @@ def told(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_rows_follow_the_table(spark: SparkSession) -> None:
+def test_rows_follow_table_corrections(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced(key="order_id"), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20), order(3, 30), order(4, 20, "b"))
     assert [row[:4] for row in told(driver.read("priced"))] == [
@@ -116,7 +116,7 @@ def test_rows_follow_the_table(spark: SparkSession) -> None:
 
 
 @pytest.mark.endurance
-def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
+def test_inner_rows_are_inserted_and_retracted(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced("inner"), spark=spark)
     driver.pipe("orders", order(1, 10))
     assert driver.read("priced") == []
@@ -134,7 +134,7 @@ def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
     } == {(0, 0, 0)}
 
 
-def test_inner_rows_with_a_key_appear_and_vanish(spark: SparkSession) -> None:
+def test_keyed_inner_rows_are_inserted_and_retracted(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced("inner", key="order_id"), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20, "b"))
     for value in (5.0, None):
@@ -155,7 +155,7 @@ def test_inner_rows_with_a_key_appear_and_vanish(spark: SparkSession) -> None:
     ]
 
 
-def test_no_record_is_corrected_after_its_promise(spark: SparkSession) -> None:
+def test_no_correction_after_corrected_for(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced(), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 49), order(3, 100))
     # Stream time is 100: orders from 50 on can change. The second order, at 49, cannot any more.
@@ -171,7 +171,7 @@ def test_no_record_is_corrected_after_its_promise(spark: SparkSession) -> None:
     assert [r["order_id"] for r in driver.read("priced")] == []
 
 
-def test_aggregates_take_old_rows_out(spark: SparkSession) -> None:
+def test_aggregates_subtract_retracted_rows(spark: SparkSession) -> None:
     total = priced("inner").group_by("product").aggregate({"total": "sum(total)"}, name="totals")
     driver = TopologyTestDriver(total, spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20), order(3, 20, "b"))
@@ -180,7 +180,7 @@ def test_aggregates_take_old_rows_out(spark: SparkSession) -> None:
     assert [(r["product"], r["total"]) for r in driver.table("totals")] == [("a", 14.0), ("b", 0.0)]
 
 
-def test_a_key_names_one_record(spark: SparkSession) -> None:
+def test_key_must_identify_one_record(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced(key="order_id"), spark=spark)
     with pytest.raises(RefusedRecordsError, match=r"order_id.*got 2 .*partition 0 offset 0"):
         driver.pipe("orders", order(1, 10), order(1, 11))
@@ -195,7 +195,7 @@ def test_a_key_names_one_record(spark: SparkSession) -> None:
 
 
 @pytest.mark.endurance  # core/test_corrections.py has random runs of a join with a grace period
-def test_grace_first(spark: SparkSession) -> None:
+def test_grace_period_precedes_corrections(spark: SparkSession) -> None:
     """A record that waits for its grace period is not corrected; the join matches it after the wait."""
     driver = TopologyTestDriver(priced(grace_period=10 * MS), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20))
@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_where_it_is_declared(what: str) -> None:
+def test_refused_when_declared(what: str) -> None:
     make, message = REFUSED[what]
     with pytest.raises(TopologyError, match=message):
         make()

@@ -78,7 +78,7 @@ def values(root: Path, name: str, column: str = "v") -> list[Any]:
     return read(name, warehouse=str(root), what="log").sort_by("offset")[column].to_pylist()
 
 
-def test_a_decorated_table_in_a_join_with_a_stream(
+def test_decorated_table_in_stream_table_join(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A function gets the value of another asset, a context, a resource and config. In the next run the
@@ -127,7 +127,7 @@ def test_a_decorated_table_in_a_join_with_a_stream(
 
 @pytest.mark.jvm
 @pytest.mark.timeout(300)
-def test_a_retry_after_a_kill_between_commit_and_event(
+def test_retry_after_kill_between_commit_and_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step is a process, and the process of the table is killed after its commit. A re-execution
@@ -164,7 +164,7 @@ def test_a_retry_after_a_kill_between_commit_and_event(
         assert values(tmp_path / "warehouse", "rates") == ["1", "2", "1", "2"]
 
 
-def test_a_step_that_is_tried_again(
+def test_retry_before_commit_calls_function_again(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A retry of a step that failed before its commit calls the function again."""
@@ -187,7 +187,7 @@ def test_a_step_that_is_tried_again(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_partition_that_is_tried_again(
+def test_retried_partition_is_consumed_once(
     spark: SparkSession,
     tmp_path: Path,
     instance: dg.DagsterInstance,
@@ -245,7 +245,7 @@ def test_a_partition_that_is_tried_again(
     assert values(tmp_path, "daily") == ["call 1", "call 3"]
 
 
-def test_a_partition_that_is_tried_again_after_its_materialization(
+def test_retry_after_materialization_does_not_call_function(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step fails after its materialization and is retried. The retry does not call the function,
@@ -286,7 +286,7 @@ def test_a_partition_that_is_tried_again_after_its_materialization(
     assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(run())
 
 
-def test_each_partition_counts_once(
+def test_backfilled_partition_is_consumed_once(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A backfill of three days of a partitioned asset consumes each day once. One day has no records.
@@ -333,7 +333,7 @@ def test_each_partition_counts_once(
         replay(str(tmp_path), daily, "anew", spark)
 
 
-def test_inputs_and_outputs_of_every_library(
+def test_inputs_and_outputs_of_every_dataframe_library(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A function gets a table of the library in the type of its annotation, and may return any of these
@@ -371,7 +371,7 @@ def test_inputs_and_outputs_of_every_library(
 OF_VIEW = RECORD.__class__([*RECORD.fields[:2]]).add("timestamp", "timestamp")
 
 
-def test_the_driver_takes_records_for_it(spark: SparkSession) -> None:
+def test_driver_pipes_records_for_decorated_table(spark: SparkSession) -> None:
     @versioned_table(history_retention=MONTH, **ABOUT)
     def prices() -> None: ...
 

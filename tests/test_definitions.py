@@ -32,7 +32,7 @@ def python(code: str, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_loading_is_quick() -> None:
+def test_definitions_load_quickly() -> None:
     """Loading takes less than 3 seconds longer than Dagster alone. The test measures both alternately,
     so that load of the machine affects both."""
     timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
@@ -43,7 +43,7 @@ def test_loading_is_quick() -> None:
     assert ours - alone < 3, f"import dagster {alone:.1f} s, assets.definitions {ours:.1f} s"
 
 
-def test_loading_starts_no_spark_and_warns_of_nothing() -> None:
+def test_definitions_load_without_spark_or_warnings() -> None:
     code = """
 import subprocess, warnings
 import dagster as dg
@@ -86,7 +86,7 @@ def test_workspace_is_valid(tmp_path: Path) -> None:
     assert "All code locations passed validation" in said
 
 
-def test_public_names() -> None:
+def test_public_names_have_docstrings() -> None:
     import vt_dagster
 
     assert len(vt_dagster.__all__) <= 45
@@ -94,7 +94,7 @@ def test_public_names() -> None:
         assert getattr(vt_dagster, name).__doc__, f"{name} has no docstring"
 
 
-def test_assets_are_described() -> None:
+def test_assets_have_description_and_owners() -> None:
     from assets.definitions import defs
 
     graph = defs.resolve_asset_graph()
@@ -117,7 +117,7 @@ def test_assets_are_described() -> None:
         *((url, url) for url in ("s3a://lake/warehouse", "file:/data/warehouse")),
     ],
 )
-def test_a_relative_warehouse_is_seen_from_the_process(
+def test_relative_warehouse_resolves_to_process_directory(
     path: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative warehouse is relative to the working directory of the process, even if Spark was
@@ -129,7 +129,7 @@ def test_a_relative_warehouse_is_seen_from_the_process(
     assert warehouse_of(context, "vt_dagster") == seen.format(here=tmp_path)
 
 
-def test_a_warehouse_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warehouse_from_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is read when a run starts, not when definitions load."""
     made = [build_resources(dg.EnvVar("LAKE"))["vt_dagster_warehouse"] for _ in range(2)]
     assert made[0] is made[1]

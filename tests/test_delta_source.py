@@ -99,7 +99,7 @@ def log_of(store: AssetStore) -> list[Row]:
     return [(r["id"], r["n"], r["day"], r["is_tombstone"], r["timestamp"]) for r in rows]
 
 
-def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
+def test_append_mode(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "their table")
     theirs.append(("a", 1, "x"), ("b", 2, "é +%"))
     theirs.append(("c", 3))
@@ -151,7 +151,7 @@ def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
     assert all(f.offending == 0 for f in audit(store(current)))
 
 
-def test_another_source_for_a_while(take: Any, tmp_path: Path) -> None:
+def test_file_source_replaced_by_delta_and_back(take: Any, tmp_path: Path) -> None:
     theirs, files = Theirs(tmp_path / "theirs"), tmp_path / "files"
     files.mkdir()
 
@@ -172,7 +172,7 @@ def test_another_source_for_a_while(take: Any, tmp_path: Path) -> None:
     assert names == [("files", ["1.jsonl"]), versions, ("files", ["2.jsonl"]), versions]
 
 
-def test_another_delta_table_for_a_while(take: Any, store: Any, tmp_path: Path) -> None:
+def test_append_continues_after_temporary_table_change(take: Any, store: Any, tmp_path: Path) -> None:
     """The source is changed to another table and back. Then ``append`` continues at its former position
     in the first table. ``changes`` is refused unless accepted, and then consumes the difference."""
     for mode, kind in (("append", Stream), ("changes", Table)):
@@ -197,7 +197,7 @@ def test_another_delta_table_for_a_while(take: Any, store: Any, tmp_path: Path) 
         assert {r["id"] for r in store(here).read("current").collect()} == {"a", "c"}
 
 
-def test_a_table_is_loaded_from_another_kind_of_source(
+def test_initial_load_from_changed_source_kind(
     take: Any, store: Any, spark: SparkSession, tmp_path: Path
 ) -> None:
     """If the source of a table changes during its initial load, the load ends at the end of the new
@@ -231,7 +231,7 @@ def test_a_table_is_loaded_from_another_kind_of_source(
             assert len(done) == 2 + number
 
 
-def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
+def test_changes_mode(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(*[(k, 1, "x") for k in "abcd"])
     alone = ours("alone", theirs, "changes", VersionedTable, start="earliest", max_versions_per_run=2)
@@ -274,7 +274,7 @@ def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
     assert all(f.offending == 0 for f in audit(store(alone)))
 
 
-def test_a_restored_table(take: Any, store: Any, tmp_path: Path) -> None:
+def test_restored_delta_table(take: Any, store: Any, tmp_path: Path) -> None:
     """RESTORE is a commit like any other: the change feed has the undone changes. In mode ``append`` it
     is refused, since it rewrites rows."""
     theirs = Theirs(tmp_path / "theirs", **FEED)
@@ -298,7 +298,7 @@ def test_a_restored_table(take: Any, store: Any, tmp_path: Path) -> None:
             take(node)
 
 
-def test_without_a_feed(take: Any, tmp_path: Path) -> None:
+def test_changes_mode_requires_change_feed(take: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs")
     theirs.append(("a", 1, "x"))
     node = ours("t", theirs, "changes")
@@ -318,7 +318,7 @@ def test_without_a_feed(take: Any, tmp_path: Path) -> None:
         take(Table("u", key="id", schema=schema, source=DeltaSource(theirs.path)))
 
 
-def test_whole_versions(take: Any, store: Any, tmp_path: Path) -> None:
+def test_snapshots_mode(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs")
     theirs.append(("a", 1, "x"), ("b", 1, None), ("c", 1, "x"))
     newest = ours("newest", theirs, "snapshots", VersionedTable)
@@ -341,7 +341,7 @@ def test_whole_versions(take: Any, store: Any, tmp_path: Path) -> None:
     assert all(f.offending == 0 for f in audit(store(newest)))
 
 
-def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
+def test_vacuumed_versions_are_reported(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(("a", 1, "x"), ("b", 1, "x"))
     stream, table = ours("s", theirs, "append", Stream), ours("t", theirs, "changes", VersionedTable)
@@ -390,7 +390,7 @@ def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
         take(stream)
 
 
-def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
+def test_delta_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The asset that writes the table is upstream. The sensor requests a run for each new version."""
     theirs = Theirs(tmp_path / "theirs", **FEED)
     node = ours("customers", theirs, "changes", VersionedTable, upstream="crm/customers")
@@ -424,7 +424,7 @@ def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
     assert tick().run_config["ops"]["customers"]["config"] == {"version": 2}
 
 
-def test_yaml() -> None:
+def test_delta_source_in_yaml() -> None:
     delta = {"path": "p", "mode": "changes", "start": "earliest", "upstream": "crm/customers"}
     dumps = {"path": "d", "format": "csv", "dump_time": "%Y-%m-%d", "ignore": "n", "max_shrink": 0.1}
     for source in ({"delta": delta}, {"delta": {**delta, "start": 3}}, {"snapshots": dumps}):
@@ -438,7 +438,7 @@ def test_yaml() -> None:
 
 
 @pytest.mark.parametrize("mode", ["append", "changes", "snapshots"])
-def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mode: str) -> None:
+def test_column_added_later_reads_as_null(take: Any, store: Any, tmp_path: Path, mode: str) -> None:
     """Versions from before the new column are read with nulls in it, also one version at a time. A
     version that adds the column to existing rows only changes the rows that get a value in it."""
     path = str(tmp_path / "theirs")
@@ -466,7 +466,7 @@ def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mo
     assert take(one) == {}
 
 
-def test_partition_values_are_those_of_deltas_readers(spark: SparkSession, tmp_path: Path) -> None:
+def test_partition_values_equal_delta_reader(spark: SparkSession, tmp_path: Path) -> None:
     """A partition value has the same value as in Spark's Delta reader, for each text that a Delta log
     may have for a column."""
     kinds = {
@@ -526,7 +526,7 @@ def test_partition_values_are_those_of_deltas_readers(spark: SparkSession, tmp_p
     assert [found[f"b{n}"]["b"] for n in range(2)] == [bytearray(), None]
 
 
-def test_fields_of_structs_are_known_by_name(take: Any, store: Any, tmp_path: Path) -> None:
+def test_struct_fields_are_matched_by_name(take: Any, store: Any, tmp_path: Path) -> None:
     inner = pa.struct([pa.field("b", pa.int64()), pa.field("a", pa.string())])
     table = pa.table({"id": ["x"], "items": pa.array([[{"b": 1, "a": "one"}]], pa.list_(inner))})
     path = str(tmp_path / "nested")

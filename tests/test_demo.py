@@ -130,7 +130,7 @@ def demo(part: Part, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     return data, run.stdout
 
 
-def test_the_command_takes_the_whole_year(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_all_covers_whole_year(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[Any, ...]] = []
     monkeypatch.setattr(demo_all, "run", lambda *given: taken.append(given))
     assert CliRunner().invoke(app, ["demo", "--all"]).exit_code == 0
@@ -186,7 +186,7 @@ def joined(demo: tuple[Path, str]) -> pd.DataFrame:
     return _table(demo[0], "flights_with_weather", "log")
 
 
-def test_every_flight_is_in_the_log_exactly_once(part: Part, demo: tuple[Path, str]) -> None:
+def test_each_flight_is_logged_once(part: Part, demo: tuple[Path, str]) -> None:
     flights = _table(demo[0], "flights", "log")
     assert len(flights) == part.flights
     assert sorted(flights["offset"]) == list(range(part.flights))
@@ -205,7 +205,7 @@ def test_flights_are_joined_once_or_wait(
     assert (_utc(joined["timestamp"]) <= newest - pd.Timedelta(hours=6)).all()
 
 
-def test_every_joined_value_is_what_an_independent_join_gives(
+def test_joined_values_equal_independent_join(
     part: Part, demo: tuple[Path, str], joined: pd.DataFrame
 ) -> None:
     # Weather that came after its flights were joined is not in their rows.
@@ -231,7 +231,7 @@ def _late(part: Part, weather: pd.DataFrame) -> pd.Series:
     return within & (weather["origin"] == part.late.origin)
 
 
-def test_weather_that_comes_late_corrects_the_flights_of_its_time(
+def test_late_weather_corrects_flights(
     part: Part, demo: tuple[Path, str], joined: pd.DataFrame, landed: dict[str, pd.DataFrame]
 ) -> None:
     """In the end the corrected join equals DuckDB's join of all data. Only the flights whose match the
@@ -266,7 +266,7 @@ def test_weather_that_comes_late_corrects_the_flights_of_its_time(
     assert set(causes) <= set(offsets)
 
 
-def test_what_was_known_of_a_flight_before_its_weather_came(
+def test_flight_as_known_before_late_weather(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     asked = re.search(r"get flights_corrected (--key .+) --as-known-at (\S+)\n", demo[1])
@@ -295,7 +295,7 @@ def test_what_was_known_of_a_flight_before_its_weather_came(
     assert lines == [(str(told[0]), "0"), (str(told[1]), "1")]
 
 
-def test_an_aircraft_is_forgotten(part: Part, demo: tuple[Path, str]) -> None:
+def test_aircraft_is_erased(part: Part, demo: tuple[Path, str]) -> None:
     """An erased aircraft is neither in the log nor in the view of its table, nor of downstream tables
     where it is the key."""
     for asset in ("aircraft", "fleet", "airline_fleet"):
@@ -321,7 +321,7 @@ def landed(demo: tuple[Path, str]) -> dict[str, pd.DataFrame]:
     return {source: demo_reference.landed(demo[0] / "landing", source) for source in sources}
 
 
-def test_an_aircraft_is_what_it_was_at_every_time(
+def test_aircraft_versions_equal_sql_join(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """Every version of the table-table join and of the foreign-key join equals that of a SQL join."""
@@ -334,7 +334,7 @@ def test_an_aircraft_is_what_it_was_at_every_time(
     _assert_same(_view(demo[0], "fleet"), expected.drop(columns="airline"), order)
 
 
-def test_no_flight_contradicts_the_fleet(
+def test_flight_carrier_equals_fleet_carrier(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """As of the departure of every flight, the carrier of its aircraft is the carrier of the flight."""
@@ -353,7 +353,7 @@ def test_no_flight_contradicts_the_fleet(
     assert (carriers["flown"] == carriers["said"]).all()
 
 
-def test_fleet_sizes_are_those_of_the_newest_records(
+def test_fleet_sizes_equal_newest_records(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     versions = demo_reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
@@ -365,7 +365,7 @@ def test_fleet_sizes_are_those_of_the_newest_records(
     _assert_same(_view(demo[0], "fleet_sizes"), expected, ["airline"])
 
 
-def test_every_hour_is_told_once_when_it_has_closed(
+def test_each_closed_hour_is_emitted_once(
     part: Part, demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     every, late = demo_reference.hours(landed["flights"], pd.Timedelta(hours=12))
@@ -382,7 +382,7 @@ def test_every_hour_is_told_once_when_it_has_closed(
     _assert_same(_view(demo[0], "hourly_departures"), final, order)
 
 
-def test_bad_weather_is_told_in_metric_units(
+def test_bad_weather_is_emitted_in_metric_units(
     demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """``map_values``, ``filter`` and ``to_stream`` emit every expected record, in order."""
@@ -398,7 +398,7 @@ def test_bad_weather_is_told_in_metric_units(
     _assert_same(_view(demo[0], "bad_weather"), now[~now["is_tombstone"]], ["origin"])
 
 
-def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
+def test_alerts_are_rate_limited(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
     bad = demo_reference.bad_weather(landed["weather"])
     expected = demo_reference.at_most_one_in(bad, pd.Timedelta(hours=3))
     assert 0 < len(expected) < len(bad) / 2
@@ -409,15 +409,13 @@ def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, 
     assert _number(demo[1], r"([\d,]+) held back") == (last != told.reindex(last.index)).sum()
 
 
-def test_storms_are_gaps_and_islands(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
+def test_storms_are_session_windows(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
     expected = demo_reference.storms(landed["weather"], gap="2 hours")
     _assert_same(_view(demo[0], "storms"), expected, ["origin", "window_start"])
     assert _number(demo[1], r"([\d,]+) storms") == len(expected)
 
 
-def test_the_board_shows_the_newest_departures(
-    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
-) -> None:
+def test_board_shows_newest_departures(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
     newest = demo_reference.board(landed["flights"], pd.Timedelta(hours=6), pd.Timedelta(days=1))
     validity = newest[["valid_from", "valid_to"]]
     flights = newest.drop(columns=["position", "timestamp", *validity])
@@ -435,7 +433,7 @@ def _in_order(data: Path, asset: str) -> pd.DataFrame:
     return _table(data, asset, "log").sort_values("offset", ignore_index=True)
 
 
-def test_it_tells_what_happened(part: Part, demo: tuple[Path, str]) -> None:
+def test_demo_output_has_counts(part: Part, demo: tuple[Path, str]) -> None:
     text = demo[1]
     for line in (
         "flights in",
@@ -474,9 +472,7 @@ def test_it_tells_what_happened(part: Part, demo: tuple[Path, str]) -> None:
     assert "make ui" in text
 
 
-def test_the_command_line_looks_into_its_tables(
-    part: Part, demo: tuple[Path, str], spark: SparkSession
-) -> None:
+def test_commands_read_demo_tables(part: Part, demo: tuple[Path, str], spark: SparkSession) -> None:
     about = {"VT_DAGSTER_WAREHOUSE": str(demo[0] / "warehouse"), "COLUMNS": "200"}
     half_past = f"{part.observed[:13].replace(' ', 'T')}:30:00Z"
     found = CliRunner().invoke(app, ["get", "weather", "--key", "JFK", "--as-of", half_past], env=about)
@@ -503,9 +499,7 @@ def test_the_command_line_looks_into_its_tables(
     assert wrong.stderr.startswith("error: expected one of ['aircraft', 'airline_fleet',")
 
 
-def test_lateness_has_the_numbers_of_the_runs(
-    part: Part, demo: tuple[Path, str], joined: pd.DataFrame
-) -> None:
+def test_lateness_equals_run_counts(part: Part, demo: tuple[Path, str], joined: pd.DataFrame) -> None:
     """``lateness`` reports the numbers of the runs for the declared grace. The command takes less than
     15 seconds of processor time."""
     before = os.times()

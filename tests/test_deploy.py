@@ -78,7 +78,7 @@ def help_of(program: str, *command: str) -> str:
     return output_of(program, *command, "--help", columns=200)
 
 
-def test_the_image() -> None:
+def test_dockerfile() -> None:
     found = instructions()
     words = [word for word, _ in found]
     (base,) = [rest for word, rest in found if word == "ARG"]
@@ -106,7 +106,7 @@ def test_the_image() -> None:
     assert f"org.apache.hadoop:hadoop-aws:{version}" in ours[0], "the version of PySpark's Hadoop"
 
 
-def test_compose(monkeypatch: Any) -> None:
+def test_compose_file(monkeypatch: Any) -> None:
     made = loaded("compose.yaml")
     services = made["services"]
     for name, service in services.items():
@@ -151,7 +151,7 @@ def test_compose(monkeypatch: Any) -> None:
     assert done.stdout.split() == ignored[2:]
 
 
-def test_the_certificates_of_the_guide(tmp_path: Path) -> None:
+def test_guide_certificate_commands(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "deploy.md").read_text(encoding="utf-8")
     typed = page.replace("\\\n", " ").splitlines()
     lines = [line for line in typed if line.startswith(("openssl", "printf"))]
@@ -166,7 +166,7 @@ def test_the_certificates_of_the_guide(tmp_path: Path) -> None:
     assert done.stdout == "server.crt: OK\n", done.stderr
 
 
-def test_the_instance_is_valid_for_dagster() -> None:
+def test_dagster_yaml_is_valid() -> None:
     instance = loaded("dagster.yaml")
     assert instance.pop("storage") == {"postgres": {"postgres_url": {"env": "DAGSTER_POSTGRES_URL"}}}
     known = dagster_instance_config_schema()
@@ -175,7 +175,7 @@ def test_the_instance_is_valid_for_dagster() -> None:
     assert checked.success, checked.errors
 
 
-def test_values_of_the_chart() -> None:
+def test_helm_values() -> None:
     values = loaded("values.yaml")
     locations = values["dagster-user-deployments"]["deployments"]
     assert [one["dagsterApiGrpcArgs"] for one in locations] == [
@@ -211,7 +211,7 @@ def lake(tmp_path: Path, monkeypatch: Any) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_two_code_locations_have_one_lineage(lake: Path) -> None:
+def test_code_locations_share_lineage(lake: Path) -> None:
     shop, reports = (importlib.import_module(f"lake.{name}").defs for name in ("shop", "reports"))
     graphs = []
     for defs in (shop, reports):
@@ -227,7 +227,7 @@ def test_two_code_locations_have_one_lineage(lake: Path) -> None:
     assert "AWS" not in told
 
 
-def test_a_run_of_the_shop(lake: Path, spark: SparkSession) -> None:
+def test_shop_location_runs(lake: Path, spark: SparkSession) -> None:
     shop = importlib.import_module("lake.shop").defs
     (lake / "landing" / "prices").mkdir(parents=True)
     (lake / "landing" / "prices" / "1.csv").write_text(
@@ -245,7 +245,7 @@ def test_a_run_of_the_shop(lake: Path, spark: SparkSession) -> None:
 
 
 @pytest.mark.slow
-def test_jars_of_an_image(tmp_path: Path, monkeypatch: Any) -> None:
+def test_spark_jars_command_fills_image(tmp_path: Path, monkeypatch: Any) -> None:
     done = CliRunner().invoke(app, ["spark", "jars", "--to", str(tmp_path / "jars")])
     assert done.exit_code == 0, done.output
     expected = {jar.name for jar in resolve_jars()}
@@ -256,7 +256,7 @@ def test_jars_of_an_image(tmp_path: Path, monkeypatch: Any) -> None:
     )
 
 
-def test_no_server_without_a_token(monkeypatch: Any) -> None:
+def test_server_requires_token(monkeypatch: Any) -> None:
     monkeypatch.delenv(server.TOKEN, raising=False)
     with pytest.raises(SparkUnavailableError, match=f"environment variable {server.TOKEN}, found none"):
         server.serve("0.0.0.0", 15002)
@@ -331,7 +331,7 @@ def tls_proxy(port: int, folder: Path) -> Iterator[int]:
 
 @pytest.mark.jvm
 @pytest.mark.slow
-def test_a_served_spark_behind_tls(tmp_path: Path) -> None:
+def test_spark_connect_behind_tls(tmp_path: Path) -> None:
     """A client that trusts the certificate connects to the deployed server with the right token. A
     wrong token is refused, and the token is visible neither in errors nor in the list of processes."""
     port, environment = free_port(), {**server_environment(tmp_path), server.TOKEN: "sesame"}

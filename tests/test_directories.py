@@ -59,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 # -- which files are there ---------------------------------------------------------------------------
 
 
-def test_sub_directories_are_read(spark: SparkSession, tmp_path: Path) -> None:
+def test_subdirectories_are_read(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     names = [
         "dt=2026-11-24/hour=23/part-0.jsonl",
@@ -114,11 +114,11 @@ def test_sub_directories_are_read(spark: SparkSession, tmp_path: Path) -> None:
         ("/dt=1/c.csv", "dt=1/c.csv", True),
     ],
 )
-def test_patterns(pattern: str, name: str, fits: bool) -> None:
+def test_path_patterns(pattern: str, name: str, fits: bool) -> None:
     assert matches(name, pattern) is fits
 
 
-def test_links(tmp_path: Path) -> None:
+def test_symbolic_links(tmp_path: Path) -> None:
     landing, outside = tmp_path / "landing", tmp_path / "outside"
     write(landing / "dt=1", "a.jsonl", "{}\n")
     write(outside / "deep", "b.jsonl", "{}\n")
@@ -133,7 +133,7 @@ def test_links(tmp_path: Path) -> None:
     assert names == ["dt=1/a.jsonl", "elsewhere/deep/b.jsonl"]
 
 
-def test_a_store_of_objects_is_listed_once() -> None:
+def test_object_store_is_listed_once() -> None:
     fs = fsspec.filesystem("memory")
     calls = list[str]()
     for name in ("a.csv", "dt=1/b.csv", "_x/c.csv", "dt=1/.tmp/d.csv", "_dt=2/e.csv", "dt=1/_f.csv"):
@@ -152,7 +152,7 @@ def test_a_store_of_objects_is_listed_once() -> None:
     assert calls == ["find"]
 
 
-def test_an_object_is_known_by_either_name_of_its_store() -> None:
+def test_s3_and_s3a_paths_are_equal() -> None:
     """A consumed S3 file is stored with ``s3://``, and known under ``s3://`` and ``s3a://``."""
     known = Memory({"s3://lake/landing/a.csv": Consumed(1, "stamp", "digest", 7)})
     for scheme in ("s3", "s3a"):
@@ -186,13 +186,13 @@ def _moved(tmp_path: Path, before: str, after: str, keep: bool = False) -> bool:
         ("dt=1/a.jsonl", "archive/dt=1/a.jsonl", False, False),
     ],
 )
-def test_what_was_moved_and_what_is_new(
+def test_moved_files_are_not_consumed_again(
     tmp_path: Path, before: str, after: str, keep: bool, taken: bool
 ) -> None:
     assert _moved(tmp_path, before, after, keep) is taken
 
 
-def test_what_earlier_runs_consumed_stays_known(tmp_path: Path) -> None:
+def test_consumed_files_stay_known_after_directory_move(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     for name in ("a.jsonl", "dt=1/b.jsonl"):
         write((old / name).parent, Path(name).name, "{}\n")
@@ -206,7 +206,7 @@ def test_what_earlier_runs_consumed_stays_known(tmp_path: Path) -> None:
     assert FilesSource(str(new)).pin(None, ["dt=1/b.jsonl"], consumed=again).empty
 
 
-def test_which_consumed_files_are_gone(tmp_path: Path) -> None:
+def test_removed_consumed_files_are_detected(tmp_path: Path) -> None:
     """Files with the same name in two directories are two files. A file that was moved is not gone."""
     for name in ("dt=1/a.jsonl", "dt=2/a.jsonl", "b.jsonl"):
         write((tmp_path / name).parent, Path(name).name, f'{{"k": "{name}"}}\n')
@@ -235,7 +235,7 @@ def _schema(spark: SparkSession, kinds: str) -> StructType:
     return made
 
 
-def test_columns_in_paths(spark: SparkSession, tmp_path: Path) -> None:
+def test_partition_columns_in_paths(spark: SparkSession, tmp_path: Path) -> None:
     def line(n: int, **more: Any) -> str:
         return json.dumps({"k": "a", "n": n, **more}) + "\n"
 
@@ -281,7 +281,7 @@ def test_columns_in_paths(spark: SparkSession, tmp_path: Path) -> None:
     }
 
 
-def test_a_table_that_spark_has_written_by_columns(spark: SparkSession, tmp_path: Path) -> None:
+def test_spark_partitioned_table(spark: SparkSession, tmp_path: Path) -> None:
     rows = [("a", 1, "x/y"), ("b", 2, None), ("c", 3, "")]
     schema = _schema(spark, "k string, n int, part string")
     for format in ("parquet", "csv", "json"):
@@ -306,7 +306,7 @@ def test_a_table_that_spark_has_written_by_columns(spark: SparkSession, tmp_path
     assert dumps.pin(None, consumed=before).dump is None
 
 
-def test_a_column_in_a_path_and_in_the_file(spark: SparkSession, tmp_path: Path) -> None:
+def test_column_in_path_and_file_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     schema = _schema(spark, "k string, n int")
     write(tmp_path / "csv" / "n=1", "1.csv", "k,n\na,2\n")
     write(tmp_path / "jsonl" / "n=1", "1.jsonl", '{"k":"a","n":2}\n')
@@ -415,7 +415,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_a_file_is_what_its_first_bytes_say(spark: SparkSession, tmp_path: Path) -> None:
+def test_file_format_is_detected_by_magic_bytes(spark: SparkSession, tmp_path: Path) -> None:
     for folder, some in (
         ("good", GOOD),
         ("bad", {name: content for name, (content, _) in BAD.items()}),
@@ -444,9 +444,7 @@ def test_a_file_is_what_its_first_bytes_say(spark: SparkSession, tmp_path: Path)
 
 
 @pytest.mark.parametrize("header", ["ORC,n", "PAR1,n", "BZh9,n", "PK,n", "Obj,n", "%PDF,n"])
-def test_a_text_that_begins_like_a_magic_number(
-    spark: SparkSession, tmp_path: Path, header: str
-) -> None:
+def test_text_starting_like_magic_bytes(spark: SparkSession, tmp_path: Path, header: str) -> None:
     write(tmp_path, "1.csv", f"{header}\na,1\n")
     schema = StructType([StructField(header.split(",")[0], StringType()), ROW.fields[1]])
     assert read(spark, FilesSource(str(tmp_path), "csv"), schema) == [("1.csv", 2, "a", 1)]
@@ -455,7 +453,7 @@ def test_a_text_that_begins_like_a_magic_number(
 # -- options -----------------------------------------------------------------------------------------
 
 
-def test_every_option_of_spark_is_known(spark: SparkSession) -> None:
+def test_every_spark_reader_option_is_known(spark: SparkSession) -> None:
     """Each option in Spark's own lists either has its effect, or is refused."""
     catalyst = cast(Any, spark)._jvm.org.apache.spark.sql.catalyst
     for kind, names in (
@@ -484,7 +482,7 @@ def _made(kind: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "name"), _refused())
-def test_an_option_without_effect_is_refused(kind: str, name: str) -> None:
+def test_ineffective_option_is_refused(kind: str, name: str) -> None:
     for written in (name, name.upper()):
         with pytest.raises(SourceError) as error:
             _made(kind, {written: "something"})
@@ -528,12 +526,12 @@ def test_an_option_without_effect_is_refused(kind: str, name: str) -> None:
         ("parquet", {"mergeSchema": "true"}, "'mergeSchema', which has no effect"),
     ],
 )
-def test_a_wrong_option_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+def test_invalid_option_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(SourceError, match=said):
         _made(kind, options)
 
 
-def test_options_that_say_what_happens_anyway_are_taken() -> None:
+def test_default_options_are_accepted() -> None:
     given = {"mode": "PERMISSIVE", "multiLine": False, "inferSchema": "false", "Header": True}
     assert FilesSource("somewhere", "csv", options=cast(Any, given)).options == {"header": "true"}
     tab = FilesSource("somewhere", "csv", options={"delimiter": "\\t", "charset": "UTF8"})
@@ -603,7 +601,7 @@ def read_all(spark: SparkSession, sources: dict[str, FilesSource]) -> dict[str, 
     return found
 
 
-def test_options_have_their_effect(spark: SparkSession, tmp_path: Path) -> None:
+def test_csv_options_take_effect(spark: SparkSession, tmp_path: Path) -> None:
     sources = dict[str, FilesSource]()
     for name, (options, text, _) in CSV.items():
         write(tmp_path / name, "1.csv", text)
@@ -612,7 +610,7 @@ def test_options_have_their_effect(spark: SparkSession, tmp_path: Path) -> None:
     assert read_all(spark, sources) == wanted
 
 
-def test_local_times(spark: SparkSession, tmp_path: Path) -> None:
+def test_local_times_around_clock_change(spark: SparkSession, tmp_path: Path) -> None:
     """A local time that a clock change skips cannot be read. A repeated local time is the first one."""
     right = {
         "2024-03-31 01:59:59": "2024-03-31 00:59:59",
@@ -630,7 +628,7 @@ def test_local_times(spark: SparkSession, tmp_path: Path) -> None:
     assert [r["t"] for r in rows.collect()] == [*right.values()]
 
 
-def test_an_encoding_is_the_users_word(spark: SparkSession, tmp_path: Path) -> None:
+def test_declared_encoding_is_used(spark: SparkSession, tmp_path: Path) -> None:
     sources, wanted = dict[str, FilesSource](), dict[str, list[tuple[Any, ...]]]()
     for number, (encoding, word) in enumerate(ENCODED.items()):
         wide = encoding.startswith("UTF-16")
@@ -656,7 +654,7 @@ def test_an_encoding_is_the_users_word(spark: SparkSession, tmp_path: Path) -> N
     assert read_all(spark, sources) == wanted
 
 
-def test_what_is_no_text_in_its_encoding(spark: SparkSession, tmp_path: Path) -> None:
+def test_undecodable_bytes_are_quarantined(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "1.csv").write_bytes(b"k,n\na\x81,1\nb\x80,2\n")
     source = FilesSource(str(tmp_path), "csv", options={"encoding": "cp1252"})
     wanted = [("1.csv", 2), ("1.csv", 3, "b€", 2)]
@@ -670,7 +668,7 @@ def test_what_is_no_text_in_its_encoding(spark: SparkSession, tmp_path: Path) ->
         read(spark, both)
 
 
-def test_json_options_have_their_effect(spark: SparkSession, tmp_path: Path) -> None:
+def test_json_options_take_effect(spark: SparkSession, tmp_path: Path) -> None:
     cases: dict[str, tuple[str, str]] = {
         "allowComments": ("true", '{"k":"a",/* of */"n":1}'),
         "allowUnquotedFieldNames": ("true", '{k:"a","n":1}'),
@@ -723,18 +721,18 @@ OTHER = StructType([StructField("b", LongType(), False), StructField("a", String
         (StringType(), INNER, ["x is string, expected struct<a:string,b:bigint>"]),
     ],
 )
-def test_where_types_differ(got: DataType, wanted: DataType, said: list[str]) -> None:
+def test_differences_between_types(got: DataType, wanted: DataType, said: list[str]) -> None:
     found = differences(got, wanted, "x")
     assert len(found) == len(said)
     assert all(one.startswith(other) for one, other in zip(found, said, strict=True)), found
 
 
-def test_keys_that_differ_in_what_may_be_null() -> None:
+def test_key_types_ignore_nullability() -> None:
     assert same_types([ArrayType(StringType(), False)], [ArrayType(StringType())])
     assert not same_types([OTHER], [INNER]), "keys are compared by the order of their fields"
 
 
-def test_nested_columns_by_name(spark: SparkSession, tmp_path: Path) -> None:
+def test_nested_columns_are_matched_by_name(spark: SparkSession, tmp_path: Path) -> None:
     struct = pa.struct([pa.field("b", pa.int32(), False), pa.field("a", pa.string())])
     table = pa.table(
         {

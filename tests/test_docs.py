@@ -86,7 +86,9 @@ def shop(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks(
+    page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The blocks of a page run one after the other. Their definitions load, and their tests pass."""
     monkeypatch.chdir(shop)
     names: dict[str, Any] = {}
@@ -103,7 +105,7 @@ def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_a_module_has_one_definitions_object(page: Path) -> None:
+def test_module_has_one_definitions_object(page: Path) -> None:
     """Dagster refuses a module with two ``Definitions`` objects, under any names."""
     code = "".join(block.text for block in blocks(page) if block.language == "python")
     made = r"^(\w+) = (?:(?:dg\.)?Definitions\b|build_(?:alerts|definitions|maintenance)\()"
@@ -114,7 +116,7 @@ def test_a_module_has_one_definitions_object(page: Path) -> None:
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning")
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 @pytest.mark.parametrize("page", pages_with("yaml"))
-def test_yaml(page: Path) -> None:
+def test_yaml_blocks(page: Path) -> None:
     for block in (b for b in blocks(page) if b.language == "yaml"):
         with project(block.text.replace("my_project.schemas", ".schemas")) as defs:
             dg.Definitions.validate_loadable(defs)
@@ -144,7 +146,7 @@ def check_command(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))
-def test_bash(page: Path) -> None:
+def test_bash_blocks(page: Path) -> None:
     makefiles = [ROOT / "Makefile", ROOT / "vt_dagster" / "cli" / "project" / "any" / "Makefile.txt"]
     targets = {t for m in makefiles for t in re.findall(r"^([a-z-]+):", m.read_text(), re.MULTILINE)}
     for block in (b for b in blocks(page) if b.language == "bash"):
@@ -157,7 +159,7 @@ def test_bash(page: Path) -> None:
                 assert words[0] in ("dg", "cd", "printf", "pip", *OF_DEPLOYMENTS), words
 
 
-def test_no_line_of_code_is_cut_off_on_the_site() -> None:
+def test_code_lines_fit_site() -> None:
     """No line of code is longer than ``LINE`` characters. A window of 1280 pixels shows that many, in a
     block that is not in a list."""
     long = [
@@ -169,12 +171,12 @@ def test_no_line_of_code_is_cut_off_on_the_site() -> None:
     assert long == []
 
 
-def test_every_block_has_a_test() -> None:
+def test_every_block_language_is_tested() -> None:
     found = {(b.language, page.name) for page in PAGES for b in blocks(page)}
     assert {name for language, name in found if language not in LANGUAGES} == set()
 
 
-def test_make_targets_that_are_named_are_there() -> None:
+def test_named_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text() + (
         ROOT / "vt_dagster" / "cli" / "project" / "any" / "Makefile.txt"
     ).read_text()
@@ -192,7 +194,7 @@ def test_pre_commit_runs_what_make_lint_runs() -> None:
     ]
 
 
-def test_commands_that_are_named_are_there() -> None:
+def test_named_commands_exist() -> None:
     for page in PAGES:
         for line in re.findall(r"`(vt-dagster [a-z][^`]*)`", page.read_text(encoding="utf-8")):
             check_command(shlex.split(line.replace("\n", " ").replace("…", ""), comments=True))
@@ -210,7 +212,7 @@ def test_each_worked_scenario_is_on_one_page() -> None:
         assert sorted(names) == sorted(of_page)
 
 
-def test_a_picture_has_each_record_and_result() -> None:
+def test_picture_shows_each_record_and_result() -> None:
     one = scenarios.worked()["kip923-small-example-table-late"]
     drawn = ElementTree.fromstring(scenarios.picture(one))
     told = [e.text for e in drawn.iter("{http://www.w3.org/2000/svg}text")]
@@ -222,20 +224,20 @@ def test_a_picture_has_each_record_and_result() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(drawings.DRAWINGS))
-def test_drawings_are_pictures_with_a_name(name: str) -> None:
+def test_drawings_have_aria_label(name: str) -> None:
     drawn = ElementTree.fromstring(drawings.DRAWINGS[name]())
     assert drawn.attrib["aria-label"]
     assert any(f"made: drawing {name} " in page.read_text(encoding="utf-8") for page in PAGES)
 
 
-def test_each_public_name_is_in_the_reference() -> None:
+def test_reference_lists_each_public_name() -> None:
     reference = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
     homes = vt_dagster._HOMES
     listed = re.findall(r"^::: (\S+\.)(\w+)$", reference, re.MULTILINE)
     assert {name: home.rstrip(".") for home, name in listed} == homes
 
 
-def test_the_page_of_options_has_each_option_and_refusal() -> None:
+def test_options_page_lists_each_option_and_refusal() -> None:
     page, matrix = tables.options(), tables.option_matrix().splitlines()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
         *(o.name for o in OPTIONS if o.name != "freshness" and o.name in Stream.__dataclass_fields__),
@@ -265,13 +267,13 @@ class _Page:
         '<link rel=preconnect href="https://fonts.example">',
     ],
 )
-def test_a_page_that_loads_from_elsewhere_is_refused(loads: str) -> None:
+def test_page_with_external_resources_is_refused(loads: str) -> None:
     assert hook.on_post_page('<a href="https://a.example">to read</a>', _Page) is not None
     with pytest.raises(hook.PluginError, match="loads from another site"):
         hook.on_post_page(loads, _Page)
 
 
-def test_links_of_files_that_lie_elsewhere() -> None:
+def test_links_to_files_outside_docs() -> None:
     text = "[a](docs/start/files.md#a-test) [b](tests/README.md) [c](Makefile) [d](https://e.example)"
     assert hook.linked(text, "README.md", "index.md") == (
         "[a](start/files.md#a-test) [b](faults.md) `Makefile` [d](https://e.example)"

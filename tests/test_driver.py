@@ -62,7 +62,7 @@ def columns(rows: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(row[n] for n in names) for row in rows]
 
 
-def test_a_stream_record_joins_what_was_true_at_its_time(spark: SparkSession) -> None:
+def test_stream_record_joins_version_at_its_time(spark: SparkSession) -> None:
     driver = TopologyTestDriver(flights.left_join(weather, name="joined"), spark=spark)
     driver.pipe("weather", {"origin": "JFK", "temp": 39.0, "timestamp": 0})
     driver.pipe("weather", {"origin": "JFK", "temp": 41.0, "timestamp": 10})
@@ -82,7 +82,7 @@ def test_a_stream_record_joins_what_was_true_at_its_time(spark: SparkSession) ->
     assert driver.read("joined") == []
 
 
-def test_a_null_column_is_not_a_tombstone(spark: SparkSession) -> None:
+def test_null_column_is_not_tombstone(spark: SparkSession) -> None:
     driver = TopologyTestDriver(weather, spark=spark)
     driver.pipe("weather", {"origin": "JFK", "temp": 39.0, "wind": 3.0, "timestamp": 0})
     driver.pipe("weather", {"origin": "JFK", "wind": 4.0, "timestamp": 1})
@@ -96,7 +96,7 @@ def test_a_null_column_is_not_a_tombstone(spark: SparkSession) -> None:
     ]
 
 
-def test_a_late_table_record_is_refused_and_counted(spark: SparkSession) -> None:
+def test_late_table_record_is_rejected_and_counted(spark: SparkSession) -> None:
     driver = TopologyTestDriver(weather, spark=spark)
     driver.pipe("weather", {"origin": "JFK", "temp": 1.0, "timestamp": 200})
     driver.pipe(
@@ -109,7 +109,7 @@ def test_a_late_table_record_is_refused_and_counted(spark: SparkSession) -> None
     assert columns(driver.read("weather"), "is_latest") == [(True,), (True,)]
 
 
-def test_what_is_no_record_is_quarantined_with_its_reason(spark: SparkSession) -> None:
+def test_invalid_record_is_quarantined_with_reason(spark: SparkSession) -> None:
     driver = TopologyTestDriver(weather, spark=spark)
     driver.pipe(
         "weather",
@@ -127,7 +127,7 @@ def test_what_is_no_record_is_quarantined_with_its_reason(spark: SparkSession) -
     assert len(driver.read("weather")) == 1
 
 
-def test_records_wait_for_their_grace_period(spark: SparkSession) -> None:
+def test_records_wait_for_grace_period(spark: SparkSession) -> None:
     joined = flights.join(weather, name="joined", grace_period=ms(5))
     driver = TopologyTestDriver(joined, spark=spark)
     driver.run(
@@ -149,7 +149,7 @@ def test_records_wait_for_their_grace_period(spark: SparkSession) -> None:
     assert driver.metrics("joined", partition=7) == {"waiting": 0}
 
 
-def test_an_unversioned_table_has_what_came_last(spark: SparkSession) -> None:
+def test_unversioned_table_has_latest_record(spark: SparkSession) -> None:
     planes = Table("planes", key=("origin",), schema=flights.schema, tombstone="flight IS NULL")
     joined = flights.left_join(planes, name="joined", select=("left.flight", "right.flight as plane"))
     driver = TopologyTestDriver(joined, spark=spark)
@@ -166,7 +166,7 @@ def test_an_unversioned_table_has_what_came_last(spark: SparkSession) -> None:
     assert driver.table("planes") == []
 
 
-def test_the_store_answers_as_kip_889_says(spark: SparkSession) -> None:
+def test_store_follows_kip_889(spark: SparkSession) -> None:
     driver = TopologyTestDriver(weather, spark=spark)
     store = driver.store("weather")
     assert store.get("JFK") is None
@@ -188,7 +188,7 @@ def test_the_store_answers_as_kip_889_says(spark: SparkSession) -> None:
     assert driver.metrics("weather")["late"] == 2
 
 
-def test_composite_keys_and_a_timestamp_of_another_name(spark: SparkSession) -> None:
+def test_composite_keys_and_custom_timestamp_column(spark: SparkSession) -> None:
     driver = TopologyTestDriver(seats, spark=spark)
     store = driver.store("seats")
     assert store.put((1, "A"), "Ada", 5) is None
@@ -203,7 +203,7 @@ def test_composite_keys_and_a_timestamp_of_another_name(spark: SparkSession) -> 
     assert driver.metrics("seats")["quarantined/null_key"] == 1
 
 
-def test_a_null_key_in_a_store_call_is_refused(spark: SparkSession) -> None:
+def test_store_refuses_null_key(spark: SparkSession) -> None:
     store = TopologyTestDriver(weather, seats, spark=spark).store("seats")
     for key in [None, (1, None), 1, (1, "A", 2)]:
         with pytest.raises(ContractError, match="expected a key with a value for each of"):
@@ -216,7 +216,7 @@ def test_a_null_key_in_a_store_call_is_refused(spark: SparkSession) -> None:
             store.delete(key, 1)
 
 
-def test_a_wrong_call_says_what_is_expected(spark: SparkSession) -> None:
+def test_invalid_calls_are_refused(spark: SparkSession) -> None:
     joined = flights.join(weather, name="joined")
     driver = TopologyTestDriver(joined, spark=spark)
     with pytest.raises(ContractError, match=r"sources \['flights', 'weather'\], got some for \['joi"):
@@ -235,7 +235,7 @@ def test_a_wrong_call_says_what_is_expected(spark: SparkSession) -> None:
         flights.join(weather, name="late", grace_period=ms(101))
 
 
-def test_the_users_session_stays_the_active_one(spark: SparkSession) -> None:
+def test_users_session_stays_active(spark: SparkSession) -> None:
     before = spark.conf.get("spark.sql.shuffle.partitions")
     driver = TopologyTestDriver(weather, spark=spark)
     driver.pipe("weather", {"origin": "JFK", "temp": 1.0, "timestamp": 0})
@@ -243,7 +243,7 @@ def test_the_users_session_stays_the_active_one(spark: SparkSession) -> None:
     assert spark.conf.get("spark.sql.shuffle.partitions") == before
 
 
-def test_a_table_of_a_stream_has_a_column_without_nulls(spark: SparkSession) -> None:
+def test_to_table_keeps_non_nullable_column(spark: SparkSession) -> None:
     """The first record of a key replaces no row, so its ``old`` is null, even if a column of the table
     never is."""
     select = ("left.flight", "coalesce(right.temp, 0.0) as temp")

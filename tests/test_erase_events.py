@@ -44,7 +44,7 @@ def left(instance: dg.DagsterInstance, runs: list[str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_which_runs_and_what_helps(tmp_path: Path) -> None:
+def test_erase_names_runs_with_key_and_remedies(tmp_path: Path) -> None:
     runs, instance = list[str](), dg.DagsterInstance.local_temp(str(tmp_path))
     for who, sampled in (("ada", "bob"), (f"its {ERIN}", "bob"), ("ada", ERIN), ("ada", "bob")):
         done = dg.materialize(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 README = Path(__file__).parents[1] / "examples" / "features" / "README.md"
 
 
-def test_what_it_prints_is_what_its_page_says(
+def test_example_output_matches_its_page(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

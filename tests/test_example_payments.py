@@ -29,7 +29,7 @@ def lines_of(text: str) -> list[str]:
     ]
 
 
-def test_what_it_prints_is_what_its_page_says(
+def test_example_output_matches_its_page(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -91,9 +91,7 @@ def by_dagsters_default_executor(
 
 @pytest.mark.endurance  # test_executor.py and test_processes.py cover processes and a shared server
 @pytest.mark.timeout(600)
-def test_the_corrected_join_by_dagsters_default_executor(
-    connect_server: ConnectServer, tmp_path: Path
-) -> None:
+def test_corrected_join_on_default_executor(connect_server: ConnectServer, tmp_path: Path) -> None:
     """One run with three processes on a shared Spark server writes the same rows as two runs."""
     environment = {**connect_server.environment, "VT_DAGSTER_SPARK": "server"}
     by_dagsters_default_executor(tmp_path, environment, "rates,payments,in_euros", at_once=True)
@@ -101,7 +99,7 @@ def test_the_corrected_join_by_dagsters_default_executor(
 
 @pytest.mark.endurance
 @pytest.mark.timeout(1200)
-def test_by_dagsters_default_executor(tmp_path: Path) -> None:
+def test_all_assets_on_default_executor(tmp_path: Path) -> None:
     """Two runs of all assets, each asset with a separate Spark session, write the expected rows."""
     warehouse = by_dagsters_default_executor(tmp_path, dict(os.environ), "*")
     assert rows(warehouse, "by_day", "currency", "payments", "amount") == [

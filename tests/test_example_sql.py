@@ -67,7 +67,7 @@ def otherwise(warehouse: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def test_models_select_what_other_readers_return(
+def test_models_equal_other_readers(
     spark: SparkSession, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Models and readers agree after the first delivery, after the second, and after an idle run."""
@@ -98,7 +98,7 @@ def test_models_select_what_other_readers_return(
 MODELS = ("price_list", "revenue", "corrections", "revenue_corrected")
 
 
-def test_log_rows_that_no_view_has(example: Any, tmp_path: Path) -> None:
+def test_models_after_killed_run(example: Any, tmp_path: Path) -> None:
     """A run that is killed after its commit leaves log rows that the view lacks: models select them."""
     definitions: Any = importlib.import_module("examples.sql.definitions")
     (tmp_path / "now.sql").write_text("select k, v from prices order by k")
@@ -138,7 +138,7 @@ def test_log_rows_that_no_view_has(example: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_the_lineage_is_what_each_query_reads(example: Any) -> None:
+def test_lineage_equals_query_inputs(example: Any) -> None:
     graph = example.defs.resolve_asset_graph()
     found = {
         name: {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
@@ -162,7 +162,7 @@ def test_the_lineage_is_what_each_query_reads(example: Any) -> None:
         ("select from from", r"expected one SELECT, got: syntax error"),
     ],
 )
-def test_a_wrong_query_is_refused_when_definitions_load(
+def test_invalid_query_is_refused_when_definitions_load(
     example: Any, tmp_path: Path, query: str, said: str
 ) -> None:
     (tmp_path / "x.sql").write_text(query)

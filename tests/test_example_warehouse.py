@@ -55,7 +55,9 @@ def priced(days: Sequence[date]) -> dict[str, float | None]:
     return made
 
 
-def test_two_days_by_hand(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deliveries_tables_reports_and_exports(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The team's deliveries are in the tables as of their time, in the reports and in the export."""
     monkeypatch.setenv("EXAMPLE_DATA", str(tmp_path))
     defs = importlib.import_module("examples.warehouse.definitions").defs

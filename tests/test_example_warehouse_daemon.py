@@ -139,7 +139,7 @@ def until(finds: Callable[[], T | None], what: str, seconds: int = 400) -> T:
 
 @pytest.mark.endurance
 @pytest.mark.timeout(1_800)
-def test_a_week_of_a_deployment(tmp_path: Path) -> None:
+def test_daemon_runs_one_week(tmp_path: Path) -> None:
     shop = Deployment(tmp_path)
     for day in WEEK:
         world.deliver(shop.data / "landing", day)

@@ -134,7 +134,7 @@ def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
     "job",
     ["default", pytest.param("joined", marks=pytest.mark.endurance)],  # "joined" has more ops
 )
-def test_a_graph_with_a_process_per_step_is_refused(
+def test_graph_with_process_per_step_is_refused(
     instance: dg.DagsterInstance, tmp_path: Path, job: str
 ) -> None:
     (tmp_path / "landing" / "sales").mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_a_graph_with_a_process_per_step_is_refused(
     "kills",  # a process that is killed before its commit leaves nothing behind
     [["after.sales"], pytest.param(["before.sales", "after.sales"], marks=pytest.mark.endurance)],
 )
-def test_assets_run_in_a_process_each_from_their_second_run_on(
+def test_assets_run_in_separate_processes_from_second_run(
     spark: SparkSession, instance: dg.DagsterInstance, tmp_path: Path, kills: list[str]
 ) -> None:
     """Each process is forked from a server that has imported the library, and has its own session."""
@@ -189,7 +189,7 @@ def test_assets_run_in_a_process_each_from_their_second_run_on(
     assert sorted((row["v"], row["price"]) for row in rows) == [("s1", "p1"), ("s2", "p1")]
 
 
-def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
+def test_spark_starts_for_few_rows_if_all_assets_are_small(
     spark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     market = Market(tmp_path, spark)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_spark_starts_for_few_rows_if_no_asset_of_the_process_has_many(
     assert not began, "the log of prices has many rows"
 
 
-def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:
+def test_definitions_merge_with_other_location(tmp_path: Path) -> None:
     """The definitions merge with a code location's own executor and ``spark`` resource, and with the
     definitions of a second warehouse."""
     market, archive = Market(tmp_path, None), Stream("archived", key="k", **ARCHIVED)  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:
     assert result.asset_value("theirs") == "their own"
 
 
-def test_a_prefix_says_which_warehouse(spark: object, tmp_path: Path) -> None:
+def test_key_prefix_selects_warehouse(spark: object, tmp_path: Path) -> None:
     """The asset, its checks, its sensor and an asset that reads it use the prefix's warehouse."""
     market = Market(tmp_path, spark)  # type: ignore[arg-type]
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))

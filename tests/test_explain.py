@@ -159,7 +159,7 @@ def of_inputs(found: Explanation) -> Iterator[tuple[str, tuple[int, int]]]:
         yield one.asset, (one.record.partition, one.record.offset)
 
 
-def test_what_it_names_gives_the_row(chain: Chain, spark: SparkSession) -> None:
+def test_named_records_give_row(chain: Chain, spark: SparkSession) -> None:
     logs, chance = logs_of(chain), random.Random(7)
     asked = {
         name: chance.sample(sorted(logs[name]), min(ROWS, len(logs[name])))
@@ -268,7 +268,7 @@ def source_like(node: Stream) -> Stream:
 # ------------------------------------------------------------------------------------- what it tells
 
 
-def test_a_table_record_that_came_late(chain: Chain) -> None:
+def test_explain_late_table_record(chain: Chain) -> None:
     first, second = (e for e in (chain.explain("priced", where=f"k = 'z' and n = {n}") for n in (1, 2)))
     assert first.record is not None
     assert first.record.values["rate"] == 1
@@ -291,7 +291,7 @@ def test_a_table_record_that_came_late(chain: Chain) -> None:
     assert third.written.recorded_at == third.record.recorded_at
 
 
-def test_a_record_that_waited_from_run_to_run(chain: Chain) -> None:
+def test_explain_record_that_waited(chain: Chain) -> None:
     found = chain.explain("priced", where="k = 'w' and n = 1")
     assert found.rules == ("released", "no_match")
     assert "it came with run 1" in found.decisions[0].because
@@ -303,7 +303,7 @@ def test_a_record_that_waited_from_run_to_run(chain: Chain) -> None:
     assert [one.asset for one in waits.made_of] == ["orders"]
 
 
-def test_sources(chain: Chain) -> None:
+def test_explain_source_rows(chain: Chain) -> None:
     put = chain.explain("rates", key="z")
     assert put.record is not None
     assert put.record.values["n"] == 2
@@ -330,7 +330,7 @@ def _first(chain: Chain) -> datetime:
     return found.recorded_at
 
 
-def test_down_to_the_sources(chain: Chain) -> None:
+def test_explain_walks_to_sources(chain: Chain) -> None:
     found = chain.explain("newest", key="z")
     assert [one.asset for one in found.walk()] == ["newest", "priced", "orders", "rates"]
     plain = found.as_json()
@@ -352,7 +352,7 @@ def test_down_to_the_sources(chain: Chain) -> None:
         ("cheap", {"key": "nobody"}, (), "there is no record of nobody"),
     ],
 )
-def test_rows_that_are_not_there(
+def test_explain_missing_rows(
     chain: Chain, name: str, asked: dict[str, Any], rules: tuple[str, ...], said: str
 ) -> None:
     found = chain.explain(name, **asked)
@@ -377,12 +377,14 @@ def test_rows_that_are_not_there(
         ("rates", {"key": "z", "as_known_at": "2000-01-01"}, "no data existed before it"),
     ],
 )
-def test_questions_that_are_none(chain: Chain, name: str, asked: dict[str, Any], said: str) -> None:
+def test_invalid_requests_are_refused(
+    chain: Chain, name: str, asked: dict[str, Any], said: str
+) -> None:
     with pytest.raises(StorageError, match=said):
         chain.explain(name, **asked)
 
 
-def test_on_the_command_line(chain: Chain) -> None:
+def test_explain_command(chain: Chain) -> None:
     command = ["explain", "priced", "--where", "k = 'z' and n = 1", "--warehouse", chain.warehouse]
     told = CliRunner().invoke(app, command)
     assert told.exit_code == 0, told.output
@@ -399,7 +401,7 @@ def test_on_the_command_line(chain: Chain) -> None:
     assert "quarantine: 2.jsonl" in absent.output
 
 
-def test_windows_of_runs_that_dropped_no_record(tmp_path: Path, spark: SparkSession) -> None:
+def test_explain_windows_without_dropped_records(tmp_path: Path, spark: SparkSession) -> None:
     """A window emits one result per run, without ``count(*)``. If a run dropped no record, the
     explanation names all records of the window."""
     landing, warehouse = tmp_path / "landing", str(tmp_path / "warehouse")

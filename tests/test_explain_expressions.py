@@ -7,7 +7,7 @@ import pyarrow as pa
 from vt_dagster.provenance.expressions import evaluate
 
 
-def test_expressions_without_spark() -> None:
+def test_expressions_are_evaluated_without_spark() -> None:
     rows = pa.table({"n": [1, None], "Of a": ["x", "y"]})
     assert evaluate(rows, "N") == rows.column("n")
     # An unknown function, invalid syntax, a type that does not fit, a value that does not fit.

@@ -11,7 +11,7 @@ from vt_dagster.provenance.explain import explain
 from vt_dagster.topology.specification import ColumnSpec, StreamStreamJoinSpec
 
 
-def test_streams_with_columns_of_one_name(tmp_path: Path) -> None:
+def test_streams_with_shared_column_names(tmp_path: Path) -> None:
     """``right.*`` omits the columns that the left side has, so the row has the left record's value."""
     Written(tmp_path, "orders", kind="stream").run([("a", "of the order", 1)], recorded=2)
     Written(tmp_path, "payments", kind="stream").run([("a", "of the payment", 3)], recorded=4)

@@ -210,9 +210,7 @@ def last_of(case: Case, emitted: Sequence[Row], row: Row) -> tuple[Any, int] | N
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
-    warehouse: Warehouse, name: str
-) -> None:
+def test_named_records_alone_give_row(warehouse: Warehouse, name: str) -> None:
     case = CASES[name]
     logs = logs_of(warehouse.path, [name, *case.inputs.values()])
     explainer, every = Explainer(warehouse.path), arrivals(name, logs)
@@ -240,7 +238,7 @@ def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
         assert last_of(case, case.run(every[:end]), row) == wanted, told
 
 
-def test_a_groups_records(warehouse: Warehouse) -> None:
+def test_explain_group_names_all_records(warehouse: Warehouse) -> None:
     """A group of a stream: the explanation names all its records with a value, up to the one that
     triggered the row."""
     logs = logs_of(warehouse.path, ["of_clicks", "clicks"])
@@ -261,7 +259,7 @@ def test_a_groups_records(warehouse: Warehouse) -> None:
     ("name", "source", "rule"),
     [("final", "tumbling", "window_closed"), ("limited", "of_clicks", "released")],
 )
-def test_updates_that_were_held(warehouse: Warehouse, name: str, source: str, rule: str) -> None:
+def test_explain_suppressed_updates(warehouse: Warehouse, name: str, source: str, rule: str) -> None:
     """The explanation names the emitted update, the last one held; the replaced ones are candidates."""
     logs, explainer = logs_of(warehouse.path, [name, source]), Explainer(warehouse.path)
     assert logs[name]
@@ -279,7 +277,7 @@ def test_updates_that_were_held(warehouse: Warehouse, name: str, source: str, ru
     assert "no run of" in " ".join(held.notes)
 
 
-def test_an_update_that_is_held_still(warehouse: Warehouse) -> None:
+def test_explain_update_still_suppressed(warehouse: Warehouse) -> None:
     logs, explainer = logs_of(warehouse.path, ["final", "tumbling"]), Explainer(warehouse.path)
     out = {(row["k"], row["window_start"]) for row in logs["final"]}
     waits = [r for r in logs["tumbling"] if (r["k"], r["window_start"]) not in out]
@@ -291,7 +289,7 @@ def test_an_update_that_is_held_still(warehouse: Warehouse) -> None:
     assert named(told) == [place_of("tumbling", waits[-1])]
 
 
-def test_records_that_came_too_late(warehouse: Warehouse) -> None:
+def test_explain_dropped_late_records(warehouse: Warehouse) -> None:
     """A record of a window's time that is not in the window came too late. The model drops at least as
     many records."""
     case = CASES["tumbling"]
@@ -315,7 +313,7 @@ def test_records_that_came_too_late(warehouse: Warehouse) -> None:
     assert len(logs["clicks"]) - len(emitted) >= late
 
 
-def test_a_window_that_all_came_too_late_for(warehouse: Warehouse) -> None:
+def test_explain_window_with_only_late_records(warehouse: Warehouse) -> None:
     logs, explainer = logs_of(warehouse.path, ["tumbling", "clicks"]), Explainer(warehouse.path)
     size = WINDOWS["tumbling"].size
     assert isinstance(size, timedelta)
@@ -331,7 +329,7 @@ def test_a_window_that_all_came_too_late_for(warehouse: Warehouse) -> None:
 
 
 @pytest.mark.parametrize("name", ["corrected", "strict"])
-def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
+def test_explain_matched_version(warehouse: Warehouse, name: str) -> None:
     """The named version gives the row; the explanation of a corrected row names the cause."""
     logs, explainer = logs_of(warehouse.path, [name, "clicks", "left"]), Explainer(warehouse.path)
     seen: set[str] = set()
@@ -368,7 +366,7 @@ def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
         assert any(note.startswith("revision 0 at ") for note in told.notes)
 
 
-def test_versions_that_are_too_old(warehouse: Warehouse) -> None:
+def test_explain_version_beyond_max_age(warehouse: Warehouse) -> None:
     """A version that ``max_age`` excludes is named as a candidate, and is no part of the row."""
     logs, explainer = logs_of(warehouse.path, ["strict", "left"]), Explainer(warehouse.path)
     rows = [r for r in logs["strict"] if r["rn"] is None]
@@ -380,7 +378,7 @@ def test_versions_that_are_too_old(warehouse: Warehouse) -> None:
         assert any(c.rule == "too_old" and not c.chosen for c in one.candidates)
 
 
-def test_down_to_the_sources(warehouse: Warehouse) -> None:
+def test_explain_walks_to_sources(warehouse: Warehouse) -> None:
     explainer = Explainer(warehouse.path)
     told = explainer.explain("limited", offset=(0, 0))
     walked = list(told.walk())
@@ -401,7 +399,7 @@ def test_down_to_the_sources(warehouse: Warehouse) -> None:
         ("corrected", {"key": ["0", "9999"]}, "there is no record of 0/9999"),
     ],
 )
-def test_rows_that_never_were(
+def test_explain_rows_that_never_existed(
     warehouse: Warehouse, name: str, asked: dict[str, Any], said: str
 ) -> None:
     told = Explainer(warehouse.path).explain(name, **asked)
@@ -410,7 +408,7 @@ def test_rows_that_never_were(
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_what_was_erased_or_has_expired(spark: SparkSession, tmp_path: Path) -> None:
+def test_explain_erased_or_expired_rows(spark: SparkSession, tmp_path: Path) -> None:
     """After an erase, an explanation says that rows are gone, where, and which results count them."""
     landing, path = tmp_path / "rates", str(tmp_path / "warehouse")
     landing.mkdir()

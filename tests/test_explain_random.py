@@ -265,6 +265,6 @@ def failures(made: Explained, count: int, least: int) -> list[str]:
 
 @pytest.mark.endurance
 @pytest.mark.timeout(3600)
-def test_many_random_rows_of_random_chains(spark: SparkSession, tmp_path: Path) -> None:
+def test_named_records_give_random_rows(spark: SparkSession, tmp_path: Path) -> None:
     made = explained(drawn(SEEDS, WINDOWS), tmp_path, spark)
     assert failures(made, ROWS, least=500) == []

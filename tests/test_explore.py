@@ -64,7 +64,7 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ----------------------------------------------------------------------------------- who is answered
 
 
-def test_only_this_machine_by_its_own_name_is_answered(warehouse: Path) -> None:
+def test_foreign_host_header_is_refused(warehouse: Path) -> None:
     """Another name in the Host header belongs to a site whose DNS name points here (DNS rebinding)."""
     pages = client(warehouse)
     for host in ("127.0.0.1:3001", "localhost:3001", "[::1]:3001", "localhost"):
@@ -75,7 +75,7 @@ def test_only_this_machine_by_its_own_name_is_answered(warehouse: Path) -> None:
         assert "apple" not in refused.text
 
 
-def test_nothing_but_reading(warehouse: Path) -> None:
+def test_only_get_and_head_are_allowed(warehouse: Path) -> None:
     pages = client(warehouse)
     before = sorted(warehouse.rglob("*"))
     for method in ("post", "put", "patch", "delete", "options"):
@@ -86,7 +86,7 @@ def test_nothing_but_reading(warehouse: Path) -> None:
     assert sorted(warehouse.rglob("*")) == before
 
 
-def test_what_is_shown_is_text(warehouse: Path) -> None:
+def test_shown_values_are_escaped(warehouse: Path) -> None:
     """Values, keys and typed text are escaped, and no page contains an inline script."""
     pages = client(warehouse)
     asked = urlencode({"key": EVIL})
@@ -142,7 +142,7 @@ def test_what_is_shown_is_text(warehouse: Path) -> None:
         ("/nothing", "expected GET and a page"),
     ],
 )
-def test_a_question_that_is_none_is_told(warehouse: Path, page: str, said: str) -> None:
+def test_invalid_request_is_reported(warehouse: Path, page: str, said: str) -> None:
     answer = client(warehouse).get(page)
     assert answer.status_code in (400, 404)
     assert said in answer.text
@@ -152,7 +152,7 @@ def test_a_question_that_is_none_is_told(warehouse: Path, page: str, said: str) 
 # ------------------------------------------------------------------------------------ what is shown
 
 
-def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
+def test_key_page_as_of_and_as_known_at(warehouse: Path) -> None:
     pages = client(warehouse)
     asked = {"key": "apple", "as_of": moment(15).isoformat()}
     now = pages.get("/key/prices", params=asked).text
@@ -168,7 +168,7 @@ def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.endurance) for seed in range(2, 8))]
 )
-def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_key_page_equals_read(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
     """A key's answer equals the rows of ``read`` for random records, whatever part of them is shown,
     and whatever the chunk size."""
     chance = random.Random(seed)
@@ -209,7 +209,7 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
         assert shown == history.found.count == look_up(str(tmp_path), "prices", "log", [key]).num_rows
 
 
-def test_it_says_what_it_left_out(tmp_path: Path) -> None:
+def test_key_page_reports_omitted_rows(tmp_path: Path) -> None:
     prices = Written(tmp_path)
     prices.run([("apple", str(n), n) for n in range(500)], recorded=1000)
     prices.run([("pear", str(n), n) for n in range(40)], recorded=1001)
@@ -227,7 +227,7 @@ def test_it_says_what_it_left_out(tmp_path: Path) -> None:
     assert (some.count, some.looked_at, some.of, some.whole) == (60, 100, 540, False)
 
 
-def test_assets_in_folders(tmp_path: Path) -> None:
+def test_links_between_assets_with_key_prefix(tmp_path: Path) -> None:
     """Links between assets contain the assets' folders."""
     prices = Written(tmp_path, "shop/eu/prices")
     prices.run([("apple", "1", 0)], recorded=1)
@@ -240,13 +240,13 @@ def test_assets_in_folders(tmp_path: Path) -> None:
     assert 'href="/row/shop/eu/prices?offset=0%3A0"' in pages.get("/row/shop/eu/cheap?offset=0:0").text
 
 
-def test_find_records(warehouse: Path) -> None:
+def test_record_search(warehouse: Path) -> None:
     page = client(warehouse).get("/table/prices", params={"find": "k=apple v='3'"}).text
     assert "1 of 1 that are there" in page
     assert '<a href="/row/prices?offset=0%3A2">0:2</a>' in page
 
 
-def test_two_tables_compared(warehouse: Path) -> None:
+def test_table_comparison(warehouse: Path) -> None:
     page = client(warehouse).get("/compare?one=prices&other=prices_new").text
     assert (
         "versions: 5 in the first, 5 in the second; 1 in the first alone, 1 in the second alone" in page
@@ -258,7 +258,7 @@ def test_two_tables_compared(warehouse: Path) -> None:
     assert known.only == (2, 4)  # two versions end earlier; a version and a tombstone are new
 
 
-def test_a_truncated_stream_is_compared_with_itself_only(tmp_path: Path) -> None:
+def test_truncated_stream_comparison(tmp_path: Path) -> None:
     whole = Written(tmp_path, "whole", kind="stream")
     cut = {"batch": 0, "recorded_at": 0, "next_offset": {}, "log_retention": 60_000_000}
     rest = Written(tmp_path, "rest", kind="stream", truncation=cut)
@@ -271,7 +271,7 @@ def test_a_truncated_stream_is_compared_with_itself_only(tmp_path: Path) -> None
         table_diff.table_diff(str(tmp_path), table_diff.Side("whole"), table_diff.Side("rest"))
 
 
-def test_what_is_too_large_for_a_page_names_the_command(warehouse: Path, monkeypatch: Any) -> None:
+def test_oversized_page_suggests_command(warehouse: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(lateness_curves, "MOST", 4)
     monkeypatch.setattr(table_diff, "MOST", 4)
     pages = client(warehouse)
@@ -280,7 +280,7 @@ def test_what_is_too_large_for_a_page_names_the_command(warehouse: Path, monkeyp
     assert "run vt-dagster compare prices prices_new instead" in page
 
 
-def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
+def test_lateness_page_has_row_per_length(warehouse: Path) -> None:
     page = client(warehouse).get("/lateness/prices?grace=10m").text
     rows = re.findall(r'<tr data-x="[\d.]+".*?>(?:<th scope="row">)([^<]+)</th>', page)
     assert rows[:3] == ["0 s", "10 min", "1 h"]
@@ -303,7 +303,7 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
         ([4321], True, ["0", "2,000", "4,000", "6,000"]),
     ],
 )
-def test_an_axis_has_round_numbers(values: list[float], whole: bool, told: list[str]) -> None:
+def test_axis_ticks_are_round(values: list[float], whole: bool, told: list[str]) -> None:
     axis = lateness_curves.Axis(values, whole)
     assert [tick.text for tick in axis.ticks] == told
     assert [axis.y(0), axis.ticks[-1].y] == [lateness_curves.HEIGHT, 0]
@@ -326,19 +326,19 @@ def test_an_axis_has_round_numbers(values: list[float], whole: bool, told: list[
         ("at 2024-01-01 10:00:00.25", "at 2024-01-01 10:00:00.25"),
     ],
 )
-def test_how_a_value_is_shown(value: Any, told: str) -> None:
+def test_value_text(value: Any, told: str) -> None:
     assert key_history.value_text(value) == told
     assert key_history.exact_text(value) == ("" if told == str(value) or value is None else str(value))
 
 
-def test_the_lengths_at_the_axis_fit_on_a_phone(warehouse: Path) -> None:
+def test_axis_labels_are_thinned(warehouse: Path) -> None:
     more = [f"{n}m" for n in range(1, 20)]
     curves = lateness_curves.lateness_curves(str(warehouse), "prices", more, None)
     assert len(curves.xs) == 31
     assert [label.x for label in curves.labels] == curves.xs[::3]
 
 
-def test_times_have_one_form_and_are_exact_on_hover(tmp_path: Path) -> None:
+def test_times_have_one_format_and_exact_title(tmp_path: Path) -> None:
     """Times have one form on each page, also those of records and runs at fractions of a second."""
     prices = Written(tmp_path)
     exact, shown = "2024-01-01 00:00:07.500000", "2024-01-01 00:00:07"
@@ -396,7 +396,7 @@ def _windowed(window: Any) -> Any:
         ),
     ],
 )
-def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
+def test_page_explains_unsupported_lateness(
     tmp_path: Path, node: Any, why: str, settings: list[str]
 ) -> None:
     made = Written(tmp_path, "made", kind="table", made_by=node.operator.specification)
@@ -415,7 +415,7 @@ def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
         lateness_curves.lateness_curves(str(tmp_path), "made", [], None)
 
 
-def test_what_came_late_is_counted_where_no_cost_is_told() -> None:
+def test_late_counts_without_lateness_support() -> None:
     totals = {"in": 7, "late": 0, "late_records_dropped": 3, "corrections_too_late": 2}
     assert came_late(totals) == {
         "late records": 0,
@@ -424,7 +424,7 @@ def test_what_came_late_is_counted_where_no_cost_is_told() -> None:
     }
 
 
-def test_a_large_explanation_is_drawn_in_part() -> None:
+def test_large_explanation_is_drawn_partly() -> None:
     part = explain_of("up", 1)
     many = explain_of("down", 0, [explain_of("up", n) for n in range(20)], 243)
     drawn = app.drawing(many)
@@ -444,7 +444,7 @@ def explain_of(asset: str, offset: int, made_of: Any = (), count: int = 0) -> Ex
 # --------------------------------------------------------------------------------- of a real warehouse
 
 
-def test_every_page_of_a_warehouse_that_runs_have_made(market: Market) -> None:
+def test_every_page_of_real_warehouse(market: Market) -> None:
     """The test follows the links of all pages, up to 150 pages."""
     pages = client(market.warehouse)
     seen, ahead = set[str](), ["/"]
@@ -461,7 +461,7 @@ def test_every_page_of_a_warehouse_that_runs_have_made(market: Market) -> None:
     assert kinds >= {"", "table", "key", "row", "lateness", "compare"}
 
 
-def test_a_joins_lookups_and_candidates(market: Market) -> None:
+def test_key_page_lists_lookups_and_candidates(market: Market) -> None:
     log = Log.open(str(market.warehouse), "priced")
     record = next(one for one in log.records(lambda _: None) if one.values["price"] is not None)
     history = key_history.key_history(
@@ -480,7 +480,7 @@ def test_a_joins_lookups_and_candidates(market: Market) -> None:
 # --------------------------------------------------------------------------------- ten million versions
 
 
-def test_ten_million_versions_open_by_their_statistics(tmp_path: Path) -> None:
+def test_start_page_opens_no_data_file(tmp_path: Path) -> None:
     """The start page opens no data file: none exists; Delta's log alone describes 40 files."""
     types = {"k": "string", "timestamp": "timestamp", "partition": "integer", "offset": "long"}
     schema = Schema([Field(name, PrimitiveType(kind)) for name, kind in types.items()])
@@ -513,7 +513,7 @@ def test_ten_million_versions_open_by_their_statistics(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- command
 
 
-def test_the_command(
+def test_explore_command(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command prints its address and answers there; a port in use is an error."""

@@ -62,7 +62,7 @@ def clock(moment: datetime | None) -> str | None:
     return None if moment is None else f"{moment.day} {moment:%H:%M}"
 
 
-def test_versions_for_every_reader(market: Market, tmp_path: Path) -> None:
+def test_exported_versions_are_readable_by_all(market: Market, tmp_path: Path) -> None:
     """The export has no row for the tombstone of a at 04:00, nor for p1 and p2, which have expired."""
     to = tmp_path / "it's" / "versions"
     assert exporting(market, market.prices, "versions", to).run()
@@ -87,7 +87,7 @@ def test_versions_for_every_reader(market: Market, tmp_path: Path) -> None:
     assert DeltaTable(str(to)).metadata().partition_columns == []
 
 
-def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_path: Path) -> None:
+def test_current_rows_are_overwritten_when_changed(copy: Market, tmp_path: Path) -> None:
     to = tmp_path / "current"
     way = exporting(copy, copy.prices, None, to)
     assert way.run()
@@ -119,7 +119,7 @@ def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_
     assert pl.read_delta(str(to)).columns == ["k", "v", "at"]
 
 
-def test_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export has the rows that are valid now, and its commit says until when: for example, p4 is
     the row of a from day 2, 05:00 on."""
     to = tmp_path / "now"
@@ -167,7 +167,7 @@ def test_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         exporting(copy, copy.prices, None, tmp_path / "old", as_of="now").run()
 
 
-def test_as_of_now_of_versions_that_end_by_themselves(
+def test_export_as_of_now_with_valid_until(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "offers").mkdir()
@@ -194,7 +194,7 @@ def test_as_of_now_of_versions_that_end_by_themselves(
         assert (done and done.batch, set(pl.read_delta(to)["v"])) == (batch, found)
 
 
-def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
+def test_stream_export_appends(copy: Market, tmp_path: Path) -> None:
     to = tmp_path / "sales"
     assert export_of(copy.sales, None, str(to), columns="v").columns == ("v",)
     way = exporting(copy, copy.sales, None, to, columns=["offset", "v"])
@@ -222,7 +222,7 @@ def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
     assert pl.read_delta(str(to)).height == 6
 
 
-def test_deletions_in_a_log_where_they_are_asked_for(market: Market, tmp_path: Path) -> None:
+def test_log_export_with_deletions(market: Market, tmp_path: Path) -> None:
     assert exporting(market, market.prices, "log", tmp_path / "plain").run()
     plain = pl.read_delta(str(tmp_path / "plain"))
     assert (plain.columns, plain.height) == (["k", "v", "at"], 7)
@@ -233,7 +233,7 @@ def test_deletions_in_a_log_where_they_are_asked_for(market: Market, tmp_path: P
     assert told.height == 8
 
 
-def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> None:
+def test_export_in_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> None:
     """Covers a run killed after its commit, runs without and with new records, and the metadata and
     checks that downstream sees."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
@@ -279,7 +279,7 @@ def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> N
     spark.sql("DROP SCHEMA bi CASCADE")
 
 
-def test_a_run_that_another_one_overtakes_exports_the_rest(
+def test_overtaken_export_writes_remaining_rows(
     copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     to, write = str(tmp_path / "sales"), ExportRun._write
@@ -330,7 +330,7 @@ def test_refused_when_definitions_load(
     assert any(one in str(refused.value) for one in said.split("|"))
 
 
-def test_what_is_somebody_elses(market: Market, tmp_path: Path) -> None:
+def test_foreign_table_is_refused(market: Market, tmp_path: Path) -> None:
     def refused(to: Path, **more: Any) -> str:
         with pytest.raises(StorageError) as found:
             exporting(market, market.rates, None, to, **more).run()

@@ -82,7 +82,7 @@ def history(table: Table) -> list[tuple[str, str, str]]:
     return [(one.operation.value, str(one[BATCH]), str(one["total-records"])) for one in told if one]
 
 
-def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) -> None:
+def test_iceberg_export_equals_delta_export(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     """The Iceberg table has the rows of a Delta export after each of two runs. A run without new
     records adds no snapshot."""
     asked = [(copy.prices, "versions"), (copy.rates, "current"), (copy.sales, "log")]
@@ -119,7 +119,7 @@ def test_the_rows_of_a_delta_table(copy: Market, lake: Catalog, tmp_path: Path) 
     assert versions.scan(row_filter="k == 'nobody'").plan_files() == []
 
 
-def test_no_rows(copy: Market, lake: Catalog, tmp_path: Path) -> None:
+def test_export_without_rows(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     """A stream without rows, a table whose last rows were deleted, and new records that add no row:
     each gives a snapshot."""
     none = copy.sales.flat_map_values("cast(array() AS array<string>)", column="word", name="none")
@@ -163,7 +163,7 @@ NAMES = "i s b l f d yes text bytes small large day moment old local nested numb
 structs as empty."""
 
 
-def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
+def test_exported_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     made = spark.sql(TYPES).toDF(*NAMES.split())
     table = IcebergTable("types", "lake", "bi.types", str(tmp_path / "types"))
     document = {"asset": "types", "batch": 1, "attempt": "1"}
@@ -203,7 +203,7 @@ def test_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     assert table.rows() == 2
 
 
-def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
+def test_infinite_timestamps_are_exported(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     """PostgreSQL's infinity, as Debezium sends it, is exported; file statistics then have no bounds."""
     far = "timestamp'+294247-01-01 00:00:00' AS until, date'-0044-03-15' AS day"
     table = IcebergTable("far", "lake", "bi.far", str(tmp_path / "far"))
@@ -221,7 +221,7 @@ def test_times_that_python_does_not_have(spark: SparkSession, lake: Catalog, tmp
     assert len(lake.load_table("bi.far").scan(row_filter="n == 2").plan_files()) == 1
 
 
-def test_two_runs_at_once(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
+def test_concurrent_exports_have_one_winner(spark: SparkSession, lake: Catalog, tmp_path: Path) -> None:
     """The run that commits first wins, for the first batch and for a later one. The other run leaves
     no files."""
     table = IcebergTable("both", "lake", "bi.both", str(tmp_path / "both"))
@@ -272,7 +272,7 @@ for line in sys.stdin:
 """For each export that the script reads from stdin, it forks a process, which is killed."""
 
 
-def test_killed_before_and_after_the_commit(
+def test_killed_export_is_completed(
     copy: Market, lake: Catalog, tmp_path: Path, connect_server: ConnectServer
 ) -> None:
     """The next run gives the rows of an undisturbed export: of a log killed before its first commit and
@@ -320,7 +320,7 @@ def test_killed_before_and_after_the_commit(
         assert len(files) == (2 if node is copy.sales else 1)
 
 
-def test_through_dagster(copy: Market, lake: Catalog, tmp_path: Path) -> None:
+def test_export_in_dagster(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     """Covers a run that died after its commit, a run without new records, other columns, and the
     metadata that Dagster shows."""
     to, at = str(tmp_path / "prices"), {"instance": copy.instance}
@@ -375,7 +375,7 @@ def compacted(lake: Catalog, table: Table) -> None:
     lake.commit_table(table, (), (AddSnapshotUpdate(snapshot=made), ref))
 
 
-def test_what_somebody_else_does(copy: Market, lake: Catalog, tmp_path: Path) -> None:
+def test_foreign_snapshots(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     to = tmp_path / "sales"
     way = exporting(copy, copy.sales, None, to)
 
@@ -432,7 +432,7 @@ def test_what_somebody_else_does(copy: Market, lake: Catalog, tmp_path: Path) ->
     )
 
 
-def test_an_erase_and_the_position(copy: Market, lake: Catalog, tmp_path: Path) -> None:
+def test_erase_without_new_records_is_exported(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     """The next export has no rows of the erased key, although the log has no new records."""
     way, place = exporting(copy, copy.sales, None, tmp_path / "sales"), "lake:bi.sales"
     assert way.run()
@@ -470,7 +470,7 @@ def test_refused_when_definitions_load(tmp_path: Path, asked: dict[str, Any], sa
     assert said in str(refused.value)
 
 
-def test_without_pyiceberg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyiceberg_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Market(tmp_path, None).prices
     about: Any = {"to": "a/export", "format": "iceberg", "iceberg_catalog": "lake"}
     assert build_export(node, catalog_table="bi.prices", **about)

@@ -156,7 +156,7 @@ def timed(records: Sequence[Row]) -> list[Row]:
     ("seed", "runs"),
     [(669, 2), *(pytest.param(s, 7, marks=pytest.mark.endurance) for s in range(1, 30))],
 )
-def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
+def test_random_runs_equal_reference(spark: SparkSession, seed: int, runs: int) -> None:
     """Each join equals the reference, with keys that appear late, deletions, expired versions and late
     records."""
     chance = random.Random(seed)
@@ -181,7 +181,7 @@ def test_random_runs(spark: SparkSession, seed: int, runs: int) -> None:
     assert all(matched.values())
 
 
-def test_a_record_finds(spark: SparkSession) -> None:
+def test_matched_version(spark: SparkSession) -> None:
     """Examples of the rules: ties, deletions, and a key that begins with a deletion. Of two equally
     near versions a record matches the earlier one."""
     made = [ORDERS.left_join(RATES, name=n, select=SELECT, **about) for n, about in JOINS.items()]
@@ -228,7 +228,7 @@ def land(root: Path, name: str, step: int, records: Sequence[Row]) -> None:
     (root / name / f"{step}.json").write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
+def test_explain_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     """``explain`` names the version and the rule of each row. ``lateness`` refuses these joins."""
     warehouse = str(tmp_path / "warehouse")
     rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
@@ -255,7 +255,7 @@ def test_explained_on_delta(spark: SparkSession, tmp_path: Path) -> None:
             lateness(name, warehouse=warehouse, grace=[MINUTE])
 
 
-def test_a_restatement_keeps_no_result_that_a_later_version_changes(
+def test_restate_recomputes_results_changed_by_later_version(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """A version that arrived after the joins ran matches records from before its start. A replay would
@@ -283,7 +283,7 @@ def test_a_restatement_keeps_no_result_that_a_later_version_changes(
 # ------------------------------------------------------------------------------------- declarations
 
 
-def test_in_yaml() -> None:
+def test_options_in_yaml() -> None:
     """YAML accepts the settings of the Python method with the same values; another value is refused."""
     yaml, sides = CONCEPTS["left_join"].yaml, {"left": "orders", "right": "rates"}
     told = yaml.model_validate({**sides, "at": "nearest", "max_age": "4m", "grace_period": "5m"})
@@ -295,7 +295,7 @@ def test_in_yaml() -> None:
             yaml.model_validate({**sides, **wrong})
 
 
-def test_settings_that_are_shown() -> None:
+def test_shown_settings() -> None:
     chosen = ORDERS.join(RATES, name="x", **JOINS["nearest"]).operator
     assert chosen is not None
     assert chosen.settings == {"grace_period": "5 minutes", "max_age": "4 minutes", "at": "nearest"}
@@ -335,7 +335,7 @@ def test_refused_when_declared(case: str) -> None:
     assert said in str(refused.value)
 
 
-def test_refused_beside_a_plain_table() -> None:
+def test_refused_with_unversioned_table() -> None:
     plain = Table("plain", key="k", schema=SCHEMA)
     with pytest.raises(TopologyError, match="before_first needs a versioned table, but 'plain'"):
         ORDERS.join(plain, name="x", before_first="first_version")
@@ -344,6 +344,6 @@ def test_refused_beside_a_plain_table() -> None:
 
 
 @pytest.mark.parametrize("at", ["at_or_after", "after", "nearest"])
-def test_a_training_set_does_not_leak_the_future(at: Any) -> None:
+def test_training_set_refuses_forward_features(at: Any) -> None:
     with pytest.raises(TopologyError, match="which leaks the future into the result"):
         FeatureView(RATES, at=at)

@@ -84,7 +84,7 @@ def test_local_frames(value: Any) -> None:
     assert {r["_reason"] for r in rows} == {None}
 
 
-def test_order_is_by_time_then_as_they_stand_or_by_key(spark: SparkSession) -> None:
+def test_record_order_of_frames(spark: SparkSession) -> None:
     """Records with equal times keep the order of a local DataFrame; those of a Spark DataFrame, which
     has no order, are sorted by key. Records of a later delivery come after those of an earlier one."""
     turned = PANDAS.iloc[[2, 1, 0]]
@@ -96,7 +96,7 @@ def test_order_is_by_time_then_as_they_stand_or_by_key(spark: SparkSession) -> N
     assert [k for k, _, _ in made] == ["a", "b", "late", "a", "b", "late"]
 
 
-def test_a_value_that_does_not_fit_is_one_bad_row(spark: SparkSession) -> None:
+def test_misfit_value_makes_one_bad_row(spark: SparkSession) -> None:
     wrong = PANDAS.assign(n=[2**40, 1, 1.5], d=[Decimal("1.001"), Decimal("2"), Decimal("2")])
     assert records(spark, given(wrong)) == [
         ("a", 1, None),
@@ -108,7 +108,7 @@ def test_a_value_that_does_not_fit_is_one_bad_row(spark: SparkSession) -> None:
     assert '"n": 1099511627776' in str(found.rows["_raw"][0])
 
 
-def test_times_of_all_kinds() -> None:
+def test_timestamps_and_dates_of_every_library() -> None:
     schema = T.StructType([T.StructField("at", T.TimestampType()), T.StructField("day", T.DateType())])
     naive, noon = datetime(2024, 1, 1), datetime(2024, 1, 1, 12)
     found = local_frame("made", pd.DataFrame({"at": [naive] * 2, "day": [naive, noon]}), schema)
@@ -118,7 +118,7 @@ def test_times_of_all_kinds() -> None:
     assert found.rows["_reason"].to_pylist() == [None, "unreadable"]
 
 
-def test_dates_and_times_at_midnight_are_dates() -> None:
+def test_midnight_timestamps_are_dates() -> None:
     schema = T.StructType([T.StructField("day", T.DateType())])
     values = [date(2024, 1, 1), pd.Timestamp(2024, 1, 1), pd.NaT, None]
     found = local_frame("made", pd.DataFrame({"day": pd.Series(values, dtype=object)}), schema)
@@ -160,9 +160,7 @@ COUNTS = pa.map_(pa.string(), pa.int64())
         ),
     ],
 )
-def test_a_value_is_read_exactly_or_its_row_is_bad(
-    kind: T.DataType, values: Any, right: list[Any]
-) -> None:
+def test_value_is_exact_or_row_is_bad(kind: T.DataType, values: Any, right: list[Any]) -> None:
     schema = T.StructType([T.StructField("k", T.StringType()), T.StructField("v", kind)])
     found = local_frame("made", pa.table({"k": ["x"] * len(right), "v": values}), schema)
     assert found is not None
@@ -200,7 +198,7 @@ def test_a_value_is_read_exactly_or_its_row_is_bad(
         (pl.Series([1]), "or None, got polars."),
     ],
 )
-def test_refused(value: Any, said: str) -> None:
+def test_refused_frames(value: Any, said: str) -> None:
     with pytest.raises(ContractError) as raised:
         frame_of(given(None).node, value)
     assert said in str(raised.value)
@@ -210,9 +208,7 @@ def test_refused(value: Any, said: str) -> None:
     ("column", "kind", "said"),
     [("n", "bigint", "'n' is bigint, expected int"), ("d", "decimal(9,0)", "'d' is decimal(9,0)")],
 )
-def test_a_spark_column_is_never_narrowed(
-    spark: SparkSession, column: str, kind: str, said: str
-) -> None:
+def test_spark_column_is_never_narrowed(spark: SparkSession, column: str, kind: str, said: str) -> None:
     rows = spark.createDataFrame([], SCHEMA).withColumn(column, F.lit(1).cast(kind))
     with pytest.raises(ContractError) as raised:
         frame_of(given(None).node, rows)
@@ -239,19 +235,19 @@ def test_a_spark_column_is_never_narrowed(
         ),
     ],
 )
-def test_a_local_column_of_another_type_is_refused(kind: T.DataType, values: Any) -> None:
+def test_local_column_of_other_type_is_refused(kind: T.DataType, values: Any) -> None:
     """A field whose name differs in case would be read as null, and a zoned time as UTC."""
     schema = T.StructType([T.StructField("k", T.StringType()), T.StructField("v", kind)])
     with pytest.raises(ContractError, match=r"column 'v' is .*, expected .*; convert it"):
         local_frame("made", pa.table({"k": ["x"], "v": values}), schema)
 
 
-def test_no_rows_are_nothing_new(spark: SparkSession) -> None:
+def test_empty_frame_is_no_new_input(spark: SparkSession) -> None:
     empty = [None, PANDAS.iloc[:0], pl.DataFrame(COLUMNS).clear(), spark.createDataFrame([], SCHEMA)]
     assert given(*empty).pin(None).empty
 
 
-def test_a_digest_is_of_the_rows_whatever_their_order(spark: SparkSession) -> None:
+def test_digest_ignores_row_order(spark: SparkSession) -> None:
     node = given(None).node
 
     def digest(value: Any) -> str:
@@ -270,7 +266,7 @@ def test_a_digest_is_of_the_rows_whatever_their_order(spark: SparkSession) -> No
     assert digest(rows) != digest(rows.withColumn("n", F.lit(1)))
 
 
-def test_a_column_without_values_is_of_any_type(spark: SparkSession) -> None:
+def test_column_without_values_fits_any_type(spark: SparkSession) -> None:
     """pandas gives a column without values the type float."""
     none = pd.DataFrame({name: [float("nan")] * 2 for name in SCHEMA.names})
     found = frame_of(given(None).node, none)
@@ -279,7 +275,7 @@ def test_a_column_without_values_is_of_any_type(spark: SparkSession) -> None:
     assert frame_of(given(None).node, none.iloc[:0]) is None
 
 
-def test_an_extra_column_is_told(spark: SparkSession) -> None:
+def test_extra_column_is_reported(spark: SparkSession) -> None:
     pinned = given(PANDAS.assign(note="x")).pin(None)
     assert pinned.describe(SCHEMA)[1] == "!left out columns that the schema lacks: note"
     found = frame_of(given(None).node, PANDAS)

@@ -71,7 +71,7 @@ def committed(market: Market) -> bool:
     ],
     ids=["no column", "no arrival", "wrong type", "pandas", "nothing"],
 )
-def test_wrong_frame_stops_before_the_commit(
+def test_invalid_frame_fails_before_commit(
     spark: SparkSession, tmp_path: Path, change: Any, said: str, between: str
 ) -> None:
     market = Market(tmp_path, spark)
@@ -85,7 +85,7 @@ def test_wrong_frame_stops_before_the_commit(
     assert not committed(market)
 
 
-def test_an_op_between_may_change_values(spark: SparkSession, tmp_path: Path) -> None:
+def test_op_between_may_change_values(spark: SparkSession, tmp_path: Path) -> None:
     def louder(rows: DataFrame) -> DataFrame:
         return rows.withColumn("v", F.upper("v"))
 
@@ -118,7 +118,7 @@ def contracted(market: Market) -> VersionedTable:
     )
 
 
-def test_broken_contract_stops_before_the_commit(spark: SparkSession, tmp_path: Path) -> None:
+def test_broken_contract_fails_before_commit(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     table = contracted(market)
     market.land(
@@ -162,7 +162,7 @@ def landing(market: Market, share: float) -> FilesSource:
     return FilesSource(str(market.root / "landing" / "prices"), max_bad_share=share)
 
 
-def test_rows_that_break_a_check_go_to_quarantine(spark: SparkSession, tmp_path: Path) -> None:
+def test_rows_failing_check_are_quarantined(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     table = forgiving(market, source=landing(market, 0.6))
     bad = [record("c", "pc", "1 01:00"), record("b", "xa", "9 00:00"), record("b", "pa", "1 02:00")]
@@ -192,7 +192,7 @@ def test_rows_that_break_a_check_go_to_quarantine(spark: SparkSession, tmp_path:
     assert told.passed
 
 
-def test_too_many_rows_that_break_a_check_fail_the_run(spark: SparkSession, tmp_path: Path) -> None:
+def test_too_many_rows_failing_check_fail_run(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     rows = [record("a", f"pa{i}", "1 00:00") for i in range(8)]
     market.land("prices", "1.jsonl", *rows, "{broken", record("c", "pc", "1 01:00"))
@@ -205,7 +205,7 @@ def test_too_many_rows_that_break_a_check_fail_the_run(spark: SparkSession, tmp_
     assert market.run([], build_asset(replace(table, source=landing(market, 0.2)))).success
 
 
-def test_a_check_of_all_rows_still_fails_the_run(spark: SparkSession, tmp_path: Path) -> None:
+def test_frame_level_check_fails_run(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     rows = record("a", "pa", "1 00:00"), record("c", "pc", "1 01:00")
     market.land("prices", "1.jsonl", *rows)
@@ -217,7 +217,7 @@ def test_a_check_of_all_rows_still_fails_the_run(spark: SparkSession, tmp_path: 
     assert "one_shop: some record(s)" in messages(result)
 
 
-def test_a_stream_quarantines_what_breaks_a_check(spark: SparkSession) -> None:
+def test_stream_quarantines_rows_failing_check(spark: SparkSession) -> None:
     stream = Stream("sales", key="k", schema=Price, timestamp="at", on_contract_break="quarantine")
     driver = TopologyTestDriver(stream, spark=spark)
     driver.pipe("sales", {"k": "a", "v": "pa", "at": 1}, {"k": "c", "v": "pc", "at": 2})
@@ -243,7 +243,7 @@ class Lenient(pa.DataFrameModel):
 
 
 @pytest.mark.parametrize("on_contract_break", ["quarantine", "fail"])
-def test_a_check_that_only_warns(spark: SparkSession, on_contract_break: Any) -> None:
+def test_warning_only_check(spark: SparkSession, on_contract_break: Any) -> None:
     about: Any = {"timestamp": "at", "on_contract_break": on_contract_break}
     driver = TopologyTestDriver(Stream("sales", key="k", schema=Lenient, **about), spark=spark)
     said = r"sales: (1|some) record\(s\) break the check (is_a_price|one_shop), which has raise_warning"
@@ -254,7 +254,7 @@ def test_a_check_that_only_warns(spark: SparkSession, on_contract_break: Any) ->
     assert found == [("1", "is_a_price"), ("some", "one_shop")]
 
 
-def test_an_explanation_names_the_broken_checks(spark: SparkSession, tmp_path: Path) -> None:
+def test_explain_names_broken_checks(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     table = forgiving(market, source=landing(market, 0.5))
     market.land("prices", "1.jsonl", record("a", "pa", "1 00:00"), record("b", "pa", "1 00:00"))
@@ -318,7 +318,7 @@ BAD = (4, 5, 5, 4, 5, 6, 6, 5, "z", "x", "acb", "cab", "cab", "abc", "abcd", "y"
         pytest.param([BAD, BAD], id="bad", marks=pytest.mark.endurance),
     ],
 )
-def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
+def test_gate_equals_pandera(spark: SparkSession, rows: list[Any]) -> None:
     table = Table("everything", key="present", schema=Everything, timestamp="timestamp '2026-01-01'")
     schema = T.StructType([T.StructField(f.name, f.dataType) for f in table.schema.fields])
     frame = spark.createDataFrame(rows, schema)
@@ -341,7 +341,7 @@ def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
     assert len(ours) == (0 if bad == 0 else 19)
 
 
-def test_a_model_that_was_made_before_anything_of_ours_was_imported(spark: SparkSession) -> None:
+def test_model_created_before_library_import(spark: SparkSession) -> None:
     """The checks of such a model copied pandera's registry before it had functions for PySpark. The
     check must work nevertheless."""
 
@@ -363,7 +363,7 @@ def test_a_model_that_was_made_before_anything_of_ours_was_imported(spark: Spark
     assert [row.k for row in rows.where(rule.violated).collect()] == ["b"]
 
 
-def test_every_check_of_pandera_is_compared() -> None:
+def test_every_pandera_check_is_compared() -> None:
     from pandera.backends.pyspark import builtin_checks
 
     known = [f for f in vars(builtin_checks).values() if inspect.isfunction(f)]
@@ -373,7 +373,7 @@ def test_every_check_of_pandera_is_compared() -> None:
     assert len(known) == len(used), [f.__name__ for f in known]
 
 
-def test_tombstones_are_exempt(spark: SparkSession, tmp_path: Path) -> None:
+def test_tombstones_skip_row_checks(spark: SparkSession, tmp_path: Path) -> None:
     table = contracted(Market(tmp_path, spark))
     rules, probes = contract_of(table)
     rows = spark.createDataFrame(
@@ -392,7 +392,7 @@ def test_tombstones_are_exempt(spark: SparkSession, tmp_path: Path) -> None:
     }
 
 
-def test_tombstones_are_exempt_from_checks_of_all_rows(spark: SparkSession) -> None:
+def test_tombstones_skip_frame_level_checks(spark: SparkSession) -> None:
     """A run with tombstones alone has no row to check, and a check never sees a tombstone's null."""
 
     class Prices(pa.DataFrameModel):
@@ -444,7 +444,7 @@ def checked_by(check: Callable[[DataFrame], Any]) -> Table:
         (lambda df: F.col("n") > 0, "Column<"),
     ],
 )
-def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -> None:
+def test_check_must_return_bool(spark: SparkSession, made: Any, said: str) -> None:
     """A check must return True or False. A DataFrame counts as true, so it would always pass."""
     driver = TopologyTestDriver(checked_by(made), spark=spark)
     with pytest.raises(ContractError) as refused:
@@ -455,7 +455,7 @@ def test_a_check_that_does_not_tell(spark: SparkSession, made: Any, said: str) -
     assert str(refused.value).endswith("; nothing was committed. Correct the check, then run again")
 
 
-def test_a_check_of_whole_rows_gets_the_columns_of_the_model(spark: SparkSession) -> None:
+def test_frame_level_check_sees_model_columns(spark: SparkSession) -> None:
     """The check does not see a record's place, raw text and the like, which make each row distinct."""
 
     def no_pair(df: DataFrame) -> bool:
@@ -478,7 +478,7 @@ def test_a_check_of_whole_rows_gets_the_columns_of_the_model(spark: SparkSession
     TopologyTestDriver(checked_by(filled), spark=spark).pipe("prices", {"k": "a", "n": 1, "at": 1})
 
 
-def test_checks_of_one_name(spark: SparkSession) -> None:
+def test_checks_with_same_name(spark: SparkSession) -> None:
     """Each of several checks with the same name applies and is counted."""
 
     class Prices(pa.DataFrameModel):
@@ -512,7 +512,7 @@ def test_checks_of_one_name(spark: SparkSession) -> None:
             driver.pipe("prices", {"k": k, "n": n, "at": 1})
 
 
-def test_a_schema_object_of_pandera_is_a_contract_too(spark: SparkSession) -> None:
+def test_pandera_schema_object_as_contract(spark: SparkSession) -> None:
     schema = pa.DataFrameSchema(
         {
             "k": pa.Column(T.StringType()),
@@ -540,7 +540,7 @@ SHARES: list[Callable[[DataFrame], bool]] = [
 
 
 @pytest.mark.parametrize("holds", SHARES)
-def test_a_check_of_a_share_is_no_check_of_each_row(spark: SparkSession, holds: Any) -> None:
+def test_share_check_is_not_row_check(spark: SparkSession, holds: Any) -> None:
     """Such a check depends on the number of all rows or on another filter: no single row breaks it."""
     driver = TopologyTestDriver(checked_by(holds), spark=spark)
     rows = [{"k": k, "n": n, "at": 1} for k, n in (("a", -1), ("b", 1), ("c", 2))]
@@ -550,5 +550,5 @@ def test_a_check_of_a_share_is_no_check_of_each_row(spark: SparkSession, holds: 
         driver.pipe("prices", {"k": "a", "n": -2, "at": 2})
 
 
-def test_a_check_of_some_rows_is_no_check_of_each_row() -> None:
+def test_limited_check_is_not_row_check() -> None:
     assert rule_of("some", lambda df: df.limit(9).where("n < 0").count() == 0, ["n"]) is None

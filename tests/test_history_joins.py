@@ -90,7 +90,7 @@ def versions(driver: TopologyTestDriver, name: str) -> list[tuple[Any, ...]]:
     return sorted(found, key=lambda row: (row[0], row[3]))
 
 
-def test_a_late_version_is_cut_at_the_others(spark: SparkSession) -> None:
+def test_late_version_is_split_at_other_side(spark: SparkSession) -> None:
     driver = TopologyTestDriver(joined("left"), spark=spark)
     right = [record("right", "a", 7, 20), record("right", "a", 8, 30)]
     driver.run({"left": [record("left", "a", 1, 10)], "right": right})
@@ -109,7 +109,7 @@ def test_a_late_version_is_cut_at_the_others(spark: SparkSession) -> None:
     ]
 
 
-def test_a_deletion_ends_what_it_covers(spark: SparkSession) -> None:
+def test_deletion_ends_results(spark: SparkSession) -> None:
     nodes = [joined(kind) for kind in KINDS]
     driver = TopologyTestDriver(*nodes, spark=spark)
     driver.run({"left": [record("left", "a", 1, 10)], "right": [record("right", "a", 7, 20)]})
@@ -124,7 +124,7 @@ def test_a_deletion_ends_what_it_covers(spark: SparkSession) -> None:
     assert [sum(r["k"] == "b" for r in driver.read(name)) for name in names] == [0, 0, 1]
 
 
-def test_results_older_than_their_history_are_late(spark: SparkSession) -> None:
+def test_results_beyond_history_retention_are_late(spark: SparkSession) -> None:
     history = Materialized(history_retention=10 * MS)
     driver = TopologyTestDriver(joined("inner", materialized=history), spark=spark)
     right = [record("right", "a", 7, 1), record("right", "b", 7, 50)]
@@ -135,7 +135,7 @@ def test_results_older_than_their_history_are_late(spark: SparkSession) -> None:
     assert driver._stores["inner_of_both"].head().commit.counts["late"] == 1
 
 
-def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: SparkSession) -> None:
+def test_expired_version_is_not_emitted_as_unmatched(spark: SparkSession) -> None:
     """A result for a time at which a side's version has expired is late, and is not emitted as a row
     without a match."""
     short = table("left", 100 * MS), table("right", 100 * MS)
@@ -150,7 +150,7 @@ def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: Sp
     assert driver._stores["left_of_both"].head().commit.counts["late"] == 1
 
 
-def test_a_late_version_does_not_outlive_a_deletion_that_the_table_has_forgotten(
+def test_late_version_ends_at_expired_deletion(
     spark: SparkSession,
 ) -> None:
     short = table("left", 5 * MS), table("right", 5 * MS)
@@ -173,7 +173,7 @@ def test_a_late_version_does_not_outlive_a_deletion_that_the_table_has_forgotten
     assert now == [("a", None, 8, 21, None), ("b", 1, None, 19, None)]
 
 
-def test_sides_in_different_partitions(spark: SparkSession) -> None:
+def test_results_of_key_are_in_one_partition(spark: SparkSession) -> None:
     """All results of a key are in one partition, so that their offsets say which is the last."""
     wide = replace(table("right"), partitions=4)
     node = LEFT.left_join(wide, history="complete", name="left_of_both", select=["left.l", "right.r"])
@@ -226,7 +226,7 @@ def in_runs(rows: list[tuple[str, dict[str, Any]]], cuts: Iterable[int]) -> list
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.endurance)])
-def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: int) -> None:
+def test_history_join_equals_interval_intersection(spark: SparkSession, seed: int) -> None:
     chance = random.Random(seed)
     rows: list[tuple[str, dict[str, Any]]] = []
     for i in range(100):
@@ -265,18 +265,18 @@ def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: 
         (lambda: joined("left", emit="per_run"), "emit"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: Callable[[], Table], says: str) -> None:
+def test_refused_when_declared(wrong: Callable[[], Table], says: str) -> None:
     with pytest.raises(TopologyError, match=says):
         wrong()
 
 
-def test_its_history_is_the_shorter_one() -> None:
+def test_history_retention_is_shorter_of_both() -> None:
     short = table("left", 5 * MS).join(table("right"), name="j", history="complete")
     assert isinstance(short, VersionedTable)
     assert short.history_retention == 5 * MS
 
 
-def test_on_delta_without_spark_and_made_anew(
+def test_history_join_on_delta_without_spark_and_replay(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = Topology(tmp_path)

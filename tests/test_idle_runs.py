@@ -59,7 +59,7 @@ def copy(market: Market, tmp_path: Path) -> Market:
     return market.copy(tmp_path / "copy")
 
 
-def test_no_jvm_is_needed(copy: Market, tmp_path: Path) -> None:
+def test_idle_run_starts_no_jvm(copy: Market, tmp_path: Path) -> None:
     copy.land("rates", "2.jsonl", record("a", "r9", "3 00:00"))
     (tmp_path / "home").mkdir()
     with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
@@ -77,7 +77,7 @@ def test_no_jvm_is_needed(copy: Market, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
-def test_nothing_downstream_is_asked_for(copy: Market, instance: dg.DagsterInstance) -> None:
+def test_idle_run_requests_no_downstream(copy: Market, instance: dg.DagsterInstance) -> None:
     @dg.asset(deps=["priced"], automation_condition=dg.AutomationCondition.eager())
     def report() -> None: ...
 
@@ -103,9 +103,7 @@ def test_nothing_downstream_is_asked_for(copy: Market, instance: dg.DagsterInsta
     assert number == 1
 
 
-def test_a_backfill_has_a_materialization_of_each_asset(
-    copy: Market, instance: dg.DagsterInstance
-) -> None:
+def test_idle_backfill_materializes_each_asset(copy: Market, instance: dg.DagsterInstance) -> None:
     """Without a materialization, Dagster counts the asset as failed, and runs no asset downstream."""
     export = build_export(copy.prices, to=str(copy.root / "export"))
     features = [FeatureView(copy.prices, prefix="p_", as_known="now")]
@@ -139,14 +137,14 @@ def test_a_backfill_has_a_materialization_of_each_asset(
         ).get_asset_materialization_events()
 
 
-def test_who_has_news_of_another_input_is_not_skipped(copy: Market) -> None:
+def test_join_with_one_new_input_runs(copy: Market) -> None:
     copy.land("sales", "3.jsonl", record("a", "s9", "3 00:00"))
     result = copy.run()
     unchanged(result, "prices")
     assert materialized(result, "priced")["records_in"] == 1
 
 
-def test_the_data_version_is_what_the_log_holds(copy: Market, instance: dg.DagsterInstance) -> None:
+def test_data_version_follows_log(copy: Market, instance: dg.DagsterInstance) -> None:
     def version(name: str) -> str:
         event = instance.get_latest_materialization_event(dg.AssetKey(name))
         made = None if event is None else event.asset_materialization
@@ -167,9 +165,7 @@ def test_the_data_version_is_what_the_log_holds(copy: Market, instance: dg.Dagst
     assert version("prices") != before
 
 
-def test_checks_look_again_only_where_something_has_changed(
-    copy: Market, instance: dg.DagsterInstance
-) -> None:
+def test_checks_skip_unchanged_tables(copy: Market, instance: dg.DagsterInstance) -> None:
     def looked_at() -> set[str]:
         found = checks(copy.run([copy.rates], instance=instance))
         return {str(one.metadata["looked_at"].value).partition(":")[0] for one in found.values()}

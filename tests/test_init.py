@@ -63,7 +63,7 @@ def prices_of(rows: Any) -> dict[int, float | None]:
     return {row["order_id"]: row["price"] for row in rows.to_pylist()}
 
 
-def test_in_yaml(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+def test_yaml_project(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
     assert init("market_hall", "--yaml").exit_code == 0
     inside(here / "market_hall", monkeypatch)
     (here / "elsewhere").mkdir()
@@ -134,7 +134,7 @@ def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -
     assert said.output.startswith("orders: 5 in = 5 applied\n")
 
 
-def test_a_part_of_a_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_folder_in_existing_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder uses its project's resources; for a module with two warehouses, the user must choose."""
     defs = here / "corner_shop" / "defs"
     for name in ("orders", "returns"):
@@ -179,7 +179,7 @@ def test_a_part_of_a_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert planned("-f", "two.py", "--warehouse", "there") == ("there", [("prices", "new")])
 
 
-def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+def test_python_project(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
     """A run reports its new rows, and the project's own test passes."""
     made = init("corner_shop")
     assert made.exit_code == 0, made.output
@@ -225,7 +225,7 @@ def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSess
     assert isinstance(refused.exception, DefinitionsError)
 
 
-def test_a_list_of_its_definitions_has_short_lines(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_definitions_list_fits_80_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of 80 columns, each check takes one line, and the whole list less than 80 lines."""
     assert init("corner_shop").exit_code == 0
     monkeypatch.setenv("DAGSTER_HOME", str(here))
@@ -242,7 +242,7 @@ def test_a_list_of_its_definitions_has_short_lines(here: Path, monkeypatch: pyte
     assert len(told.splitlines()) < 80
 
 
-def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> None:
+def test_instance_disables_telemetry_and_nux(here: Path) -> None:
     """Telemetry is off, and Dagster's form for an email address (``nux``) is off too."""
     assert init("corner_shop").exit_code == 0
     with dg.DagsterInstance.from_config(str(here / "corner_shop")) as instance:
@@ -252,7 +252,7 @@ def test_its_instance_sends_nothing_and_its_first_page_is_seen(here: Path) -> No
 
 @pytest.mark.jvm
 @pytest.mark.slow
-def test_its_commands_share_a_server(here: Path, connect_server: ConnectServer) -> None:
+def test_project_commands_share_spark_server(here: Path, connect_server: ConnectServer) -> None:
     """A run, checks and tests use the running server; Dagster's debug log goes to a file."""
     environment = {
         **connect_server.environment,
@@ -294,7 +294,7 @@ def test_its_commands_share_a_server(here: Path, connect_server: ConnectServer) 
 
 
 @pytest.mark.parametrize("flavour", [[], ["--yaml"]])
-def test_nothing_is_left_of_the_template(here: Path, flavour: list[str]) -> None:
+def test_no_template_placeholder_is_left(here: Path, flavour: list[str]) -> None:
     assert init("corner_shop", *flavour).exit_code == 0
     made = [p for p in (here / "corner_shop").rglob("*") if p.is_file()]
     assert {p.suffix for p in made} <= {"", ".py", ".toml", ".csv", ".yaml"}
@@ -304,14 +304,14 @@ def test_nothing_is_left_of_the_template(here: Path, flavour: list[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["Shop", "my-shop", "1shop", "class", "", "../shop", "shop/eu"])
-def test_no_name_of_a_package(here: Path, name: str) -> None:
+def test_invalid_project_name_is_refused(here: Path, name: str) -> None:
     refused = init(name)
     assert isinstance(refused.exception, DefinitionsError)
     assert f"got {name!r}: choose another name" in str(refused.exception)
     assert list(here.iterdir()) == []
 
 
-def test_what_is_there_is_left_alone(here: Path) -> None:
+def test_existing_directory_is_not_overwritten(here: Path) -> None:
     (here / "corner_shop").mkdir()
     refused = init("corner_shop")
     assert isinstance(refused.exception, DefinitionsError)
@@ -319,7 +319,7 @@ def test_what_is_there_is_left_alone(here: Path) -> None:
     assert list((here / "corner_shop").iterdir()) == []
 
 
-def test_a_package_that_it_would_hide(here: Path) -> None:
+def test_name_of_importable_package_is_refused(here: Path) -> None:
     refused = init("dagster")
     assert isinstance(refused.exception, DefinitionsError)
     assert "which can be imported here and would be hidden" in str(refused.exception)

@@ -139,7 +139,7 @@ def accounts(tmp_path: Path, spark: SparkSession) -> Accounts:
     return Accounts(tmp_path, spark)
 
 
-def test_the_snapshot_and_then_the_changes(accounts: Accounts) -> None:
+def test_snapshot_then_changes(accounts: Accounts) -> None:
     """A key without changes, keys with a change before or after the snapshot, and a deleted key."""
     accounts.land("1", ("b", 12, "b12"), ("c", 4, "c4"), ("d", 3, "d3"), ("d", 7, None))
     accounts.snapshot(("a", "a0"), ("b", "b0"), ("c", "c4"), ("d", "d3"))
@@ -181,7 +181,7 @@ KEY = st.tuples(st.booleans(), st.booleans(), CHANGES)
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.large_base_example],
 )
-def test_it_equals_the_changes_alone_where_both_cover(
+def test_snapshot_and_changes_equal_changes_alone(
     spark: SparkSession,
     tmp_path_factory: pytest.TempPathFactory,
     keys: list[tuple[bool, bool, Changes]],
@@ -217,9 +217,7 @@ def test_it_equals_the_changes_alone_where_both_cover(
             assert [v for v in ours if v[0] == key] == [v for v in theirs if v[0] == key]
 
 
-def test_it_comes_when_the_changes_of_the_first_run_are_taken(
-    tmp_path: Path, spark: SparkSession
-) -> None:
+def test_snapshot_is_applied_after_changes_of_first_run(tmp_path: Path, spark: SparkSession) -> None:
     """However changes are split into runs, a row of the snapshot is not applied before a change of the
     initial load that covers it."""
     one = Accounts(tmp_path, spark, {"ready": "initial_load"}, {"max_files_per_run": 1})
@@ -256,7 +254,7 @@ def test_it_comes_when_the_changes_of_the_first_run_are_taken(
     assert [v for v in one.versions(later) if v[0] != "z"] == [v for v in versions if v[0] != "z"]
 
 
-def test_rows_that_are_older_than_the_history(tmp_path: Path, spark: SparkSession) -> None:
+def test_snapshot_rows_are_never_late(tmp_path: Path, spark: SparkSession) -> None:
     """The snapshot's rows are still valid, so none is late. At equal times, a change counts."""
     one = Accounts(tmp_path, spark, {"history_retention": timedelta(seconds=5)})
     one.land("1", ("b", 100, "b"), ("c", 100, "c"))
@@ -269,7 +267,9 @@ def test_rows_that_are_older_than_the_history(tmp_path: Path, spark: SparkSessio
 
 
 @pytest.mark.parametrize("place", ["commit", "catch_up"])
-def test_a_run_that_is_killed(accounts: Accounts, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_killed_run_takes_snapshot_once(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """If a run is killed before its commit, or just after it, the snapshot is still taken once,
     together with the changes."""
     accounts.land("1", ("b", 3, "b3"))
@@ -295,7 +295,7 @@ def test_a_run_that_is_killed(accounts: Accounts, monkeypatch: pytest.MonkeyPatc
 _FATES = {"applied": 2, "late": 0, "covered": 1, "quarantined": 0}
 
 
-def test_where_a_row_came_from(accounts: Accounts) -> None:
+def test_explain_origin_of_snapshot_rows(accounts: Accounts) -> None:
     accounts.land("1", ("b", 3, "b3"))
     accounts.snapshot(("a", "a0"), ("b", "b3"))
     accounts.take()
@@ -311,7 +311,7 @@ def test_where_a_row_came_from(accounts: Accounts) -> None:
     assert (kind, name.rpartition("/")[2]) == ("files", "1.jsonl")
 
 
-def test_bad_rows_of_both(tmp_path: Path, spark: SparkSession) -> None:
+def test_bad_rows_of_snapshot_and_changes(tmp_path: Path, spark: SparkSession) -> None:
     """The changes and the snapshot each have their own allowed share of bad rows. The quarantine has
     bad rows with their source."""
     one = Accounts(tmp_path, spark, files={"max_bad_share": 0.4}, dump={"max_bad_share": 0.5})
@@ -339,7 +339,7 @@ def test_bad_rows_of_both(tmp_path: Path, spark: SparkSession) -> None:
 
 
 @pytest.mark.parametrize("told", ["file_time", "at"])
-def test_when_it_was_recorded(tmp_path: Path, spark: SparkSession, told: str) -> None:
+def test_system_time_of_snapshot_rows(tmp_path: Path, spark: SparkSession, told: str) -> None:
     """Rows of the snapshot are recorded at the time of their run, changes at the time that
     ``recorded_at`` gives."""
     one = Accounts(tmp_path, spark, files={"recorded_at": told})
@@ -355,7 +355,7 @@ def test_when_it_was_recorded(tmp_path: Path, spark: SparkSession, told: str) ->
     assert times["a"] >= before
 
 
-def test_a_version_of_a_delta_table(tmp_path: Path, spark: SparkSession) -> None:
+def test_snapshot_from_delta_version(tmp_path: Path, spark: SparkSession) -> None:
     """A version of a Delta table is the start of a table whose changes are files. It may lack a column
     of the files."""
     path = str(tmp_path / "crm")
@@ -375,7 +375,7 @@ def test_a_version_of_a_delta_table(tmp_path: Path, spark: SparkSession) -> None
     assert head.commit.start.what == f"version 0 of {path}"
 
 
-def test_in_dagster(accounts: Accounts) -> None:
+def test_snapshot_start_in_dagster(accounts: Accounts) -> None:
     """The sensor requests a run for the snapshot alone. The run's log and metadata report it."""
     accounts.snapshot(("a", "a0"))
     start: Any = accounts.table.start
@@ -400,7 +400,7 @@ def test_in_dagster(accounts: Accounts) -> None:
     assert accounts.versions() == [("a", 10, float("inf"), "a0")]
 
 
-def test_what_cannot_be_started_with(accounts: Accounts) -> None:
+def test_invalid_start_is_refused(accounts: Accounts) -> None:
     dumps = accounts.table.start
     for about, said in (
         ({"start": FilesSource("dump")}, "a source of snapshots"),

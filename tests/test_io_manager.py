@@ -48,7 +48,7 @@ def reading(market: Market, upstream: str, metadata: dict[str, str] | None = Non
         ("priced", {"vt_dagster/read": "log"}, {"s1", "s2", "s3", "s4, late"}),
     ],
 )
-def test_what_an_asset_gets(
+def test_asset_input_rows(
     market: Market, upstream: str, metadata: dict[str, str] | None, values: set[str]
 ) -> None:
     result, rows = reading(market, upstream, metadata)
@@ -59,9 +59,7 @@ def test_what_an_asset_gets(
     assert (found - {None} if upstream == "prices" else found) == values
 
 
-def test_as_of_the_clock_which_the_metadata_records(
-    market: Market, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_of_now_is_recorded_in_metadata(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     now = parse_time("2024-01-01T11:59:59.500000Z")
     monkeypatch.setattr("vt_dagster.topology.durations.clock", lambda: now)
     result, rows = reading(market, "prices", {"vt_dagster/as_of": "now"})
@@ -74,7 +72,7 @@ def test_as_of_the_clock_which_the_metadata_records(
 @pytest.mark.parametrize(
     "kind", [pd.DataFrame, pl.DataFrame, pl.LazyFrame, pa.Table, duckdb.DuckDBPyRelation]
 )
-def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind: Any) -> None:
+def test_input_type_follows_annotation(market: Market, kind: Any) -> None:
     got: list[Any] = []
 
     def body(prices: Any) -> None:
@@ -100,7 +98,7 @@ def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind
     assert set(got) == {"p3", "q2"}
 
 
-def test_in_another_code_location(market: Market) -> None:
+def test_read_from_other_code_location(market: Market) -> None:
     """A code location with only the spec of the table's asset, not its definition, reads the table."""
     got: list[Any] = []
 
@@ -141,9 +139,7 @@ def of_partition(market: Market, asset: Any, day: str | None, **more: Any) -> An
     )
 
 
-def test_a_backfill_reads_what_the_runs_of_those_days_have_read(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_backfill_reads_as_of_partition_end(spark: SparkSession, tmp_path: Path) -> None:
     """A record at midnight belongs to the day that begins."""
     at_the_time: dict[str, set[tuple[str, str]]] = {}
     market = Market(tmp_path, spark)
@@ -166,7 +162,7 @@ def test_a_backfill_reads_what_the_runs_of_those_days_have_read(
     assert west == {DAYS[0]: {("a", "a2"), ("b", "b1")}}
 
 
-def test_a_partition_without_an_end(market: Market) -> None:
+def test_non_time_partition_is_refused(market: Market) -> None:
     names = dg.StaticPartitionsDefinition(["x"])
 
     @dg.asset(partitions_def=names, ins={"prices": BY_PARTITION})
@@ -187,7 +183,7 @@ def test_a_partition_without_an_end(market: Market) -> None:
     assert "got: it is loaded outside of a run; set a time to read" in str(raised.value)
 
 
-def test_what_was_known_then(market: Market) -> None:
+def test_as_known_at_metadata(market: Market) -> None:
     """``as_known_at`` works with and without Spark; the end of a day before the first commit is an
     error."""
     first, second = commit_log.commits(str(market.warehouse / "prices"))
@@ -237,20 +233,22 @@ def test_log_of_a_table_has_every_record(market: Market) -> None:
         ("prices", {"vt_dagster/as_of": "yesterday"}, "expected a time like"),
     ],
 )
-def test_wrong_request(market: Market, upstream: str, metadata: dict[str, str], said: str) -> None:
+def test_invalid_metadata_is_refused(
+    market: Market, upstream: str, metadata: dict[str, str], said: str
+) -> None:
     result, _ = reading(market, upstream, metadata)
     assert not result.success
     assert said in messages(result)
 
 
-def test_before_anything_was_materialized(market: Market, tmp_path: Path) -> None:
+def test_input_before_first_materialization(market: Market, tmp_path: Path) -> None:
     result, _ = reading(Market(tmp_path, market.spark), "prices")
     assert not result.success
     assert "expected an asset 'prices' in the warehouse" in messages(result)
     assert "materialize it first" in messages(result)
 
 
-def test_returning_a_table_into_it(market: Market, tmp_path: Path) -> None:
+def test_output_to_io_manager_is_refused(market: Market, tmp_path: Path) -> None:
     @dg.asset(io_manager_key=ops.TABLES)
     def mine() -> Any:
         return market.spark.range(1)

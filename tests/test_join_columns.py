@@ -32,7 +32,7 @@ def table(name: str, versioned: bool) -> Table:
     return Table(name, **ABOUT)
 
 
-def test_columns_called_like_the_sides(spark: SparkSession) -> None:
+def test_columns_named_left_and_right(spark: SparkSession) -> None:
     """The test covers joins of a stream with a plain or versioned table, and joins of two tables by key
     or by foreign key."""
     sales, one = Stream("sales", **ABOUT), table("one", versioned=False)
@@ -53,7 +53,7 @@ def test_columns_called_like_the_sides(spark: SparkSession) -> None:
         assert found == [("a", 1, "a", 10, "b", 11)], join.name
 
 
-def test_types_that_delta_does_not_have(spark: SparkSession) -> None:
+def test_types_unsupported_by_delta_are_refused(spark: SparkSession) -> None:
     """The type of an expression is known only when Spark analyzes it. A type that Delta lacks is an
     error before anything is written."""
     sales, rates = Stream("sales", **ABOUT), table("rates", versioned=True)
@@ -72,7 +72,7 @@ def test_types_that_delta_does_not_have(spark: SparkSession) -> None:
             refuse_types(columns, "aged")
 
 
-def test_keys_called_like_the_sides(spark: SparkSession) -> None:
+def test_keys_named_left_and_right(spark: SparkSession) -> None:
     kinds = {"right": StringType(), "left": StringType(), "timestamp": TimestampType()}
     schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
     one = Table("one", key="right", schema=schema)
@@ -94,7 +94,7 @@ def test_keys_called_like_the_sides(spark: SparkSession) -> None:
         assert found == [("a", "l", "a", "r")], join.name
 
 
-def test_sides_in_backticks_and_in_texts(spark: SparkSession) -> None:
+def test_sides_in_backticks_and_string_literals(spark: SparkSession) -> None:
     sales, rates = Stream("sales", **ABOUT), table("rates", versioned=True)
     select = ["`right`.`left` + `left`.left as x", "concat('left.gone ', left.right) as y"]
     driver = TopologyTestDriver(sales.left_join(rates, name="joined", select=select), spark=spark)

@@ -209,7 +209,7 @@ def assert_as_run(lab: Lab, name: str, choice: Choice, should: dict[int, int | N
         assert time // timedelta(microseconds=1) == behind[place]
 
 
-def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
+def test_lateness_of_grace_period_equals_run(lab: Lab) -> None:
     found, should = lab.lateness("join0", grace=GRACES), truth(lab)
     for grace, node in lab.joins.items():
         assert_as_run(lab, node.name, found.of(grace), should)
@@ -222,7 +222,7 @@ def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
     assert found.declared == found.of(GRACES[0])
 
 
-def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
+def test_suggested_grace_period_for_percentage(lab: Lab) -> None:
     """The suggestion fits the shortest sufficient grace period in steps of 15 s, those of the records'
     times."""
     grid = [timedelta(seconds=15 * i) for i in range(60)]
@@ -265,7 +265,7 @@ class Answers:
         return one == other
 
 
-def test_a_record_may_be_right_by_chance_with_a_shorter_one() -> None:
+def test_shorter_grace_may_be_right_by_chance() -> None:
     """Of four runs, the second and the fourth give the answer known now. A grace period until the
     second run is enough."""
     join = LateJoin.__new__(LateJoin)
@@ -282,7 +282,7 @@ def test_a_record_may_be_right_by_chance_with_a_shorter_one() -> None:
     assert best.length == enough[0] == timedelta(microseconds=11)
 
 
-def test_a_version_that_has_ended_by_itself_answers_nothing() -> None:
+def test_ended_version_does_not_match() -> None:
     """At a time before the history only a current version answers. A version with its own end is not
     current, so it does not answer there."""
     rows = pa.table(
@@ -307,7 +307,7 @@ def test_a_version_that_has_ended_by_itself_answers_nothing() -> None:
     assert now.tolist() == [0, 0, -1, 1, 1, 1, 1, -1]
 
 
-def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:
+def test_lateness_command_and_check(lab: Lab, tmp_path: Path) -> None:
     drawn = tmp_path / "lateness.svg"
     args = ["lateness", "join0", "--grace", "0s,3m", "--at-most", "10%", "--warehouse", lab.warehouse]
     told = CliRunner().invoke(app, [*args, "--picture", str(drawn)])
@@ -348,7 +348,7 @@ def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:
         ("1000000000d", "expected a length of at most 999,999,999 days, got '1000000000d'"),
     ],
 )
-def test_lengths_that_no_asset_can_have(tmp_path: Path, length: str | timedelta, said: str) -> None:
+def test_invalid_lengths_are_refused(tmp_path: Path, length: str | timedelta, said: str) -> None:
     Written(tmp_path).run([("apple", "1", 0)], 1)
     with pytest.raises((ContractError, TopologyError), match=said):
         lateness("prices", grace=["1m", length], warehouse=str(tmp_path))
@@ -364,7 +364,7 @@ def test_lengths_that_no_asset_can_have(tmp_path: Path, length: str | timedelta,
         build_lateness_check(prices, at_most="1%", grace=["1m", length])
 
 
-def test_an_inner_join_has_no_result_of_a_record_without_a_key(lab: Lab) -> None:
+def test_inner_join_skips_records_without_key(lab: Lab) -> None:
     choice, should = lab.lateness("inner", grace=["0s"]).choices[0], truth(lab)
     keyed = {r["n"] for r in lab.rows("orders") if r["k"] is not None and not r["is_tombstone"]}
     there = {r["id"]: r["rate"] for r in lab.rows("inner")}
@@ -372,7 +372,7 @@ def test_an_inner_join_has_no_result_of_a_record_without_a_key(lab: Lab) -> None
     assert choice.wrong == sum(should[one] != there.get(one) for one in keyed)
 
 
-def test_windows_drop_what_a_run_with_the_grace_drops(lab: Lab) -> None:
+def test_lateness_of_windows_equals_run(lab: Lab) -> None:
     for name, node in (
         ("tumbling", "tumbling"),
         ("tumbling", "tumbling_waits"),
@@ -398,7 +398,7 @@ def test_windows_drop_what_a_run_with_the_grace_drops(lab: Lab) -> None:
     assert (longest.late, longest.wrong, longest.dropped) == (0, 0, 0)
 
 
-def test_a_retention_refuses_what_a_run_with_it_refuses(lab: Lab) -> None:
+def test_lateness_of_retention_equals_run(lab: Lab) -> None:
     found = lab.lateness("rates", grace=[timedelta(minutes=4), RETENTION, "1d"])
     refused = [lab.commits(name)[-1].totals["late"] for name in ("short", "rates")]
     assert [one.wrong for one in found.choices[:2]] == refused
@@ -409,7 +409,7 @@ def test_a_retention_refuses_what_a_run_with_it_refuses(lab: Lab) -> None:
     assert found.choices[2].wrong == 0
 
 
-def test_refused_records_that_were_erased(spark: SparkSession, tmp_path: Path) -> None:
+def test_erased_late_records_make_upper_bounds(spark: SparkSession, tmp_path: Path) -> None:
     """The lateness of an erased record is unknown, so that counts may be upper bounds; that of the
     other records is known."""
     source = FilesSource(str(tmp_path / "rates"))

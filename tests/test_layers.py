@@ -159,7 +159,7 @@ def own_layer(path: Path) -> str:
     return layer
 
 
-def test_packages_import_from_those_above() -> None:
+def test_packages_import_only_from_layers_above() -> None:
     found: list[str] = []
     for path in modules():
         layer = own_layer(path)
@@ -172,7 +172,7 @@ def test_packages_import_from_those_above() -> None:
     assert found == [], "which is not above it"
 
 
-def test_the_documentation_has_these_layers() -> None:
+def test_documented_layers_match() -> None:
     """In the page, ``vt_dagster`` stands for the package itself."""
     page = (ROOT / "docs" / "how" / "index.md").read_text(encoding="utf-8")
     told: dict[int, set[str]] = {}
@@ -183,7 +183,7 @@ def test_the_documentation_has_these_layers() -> None:
     ]
 
 
-def test_no_circle() -> None:
+def test_no_import_cycle() -> None:
     graph = {dotted(p): imported_modules(p) - {dotted(p)} for p in ours()}
     try:
         TopologicalSorter(graph).prepare()
@@ -205,7 +205,7 @@ def test_no_import_in_a_function() -> None:
     assert found == {name: {*packages} for name, packages in LATE_IMPORTS.items()}
 
 
-def test_no_import_for_type_checkers_alone() -> None:
+def test_no_type_checking_imports() -> None:
     """The package itself is an exception: it imports its names on first access."""
     for path in ours():
         if dotted(path) == "vt_dagster":
@@ -216,7 +216,7 @@ def test_no_import_for_type_checkers_alone() -> None:
                 assert found == [], f"{path}: an import that hides a circle"
 
 
-def test_where_dagster_is_known() -> None:
+def test_only_dagster_layers_import_dagster() -> None:
     for path in modules():
         layer = own_layer(path)
         for name in imports(path):
@@ -267,7 +267,7 @@ def named_classes(code: Iterable[ast.AST]) -> Iterator[str]:
             yield node.value
 
 
-def test_nobody_names_an_operator_in_a_string() -> None:
+def test_no_operator_class_name_in_string() -> None:
     found: dict[str, set[str]] = {}
     for path in modules():
         name = dotted(path)
@@ -278,7 +278,7 @@ def test_nobody_names_an_operator_in_a_string() -> None:
     assert set(found) == BY_NAME, f"modules that tell operators by their names: {found}"
 
 
-def test_nobody_asks_which_operator_it_is() -> None:
+def test_no_isinstance_on_operators() -> None:
     homes = operator_classes()
     found: list[str] = []
     for path in modules():
@@ -291,7 +291,7 @@ def test_nobody_asks_which_operator_it_is() -> None:
     assert found == [], "what differs belongs to the operator or its Processor"
 
 
-def test_core_has_no_session_no_action_no_clock() -> None:
+def test_core_uses_no_session_action_or_clock() -> None:
     forbidden = {
         *("collect", "count_rows", "toPandas", "toLocalIterator", "foreach", "foreachPartition"),
         *("show", "write", "writeTo", "persist", "cache", "checkpoint", "localCheckpoint", "take"),
@@ -309,12 +309,12 @@ def test_core_has_no_session_no_action_no_clock() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in operators.__all__ if n in operator_classes()])
-def test_operators_say_what_becomes_of_odd_records(name: str) -> None:
+def test_operator_docstrings_cover_late_null_and_tombstone(name: str) -> None:
     text = " ".join(str(getattr(operators, name).__doc__).split())
     assert re.search(r"Late: .+ Null key: .+ Tombstone: ", text), name
 
 
-def test_scenarios_that_are_named_are_there() -> None:
+def test_named_scenarios_exist() -> None:
     scenarios = {s.name for s in read_scenarios([CONFORMANCE])}
     for path in ours():
         text = (ROOT / path).read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ def moment(text: str) -> float:
     return datetime.fromisoformat(text).replace(tzinfo=timezone.utc).timestamp()
 
 
-def test_versioned_table(market: Market) -> None:
+def test_versioned_table_metadata(market: Market) -> None:
     first, second = (materialized(r, "prices") for r in market.results)
     expected = {
         "versions": {"batch": 1, "log": 0, "view": 0},
@@ -63,7 +63,7 @@ def test_versioned_table(market: Market) -> None:
     assert second["seconds"] > 0
 
 
-def test_join(market: Market) -> None:
+def test_join_metadata(market: Market) -> None:
     first, second = (materialized(r, "priced") for r in market.results)
     expected = {
         "records_in": 2,
@@ -109,7 +109,7 @@ def plotted(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
     return {label: value.value for label, value in said.items() if isinstance(value, numbers)}
 
 
-def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
+def test_plotted_numbers_can_change(market: Market, tmp_path: Path) -> None:
     """No counter of runs is plotted, and no count that can only be zero. A count whose zero is
     information, as for alerts, is plotted at zero too."""
     always = {"seconds", "dagster/row_count", "log_rows", "records_in"}
@@ -131,7 +131,7 @@ def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
     assert plotted(run(made, **about), "priced")["records_unmatched"] == 0
 
 
-def test_times_that_python_does_not_have(market: Market) -> None:
+def test_times_outside_python_range(market: Market) -> None:
     year_one = dg.MetadataValue.timestamp(datetime(1, 1, 1, tzinfo=timezone.utc))
     assert as_time(-62_135_596_800_000_000) == year_one
     assert as_time(-62_135_596_800_000_001) == dg.MetadataValue.text("before the year 1")
@@ -139,11 +139,11 @@ def test_times_that_python_does_not_have(market: Market) -> None:
 
 
 @pytest.mark.parametrize("text", ["0001-01-01T00:00:00Z", "0999-12-31T23:59:59.000001Z"])
-def test_times_before_the_year_1000_are_read_as_they_are_written(text: str) -> None:
+def test_times_before_year_1000_round_trip(text: str) -> None:
     assert in_utc(parse_time(text)) == text
 
 
-def test_definitions_carry_columns_and_lineage(market: Market) -> None:
+def test_definitions_have_columns_and_lineage(market: Market) -> None:
     prices = build_asset(market.prices).metadata_by_key[dg.AssetKey("prices")]
     schema = prices["dagster/column_schema"]
     assert [(c.name, c.type) for c in schema.columns] == [
@@ -171,7 +171,7 @@ def test_definitions_carry_columns_and_lineage(market: Market) -> None:
     assert [c.name for c in priced["dagster/column_schema"].columns] == log.columns
 
 
-def test_each_asset_is_linked_where_explore_answers(monkeypatch: Any) -> None:
+def test_explore_link_in_metadata(monkeypatch: Any) -> None:
     assert "vt_dagster/explore" not in metadata.definition_metadata(weather)
     monkeypatch.setenv(metadata.EXPLORE, "http://127.0.0.1:3001/")
     link = metadata.definition_metadata(weather)["vt_dagster/explore"]
@@ -180,7 +180,7 @@ def test_each_asset_is_linked_where_explore_answers(monkeypatch: Any) -> None:
     assert describe(weather).endswith(said)
 
 
-def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:
+def test_idle_run_makes_no_commit(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     before = commits(copy)
     result = copy.run()
@@ -193,7 +193,7 @@ def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:
     assert unchanged(result, "priced")["positions"] == before["positions"]
 
 
-def test_a_result_says_what_its_columns_are_made_of() -> None:
+def test_result_columns_are_described() -> None:
     def told(node: Stream) -> dict[str, str | None]:
         columns = (
             build_asset(node).metadata_by_key[dg.AssetKey(node.name)]["dagster/column_schema"].columns
@@ -207,7 +207,7 @@ def test_a_result_says_what_its_columns_are_made_of() -> None:
     assert began == "start of the version, inclusive, UTC (from weather.valid_from)"
 
 
-def test_a_catalog_says_what_a_row_its_key_and_its_time_are() -> None:
+def test_descriptions_name_row_key_and_time() -> None:
     for node in topological(PUBLISHED):
         said = node.description or ""
         assert "row" in said, node.name
@@ -224,7 +224,7 @@ def test_a_catalog_says_what_a_row_its_key_and_its_time_are() -> None:
     assert "Its time, " not in describe(flights_with_weather)
 
 
-def test_without_a_description_a_list_has_one_line() -> None:
+def test_default_description_is_one_line() -> None:
     """The line is the operator's description without the grace period; ``describe`` has that too."""
     assert summary(replace(weather, description=None)) == "Versions by origin, kept 150 days."
     joined = replace(flights_with_weather, description=None)
@@ -232,7 +232,7 @@ def test_without_a_description_a_list_has_one_line() -> None:
     assert "; waits 6 hours" in describe(joined)
 
 
-def test_the_promises_of_checks_are_in_the_metadata() -> None:
+def test_metadata_describes_checks() -> None:
     """The metadata describe each check. Its spec has no description: no room in ``dg list defs``."""
     told = metadata.definition_metadata(weather)["vt_dagster/checks"].md_str
     checks = build_checks(weather).check_specs
@@ -242,7 +242,7 @@ def test_the_promises_of_checks_are_in_the_metadata() -> None:
         assert f"- `{check.name}`: " in told
 
 
-def test_durations_are_said_as_people_say_them() -> None:
+def test_durations_are_spoken() -> None:
     assert spoken(timedelta(days=30)) == "30 days"
     assert spoken(timedelta(days=1, hours=6)) == "1 day 6 hours"
     assert spoken(timedelta(minutes=1, seconds=30)) == "1 minute 30 seconds"

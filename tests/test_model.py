@@ -289,13 +289,13 @@ def test_key_and_schema_are_normalized() -> None:
     assert not table().versioned
 
 
-def test_grace_may_be_as_long_as_the_history() -> None:
+def test_grace_period_may_equal_history_retention() -> None:
     result = join(grace_period=24 * HOUR)
     assert [n.name for n in result.inputs] == ["sales", "prices"]
     assert not isinstance(result, Table), "the result of a join is a stream"
 
 
-def test_columns_of_a_join() -> None:
+def test_join_columns() -> None:
     result = join(
         select=[
             "right.valid_from as since",
@@ -314,7 +314,7 @@ def test_columns_of_a_join() -> None:
     }
 
 
-def test_composite_key_of_any_type() -> None:
+def test_composite_key_of_nested_type() -> None:
     both = schema(n=StructType([StructField("x", IntegerType())]))
     result = join(
         left=stream(key=("k", "n"), schema=both), right=versioned(key=("k", "n"), schema=both)
@@ -322,7 +322,7 @@ def test_composite_key_of_any_type() -> None:
     assert result.key == ("k", "n")
 
 
-def test_inputs_come_first_and_once() -> None:
+def test_topological_order_lists_inputs_first() -> None:
     priced, again = join(), join(name="again")
     assert [n.name for n in topological([priced, again, stream()])] == [
         "sales",
@@ -332,19 +332,19 @@ def test_inputs_come_first_and_once() -> None:
     ]
 
 
-def test_a_source_is_not_needed_before_definitions_are_built() -> None:
+def test_source_is_needed_only_by_definitions() -> None:
     source = FilesSource("nowhere")
     sales, prices = stream(source=source), versioned(source=source)
     assert build_definitions(join(left=sales, right=prices)) is not None
 
 
-def test_texts_of_a_length_are_strings() -> None:
+def test_varchar_and_char_become_string() -> None:
     kinds = schema(v=VarcharType(3), x=MapType(StringType(), StructType().add("c", CharType(2))))
     texts = schema(v=StringType(), x=MapType(StringType(), StructType().add("c", StringType())))
     assert stream(schema=kinds).schema == texts
 
 
-def test_sides_of_the_columns_of_a_join() -> None:
+def test_column_sides_in_join_expressions() -> None:
     dated = {"left": stream(schema=schema(v=StringType(), date=StringType()))}
     cases = {
         "concat('turn left.now', right.v)": ["v"],

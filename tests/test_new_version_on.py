@@ -161,7 +161,7 @@ def told(rows: Any) -> list[Version]:
     return sorted(versions, key=lambda v: (v[0], v[4]))
 
 
-def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> None:
+def test_partial_folds_equal_definition_for_any_order(spark: SparkSession) -> None:
     """Records of many keys are folded in parts. Each fold gets only the existing rows that it needs."""
     random, arrived = Random(7), list[Change]()
     for n in range(50):
@@ -239,7 +239,7 @@ WIDE = StructType(
 JOINED = ["right.tier", "right.n", "right.valid_from as since", "right.valid_to as until"]
 
 
-def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
+def test_late_record_splits_repeated_versions(spark: SparkSession) -> None:
     accounts = table(history_retention=timedelta(hours=1))
     names = accounts.map_values("tier", "city", "n * 10 as tens", name="names")
     known = accounts.filter("tier <> 'z'", name="known")
@@ -306,7 +306,7 @@ def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
     assert store.get("a") is None
 
 
-def test_every_reader_finds_the_same(
+def test_every_reader_returns_same_versions(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers with and without Spark find the same versions: in a view that has all rows of its log,
@@ -410,7 +410,7 @@ def change(tier: str, n: int, second: int, **more: Any) -> dict[str, Any]:
     return {"tier": tier, "n": n, "timestamp": at(second), **more}
 
 
-def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path: Path) -> None:
+def test_explain_repeated_record(spark: SparkSession, tmp_path: Path) -> None:
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()
     joined = sales.left_join(accounts, name="joined", select=["right.n"])
@@ -450,7 +450,7 @@ def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path
         lateness("joined", warehouse=live.warehouse)
 
 
-def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
+def test_versions_survive_rename_and_truncation(spark: SparkSession, tmp_path: Path) -> None:
     """The view's value of the version before a row follows renamed columns, and survives a truncation
     of the log."""
     live = Live(tmp_path, spark)
@@ -490,7 +490,7 @@ def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
     assert live.versions(named, "amount", "level") == there
 
 
-def test_a_row_that_was_deleted_is_not_there_again(spark: SparkSession, tmp_path: Path) -> None:
+def test_expired_tombstone_does_not_revive_row(spark: SparkSession, tmp_path: Path) -> None:
     """The row's tombstone has expired, but a file of the view still contains the row."""
     live = Live(tmp_path, spark)
     plain = replace(live.table(new_version_on=None), history_retention=timedelta(seconds=20))
@@ -580,7 +580,7 @@ class Followed:
 @pytest.mark.parametrize(
     "left", [True, pytest.param(False, marks=pytest.mark.endurance)], ids=["left", "inner"]
 )
-def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -> None:
+def test_joins_and_aggregates_use_versions(spark: SparkSession, left: bool) -> None:
     """Joins and aggregates follow versions for any order of arrival and any runs, with late records,
     ties, deletions, and nulls."""
     random = Random(f"followed {left}")
@@ -625,9 +625,7 @@ def test_joins_and_aggregates_follow_versions(spark: SparkSession, left: bool) -
     assert 10 < len(found) < 80
 
 
-def test_an_explanation_names_the_record_that_made_the_version(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_explain_names_first_record_of_version(spark: SparkSession, tmp_path: Path) -> None:
     """The explanation names no record that repeats the version: such a record has no result."""
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()
@@ -649,7 +647,7 @@ def test_an_explanation_names_the_record_that_made_the_version(
     assert triggers("joined") == ["accounts 0:0", "seen 0:0", "accounts 0:2"]
 
 
-def test_a_training_set_takes_versions(spark: SparkSession, tmp_path: Path) -> None:
+def test_training_set_uses_versions(spark: SparkSession, tmp_path: Path) -> None:
     """A training set has the version as of each row's time, from all recorded rows. ``max_age`` is the
     age of the version, not of a record."""
     live, random = Live(tmp_path, spark), Random(11)
@@ -682,7 +680,7 @@ def test_a_training_set_takes_versions(spark: SparkSession, tmp_path: Path) -> N
     assert len({n for n, _, _ in right.values()}) > 2
 
 
-def test_what_follows_records_alone_is_refused() -> None:
+def test_record_based_consumers_are_refused() -> None:
     accounts, other = table(), VersionedTable("o", key="k", schema=SCHEMA, history_retention=RETENTION)
 
     @dg.asset(partitions_def=dg.DailyPartitionsDefinition("2024-01-01"))

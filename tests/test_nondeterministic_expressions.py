@@ -162,7 +162,7 @@ def refusal(expression: str, columns: StructType = SCHEMA) -> str | None:
     return None
 
 
-def test_what_is_refused_and_what_is_not() -> None:
+def test_refused_and_accepted_expressions() -> None:
     assert [e for e in REFUSED if refusal(e) is None] == []
     assert refusal("n > 0 -- a comment\n and rand() > 0") is not None
     assert {e: r for e in TAKEN if (r := refusal(e)) is not None} == {}
@@ -174,7 +174,7 @@ def test_what_is_refused_and_what_is_not() -> None:
     )
 
 
-def test_functions_that_make_several_rows_or_none() -> None:
+def test_row_generating_functions_are_refused() -> None:
     """Spark computes them in a projection, which then has more rows than its input, or fewer."""
     for call in (
         *("explode(xs)", "explode_outer(xs)", "posexplode(xs)", "inline(array(struct(n)))"),
@@ -199,7 +199,7 @@ def test_functions_that_make_several_rows_or_none() -> None:
     )
 
 
-def test_columns_by_the_names_of_functions() -> None:
+def test_columns_named_like_functions() -> None:
     """A name without parentheses is a column, if there is one of that name: the expression is
     accepted."""
     names = ["current_date", "current_timestamp", "user", "session_user", "current_user", "now", "uuid"]
@@ -282,7 +282,7 @@ PLACES: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_an_expression_stands(place: str) -> None:
+def test_every_option_refuses_nondeterministic_expressions(place: str) -> None:
     assert PLACES[place]("1") is not None
     for expression in ("rand()", "unix_seconds(now())", "monotonically_increasing_id()"):
         with pytest.raises(TopologyError, match=f"expected {place.split(' (')[0]} to be deterministic"):
@@ -290,12 +290,12 @@ def test_wherever_an_expression_stands(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_none_of_them_wherever_an_expression_stands(place: str) -> None:
+def test_every_option_refuses_row_generators(place: str) -> None:
     with pytest.raises(TopologyError, match=f"{place.split(' (')[0]} to give one value for each row"):
         PLACES[place]("explode(array(1, 2))")
 
 
-def test_spark_takes_them_so(spark: SparkSession) -> None:
+def test_function_lists_match_spark(spark: SparkSession) -> None:
     """Each function that Spark reports as nondeterministic is refused, and all functions of Spark are
     known."""
     rows = spark.createDataFrame([], SCHEMA)
@@ -332,7 +332,7 @@ def _may_be_flagged(name: str) -> bool:
     return any(part in name for part in ("rand", "uuid", "current", "file", "id", "user", "uniform"))
 
 
-def test_a_function_of_the_users_own(spark: SparkSession) -> None:
+def test_nondeterministic_udf_is_refused(spark: SparkSession) -> None:
     spark.udf.register("tossed", F.udf(lambda n: n, "int").asNondeterministic())
     spark.udf.register("kept", F.udf(lambda n: n, "int"))
     store: Any = SimpleNamespace(spark=spark)

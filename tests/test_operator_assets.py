@@ -70,7 +70,7 @@ def millis(moment: datetime) -> int:
 
 @pytest.mark.endurance  # test_assets_conformance.py and random chains cover each operator
 @pytest.mark.parametrize("name", PICKED)
-def test_assets_give_what_kafka_streams_gave(name: str, spark: SparkSession, tmp_path: Path) -> None:
+def test_operator_assets_equal_kafka_streams(name: str, spark: SparkSession, tmp_path: Path) -> None:
     operator = "_".join(name.split("-")[:-3])
     found = read_scenarios([SCENARIOS / f"{operator}.json"])
     scenario = next(s for s in found if s.name == name)

@@ -229,7 +229,7 @@ def test_refused_when_definitions_load(name: str) -> None:
         assert part in str(caught.value)
 
 
-def test_what_is_versioned() -> None:
+def test_which_results_are_versioned() -> None:
     table = versioned()
     assert table.filter("n > 1", name="f").versioned
     assert table.map_values("n + 1 as n", name="m").filter("n > 1", name="f").versioned
@@ -247,7 +247,7 @@ def test_what_is_versioned() -> None:
     assert again.history_retention == HOUR
 
 
-def test_checks_of_results() -> None:
+def test_checks_of_operator_results() -> None:
     def names(node: Stream) -> list[str]:
         return [check.name for check in checks_of(node)]
 
@@ -264,7 +264,7 @@ def at(minute: float) -> int:
 
 
 @pytest.mark.slow
-def test_only_the_last_update_of_a_run(spark: SparkSession) -> None:
+def test_emit_per_run_keeps_last_update(spark: SparkSession) -> None:
     grouped = plain().group_by("g")
     every = grouped.aggregate({"total": "sum(n)"}, name="every")
     last = grouped.aggregate({"total": "sum(n)"}, name="last", emit="per_run")
@@ -293,7 +293,7 @@ def test_only_the_last_update_of_a_run(spark: SparkSession) -> None:
 
 
 @pytest.mark.slow
-def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
+def test_custom_aggregator(spark: SparkSession) -> None:
     def add(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
         return {"names": sorted([*names["names"], row["k"]])}
 
@@ -316,7 +316,7 @@ def joined_names(adder: Any, subtractor: Any = None, initializer: Any = None) ->
     return plain().group_by("g").aggregate(names, name="groups")
 
 
-def test_an_aggregator_may_change_its_aggregate_in_place(spark: SparkSession) -> None:
+def test_aggregator_may_mutate_aggregate(spark: SparkSession) -> None:
     """Python code often changes its argument. Each result must have the aggregate of its time, and each
     group a separate aggregate."""
     empty: dict[str, Any] = {"names": []}
@@ -351,7 +351,7 @@ def test_an_aggregator_may_change_its_aggregate_in_place(spark: SparkSession) ->
         (lambda row, names: {"names": 5}, "aggregates of another type: Could not convert 5"),
     ],
 )
-def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said: str) -> None:
+def test_failing_aggregator_is_named(spark: SparkSession, made: Any, said: str) -> None:
     def add(row: dict[str, Any], names: dict[str, Any]) -> Any:
         return made(row, names)
 
@@ -366,7 +366,7 @@ def test_an_aggregator_that_fails_is_named(spark: SparkSession, made: Any, said:
     assert message.endswith("; nothing was committed. Correct the functions, then run again")
 
 
-def test_fields_of_an_aggregate_that_its_schema_lacks(spark: SparkSession) -> None:
+def test_undeclared_aggregate_fields_are_refused(spark: SparkSession) -> None:
     """Arrow drops fields that a struct's type lacks, at any depth, so such a result is refused."""
 
     class Totals(pandera.DataFrameModel):
@@ -383,7 +383,7 @@ def test_fields_of_an_aggregate_that_its_schema_lacks(spark: SparkSession) -> No
         driver.pipe("rates", {"k": "b", "g": "x", "n": 2, "timestamp": at(1)})
 
 
-def test_comments_at_the_end_of_expressions(spark: SparkSession) -> None:
+def test_trailing_comments_in_expressions(spark: SparkSession) -> None:
     large = plain().filter("n > 1 -- large", name="large")
     small = plain().filter_not("n > 1 -- large", name="small")
     sums = {"mean": "avg(n -- of all\n)", "there": "count(n -- (all\n)", "total": "sum(n) -- )"}
@@ -401,7 +401,7 @@ def test_comments_at_the_end_of_expressions(spark: SparkSession) -> None:
     assert [(r["mean"], r["there"]) for r in driver.table("groups")] == [(1.5, 2)]
 
 
-def test_an_adder_that_forgets_to_return() -> None:
+def test_adder_without_return_is_refused() -> None:
     def add(row: dict[str, Any], names: dict[str, Any]) -> Any:
         names["names"].append(row["k"])
 
@@ -418,7 +418,7 @@ def test_an_adder_that_forgets_to_return() -> None:
         joined_names(add)
     assert str(forgot.value) == (
         "groups: expected the adder of its Aggregator to return the aggregate, but "
-        "test_an_adder_that_forgets_to_return.<locals>.add returns no value, and so no group would "
+        "test_adder_without_return_is_refused.<locals>.add returns no value, and so no group would "
         "have a row; end it with return and the aggregate"
     )
     assert all(joined_names(one) for one in (returns, chooses, partial(add), lambda row, names: names))
@@ -432,7 +432,9 @@ def test_an_adder_that_forgets_to_return() -> None:
         ("cast(cast(n as string) || ')' as string)", "string", "1)"),
     ],
 )
-def test_the_type_of_casts(spark: SparkSession, expression: str, kind: str, value: Any) -> None:
+def test_type_of_expression_with_casts(
+    spark: SparkSession, expression: str, kind: str, value: Any
+) -> None:
     """An expression with two casts does not have the type of the last one."""
     mapped = plain().map_values(f"{expression} as x", name="mapped")
     assert mapped.schema["x"].dataType.typeName() == kind
@@ -441,7 +443,7 @@ def test_the_type_of_casts(spark: SparkSession, expression: str, kind: str, valu
     assert [r["x"] for r in driver.read("mapped")] == [value]
 
 
-def test_windows_have_bounds_that_python_has(spark: SparkSession) -> None:
+def test_windows_are_clamped_to_python_range(spark: SparkSession) -> None:
     """The zero time of Go and .NET is in windows that start in the year 0. Python has no such year, so
     the first and the last possible time limit the bounds."""
     first, last = datetime(1, 1, 1, tzinfo=timezone.utc), datetime.max.replace(tzinfo=timezone.utc)
@@ -502,9 +504,7 @@ def land(root: Path, name: str, *records: tuple[str, str, int, float]) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_buffer_stops_the_run_and_a_larger_one_goes_on(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_full_buffer_fails_run_until_enlarged(spark: SparkSession, tmp_path: Path) -> None:
     land(tmp_path, "1.jsonl", ("a", "x", 1, 1.1), ("b", "y", 3, 1.2), ("c", "z", 5, 1.3))
     result, said = execute(tmp_path, limit=2)
     assert not result.success
@@ -549,7 +549,7 @@ def test_a_full_buffer_stops_the_run_and_a_larger_one_goes_on(
 
 
 @pytest.mark.slow
-def test_reduce(spark: SparkSession) -> None:
+def test_reduce_equals_sum(spark: SparkSession) -> None:
     """``reduce`` with two functions of rows gives the results of ``sum(n)`` (FORMAT 4.8)."""
 
     def add(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
@@ -594,7 +594,7 @@ def test_reduce(spark: SparkSession) -> None:
     assert [(r["g"], r["n"]) for r in driver.table("reduced")] == [("x", 16), ("y", 8)]
 
 
-def test_numbers_that_python_does_not_compare_as_spark_does(spark: SparkSession) -> None:
+def test_nan_and_zero_keys_compare_like_spark(spark: SparkSession) -> None:
     """All NaN values are one key, and so are the two zeros, also in a struct."""
     inner = StructType([StructField("x", DoubleType())])
     number, nested = StructField("d", DoubleType()), StructField("s", inner)
@@ -617,7 +617,7 @@ def test_numbers_that_python_does_not_compare_as_spark_does(spark: SparkSession)
         assert sorted(r["n"] for r in driver.table(name)) == [15, 150]
 
 
-def test_a_filter_whose_result_has_a_history_takes_the_zeros_for_one(spark: SparkSession) -> None:
+def test_versioned_filter_treats_zeros_as_one_key(spark: SparkSession) -> None:
     fields = [StructField("k", DoubleType()), *SCHEMA.fields[1:]]
     source = Table("rates", key="k", schema=StructType(fields), tombstone="n is null")
     kept = source.filter("n > 1", name="kept", materialized=Materialized(timedelta(days=1)))
@@ -628,7 +628,7 @@ def test_a_filter_whose_result_has_a_history_takes_the_zeros_for_one(spark: Spar
 
 
 @pytest.mark.slow
-def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
+def test_final_results_after_time_limit_suppress(spark: SparkSession) -> None:
     minute = timedelta(minutes=1)
     quiet = windows(TumblingWindow(HOUR, 10 * minute)).suppress(
         UntilTimeLimit(5 * minute), name="quiet"
@@ -652,7 +652,7 @@ def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
         assert count == max(n for h, n in updates if h == hour)
 
 
-def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession) -> None:
+def test_key_in_different_partitions_of_sides(spark: SparkSession) -> None:
     """All results of a key are in one partition, so that the last one counts, whichever side changed.
     This holds for joins of tables, plain and versioned, and for merged streams."""
     keyed, at = StructField("k", StringType()), StructField("timestamp", TimestampType())
@@ -696,7 +696,7 @@ def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession) -> Non
 
 
 @pytest.mark.parametrize("kind", ["plain", "versioned"])
-def test_a_table_whose_source_has_more_partitions_than_before(
+def test_source_with_added_partitions_keeps_latest_record(
     spark: SparkSession, tmp_path: Path, kind: str
 ) -> None:
     """The record that was recorded last counts, even if its offset is smaller than an earlier one's."""
@@ -726,7 +726,7 @@ def test_a_table_whose_source_has_more_partitions_than_before(
     assert {row["price"] for row in stores(node).read("current").collect()} == {1}
 
 
-def test_when_two_tables_have_a_key_in_the_same_partition() -> None:
+def test_which_sources_are_copartitioned() -> None:
     """Topics are assumed to be partitioned alike, as in Kafka Streams; a topic and files are not."""
     cluster = KafkaCluster("localhost:9092")
 

@@ -187,7 +187,7 @@ OVER_RUNS = ("stream_table_join", "corrected_join")
 """Nodes whose graphs make several runs; the graphs of all others make one."""
 
 
-def test_a_graph_commits_what_the_asset_commits(spark: SparkSession, tmp_path: Path) -> None:
+def test_graph_commits_same_as_asset(spark: SparkSession, tmp_path: Path) -> None:
     """A graph and an asset of a stream-table join commit the same rows, order, counts and times, in two
     runs and one without new records. The counts add up, with records that waited before; so do those of
     sources."""
@@ -270,7 +270,7 @@ def of_each_sequence(nodes: dict[str, Stream]) -> dict[str, Stream]:
     return {name: node for name, node in nodes.items() if name in kept}
 
 
-def test_a_graph_of_each_operator(spark: SparkSession, tmp_path: Path) -> None:
+def test_graph_of_each_operator_equals_plain_run(spark: SparkSession, tmp_path: Path) -> None:
     """A graph commits what a run without Dagster commits, and the counts of that run add up."""
     market = Market(tmp_path, spark)
     land(market, 1)
@@ -322,7 +322,7 @@ def test_each_operator_has_an_op(tmp_path: Path) -> None:
     assert released.dagster_type.unique_name == "sales_considered"
 
 
-def test_what_the_buffer_gives_is_not_changed(spark: SparkSession, tmp_path: Path) -> None:
+def test_ops_must_not_change_buffer_records(spark: SparkSession, tmp_path: Path) -> None:
     """If an op drops the waiting records, returns the released ones twice, or drops a column, the run
     fails before its commit."""
     market = Market(tmp_path, spark)
@@ -346,7 +346,7 @@ def test_what_the_buffer_gives_is_not_changed(spark: SparkSession, tmp_path: Pat
         assert market.store(market.priced).head() is None
 
 
-def test_a_graph_takes_the_place_of_an_asset(spark: SparkSession, tmp_path: Path) -> None:
+def test_graph_replaces_asset(spark: SparkSession, tmp_path: Path) -> None:
     """The graph has the asset's spec, checks and downstream assets. A graph with the key of no node is
     refused."""
     market = Market(tmp_path, spark)

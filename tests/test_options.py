@@ -181,11 +181,11 @@ def test_decorators_and_yaml_have_each_option() -> None:
 
 
 @each()
-def test_an_option_has_a_text(option: Option) -> None:
+def test_each_option_has_description(option: Option) -> None:
     assert described(VersionedTable, option.name)
 
 
-def test_the_code_version_does_not_change_with_the_layout_of_sql() -> None:
+def test_code_version_ignores_sql_layout() -> None:
     def made(timestamp: str, condition: str) -> str:
         schema = StructType([*SCHEMA.fields, StructField("x", StringType())])
         node = Table("t", key="k", schema=schema, timestamp=timestamp, deleted_when=condition)
@@ -197,7 +197,7 @@ def test_the_code_version_does_not_change_with_the_layout_of_sql() -> None:
 
 
 @each()
-def test_the_code_version_changes_with_the_records(option: Option) -> None:
+def test_code_version_changes_with_record_options(option: Option) -> None:
     node = declared(option.name)
     # ``deleted_when`` is an alias, stored as ``tombstone``.
     defines = option.defines_records or option.name == "deleted_when"
@@ -205,7 +205,7 @@ def test_the_code_version_changes_with_the_records(option: Option) -> None:
 
 
 @each()
-def test_metadata_shows_an_option(option: Option) -> None:
+def test_metadata_shows_option(option: Option) -> None:
     now, before = (definition_metadata(n) for n in (declared(option.name), without(declared())))
     name = f"vt_dagster/{option.name}"
     assert (name in now) == option.shown
@@ -231,7 +231,7 @@ def test_values_are_shown_as_text() -> None:
 
 
 @each(lambda option: option.in_commit)
-def test_a_commit_keeps_an_option(option: Option) -> None:
+def test_commit_stores_option(option: Option) -> None:
     shape = Shape.model_validate_json(shape_of(declared(option.name)).model_dump_json())
     value = VALUES[option.name]
     assert getattr(shape, option.name) == value
@@ -346,7 +346,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("option", "consumer"), CELLS)
-def test_a_consumer_reads_an_option_or_says_why_not(option: Option, consumer: Consumer) -> None:
+def test_consumer_reads_or_refuses_option(option: Option, consumer: Consumer) -> None:
     node = read_by(consumer is Consumer.SPINE, option.name)
     assert node is not None
     refusal = option.refused.get(consumer)
@@ -365,7 +365,7 @@ def test_a_consumer_reads_an_option_or_says_why_not(option: Option, consumer: Co
             build(node)
 
 
-def test_each_refusal_is_in_the_matrix() -> None:
+def test_matrix_lists_each_refusal() -> None:
     assert set(BUILD) == set(Consumer)
     walked = {one.id for one in CELLS}
     told = [(o, [*o.refused, *o.read_if, *o.kept_if]) for o in OPTIONS]
@@ -373,7 +373,7 @@ def test_each_refusal_is_in_the_matrix() -> None:
 
 
 @each(lambda option: option.not_of_results)
-def test_a_result_cannot_have_an_option(option: Option) -> None:
+def test_operator_result_refuses_option(option: Option) -> None:
     about = {option.name: VALUES[option.name]}
     with pytest.raises(TopologyError, match="the result of an operator") as error:
         declared().filter("true", name="m", **about)  # type: ignore[attr-defined]
@@ -382,7 +382,7 @@ def test_a_result_cannot_have_an_option(option: Option) -> None:
 
 
 @each(lambda option: option.not_of_states)
-def test_whole_states_cannot_have_an_option(option: Option) -> None:
+def test_snapshot_source_refuses_option(option: Option) -> None:
     with pytest.raises(TopologyError, match="a source of changes") as error:
         declared(option.name, source=SnapshotSource("dumps", dump_time="modified"))
     assert f"prices: {option.name} needs" in str(error.value)
@@ -390,7 +390,7 @@ def test_whole_states_cannot_have_an_option(option: Option) -> None:
 
 
 @each(lambda option: option.excludes)
-def test_one_option_excludes_another(option: Option) -> None:
+def test_excluded_option_is_refused(option: Option) -> None:
     for other, why in option.excludes.items():
         with pytest.raises(TopologyError, match=f"does not allow {other}") as error:
             declared(option.name, **{other: VALUES[other]})
@@ -449,7 +449,7 @@ DECLARE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", DECLARE)
-def test_a_value_of_another_type_is_refused_when_definitions_load(kind: str) -> None:
+def test_value_of_wrong_type_is_refused_when_definitions_load(kind: str) -> None:
     """Each value is accepted or raises an error of the library; any other error fails the test."""
     declare, about = DECLARE[kind]
     for option in about:
@@ -458,7 +458,7 @@ def test_a_value_of_another_type_is_refused_when_definitions_load(kind: str) -> 
                 declare(**{**about, option: value})
 
 
-def test_the_message_names_the_asset_the_option_and_its_type() -> None:
+def test_message_names_asset_option_and_type() -> None:
     def refused(declare: Callable[..., Any], **about: Any) -> str:
         with pytest.raises(VtDagsterError) as error:
             declare(**about)
@@ -495,7 +495,7 @@ def test_the_message_names_the_asset_the_option_and_its_type() -> None:
     assert "expected password to be a text or None, got a value of type bytes" in secret
 
 
-def test_a_value_that_means_the_same_is_taken() -> None:
+def test_equivalent_value_types_are_accepted() -> None:
     """NumPy numbers, paths, dictionary views, and resources configured at launch are accepted."""
     made = declared(partitions=numpy.int64(4), key_prefix=("shop",), key={"k": 1}.keys())
     assert (type(made.partitions), made.partitions, made.key) == (int, 4, ("k",))

@@ -26,7 +26,7 @@ LIBRARY = {
 }
 
 
-def test_wheel() -> None:
+def test_wheel_contents() -> None:
     wheel, _ = distributions()
     with zipfile.ZipFile(wheel) as opened:
         names = {n for n in opened.namelist() if not n.endswith("/")}
@@ -49,7 +49,7 @@ def test_wheel() -> None:
     assert not [n for n in needs if n.startswith(("pytest", "ruff", "pyright", "playwright"))]
 
 
-def test_sdist() -> None:
+def test_sdist_contents() -> None:
     _, sdist = distributions()
     with tarfile.open(sdist) as opened:
         names = {n.partition("/")[2] for n in opened.getnames()}

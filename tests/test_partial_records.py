@@ -165,7 +165,7 @@ def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
     return found
 
 
-def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
+def test_versions_equal_fold_for_any_order_and_split(spark: SparkSession) -> None:
     """Versions are the fold of each key's records by time, for many keys in random order. The log is
     the same if the records are split into two runs and the kernel gets few rows at a time."""
     random, arrived = Random(11), list[Change]()
@@ -215,7 +215,7 @@ def rows_of(driver: TopologyTestDriver, *columns: str) -> list[tuple[Any, ...]]:
     ]  # pyright: ignore[reportReturnType]
 
 
-def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) -> None:
+def test_late_value_carries_into_later_versions(spark: SparkSession) -> None:
     """A late record's column holds in later versions, until a version whose own record gives the
     column, or until a deletion. Each changed version gets one more row in the log."""
     driver = TopologyTestDriver(table(only_columns="given", deleted_when="tier = 'gone'"), spark=spark)
@@ -262,7 +262,7 @@ def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) ->
     )
 
 
-def test_a_late_zero_of_another_sign_holds_in_later_versions() -> None:
+def test_late_negative_zero_carries_into_later_versions() -> None:
     """A late -0.0 replaces the 0.0 that a later record of the run inherits: in a double and in a list
     of doubles. NaN in the rows does not matter."""
     kernel: Any = partial_updates
@@ -295,7 +295,7 @@ def test_a_late_zero_of_another_sign_holds_in_later_versions() -> None:
     ]
 
 
-def test_two_records_of_one_time_are_one_version(spark: SparkSession) -> None:
+def test_records_of_same_time_merge_into_one_version(spark: SparkSession) -> None:
     """The version has the columns of both records. If both give a column, the later arrival counts."""
     driver = TopologyTestDriver(table(only_columns="given"), spark=spark)
     driver.pipe("members", put("a", 1, tier="gold", city="Rome", tags={"x": 1}))
@@ -323,7 +323,7 @@ def test_two_records_of_one_time_are_one_version(spark: SparkSession) -> None:
         ({}, (None, None, None)),
     ],
 )
-def test_what_a_null_means(spark: SparkSession, setting: dict[str, Any], kept: Any) -> None:
+def test_meaning_of_null(spark: SparkSession, setting: dict[str, Any], kept: Any) -> None:
     driver = TopologyTestDriver(table(**setting), spark=spark)
     first = {"tier": "gold", "tags": {"x": 1}}
     driver.pipe("members", put("a", 1, city="Rome", **first), put("a", 5))
@@ -337,7 +337,7 @@ def test_what_a_null_means(spark: SparkSession, setting: dict[str, Any], kept: A
 @pytest.mark.parametrize(
     "only_columns", ["changed", "from_json(changed, 'array<string>')", "split(changed, ' *, *')"]
 )
-def test_the_names_may_be_text(spark: SparkSession, only_columns: str) -> None:
+def test_column_names_as_json_or_comma_list(spark: SparkSession, only_columns: str) -> None:
     """The names are a JSON array or a list with commas, in a column that the table does not have. Null
     means all columns."""
     driver = TopologyTestDriver(table(only_columns=only_columns), spark=spark)
@@ -357,7 +357,7 @@ def test_the_names_may_be_text(spark: SparkSession, only_columns: str) -> None:
     ]
 
 
-def test_what_a_record_says_must_be_known(spark: SparkSession) -> None:
+def test_record_with_unknown_columns_is_quarantined(spark: SparkSession) -> None:
     """A record whose columns are unknown is quarantined. Else its nulls would replace existing
     values."""
     node = table(only_columns="if(tier = 'bad', array(raise_error('no')), given)")
@@ -370,7 +370,7 @@ def test_what_a_record_says_must_be_known(spark: SparkSession) -> None:
     assert rows_of(driver, "tier") == [(5, "iron")]
 
 
-def test_a_version_keeps_what_is_its_own(spark: SparkSession) -> None:
+def test_version_does_not_inherit_timestamp_or_end(spark: SparkSession) -> None:
     """A version does not inherit the timestamp or the end of the version before it. A record may give a
     renamed column by its old or new name."""
     own = [*SCHEMA.fields[:4], StructField("changed_at", TimestampType())]
@@ -401,7 +401,7 @@ def test_a_version_keeps_what_is_its_own(spark: SparkSession) -> None:
     assert found == [(1, 4, "Rome", None, 1), (7, 9, "Oslo", None, 7), (9, None, "Oslo", "x", 9)]
 
 
-def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
+def test_partial_records_with_new_version_on(spark: SparkSession) -> None:
     """``new_version_on`` compares whole rows, after partial records are applied."""
     random, arrived = Random(5), list[Change]()
     for n in range(25):
@@ -474,7 +474,7 @@ def tied_changes(random: Random, key: str, many: int) -> list[Change]:
     return found
 
 
-def test_of_one_time_each_column_goes_by_the_tie_break(spark: SparkSession) -> None:
+def test_tie_break_decides_per_column(spark: SparkSession) -> None:
     """Of the records of one time, each column is from the one that wins the tie-break. This holds
     however records are split into runs, and in two orders of arrival."""
     random, arrived = Random(7), list[Change]()
@@ -538,7 +538,7 @@ def made_of(source: VersionedTable) -> list[Stream]:
     ]
 
 
-def test_what_is_made_of_it_is_made_of_its_log(spark: SparkSession) -> None:
+def test_downstream_assets_equal_table_of_whole_rows(spark: SparkSession) -> None:
     """Downstream assets are the same as those of a table of whole rows that gets this log's rows as
     records, in whatever order the records arrive. Columns have several types and names with special
     characters; the tie-break has NaN and -0.0."""
@@ -629,7 +629,7 @@ def test_what_is_made_of_it_is_made_of_its_log(spark: SparkSession) -> None:
         ),
     ],
 )
-def test_what_cannot_be_declared(about: dict[str, Any], said: str) -> None:
+def test_refused_when_declared(about: dict[str, Any], said: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(said)):
         table(**about)
 
@@ -642,13 +642,13 @@ def test_what_cannot_be_declared(about: dict[str, Any], said: str) -> None:
         ("given[", "which Spark refuses"),
     ],
 )
-def test_what_is_no_list_of_names(spark: SparkSession, only_columns: str, said: str) -> None:
+def test_invalid_column_names_are_refused(spark: SparkSession, only_columns: str, said: str) -> None:
     driver = TopologyTestDriver(table(only_columns=only_columns), spark=spark)
     with pytest.raises(TopologyError, match=re.escape(said)):
         driver.pipe("members", put("a", 1))
 
 
-def test_it_is_part_of_what_a_table_means() -> None:
+def test_partial_options_change_code_version() -> None:
     told = [{}, {"only_columns": "given"}, {"only_columns": ["city"]}, {"ignore_null_updates": True}]
     assert len({code_version(table(**about)) for about in told}) == len(told)
 
@@ -703,7 +703,7 @@ def some(k: str, second: int, changed: str | None = None, **values: Any) -> dict
     return {"k": k, "timestamp": at(second), **said, **values}
 
 
-def test_a_late_part_corrects_what_was_joined_and_can_be_told(
+def test_late_partial_record_corrects_join_and_is_explained(
     tmp_path: Path, spark: SparkSession
 ) -> None:
     made = Members(tmp_path, spark, only_columns="changed")
@@ -753,7 +753,7 @@ def test_a_late_part_corrects_what_was_joined_and_can_be_told(
     assert (choice.of, choice.late) == (5, 2)
 
 
-def test_with_a_snapshot_to_start_with(tmp_path: Path, spark: SparkSession) -> None:
+def test_partial_records_after_initial_snapshot(tmp_path: Path, spark: SparkSession) -> None:
     """Rows of the snapshot are whole. A column that a change leaves out has the snapshot's value, also
     if an older change arrives after a newer one."""
     dump = SnapshotSource(str(tmp_path / "dump"), "jsonl", dump_time="%Y-%m-%dT%H%M%SZ")
@@ -775,7 +775,7 @@ def test_with_a_snapshot_to_start_with(tmp_path: Path, spark: SparkSession) -> N
     ]
 
 
-def test_switched_on_and_off_in_a_live_table(tmp_path: Path, spark: SparkSession) -> None:
+def test_option_switched_on_and_off_in_live_table(tmp_path: Path, spark: SparkSession) -> None:
     """The option holds for records that arrive after it is set; earlier records give their whole row.
     After a rename, a version still gives the column that it gave under the old name."""
     made = Members(tmp_path, spark)
@@ -814,7 +814,7 @@ def test_switched_on_and_off_in_a_live_table(tmp_path: Path, spark: SparkSession
     ]
 
 
-def test_ties_of_columns_on_delta(tmp_path: Path, spark: SparkSession) -> None:
+def test_column_tie_break_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     """A tie-break decides for each column: switched on in a live table, across runs, in versions that
     a late record changes, and after its column gets another name and a wider type."""
     more = [StructField("plan", VarcharType(9))]

@@ -105,9 +105,7 @@ class Reports:
 
 @pytest.mark.endurance  # test_stale_partitions.py tests each cause
 @pytest.mark.parametrize("seed", [1, 2])
-def test_after_the_requested_runs_all_is_as_if_made_anew(
-    spark: SparkSession, tmp_path: Path, seed: int
-) -> None:
+def test_requested_runs_restore_all_partitions(spark: SparkSession, tmp_path: Path, seed: int) -> None:
     dice, reports = random.Random(seed), Reports(tmp_path, spark)
     for number in range(1, LAST + 1, 2):
         reports.land(
@@ -176,7 +174,7 @@ def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Repor
     return reports
 
 
-def test_which_and_why(made: Reports) -> None:
+def test_stale_partitions_and_reasons(made: Reports) -> None:
     """A day reads as of the instant just before its end. So day 4 is stale: the late price ends when a5
     begins, which is the end of day 4."""
     said = made.tick()
@@ -193,7 +191,7 @@ def test_which_and_why(made: Reports) -> None:
     assert day(8) not in made.asked()
 
 
-def test_nobody_knows_what_a_partition_has_read(made: Reports) -> None:
+def test_partition_without_recorded_reads_is_requested(made: Reports) -> None:
     made.reported("2024-02-01", None)
     made.reported("2023-12-31", None)  # the definition has no such partition
     said = made.tick()
@@ -205,7 +203,7 @@ def test_nobody_knows_what_a_partition_has_read(made: Reports) -> None:
     assert made.asked() == [day(3), day(4)]
 
 
-def test_a_run_that_ends_after_a_newer_one(made: Reports) -> None:
+def test_older_run_ending_last_is_stale(made: Reports) -> None:
     """If an older run ends last, the partition has the rows of an older position. The sensor requests
     the partition again."""
     said = made.tick()
@@ -222,7 +220,7 @@ def test_a_run_that_ends_after_a_newer_one(made: Reports) -> None:
     assert (again.partition_key, again.run_key != first.run_key) == (day(3), True)
 
 
-def test_a_time_that_is_forgotten(made: Reports, capfd: pytest.CaptureFixture[str]) -> None:
+def test_partition_beyond_history_is_skipped(made: Reports, capfd: pytest.CaptureFixture[str]) -> None:
     told = made.make("2024-01-02")[READS]["prices"]
     made.reported("2024-02-02", {**told, "log": "another"})
     made.reported("2024-01-02", {**told, "log": "another", "as_of": "2023-12-01T00:00:00Z"})
@@ -235,7 +233,7 @@ def test_a_time_that_is_forgotten(made: Reports, capfd: pytest.CaptureFixture[st
 
 # The warning is about tags that Dagster itself gives a run of several dimensions.
 @pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning")
-def test_several_dimensions(spark: SparkSession, tmp_path: Path) -> None:
+def test_multi_partitions(spark: SparkSession, tmp_path: Path) -> None:
     both = dg.MultiPartitionsDefinition(
         {"day": DAYS, "shop": dg.StaticPartitionsDefinition(["x", "y"])}
     )
@@ -275,13 +273,13 @@ def by_itself() -> None: ...
         (_asset(**AS_OF), "rates", "expected a versioned table in reads, got the Table 'rates'"),
     ],
 )
-def test_refused(tmp_path: Path, report: Any, reads: str, said: str) -> None:
+def test_refused_when_declared(tmp_path: Path, report: Any, reads: str, said: str) -> None:
     market: Any = Market(tmp_path, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TopologyError, match=said):
         build_partition_sensor(report, reads=getattr(market, reads))
 
 
-def test_what_was_read_once_is_not_read_again(
+def test_sensor_reads_only_new_materializations(
     made: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sensor reads only new materializations from Dagster's storage. Wiped ones, and those of

@@ -37,9 +37,7 @@ from vt_dagster.storage.delta import address, filesystem, require_place, unseen
 DAY = timedelta(days=1)
 
 
-def test_relative_paths_are_absolute_when_definitions_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     about: dict[str, Any] = {"key": "k", "schema": RECORD, "timestamp": "at"}
     sources = [
@@ -66,7 +64,7 @@ def test_relative_paths_are_absolute_when_definitions_load(
     assert build_resources("data")["vt_dagster_warehouse"].path == str(tmp_path / "other" / "data")
 
 
-def test_a_commit_whose_files_are_elsewhere(
+def test_commit_with_files_on_other_machine_is_refused(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit is refused if a Spark server on another machine wrote the files to its own disk."""
@@ -82,7 +80,7 @@ def test_a_commit_whose_files_are_elsewhere(
     assert not Path(path, "_delta_log").exists()
 
 
-def test_a_file_that_spark_does_not_find(tmp_path: Path, spark: SparkSession) -> None:
+def test_file_missing_on_spark_server_is_reported(tmp_path: Path, spark: SparkSession) -> None:
     """The opposite case: this process sees a file that Spark does not see, and the message says so."""
     place = tmp_path / "prices.jsonl"
     with pytest.raises(Exception, match="PATH_NOT_FOUND") as raised:

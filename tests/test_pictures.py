@@ -75,7 +75,7 @@ def test_histogram(seconds: float, label: str) -> None:
     assert "grace period 2:00:00" in texts(svg)
 
 
-def test_of_runs(market: Market) -> None:
+def test_pictures_of_runs(market: Market) -> None:
     said = materialized(market.results[-1], "prices")
     line = drawn(said["timeline"])
     assert {"a", "b"} <= set(texts(line))
@@ -92,7 +92,9 @@ def test_of_runs(market: Market) -> None:
 
 
 @pytest.mark.parametrize("select", [["left.*", "right.v as price"], ["left.at as sold", "right.v"]])
-def test_of_a_corrected_join_without_key(market: Market, tmp_path: Path, select: list[str]) -> None:
+def test_picture_of_corrected_join_without_key(
+    market: Market, tmp_path: Path, select: list[str]
+) -> None:
     """The result's key is the place of a record (partition and offset), not the table's key. The
     picture has the join's keys with the table's versions. If the result lacks that key, it has no
     versions."""
@@ -109,7 +111,7 @@ def test_of_a_corrected_join_without_key(market: Market, tmp_path: Path, select:
     assert by_key == bool(parts(line, "rect")) == ("left.*" in select)
 
 
-def test_what_matters_is_told_first_and_in_a_line(market: Market) -> None:
+def test_summary_is_first_metadata_entry(market: Market) -> None:
     said = materialized(market.results[-1], "priced")
     first = ["at_a_glance", "records_in", "records_out", "records_late"]
     assert list(said)[:4] == first
@@ -124,7 +126,7 @@ def test_what_matters_is_told_first_and_in_a_line(market: Market) -> None:
     assert said["at_a_glance_lateness"].endswith("; grace period 1 hour")
 
 
-def test_a_timeline_in_characters() -> None:
+def test_text_timeline() -> None:
     hour = HOUR
     lane = Lane(
         "JFK",
@@ -139,7 +141,7 @@ def test_a_timeline_in_characters() -> None:
     assert told_by[-1].startswith("3 of 243 records of this run.")
 
 
-def test_a_timeline_in_characters_is_small_whatever_its_keys() -> None:
+def test_text_timeline_size_is_bounded() -> None:
     """Dagster would show a text of 1,000 characters (UTF-16) only after a click on a link."""
     keys = ["a`b\n", "\U0001f6eb" * 40, "x" * 40, "z", "y", "w"]
     lanes = [
@@ -153,7 +155,7 @@ def test_a_timeline_in_characters_is_small_whatever_its_keys() -> None:
     assert " of 1,000,000,000,000 records" in drawn
 
 
-def test_lines() -> None:
+def test_summary_lines() -> None:
     assert counts_text("1,234 in", None, None) == "records: 1,234 in"
     assert counts_text("0 in", 7, -(10**17)).endswith(
         "; rows now: 7; stream time: before the year 1 UTC"
@@ -164,7 +166,7 @@ def test_lines() -> None:
     )
 
 
-def test_of_many_files_and_records(
+def test_picture_of_many_files_and_records(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = market.copy(tmp_path / "copy")
@@ -186,7 +188,7 @@ def test_of_many_files_and_records(
     assert len(places) == 30
 
 
-def test_a_crowd_is_drawn_evenly() -> None:
+def test_sampled_records_are_spread_evenly() -> None:
     crowd = [(n, n in (7, 8)) for n in range(240)]
     shown = metadata._spread(crowd)
     assert len(shown) == 60
@@ -196,7 +198,9 @@ def test_a_crowd_is_drawn_evenly() -> None:
     assert "60 of 240" in texts(svg)
 
 
-def test_they_never_fail_a_run(market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_picture_does_not_fail_run(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no ink")
 

@@ -274,7 +274,7 @@ def concerned(nodes: Sequence[Stream], changed: set[str]) -> list[Stream]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_does_what_the_plan_says(spark: SparkSession, copy: Path, name: str) -> None:
+def test_run_follows_plan_verdict(spark: SparkSession, copy: Path, name: str) -> None:
     case, warehouse = CASES[name], str(copy / "warehouse")
     nodes = case.change(copy)
     there = {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")}
@@ -312,7 +312,7 @@ def test_a_run_does_what_the_plan_says(spark: SparkSession, copy: Path, name: st
     }
 
 
-def test_downstream_needs_a_replay_after_the_swap(spark: SparkSession, copy: Path) -> None:
+def test_plan_names_downstream_replays(spark: SparkSession, copy: Path) -> None:
     """The plan names the downstream assets. Its numbers of rows and bytes are those of the log."""
     warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 5")
     (dear,) = [one for one in plan(warehouse, nodes, ["dear"]) if one.asset == "dear"]
@@ -353,7 +353,7 @@ def rows_of(root: Path, name: str) -> list[tuple[Any, ...]]:
     return sorted(tuple(row.values()) for row in found)
 
 
-def test_planned_replays_are_resumed_at_each_step(
+def test_planned_replays_resume_after_kill(
     spark: SparkSession, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The assets that the plan names are compared, replayed together with their downstream assets, and
@@ -412,7 +412,7 @@ def test_planned_replays_are_resumed_at_each_step(
         replay_planned(warehouse, other, spark)
 
 
-def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
+def test_lossy_replays_are_refused(spark: SparkSession, copy: Path) -> None:
     """Replays are refused before the first one starts if they would lose matches that have expired
     from the table's history, or records of removed files."""
     warehouse = str(copy / "warehouse")
@@ -446,7 +446,7 @@ def test_what_replays_would_lose(spark: SparkSession, copy: Path) -> None:
     assert replay_planned(warehouse, other, spark) == {}
 
 
-def test_what_a_replay_does_not_remove(spark: SparkSession, copy: Path) -> None:
+def test_refusal_that_replay_cannot_fix(spark: SparkSession, copy: Path) -> None:
     """A refusal that a replay cannot remove stops planned replays and a restatement at their start."""
     warehouse, nodes = str(copy / "warehouse"), shop(copy, dear="{} > 5")
     about: Any = {"start": "2024-01-01T00:00:00Z", "spark": spark, "dry_run": True}
@@ -468,7 +468,7 @@ def test_what_a_replay_does_not_remove(spark: SparkSession, copy: Path) -> None:
     assert not (copy / "warehouse" / "dear_new").exists()
 
 
-def test_another_program_has_written(spark: SparkSession, copy: Path) -> None:
+def test_plan_refuses_foreign_writes(spark: SparkSession, copy: Path) -> None:
     log = DeltaTable(f"{copy}/warehouse/orders/log")
     log.delete("customer = 'x'")
     (found,) = plan(str(copy / "warehouse"), shop(copy), ["orders"])
@@ -478,7 +478,7 @@ def test_another_program_has_written(spark: SparkSession, copy: Path) -> None:
     assert str(raised.value) == found.reason
 
 
-def test_before_the_first_run(tmp_path: Path) -> None:
+def test_plan_before_first_run(tmp_path: Path) -> None:
     land(tmp_path, "prices", "1.jsonl")
     land(tmp_path, "orders", "1.jsonl")
     found = plan(str(tmp_path / "nothing yet"), shop(tmp_path)[-1:])
@@ -492,7 +492,7 @@ def asked(module: str, warehouse: Path, *options: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-def test_the_command(
+def test_plan_command(
     spark: SparkSession, live: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

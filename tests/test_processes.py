@@ -50,7 +50,7 @@ def check(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
 
 @pytest.mark.jvm
 @pytest.mark.timeout(900)
-def test_some_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
+def test_some_asset_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
     found = outcomes(tmp_path / "runs", connect_server.environment, "server", *SOME)
     check(found, len(SOME))
     lake = tmp_path / "runs" / "data" / "lake"
@@ -83,12 +83,12 @@ def test_gates_checks_and_ops_on_connect(connect_server: ConnectServer) -> None:
 
 @pytest.mark.endurance
 @pytest.mark.timeout(7_200)
-def test_everything_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
+def test_all_asset_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
     check(outcomes(tmp_path / "runs", connect_server.environment, "server"), 57)
 
 
 @pytest.mark.endurance
 @pytest.mark.timeout(7_200)
-def test_everything_on_a_session_of_its_own(tmp_path: Path) -> None:
+def test_all_asset_kinds_on_local_session(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     check(outcomes(tmp_path / "runs", environment, "local"), 57)

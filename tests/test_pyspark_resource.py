@@ -38,7 +38,7 @@ def landed(market: Market) -> Market:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_session_for_tables_and_own_assets(spark: SparkSession, tmp_path: Path, kind: Any) -> None:
+def test_tables_and_own_assets_share_session(spark: SparkSession, tmp_path: Path, kind: Any) -> None:
     """In one process, the team's own assets read the tables on the same session as the tables' runs."""
     market = landed(Market(tmp_path, spark))
     theirs = kind(spark_config={"spark.sql.shuffle.partitions": "2"})
@@ -72,15 +72,13 @@ def test_one_session_for_tables_and_own_assets(spark: SparkSession, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resource_that_no_run_has_set_up(spark: SparkSession, kind: Any) -> None:
+def test_session_outside_run(spark: SparkSession, kind: Any) -> None:
     """A script of the code location gets the session from the resource, as the worked example does."""
     assert session_of(kind(spark_config={})) is spark
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_session_in_another_time_zone_is_refused(
-    spark: SparkSession, tmp_path: Path, kind: Any
-) -> None:
+def test_session_in_other_time_zone_is_refused(spark: SparkSession, tmp_path: Path, kind: Any) -> None:
     """The run is also refused if another asset has changed the time zone of the shared session.
     Nothing is written."""
     market = landed(Market(tmp_path, spark))
@@ -108,13 +106,13 @@ class _Plain:
             return {TIME_ZONE: "Etc/UTC"}.get(name, default)
 
 
-def test_what_a_session_lacks_is_named() -> None:
+def test_missing_session_settings_are_named() -> None:
     extensions, catalog = lacking(_Plain())  # type: ignore[arg-type]
     assert extensions.startswith("spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension")
     assert catalog.startswith("spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta")
 
 
-def test_settings_that_change_the_meaning_of_sql_are_named() -> None:
+def test_sql_changing_settings_are_named() -> None:
     class Other(_Plain):
         class conf:
             @staticmethod
@@ -147,7 +145,7 @@ class _OfAnotherSeries:
             }[name]
 
 
-def test_a_session_of_an_unsupported_series_is_refused() -> None:
+def test_session_of_unsupported_series_is_refused() -> None:
     says = r"^Expected a session of Spark 4\.0, 4\.1 or 4\.2, got one of Spark 3\.5\.1-site-2, .* pip"
     with pytest.raises(SparkUnavailableError, match=says):
         lacking(_OfAnotherSeries())  # type: ignore[arg-type]
@@ -158,18 +156,18 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("given", ["local[2]", SparkSession, object()])
-def test_what_is_no_resource_is_refused_when_definitions_load(tmp_path: Path, given: Any) -> None:
+def test_non_resource_is_refused_when_definitions_load(tmp_path: Path, given: Any) -> None:
     market = Market(tmp_path, None)  # type: ignore[arg-type]
     with pytest.raises(TopologyError, match="expected a SparkResource, or a PySparkResource or Lazy"):
         build_definitions(market.prices, spark=given)
 
 
-def test_a_resource_without_a_session_is_refused() -> None:
+def test_resource_without_session_is_refused() -> None:
     with pytest.raises(SparkUnavailableError, match="got SimpleNamespace without one"):
         session_of(SimpleNamespace(spark_session=None))
 
 
-def test_the_handed_over_resource_is_the_one_of_the_location() -> None:
+def test_given_resource_is_used_as_is() -> None:
     theirs = LazyPySparkResource(spark_config={})
     assert build_resources(spark=theirs)["vt_dagster_spark"] is theirs
 
@@ -205,7 +203,7 @@ defs = dg.Definitions.merge(
 
 @pytest.mark.endurance  # test_executor.py tests steps in processes; the tests above, both kinds
 @pytest.mark.timeout(400)
-def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> None:
+def test_resources_with_process_per_step(spark: SparkSession, tmp_path: Path) -> None:
     """Assets of both resource kinds and a team's asset each run in a separate process and session."""
     market = Market(tmp_path, spark)
     for name in ("prices", "rates"):

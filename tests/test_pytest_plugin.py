@@ -84,7 +84,7 @@ def pytest_in(where: Path, *options: str, **environment: str) -> subprocess.Comp
 
 
 @pytest.mark.jvm
-def test_fixtures_and_a_run_that_imports_the_five_packages(tmp_path: Path) -> None:
+def test_plugin_provides_fixtures_for_run(tmp_path: Path) -> None:
     """The wheel's plugin provides the fixtures. In the run, Dagster executes the steps, dagster-pyspark
     holds the session, PySpark computes, and pandera checks the rows before the commit."""
     for package in PACKAGES:
@@ -98,7 +98,7 @@ def test_fixtures_and_a_run_that_imports_the_five_packages(tmp_path: Path) -> No
     assert f"imported: {' '.join(PACKAGES)}\n" in done.stdout
 
 
-def test_it_costs_nothing_where_it_is_not_used(tmp_path: Path) -> None:
+def test_unused_plugin_imports_nothing(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "import sys\ndef test_nothing():\n"
         "    assert not {'dagster', 'pyspark', 'pandera'} & set(sys.modules)\n"

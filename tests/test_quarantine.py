@@ -51,7 +51,7 @@ def write(folder: Path, name: str, text: str, encoding: str = "utf-8") -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_each_reason_with_source_position_and_content(spark: SparkSession, tmp_path: Path) -> None:
+def test_each_reason_has_source_position_and_content(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     source = market.prices.source
     assert isinstance(source, FilesSource)
@@ -95,7 +95,7 @@ def test_each_reason_with_source_position_and_content(spark: SparkSession, tmp_p
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_too_large_a_share_fails_before_the_commit(spark: SparkSession, tmp_path: Path) -> None:
+def test_too_large_bad_share_fails_before_commit(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
     good = [record("a", f"p{i}", "1 00:00") for i in range(8)]
     market.land("prices", "1.jsonl", *good[:4], "{broken", *good[4:], record(None, "x", "1 00:00"))
@@ -146,14 +146,14 @@ def test_stream_may_keep_records_without_a_key(spark: SparkSession, tmp_path: Pa
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".csv") else "",
 )
-def test_csv(spark: SparkSession, tmp_path: Path, name: str, text: str, rows: list[Any]) -> None:
+def test_csv_files(spark: SparkSession, tmp_path: Path, name: str, text: str, rows: list[Any]) -> None:
     write(tmp_path, name, text)
     found = read(spark, FilesSource(str(tmp_path), format="csv"))
     assert found == [(name, *row) for row in rows]
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_a_header_of_csv_is_no_record(spark: SparkSession, tmp_path: Path) -> None:
+def test_csv_header_among_rows_is_quarantined(spark: SparkSession, tmp_path: Path) -> None:
     """A header line among the rows goes to quarantine as unreadable: in a file that was concatenated
     from two, and in a file that is read without a header."""
     schema = StructType().add("k", "string").add("v", "string").add("more", "string")
@@ -176,7 +176,7 @@ def test_a_header_of_csv_is_no_record(spark: SparkSession, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_csv_files_of_different_headers_in_one_run(spark: SparkSession, tmp_path: Path) -> None:
+def test_csv_files_with_different_headers(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path, "1.csv", "k,n\na,1\n")
     write(tmp_path, "2.csv", "n,k\n2,b\n")
     write(tmp_path, "3.csv", "n,x,k\n3,?,c\n")
@@ -190,7 +190,7 @@ def test_csv_files_of_different_headers_in_one_run(spark: SparkSession, tmp_path
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_csv_without_a_column(spark: SparkSession, tmp_path: Path) -> None:
+def test_csv_missing_column(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path, "1.csv", "k,m\na,1\n")
     message = r"1\.csv: expected columns \['n'\], but the file has only \['k', 'm'\]"
     with pytest.raises(SourceError, match=message):
@@ -228,7 +228,7 @@ def test_csv_compressed(spark: SparkSession, tmp_path: Path) -> None:
     assert read(spark, FilesSource(str(tmp_path), format="csv")) == [("1.csv.gz", 2, "a", 1)]
 
 
-def test_parquet(spark: SparkSession, tmp_path: Path) -> None:
+def test_parquet_files(spark: SparkSession, tmp_path: Path) -> None:
     import pandas as pd
 
     pd.DataFrame({"n": [1, 2], "k": ["a", None]}).astype({"n": "int32"}).to_parquet(
@@ -250,7 +250,7 @@ def test_parquet(spark: SparkSession, tmp_path: Path) -> None:
         read(spark, FilesSource(str(tmp_path), format="parquet"), more)
 
 
-def test_long_file_is_numbered_across_blocks(spark: SparkSession, tmp_path: Path) -> None:
+def test_long_file_is_numbered_across_splits(spark: SparkSession, tmp_path: Path) -> None:
     old = spark.conf.get("spark.sql.files.maxPartitionBytes")
     write(tmp_path, "1.jsonl", "".join(f'{{"k":"{i}","n":{i}}}\n' for i in range(500)))
     write(tmp_path, "2.jsonl", "".join(f'{{"k":"{i}","n":{500 + i}}}\n' for i in range(100)))
@@ -266,7 +266,7 @@ def test_long_file_is_numbered_across_blocks(spark: SparkSession, tmp_path: Path
 
 
 @pytest.mark.parametrize(("largest", "scans"), [("128MB", 1), ("2000", 2), ("2kb", 2)])
-def test_lines_of_a_single_file(
+def test_line_numbers_need_no_second_scan_for_one_task(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: str, scans: int
 ) -> None:
     """If a single task reads the file, line numbers need no second scan. Otherwise they need one."""
@@ -299,7 +299,7 @@ def test_times_are_utc(spark: SparkSession, tmp_path: Path) -> None:
     ]
 
 
-def test_changed_consumed_file(tmp_path: Path) -> None:
+def test_changed_consumed_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "1.jsonl", "{}\n")
     source = FilesSource(str(tmp_path))
     consumed = source.pin(None).consumed()
@@ -311,7 +311,7 @@ def test_changed_consumed_file(tmp_path: Path) -> None:
     assert source.pending(consumed) == [], "a consumed file may go away"
 
 
-def test_which_files_a_run_takes(tmp_path: Path) -> None:
+def test_files_taken_by_run(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.csv", "d.jsonl", "_tmp.jsonl", ".e.jsonl"):
         write(tmp_path, name, "{}\n")
     (tmp_path / "f.jsonl").mkdir()
@@ -336,6 +336,6 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
         ({"max_files_per_run": 0}, "max_files_per_run must be 1 or more, got 0"),
     ],
 )
-def test_wrong_source(options: dict[str, Any], said: str) -> None:
+def test_invalid_source_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SourceError, match=said):
         FilesSource("somewhere", **options)

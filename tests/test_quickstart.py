@@ -103,7 +103,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
 
 
 @pytest.mark.parametrize("flavour", ["", " --yaml"])
-def test_a_project(newcomer: Newcomer, flavour: str) -> None:
+def test_project_from_first_page(newcomer: Newcomer, flavour: str) -> None:
     """The steps of the documentation's first page work (the web interface is not tested)."""
     name = "first_yaml" if flavour else "first"
     newcomer.types(f"vt-dagster init {name}{flavour}")
@@ -125,7 +125,7 @@ def test_a_project(newcomer: Newcomer, flavour: str) -> None:
     assert re.search(r"order_id=5 .* price=2\.5", said)
 
 
-def test_in_python(newcomer: Newcomer) -> None:
+def test_first_table_in_python(newcomer: Newcomer) -> None:
     code = re.search(r"# Your own table in 15 lines\s+```python[^\n]*\n(.*?)```", FIRST, re.DOTALL)
     assert code is not None
     module = newcomer.home / "prices.py"
@@ -174,7 +174,7 @@ def test_in_python(newcomer: Newcomer) -> None:
     assert int(suites.attrib["tests"]) > 5
 
 
-def test_in_yaml(newcomer: Newcomer) -> None:
+def test_first_table_in_yaml(newcomer: Newcomer) -> None:
     project = newcomer.home / "shop"
     (project / "shop" / "defs").mkdir(parents=True)
     (project / "shop" / "__init__.py").write_text("")

@@ -59,7 +59,7 @@ def _asked(command: str) -> str:
     return done.stdout
 
 
-def test_your_own_table_in_15_lines(
+def test_own_table_in_15_lines(
     tmp_path: Path,
     spark: SparkSession,
     connect_server: ConnectServer,
@@ -108,7 +108,7 @@ class Order(pa.DataFrameModel):
 """
 
 
-def test_the_join_and_its_test(spark: SparkSession) -> None:
+def test_readme_join_and_its_test(spark: SparkSession) -> None:
     table, join = (
         _block(a, "python") for a in ("# Your own table", "A join is declared in the same way")
     )
@@ -119,7 +119,7 @@ def test_the_join_and_its_test(spark: SparkSession) -> None:
     names["test_orders_get_the_price_of_their_time"](lambda node: TopologyTestDriver(node, spark=spark))
 
 
-def test_the_files_that_it_names_are_there() -> None:
+def test_named_files_and_targets_exist() -> None:
     for name in ("make demo", "make test", "make ui", "make bench", "make lint", "make docs"):
         assert name in README
         target = name.split()[1]

@@ -102,7 +102,7 @@ def shop(tmp_path: Path, spark: SparkSession) -> Made:
     return made
 
 
-def test_a_join_takes_nothing_before_its_table_has_come_to_its_initial_load(shop: Made) -> None:
+def test_join_holds_records_until_initial_load(shop: Made) -> None:
     one = shop()
     one.land_all()
     at_once = replace(one.prices, ready=None)
@@ -125,7 +125,7 @@ def test_a_join_takes_nothing_before_its_table_has_come_to_its_initial_load(shop
     assert one.run(one.sold) is not None
 
 
-def test_what_is_made_of_a_table_is_ready_once_it_has_taken_it(shop: Made) -> None:
+def test_derived_table_is_ready_after_consuming_ready_input(shop: Made) -> None:
     one = shop()
     one.land_all()
     dear: Table = one.prices.filter("v > 'a0'", name="dear")
@@ -144,7 +144,7 @@ def test_what_is_made_of_a_table_is_ready_once_it_has_taken_it(shop: Made) -> No
     assert [row[2:5] for row in one.rows(again)] == AGAIN
 
 
-def test_a_table_that_was_begun_before_counts_as_loaded(shop: Made) -> None:
+def test_existing_table_counts_as_loaded(shop: Made) -> None:
     before = shop(ready=None)
     before.land_all()
     before.run(before.prices)
@@ -156,7 +156,7 @@ def test_a_table_that_was_begun_before_counts_as_loaded(shop: Made) -> None:
     assert head.commit.ready_at == {0: 1}
 
 
-def test_held_records_are_told_and_skipping_is_recorded(shop: Made) -> None:
+def test_held_records_are_reported(shop: Made) -> None:
     one = shop()
     one.land_all()
     made = [build_asset(node) for node in (one.prices, one.sales, one.sold)]
@@ -176,7 +176,7 @@ def test_held_records_are_told_and_skipping_is_recorded(shop: Made) -> None:
     assert (head.commit.not_ready, head.commit.ready_at) == (["prices"], None)
 
 
-def test_a_table_may_be_ready_from_a_time_on_but_must_remember_what_has_waited(shop: Made) -> None:
+def test_ready_from_time_needs_history_of_held_records(shop: Made) -> None:
     one = shop(retention=DAY, ready=datetime(2024, 1, 3, tzinfo=timezone.utc))
     one.land_all()
     for node in (one.sales, one.prices, one.prices):
@@ -194,7 +194,7 @@ def test_a_table_may_be_ready_from_a_time_on_but_must_remember_what_has_waited(s
     assert commit.ready_at == commit.next_offset
 
 
-def test_a_key_may_be_in_another_partition_of_the_table_than_of_the_stream(shop: Made) -> None:
+def test_readiness_without_copartitioning(shop: Made) -> None:
     """If stream and table are partitioned differently, the history of each partition of the table
     counts. A tombstone of the stream looks up nothing, so the history does not matter for it."""
     one = shop(retention=DAY)
@@ -216,7 +216,7 @@ def test_a_key_may_be_in_another_partition_of_the_table_than_of_the_stream(shop:
         one.run(other)
 
 
-def test_partitions_that_are_the_same_in_both(shop: Made) -> None:
+def test_copartitioned_inputs(shop: Made) -> None:
     one = shop()
     wide = replace(one.prices, partitions=4)
     assert _partitioned_alike(one.sales, {0: 1}, one.prices, {0: 2})
@@ -226,7 +226,7 @@ def test_partitions_that_are_the_same_in_both(shop: Made) -> None:
     assert not _partitioned_alike(one.sales, {0: 1}, one.prices, {0: 2, 1: 2})
 
 
-def test_a_training_set_is_not_made_of_a_part_of_a_table(shop: Made, tmp_path: Path) -> None:
+def test_training_set_waits_for_ready_table(shop: Made, tmp_path: Path) -> None:
     one = shop()
     one.land_all()
     declared = TrainingSet("examples", one.sales, (FeatureView(one.prices, prefix="price_"),))
@@ -243,14 +243,14 @@ def test_a_training_set_is_not_made_of_a_part_of_a_table(shop: Made, tmp_path: P
 
 
 @pytest.mark.parametrize("given", ["soon", datetime(2024, 1, 1)])
-def test_what_ready_is_not(shop: Made, given: Any) -> None:
+def test_invalid_ready_is_refused(shop: Made, given: Any) -> None:
     with pytest.raises(
         TopologyError, match="prices: ready must be 'initial_load', a datetime with a time"
     ):
         shop(ready=given)
 
 
-def test_ready_is_said_of_a_source(shop: Made) -> None:
+def test_ready_requires_source(shop: Made) -> None:
     one = shop()
     with pytest.raises(TopologyError, match="kept: ready needs a table with a source"):
         one.prices.__class__(

@@ -229,9 +229,7 @@ def rows(table: pa.Table, *but: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_that_follows_equals_what_is_made_anew(
-    changed: Changed, spark: SparkSession, name: str
-) -> None:
+def test_renamed_tables_equal_rebuilt_tables(changed: Changed, spark: SparkSession, name: str) -> None:
     """Log, current rows and versions: read by Spark, without Spark, and without the definition."""
     live = changed.live.store(spark, name)
     but = ("offset",) if name in HELD_BACK else ()
@@ -252,7 +250,7 @@ def test_all_that_follows_equals_what_is_made_anew(
 
 
 @pytest.mark.parametrize("key", ["a", "b", "c", "d"])
-def test_a_key_is_looked_up_by_its_new_name(changed: Changed, key: str) -> None:
+def test_lookup_by_new_key_name(changed: Changed, key: str) -> None:
     """A look-up without Spark finds the key by its new name. This holds as of a time, and as known
     before the rename too."""
     first = next(commits(str(Path(changed.live.warehouse, "prices"))))
@@ -277,7 +275,7 @@ def test_a_key_is_looked_up_by_its_new_name(changed: Changed, key: str) -> None:
     assert sorted(then.column("amount").to_pylist()) == amounts[key]
 
 
-def test_as_known_by_spark(changed: Changed, spark: SparkSession) -> None:
+def test_spark_read_as_known_at(changed: Changed, spark: SparkSession) -> None:
     prices = changed.live.store(spark, "prices")
     first = next(prices.commits())
     moment = in_utc(first.recorded_at)
@@ -289,7 +287,7 @@ def test_as_known_by_spark(changed: Changed, spark: SparkSession) -> None:
     assert sorted(found.column("amount").to_pylist()) == [-3, 1, 2, 4]
 
 
-def test_the_commit_says_what_was_renamed(changed: Changed) -> None:
+def test_commit_records_rename(changed: Changed) -> None:
     """The commit that first uses the new names records the rename. It rewrites no file."""
     (said,) = [line for line in changed.told if line.startswith("prices: ! columns change: ")]
     assert "n: int -> bigint" in said or "amount: int -> bigint" in said
@@ -301,7 +299,7 @@ def test_the_commit_says_what_was_renamed(changed: Changed) -> None:
     assert notes["amount"] == {"vt_dagster.was": ["n"]}
 
 
-def test_a_view_is_written_again(changed: Changed, spark: SparkSession) -> None:
+def test_rewritten_view_mixes_old_and_new_names(changed: Changed, spark: SparkSession) -> None:
     """A view is rewritten in part, and keeps files with the old names. The checks of the view pass."""
     live, anew = (t.store(spark, "prices") for t in (changed.live, changed.anew))
     for store in (live, anew):
@@ -316,7 +314,7 @@ def test_a_view_is_written_again(changed: Changed, spark: SparkSession) -> None:
     assert rows(log) == rows(changed.anew.store(spark, "prices").read("log").toArrow())
 
 
-def test_an_export_has_the_new_names_alone(changed: Changed, spark: SparkSession) -> None:
+def test_export_has_only_new_names(changed: Changed, spark: SparkSession) -> None:
     exported(changed.live, spark)
     found = DeltaTable(str(changed.live.root / "export")).to_pyarrow_dataset().to_table()
     assert {*RENAMED.values()} < {*found.column_names}
@@ -326,14 +324,14 @@ def test_an_export_has_the_new_names_alone(changed: Changed, spark: SparkSession
 
 
 @pytest.mark.endurance  # ``anew`` is compared by the same names above; test_schema_changes.py replays
-def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
+def test_replay_equals_live_table(changed: Changed, spark: SparkSession) -> None:
     live = changed.live.store(spark, "prices")
     copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
     found = compare(live, copy)
     assert (found.missing, found.extra) == (0, 0)
 
 
-def test_a_row_is_explained(changed: Changed) -> None:
+def test_explain_uses_new_names(changed: Changed) -> None:
     told = vt_dagster.explain("priced", key="a", warehouse=changed.live.warehouse)
     assert "table_n" in str(told)
 
@@ -345,7 +343,7 @@ def renamed_again(live: Live, before: str, now: str) -> Stream:
 
 
 @pytest.mark.parametrize("now", ["value", "n"])
-def test_renamed_again_and_back(changed: Changed, spark: SparkSession, now: str) -> None:
+def test_column_renamed_again_and_back(changed: Changed, spark: SparkSession, now: str) -> None:
     """A read uses the newly declared name before a run has written it."""
     node = renamed_again(changed.live, "amount", now)
     found = AssetStore(changed.live.warehouse, node, spark).read("log").toArrow()
@@ -354,7 +352,7 @@ def test_renamed_again_and_back(changed: Changed, spark: SparkSession, now: str)
     assert rows(found) == rows(expected.rename_columns(names))
 
 
-def test_back_and_on(tmp_path: Path, spark: SparkSession) -> None:
+def test_column_renamed_back_and_to_third_name(tmp_path: Path, spark: SparkSession) -> None:
     """A column is renamed from a to b, to a again, and to c, with a run after each. The log's schema
     notes the earlier names each time."""
     warehouse, landing = str(tmp_path / "warehouse"), tmp_path / "landing"
@@ -408,7 +406,7 @@ def test_back_and_on(tmp_path: Path, spark: SparkSession) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused_when_a_run_starts(
+def test_refused_when_run_starts(
     changed: Changed, kinds: Mapping[str, DataType | None], renamed: Mapping[str, str], said: str
 ) -> None:
     """The refusal needs no Spark. It names the column, both types, and what to do."""
@@ -427,7 +425,7 @@ def refused(changed: Changed, node: Stream, said: str) -> None:
     assert "vt-dagster replay" in str(raised.value)
 
 
-def test_left_out_before_all_have_run() -> None:
+def test_rename_removed_before_all_consumers_ran() -> None:
     """A rename may be left out only after all downstream assets have run: an asset that has not run
     would have null in its old rows. So it is refused."""
     upstream = noted(schema(amount=LongType()), StructType([named("amount", LongType(), ["n"])]))
@@ -446,7 +444,7 @@ def test_left_out_before_all_have_run() -> None:
         ({"a": "timestamp"}, ["b"]),
     ],
 )
-def test_declared_wrongly(renamed: dict[str, str], names: list[str]) -> None:
+def test_invalid_rename_is_refused(renamed: dict[str, str], names: list[str]) -> None:
     kinds: dict[str, DataType] = {name: StringType() for name in names}
     about = schema(k=StringType(), timestamp=TimestampType(), **kinds)
     with pytest.raises(
@@ -455,7 +453,7 @@ def test_declared_wrongly(renamed: dict[str, str], names: list[str]) -> None:
         Stream("s", key="k", schema=about, renamed=renamed)
 
 
-def test_other_files(tmp_path: Path, spark: SparkSession) -> None:
+def test_source_files_with_old_names(tmp_path: Path, spark: SparkSession) -> None:
     """CSV and Parquet files may have a column's earlier name. It does not count as an extra column."""
     at = pa.array([datetime(2020, 1, 1)], pa.timestamp("us", "UTC"))
     for format_ in ("csv", "parquet"):
@@ -482,7 +480,7 @@ def test_other_files(tmp_path: Path, spark: SparkSession) -> None:
         assert "price" not in found.columns
 
 
-def test_what_an_operator_keeps(spark: SparkSession) -> None:
+def test_operator_state_is_renamed(spark: SparkSession) -> None:
     """An operator's state gets the new names: its columns, and the fields of an aggregated row."""
     kept = spark.sql("select 'a' as k, named_struct('price', 1, 'x', 2) as _acc, 3 as price")
     found = kept_by_newest_names(kept, {"product": ("k",), "cost": ("price",)})

@@ -111,7 +111,7 @@ def rates_of(world: World, name: str) -> dict[int, int]:
     return {row["n"]: row["rate"] for row in world.rows(name)}
 
 
-def test_a_join_takes_in_what_came_late(lived: World, expected: Expected) -> None:
+def test_restate_of_join_includes_late_records(lived: World, expected: Expected) -> None:
     before = rates_of(lived, "joined")
     assert before == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1, 8: 9}  # order 6 found no rate
     world, lines, replayed = expected
@@ -127,9 +127,7 @@ def test_a_join_takes_in_what_came_late(lived: World, expected: Expected) -> Non
     assert [r["count"] for r in world.rows("counted") if r["k"] == "c"] == [1, 2]
 
 
-def test_a_dry_run_tells_what_would_be_recomputed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_lists_recomputed_assets(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)("world_module")
     vars(module).update(joined=world.joined, moved=world.moved, counted=world.counted)
     monkeypatch.setitem(sys.modules, "world_module", module)
@@ -142,7 +140,7 @@ def test_a_dry_run_tells_what_would_be_recomputed(
     assert {path: path.stat().st_mtime_ns for path in Path(world.warehouse).rglob("*")} == files
 
 
-def test_what_a_grace_period_holds_back(world: World) -> None:
+def test_restate_with_grace_period(world: World) -> None:
     lines: list[str] = []
     assert world.restate("priced", tell=lines.append) == ["priced"]
     assert "priced: keeps 1 of 6 results" in lines
@@ -156,7 +154,7 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_each_step(world: World, expected: Expected) -> None:
+def test_killed_restate_is_completed(world: World, expected: Expected) -> None:
     """The restatement is killed after each commit, before each exchange of tables, and between an
     exchange's two renames. Until it is completed, nothing else may rewrite its tables."""
     for step in (
@@ -192,7 +190,7 @@ def test_killed_at_each_step(world: World, expected: Expected) -> None:
     assert not list(Path(world.warehouse).glob("*restate*"))
 
 
-def test_a_source_is_read_again(world: World) -> None:
+def test_restate_of_source_rereads_records(world: World) -> None:
     file = world.root / "orders" / "2.jsonl"
     aside = file.rename(world.root / "aside.jsonl")
     with pytest.raises(SourceError, match=r"expected the 8 records of its source .* got 4"):
@@ -215,7 +213,7 @@ def test_a_source_is_read_again(world: World) -> None:
     assert rates_of(world, "moved")[6] == 8
 
 
-def test_a_table_that_was_replayed_since_it_was_joined(world: World) -> None:
+def test_restate_after_table_replay_starts_early_enough(world: World) -> None:
     """A replayed table has other Delta versions than the log that the join has read. So a restatement
     must start early enough to join all its records again; the message says from when."""
     some = world.rates.filter("n > 0", name="some")
@@ -237,7 +235,7 @@ def test_a_table_that_was_replayed_since_it_was_joined(world: World) -> None:
     assert {row["n"]: row["rate"] for row in world.rows("met")}[5] == 7
 
 
-def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_restates(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"got 2 of them, from 2020-01-01T00:04:00Z on: .* --from"):
         world.restate("joined", "2020-01-01T00:07:00Z")
     with pytest.raises(StorageError, match="got none of counted, which consumes joined"):

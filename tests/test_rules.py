@@ -31,55 +31,55 @@ import tables  # pyright: ignore[reportMissingImports]
 SHOWN = {
     "applied": "kip889-validity-interval",
     "late": "kip889-grace-rejects-old-writes",
-    "duplicate": "test_a_value_is_remembered_for_within",
-    "lost_tie": "test_the_order_of_arrival_does_not_matter",
-    "carried": "test_what_a_late_record_says_holds_in_later_versions",
-    "unknown_columns": "test_what_a_record_says_must_be_known",
-    "covered": "test_the_snapshot_and_then_the_changes",
-    "nothing_new": "test_what_debezium_says_of_deletions",
+    "duplicate": "test_value_is_remembered_for_within",
+    "lost_tie": "test_tie_break_is_independent_of_arrival_order",
+    "carried": "test_late_value_carries_into_later_versions",
+    "unknown_columns": "test_record_with_unknown_columns_is_quarantined",
+    "covered": "test_snapshot_then_changes",
+    "nothing_new": "test_debezium_deletions",
     "waiting": "kip923-probe-left-in-buffer",
     "dropped": "kip914-probe-stream-join-nulls-inner-versioned",
     "no_result": "kip914-filter-unversioned",
-    "again": "test_rows_follow_the_table",
-    "too_late": "test_no_record_is_corrected_after_its_promise",
-    "change": "test_rows_follow_the_table",
+    "again": "test_rows_follow_table_corrections",
+    "too_late": "test_no_correction_after_corrected_for",
+    "change": "test_rows_follow_table_corrections",
     "kept": "kip328-final-results",
-    "quarantined": "test_each_reason_with_source_position_and_content",
-    "unreadable": "test_each_reason_with_source_position_and_content",
-    "unreadable_file": "test_a_file_that_is_bad_as_a_whole",
+    "quarantined": "test_each_reason_has_source_position_and_content",
+    "unreadable": "test_each_reason_has_source_position_and_content",
+    "unreadable_file": "test_unreadable_file_fails_run_or_is_quarantined",
     "unknown_schema": "test_avro_with_registry",
     "null_recorded_at": "test_rows_are_recorded_at_column_time",
     "future_recorded_at": "test_rows_are_recorded_at_column_time",
     "null_key": "kip889-probe-null-key",
-    "null_timestamp": "test_each_reason_with_source_position_and_content",
-    "future_timestamp": "test_each_reason_with_source_position_and_content",
-    "impossible_timestamp": "test_an_expression_that_fails_is_the_records_fault",
-    "null_partition": "test_an_expression_that_fails_is_the_records_fault",
-    "null_tombstone": "test_an_expression_that_fails_is_the_records_fault",
-    "broken_contract": "test_rows_that_break_a_check_go_to_quarantine",
-    "duplicate_key": "test_bad_rows",
+    "null_timestamp": "test_each_reason_has_source_position_and_content",
+    "future_timestamp": "test_each_reason_has_source_position_and_content",
+    "impossible_timestamp": "test_failing_expression_quarantines_record",
+    "null_partition": "test_failing_expression_quarantines_record",
+    "null_tombstone": "test_failing_expression_quarantines_record",
+    "broken_contract": "test_rows_failing_check_are_quarantined",
+    "duplicate_key": "test_bad_dump_rows_are_quarantined",
     "out_of_order": "kip914-aggregate-count-versioned",
-    "triggered": "test_what_it_names_gives_the_row_and_nothing_else_changes_it",
+    "triggered": "test_named_records_alone_give_row",
     "replaced": "kip889-put-replaces-same-timestamp",
-    "repeated": "test_an_explanation_says_what_a_record_repeats",
+    "repeated": "test_explain_repeated_record",
     "as_of": "kip889-validity-interval",
-    "next": "test_explained_on_delta",
-    "nearest": "test_explained_on_delta",
-    "first_version": "test_explained_on_delta",
+    "next": "test_explain_on_delta",
+    "nearest": "test_explain_on_delta",
+    "first_version": "test_explain_on_delta",
     "other_time": "kip889-validity-interval",
-    "recorded_since": "test_a_table_record_that_came_late",
+    "recorded_since": "test_explain_late_table_record",
     "latest": "kip889-motivation-unversioned",
     "no_match": "kip914-probe-stream-join-nulls-left-versioned",
     "matched": "stream-join-asymmetric-bounds",
-    "too_old": "test_versions_that_are_too_old",
+    "too_old": "test_explain_version_beyond_max_age",
     "deleted": "kip914-probe-tombstones-left-versioned",
-    "ended": "test_an_explanation_says_that_a_version_had_ended",
+    "ended": "test_explain_ended_version",
     "horizon": "kip914-expired-lookup-left",
     "expired": "kip889-expired-get",
     "released": "kip923-dequeue-boundary",
     "window_closed": "kip328-grace-boundary",
     "suppressed": "kip328-window-final-once",
-    "corrected": "test_a_table_record_that_came_late",
+    "corrected": "test_explain_late_table_record",
 }
 """For each rule, the name of a scenario recorded from Kafka Streams, or of a test."""
 
@@ -96,20 +96,20 @@ def test_each_rule_is_shown() -> None:
 
 
 @pytest.mark.parametrize("names", [Outcome, Reason])
-def test_fates_and_reasons_are_rules(names: type) -> None:
+def test_outcomes_and_reasons_are_rules(names: type) -> None:
     told = {value for name, value in vars(names).items() if name.isupper()}
     assert told
     assert told <= set(RULES)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=str)
-def test_the_documentation_tells_each_rule(rule: Rule) -> None:
+def test_documentation_describes_each_rule(rule: Rule) -> None:
     assert f"| `{rule.name}` | {rule.description} |" in tables.rules()
     page = (ROOT / "docs" / "reference" / "rules.md").read_text(encoding="utf-8")
     assert "<!-- made: rules -->" in page
 
 
-def test_metrics_are_described_by_the_rules() -> None:
+def test_metrics_are_described_by_rules() -> None:
     """If a number of a materialization counts what a rule decided, its description is the rule's."""
     kinds = {"k": StringType(), "n": IntegerType(), "timestamp": TimestampType()}
     values = StructType([StructField(name, kind) for name, kind in kinds.items()])

@@ -43,7 +43,7 @@ def copy(market: Market, tmp_path: Path) -> Market:
     return market.copy(tmp_path / "copy")
 
 
-def test_every_step_of_a_run_is_told(copy: Market) -> None:
+def test_run_logs_each_step(copy: Market) -> None:
     copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"), record("b", "late", "1 01:00"), "{")
     copy.land("sales", "3.jsonl", record("a", "s6", "2 07:00"))
     lines = told(copy)
@@ -67,7 +67,7 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
     assert not [line for rest in lines.values() for line in rest if "WARNING" in line]
 
 
-def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
+def test_condition_column_is_not_reported_as_dropped(copy: Market) -> None:
     """The source reads ``Op`` for ``deleted_when``, though the table has no such column, and warns that
     it leaves out ``note``."""
     rows = record("a", "p", "3 00:00") | {"Op": "U", "note": "x"}, record("a", "", "3 01:00")
@@ -82,7 +82,7 @@ def test_a_column_of_a_condition_is_not_left_out(copy: Market) -> None:
     assert copy.store(table).read().collect() == [], "the deletion took effect"
 
 
-def test_files_of_another_directory_are_told_once(copy: Market) -> None:
+def test_new_source_directory_warns_once(copy: Market) -> None:
     """A run warns when an asset first reads another directory, and never again for the same
     directories: a second code location may declare the asset, or the directory was moved."""
     here, there = copy.root / "landing" / "prices", copy.root / "landing" / "more"
@@ -99,7 +99,7 @@ def test_files_of_another_directory_are_told_once(copy: Market) -> None:
         assert [line for line in told(copy, [node])["prices"] if "WARNING" in line] == lines
 
 
-def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Market) -> None:
+def test_completed_work_of_killed_run_is_logged(copy: Market) -> None:
     shutil.rmtree(copy.warehouse / "prices" / "view")
     lines = told(copy, [copy.prices])
     assert lines["prices"] == [
@@ -108,7 +108,7 @@ def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Mark
     ]
 
 
-def test_a_run_that_another_one_overtakes_takes_the_rest(
+def test_overtaken_run_retries_with_remaining_records(
     copy: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If another run commits first, this run tries again and takes the rest. This happens when the
@@ -135,7 +135,7 @@ def test_a_run_that_another_one_overtakes_takes_the_rest(
     assert rest == ["priced: takes records: 2 of sales", "priced: committed batch 4 (log version 3)"]
 
 
-def test_a_failed_check_says_what_was_expected(copy: Market) -> None:
+def test_failed_check_logs_expectation(copy: Market) -> None:
     rates = copy.store(copy.rates)
     rows = parquet.read(copy.spark, rates.view_path)
     rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
@@ -147,7 +147,7 @@ def test_a_failed_check_says_what_was_expected(copy: Market) -> None:
 
 
 @pytest.mark.parametrize("pages", [None, "http://localhost:4040"])
-def test_spark_is_told_once_and_where_its_pages_are(
+def test_spark_ui_address_is_logged_once(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: str | None
 ) -> None:
     """The tests' session has no web UI, so the test invents its address."""
@@ -166,7 +166,7 @@ def test_spark_is_told_once_and_where_its_pages_are(
     ]
 
 
-def test_a_replay_tells_each_of_its_runs(copy: Market) -> None:
+def test_replay_logs_each_run(copy: Market) -> None:
     lines: list[str] = []
     about: dict[str, Any] = {"tell": lines.append, "keep_recorded": False}
     replay(str(copy.warehouse), copy.prices, "anew", copy.spark, **about)

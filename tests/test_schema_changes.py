@@ -198,9 +198,7 @@ def rows(table: pa.Table, but: Sequence[str] = ()) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_that_follows_equals_what_is_made_anew(
-    changed: Changed, spark: SparkSession, name: str
-) -> None:
+def test_changed_tables_equal_rebuilt_tables(changed: Changed, spark: SparkSession, name: str) -> None:
     """Log, current rows and versions are equal, read by Spark and without Spark. The stored view still
     has the first schema."""
     live = changed.live.store(spark, name)
@@ -222,7 +220,7 @@ def test_all_that_follows_equals_what_is_made_anew(
     assert rows(opened.read("log").toArrow(), but) == expected
 
 
-def test_columns_change_in_the_commit_that_uses_them(changed: Changed) -> None:
+def test_schema_changes_in_first_commit_with_new_rows(changed: Changed) -> None:
     """Columns change in the commit of the first rows that use them. So a run that dies leaves no new
     column without rows."""
     log = Path(changed.live.warehouse, "prices", "log")
@@ -242,7 +240,9 @@ def test_columns_change_in_the_commit_that_uses_them(changed: Changed) -> None:
 
 
 @pytest.mark.parametrize("what", ["log", "view"])
-def test_other_readers(changed: Changed, spark: SparkSession, what: str) -> None:
+def test_polars_and_deltalake_read_both_schemas(
+    changed: Changed, spark: SparkSession, what: str
+) -> None:
     """Polars and ``deltalake`` (by Arrow) read files with the old and the new columns. They also read
     a view that was rewritten in part, and tables that Delta's own writer compacted."""
     table = str(Path(changed.live.warehouse, "prices", what))
@@ -264,14 +264,14 @@ def test_other_readers(changed: Changed, spark: SparkSession, what: str) -> None
     assert seen() == [wanted, wanted]
 
 
-def test_a_wide_table_is_read_row_by_row(changed: Changed, spark: SparkSession) -> None:
+def test_row_based_parquet_reader_reads_both_schemas(changed: Changed, spark: SparkSession) -> None:
     """Spark's Parquet reader that is not vectorized reads the same from files with the old columns."""
     with settings(spark, {"spark.sql.parquet.enableVectorizedReader": "false"}):
         found = changed.live.store(spark, "prices").read("log").toArrow()
     assert rows(found) == rows(vt_dagster.read("prices", warehouse=changed.anew.warehouse, what="log"))
 
 
-def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
+def test_replay_equals_live_table(changed: Changed, spark: SparkSession) -> None:
     """A replay equals the live table in the declared columns; others are not compared."""
     live = changed.live.store(spark, "prices")
     copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
@@ -280,7 +280,7 @@ def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
     assert (found.missing, found.extra) == (0, 0)
 
 
-def test_an_input_that_has_not_run_since(changed: Changed, spark: SparkSession) -> None:
+def test_read_has_declared_columns_before_run(changed: Changed, spark: SparkSession) -> None:
     """A read has the declared columns before a run has written them: new ones are null, wider ones
     have the new type."""
     kinds = {**AFTER, "must": LongType(), "later": StringType(), "flag": BooleanType()}
@@ -318,7 +318,7 @@ class Priced(pa_model.DataFrameModel):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused_when_a_run_starts(
+def test_refused_when_run_starts(
     changed: Changed, change: Mapping[str, DataType | None], said: str
 ) -> None:
     """The refusal comes before anything is read, and needs no Spark."""
@@ -337,20 +337,20 @@ def refused(live: Live, table: Stream, said: str) -> None:
     assert "vt-dagster replay" in str(raised.value)
 
 
-def test_a_new_column_that_is_never_null(changed: Changed) -> None:
+def test_new_non_nullable_column(changed: Changed) -> None:
     """Columns of a pandera model are never null unless the model says so."""
     table = replace(changed.live.prices, schema=Priced, contract=None, tombstone=None)
     refused(changed.live, table, "must_have is new and must not be null")
 
 
-def test_what_says_the_partition_keeps_its_type(changed: Changed) -> None:
+def test_partition_column_keeps_its_type(changed: Changed) -> None:
     """A column of the partitioning keeps its type: else a key's records could get another partition."""
     kinds = {**AFTER, "must": LongType()}
     table = replace(changed.live.prices, schema=schema(kinds), partition_by="pmod(hash(must), 4)")
     refused(changed.live, table, "must: int -> bigint, which is part of the key or the partitioning")
 
 
-def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:
+def test_concurrent_runs_add_columns_once(tmp_path: Path, spark: SparkSession) -> None:
     """Both runs add the new columns: one run commits, and the columns are added once."""
     first = Live(tmp_path, schema(BEFORE))
     land_first(first)
@@ -377,7 +377,7 @@ def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:
         )
 
 
-def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> None:
+def test_files_with_older_schema(tmp_path: Path, spark: SparkSession) -> None:
     """Files may lack optional columns and have narrower numbers. A run reports further columns."""
     kinds = {"k": StringType(), "n": LongType(), "note": StringType(), "at": TimestampType()}
     at = datetime(2020, 1, 1)
@@ -414,14 +414,12 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
 
 @pytest.mark.parametrize(
     "format_",
-    [  # test_files_older_than_the_schema reads such files of the other formats
+    [  # test_files_with_older_schema reads such files of the other formats
         "jsonl",
         *(pytest.param(one, marks=pytest.mark.endurance) for one in ("csv", "parquet")),
     ],
 )
-def test_late_records_of_the_old_columns_still_apply(
-    tmp_path: Path, spark: SparkSession, format_: str
-) -> None:
+def test_late_records_with_old_columns_apply(tmp_path: Path, spark: SparkSession, format_: str) -> None:
     """An added column makes no new version. It is null in existing versions, and in versions that late
     records without the column make between versions that have it."""
     old = schema({"k": StringType(), "n": LongType(), "at": TimestampType()})

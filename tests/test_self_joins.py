@@ -194,7 +194,7 @@ SCRIPT = [
     ("cuts", "every"),
     [((5,), False), *(pytest.param(c, True, marks=pytest.mark.endurance) for c in ((), (5,), (2, 7)))],
 )
-def test_however_the_arrival_order_is_cut(
+def test_self_join_equals_kafka_streams_for_any_split(
     spark: SparkSession, cuts: Sequence[int], every: bool
 ) -> None:
     """Each join's log is that of Kafka Streams, however the records are split into runs. Room 0 has
@@ -226,7 +226,7 @@ def test_however_the_arrival_order_is_cut(
 
 
 @pytest.mark.slow
-def test_on_delta(spark: SparkSession, tmp_path: Path) -> None:
+def test_self_join_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     """A self-join of a table that reads files, in two runs. For a self-join as a Dagster asset see
     ``itself`` in ``test_ops``."""
     table, warehouse = staff(False, source=FilesSource(str(tmp_path / "landing"))), str(tmp_path / "w")

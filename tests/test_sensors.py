@@ -43,7 +43,7 @@ def files(request: dg.RunRequest) -> list[str]:
     return request.run_config["ops"]["prices"]["config"]["files"]
 
 
-def test_run_request(market: Market, tmp_path: Path) -> None:
+def test_sensor_run_request(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     said = evaluate(copy)
     assert said == f"no new jsonl files {copy.root}/landing/prices/*: batch 2, 11 records consumed"
@@ -85,7 +85,7 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     assert evaluate(copy).run_key not in {first.run_key, second.run_key}
 
 
-def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
+def test_replay_gets_new_run_key(spark: SparkSession, tmp_path: Path) -> None:
     """After the tables were removed for a replay, the sensor's request has a new run key. A repeated
     tick has the same key."""
     market = Market(tmp_path, spark)
@@ -99,7 +99,7 @@ def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_a_table_that_was_removed_behind_the_cursor(spark: SparkSession, tmp_path: Path) -> None:
+def test_removed_table_gets_new_run_key(spark: SparkSession, tmp_path: Path) -> None:
     """The cursor was reset, or no tick came after the run. The request still needs a new run key,
     because Dagster ignores requests with the key of an earlier run."""
     market = Market(tmp_path, spark)
@@ -130,7 +130,7 @@ def test_a_table_that_was_removed_behind_the_cursor(spark: SparkSession, tmp_pat
         assert evaluate(market, instance=instance).run_key == last.run_key
 
 
-def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> None:
+def test_input_of_failed_run_is_not_requested_again(spark: SparkSession, tmp_path: Path) -> None:
     """The input of a failed run is not requested again until a file is repaired. The tick says so."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", "half a rec")
@@ -149,7 +149,7 @@ def test_the_input_of_a_run_that_failed(spark: SparkSession, tmp_path: Path) -> 
         assert (files(again), again.run_key == asked.run_key) == (["1.jsonl"], False)
 
 
-def test_a_table_that_fails_with_each_input(
+def test_repeated_failures_back_off(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More input is requested at once until two runs have failed. Then the sensor waits longer after
@@ -189,7 +189,7 @@ def test_a_table_that_fails_with_each_input(
         assert "16 runs" in fails(20, 3590)
 
 
-def test_the_runs_of_an_asset_with_the_same_name(spark: SparkSession, tmp_path: Path) -> None:
+def test_assets_with_same_name_and_other_prefix(spark: SparkSession, tmp_path: Path) -> None:
     """Two code locations have a table with the same name and input, and different key prefixes. Runs
     of one do not stop requests of the other."""
     market = Market(tmp_path, spark)
@@ -218,7 +218,7 @@ def test_the_runs_of_an_asset_with_the_same_name(spark: SparkSession, tmp_path: 
         ("nowhere://bucket/folder", "nowhere"),
     ],
 )
-def test_unreadable_directory_is_a_reason(
+def test_unreadable_directory_is_skip_reason(
     spark: SparkSession, tmp_path: Path, path: str, said: str
 ) -> None:
     market = Market(tmp_path, spark)
@@ -231,7 +231,7 @@ def test_unreadable_directory_is_a_reason(
     assert said in reason
 
 
-def test_changed_file_is_a_reason(market: Market, tmp_path: Path) -> None:
+def test_changed_file_is_skip_reason(market: Market, tmp_path: Path) -> None:
     landed = market.root / "landing" / "prices" / "1.jsonl"
     kept = shutil.copy2(landed, tmp_path)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
@@ -244,7 +244,7 @@ def test_changed_file_is_a_reason(market: Market, tmp_path: Path) -> None:
     assert evaluate(market).startswith("no new jsonl files")
 
 
-def test_warehouse_of_somebody_else_is_a_reason(market: Market, tmp_path: Path) -> None:
+def test_foreign_warehouse_is_skip_reason(market: Market, tmp_path: Path) -> None:
     other = Market(tmp_path, market.spark)
     log = tmp_path / "warehouse" / "prices" / "log" / "_delta_log"
     log.mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_warehouse_of_somebody_else_is_a_reason(market: Market, tmp_path: Path) 
     assert "none of its 1 commits was written by vt_dagster" in evaluate(other)
 
 
-def test_target_is_the_asset_and_all_downstream(market: Market) -> None:
+def test_sensor_targets_asset_and_downstream(market: Market) -> None:
     defs = build_definitions(market.priced, market.rates, warehouse=str(market.warehouse))
     sensor = defs.resolve_sensor_def("prices_sensor")
     assert sensor.job_name is not None
@@ -261,7 +261,7 @@ def test_target_is_the_asset_and_all_downstream(market: Market) -> None:
     assert sensor.default_status == dg.DefaultSensorStatus.STOPPED
 
 
-def test_no_spark_is_started(market: Market) -> None:
+def test_sensor_starts_no_spark(market: Market) -> None:
     code = f"""
 from pathlib import Path
 from tests.market import Market
@@ -282,7 +282,7 @@ assert SparkContext._gateway is None, "a JVM was started"
     assert "batch 2, 11 records consumed" in done.stdout
 
 
-def test_no_partitions_downstream(market: Market) -> None:
+def test_sensor_omits_partitioned_downstream(market: Market) -> None:
     """A run that a sensor requests has no partition. So it leaves out downstream assets with
     partitions, and the assets downstream of these."""
     days = dg.DailyPartitionsDefinition("2024-01-01")
@@ -345,7 +345,7 @@ OTHER = (
     ],
     ids=["retention", "another cluster", "back at the first cluster"],
 )
-def test_what_accept_gap_continues_with(
+def test_accept_gap_start_offsets(
     id: str,
     consumed: dict[str, str],
     start: Any,

@@ -92,7 +92,7 @@ def fake_java(home: Path, script: str) -> str:
 # ------------------------------------------------------------------------------- what stops it
 
 
-def test_what_stops_it(tmp_path: Path):
+def test_refused_environments(tmp_path: Path):
     """No Java, a wrong Java, address or time zone, or another Spark is refused within seconds."""
     of_java = {
         'openjdk version "11.0.22" 2024-01-16': "Java 11",
@@ -136,7 +136,7 @@ def test_what_stops_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("release", ["17.0.15", "21", "21.0.2"])
-def test_right_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str):
+def test_supported_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str):
     noise = "echo 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g' >&2"
     home = fake_java(tmp_path, f"{noise}; echo 'openjdk version \"{release}\"' >&2")
     monkeypatch.setenv("JAVA_HOME", home)
@@ -153,7 +153,7 @@ def client_log() -> Iterator[logging.Logger]:
     log.disabled, log.handlers = before
 
 
-def test_what_connects_client_logs_is_not_printed(
+def test_connect_client_log_is_not_printed(
     client_log: logging.Logger,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -187,7 +187,7 @@ class Unavailable(grpc.RpcError):
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_server_that_has_ended_is_not_waited_for(host: str):
+def test_calls_to_ended_server_are_not_retried(host: str):
     """A call to a local server that has ended is not retried. Calls to a running server, or to a
     server on another machine, are retried as Spark does."""
     policies: list[RetryPolicy] = []
@@ -207,7 +207,7 @@ def test_a_server_that_has_ended_is_not_waited_for(host: str):
     assert "secret" not in str(told.value)
 
 
-def test_spark_home_of_another_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_spark_home_of_other_series_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """SPARK_HOME with a Spark of another series than PySpark is refused, even if the series is
     supported: PySpark would start that Spark."""
     monkeypatch.setenv("SPARK_HOME", str(tmp_path))
@@ -222,7 +222,9 @@ def test_spark_home_of_another_series(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("found", ["3.5.9", "4.3.0", "40.1"])
 @pytest.mark.parametrize("remote", [None, "sc://localhost:1"])
-def test_unsupported_pyspark(monkeypatch: pytest.MonkeyPatch, found: str, remote: str | None):
+def test_unsupported_pyspark_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str, remote: str | None
+):
     """The refusal comes before any start, connection or download."""
     monkeypatch.setattr(jars, "version", lambda _: found)
     with pytest.raises(SparkUnavailableError) as told:
@@ -235,7 +237,7 @@ def test_unsupported_pyspark(monkeypatch: pytest.MonkeyPatch, found: str, remote
         session.resolve_jars()
 
 
-def test_the_package_takes_the_supported_series_and_no_other():
+def test_package_requires_supported_spark_series():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     bounds = [SpecifierSet(found) for found in re.findall(r'"pyspark(?:\[connect\])?([<>=].*)"', text)]
     assert len(bounds) == 2, "with and without its extra"
@@ -245,7 +247,7 @@ def test_the_package_takes_the_supported_series_and_no_other():
 
 
 @pytest.mark.jvm
-def test_what_the_jvm_says_reaches_the_message():
+def test_jvm_error_reaches_message():
     """The message has the JVM's own text: of options with which it does not start, whether or not it
     prints the options from the environment first, and of a missing jar."""
     heap, options = "conf={'spark.driver.memory': '99zz'}", ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")
@@ -279,7 +281,7 @@ def test_jars_from_a_directory(
     ]
 
 
-def test_jars_of_another_series_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_jars_of_other_series_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Delta Lake's jars for another Spark series are refused. Only their file names have the series."""
     monkeypatch.setenv(jars.JARS_ENV, str(tmp_path))
     monkeypatch.setattr(jars, "version", lambda _: "4.2.1")
@@ -289,7 +291,7 @@ def test_jars_of_another_series_are_refused(tmp_path: Path, monkeypatch: pytest.
         session.resolve_jars()
 
 
-def test_unreachable_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreachable_maven_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = tmp_path / "jgo.conf"
     settings.write_text("[repositories]\ncentral = http://localhost:1/maven2\n")
     monkeypatch.setenv("JGO_CONFIG_FILE", str(settings))
@@ -340,7 +342,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return fake
 
 
-def test_warm_cache_downloads_nothing_and_is_fast(repository: Repository):
+def test_warm_jar_cache_downloads_nothing(repository: Repository):
     cold = session.resolve_jars()
     began = time.perf_counter()
     assert session.resolve_jars() == cold
@@ -350,7 +352,7 @@ def test_warm_cache_downloads_nothing_and_is_fast(repository: Repository):
 
 
 @pytest.mark.parametrize("damage", ["jar gone", "jar cut", "list gone", "list cut", "list odd"])
-def test_half_written_cache_is_built_again(repository: Repository, damage: str):
+def test_incomplete_jar_cache_is_rebuilt(repository: Repository, damage: str):
     cold = session.resolve_jars()
     sizes = [jar.stat().st_size for jar in cold]
     victim = cold[0] if damage.startswith("jar") else cold[0].with_name("jars.json")
@@ -364,7 +366,7 @@ def test_half_written_cache_is_built_again(repository: Repository, damage: str):
     assert repository.asked == 2
 
 
-def test_a_damaged_jar_of_the_same_size_is_replaced(repository: Repository):
+def test_damaged_jar_of_same_size_is_replaced(repository: Repository):
     cold = session.resolve_jars()
     whole = cold[0].read_bytes()
     about = cold[0].stat()
@@ -375,7 +377,7 @@ def test_a_damaged_jar_of_the_same_size_is_replaced(repository: Repository):
     assert cold[0].read_bytes() == whole
 
 
-def test_a_jar_with_a_wrong_checksum_is_refused(repository: Repository, tmp_path: Path):
+def test_jar_with_wrong_checksum_is_refused(repository: Repository, tmp_path: Path):
     true = next(tmp_path.glob("true/delta-1.jar"))
     repository.content["delta"] = "DELTA"
     with pytest.raises(SparkUnavailableError) as caught:
@@ -391,7 +393,7 @@ def test_a_jar_with_a_wrong_checksum_is_refused(repository: Repository, tmp_path
     assert len(session.resolve_jars()) == 2
 
 
-def test_a_jar_without_a_checksum_is_refused(repository: Repository, tmp_path: Path):
+def test_jar_without_checksum_is_refused(repository: Repository, tmp_path: Path):
     repository.content["other"] = "other"
     with pytest.raises(SparkUnavailableError, match=r"found also other-1\.jar"):
         session.resolve_jars()
@@ -403,7 +405,7 @@ def test_a_jar_without_a_checksum_is_refused(repository: Repository, tmp_path: P
         jars.resolve_maven_jars("org.example:other:2")
 
 
-def test_a_jar_that_was_put_beside_the_others_is_not_taken(repository: Repository):
+def test_foreign_jar_in_cache_is_ignored(repository: Repository):
     cold = session.resolve_jars()
     shutil.copy(cold[0], cold[0].with_name("other-1.jar"))
     listed = cold[0].with_name("jars.json")
@@ -415,7 +417,7 @@ def test_a_jar_that_was_put_beside_the_others_is_not_taken(repository: Repositor
 
 @pytest.mark.endurance  # it reads the jars of all series, which change only with SERIES
 @pytest.mark.network
-def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.MonkeyPatch):
+def test_every_jar_has_checksum(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(jars.JARS_ENV, raising=False)
     taken = [*session.resolve_jars(), *jars.resolve_broker_jars()]
     for series in {*jars.SERIES} - {jars.pyspark_series()}:
@@ -423,7 +425,7 @@ def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.Mo
     assert {jar.name: digest(jar) for jar in taken} == jars.checksums()
 
 
-def test_two_cold_starts_at_once_download_once(repository: Repository):
+def test_concurrent_cold_starts_download_once(repository: Repository):
     repository.seconds = 0.2
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: session.resolve_jars(), range(4)))
@@ -431,7 +433,7 @@ def test_two_cold_starts_at_once_download_once(repository: Repository):
     assert all(result == results[0] for result in results)
 
 
-def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_only_jar_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "vt_dagster").touch()  # a file where the directory should be
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(jars.JARS_ENV, raising=False)
@@ -442,7 +444,7 @@ def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # ------------------------------------------------------------------------------------ settings
 
 
-def test_conf_overrides_defaults_and_adds_to_lists():
+def test_conf_overrides_defaults_and_extends_lists():
     settings = session.session_settings(
         "app",
         "local[3]",
@@ -493,7 +495,7 @@ def test_import_starts_nothing():
 
 
 @pytest.mark.slow
-def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
+def test_session_has_delta_and_kafka_and_is_reused(tmp_path: Path):
     done = run(
         f"""
         import os, signal, sys, threading
@@ -526,7 +528,7 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_session_without_delta_is_refused():
+def test_session_without_delta_is_refused():
     """An active session, a stopped session whose JVM stays, and a team's session that has all settings
     but the jars are refused."""
     done = run(

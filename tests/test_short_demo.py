@@ -67,7 +67,7 @@ def _number(text: str, pattern: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-def test_it_is_short(demo: tuple[Path, str]) -> None:
+def test_demo_output_is_short(demo: tuple[Path, str]) -> None:
     lines = demo[1].splitlines()
     assert len(lines) <= 60, demo[1]
     assert not [line for line in lines if "WARN" in line or "DEBUG" in line or "ERROR" in line]
@@ -79,7 +79,7 @@ def test_it_is_short(demo: tuple[Path, str]) -> None:
         )
 
 
-def test_its_numbers_are_those_of_an_independent_join(
+def test_demo_numbers_equal_independent_join(
     demo: tuple[Path, str], landed: tuple[pd.DataFrame, pd.DataFrame]
 ) -> None:
     (data, text), (flights, weather) = demo, landed
@@ -104,7 +104,7 @@ def test_its_numbers_are_those_of_an_independent_join(
     assert _number(text, r"([\d,]+) flights were corrected, 0 were too old") == changed.sum()
 
 
-def test_the_row_that_it_explains(
+def test_demo_explains_corrected_row(
     demo: tuple[Path, str], landed: tuple[pd.DataFrame, pd.DataFrame]
 ) -> None:
     """The demo prints the weather of this flight as known before and now, and why it changed."""
@@ -124,7 +124,7 @@ def test_the_row_that_it_explains(
     assert re.search(r"^  as_of: weather 0:\d+, true from ", why, re.MULTILINE)
 
 
-def test_what_it_tells_to_type_works(demo: tuple[Path, str]) -> None:
+def test_printed_commands_work(demo: tuple[Path, str]) -> None:
     data, text = demo
     last = text[text.index("\nGo on") :]
     commands = re.findall(r"^  (\S+/vt-dagster .+)$", last, re.MULTILINE)

@@ -118,7 +118,7 @@ SOURCES: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any], int]
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_each_job_of_a_small_run(
+def test_small_run_jobs_are_planned_for_few_rows(
     source: str,
     spark: SparkSession,
     tmp_path: Path,
@@ -164,7 +164,9 @@ def test_each_job_of_a_small_run(
         assert general == []
 
 
-def test_each_job_of_a_join_of_streams(spark: SparkSession, tmp_path: Path, general: list[str]) -> None:
+def test_stream_join_computes_matches_once(
+    spark: SparkSession, tmp_path: Path, general: list[str]
+) -> None:
     """A join of streams computes the matches of a run once, before it corrects earlier results."""
     sides = []
     for name in ("orders", "payments"):

@@ -91,7 +91,7 @@ def shop(spark: SparkSession, tmp_path: Path) -> Shop:
     return Shop(tmp_path, spark)
 
 
-def test_the_difference_to_what_the_table_holds(shop: Shop) -> None:
+def test_dump_is_diffed_against_table(shop: Shop) -> None:
     shop.deliver("2024-01-01.parquet", ("a", "Ann", 1.0), ("b", None, None), ("c", "Cy", 3.0))
     assert shop.take()["applied"] == 3
     assert shop.take() == {}
@@ -127,7 +127,7 @@ def test_the_difference_to_what_the_table_holds(shop: Shop) -> None:
     assert head.commit.taken == {"dumps": {0: (3, 4)}}
 
 
-def test_dumps_that_are_not_believed(shop: Shop) -> None:
+def test_implausible_dumps_are_refused(shop: Shop) -> None:
     whole = [(k, k, 1.0) for k in "abcd"]
     shop.deliver("2024-01-05.parquet", *whole)
     shop.take()
@@ -168,7 +168,7 @@ def test_dumps_that_are_not_believed(shop: Shop) -> None:
     assert shop.current() == {}
 
 
-def test_maps_are_compared_by_their_entries(spark: SparkSession) -> None:
+def test_maps_are_compared_by_entries(spark: SparkSession) -> None:
     """Maps with equal entries are equal, in any order. Times in maps count to the microsecond."""
 
     def rows(**maps: str) -> DataFrame:
@@ -188,7 +188,7 @@ def test_maps_are_compared_by_their_entries(spark: SparkSession) -> None:
         assert sorted(r["id"] for r in news.collect()) == ["b", "d"]
 
 
-def test_bad_rows(spark: SparkSession, tmp_path: Path) -> None:
+def test_bad_dump_rows_are_quarantined(spark: SparkSession, tmp_path: Path) -> None:
     about = {"format": "jsonl", "max_bad_share": 0.5, "on_duplicate": "quarantine"}
     shop = Shop(tmp_path, spark, dump_time="modified", ignore=["spent"], **about)
 
@@ -224,7 +224,7 @@ def test_bad_rows(spark: SparkSession, tmp_path: Path) -> None:
     assert all(f.offending == 0 for f in audit(shop.store))
 
 
-def test_the_time_of_a_dump_by_its_rows(spark: SparkSession, tmp_path: Path) -> None:
+def test_dump_time_by_expression(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop(
         tmp_path, spark, dump_time="timestamp_seconds(spent)", marker="_SUCCESS", ignore=["spent"]
     )
@@ -243,7 +243,7 @@ def test_the_time_of_a_dump_by_its_rows(spark: SparkSession, tmp_path: Path) -> 
         shop.take()
 
 
-def test_declared() -> None:
+def test_refused_when_declared() -> None:
     source = SnapshotSource("dumps", dump_time="modified")
     with pytest.raises(TopologyError, match="expected a Table or VersionedTable, got a Stream"):
         Stream("s", key="id", schema=ROW, source=source)
@@ -253,7 +253,7 @@ def test_declared() -> None:
         SnapshotSource("d", dump_time="%Y", max_shrink=2)
 
 
-def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
+def test_snapshot_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The sensor requests one dump after another. The asset that delivers the dumps is upstream."""
     shop = Shop(tmp_path, spark, upstream="crm/export")
     sensor = build_sensor(shop.node)

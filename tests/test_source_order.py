@@ -167,9 +167,7 @@ def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
     ("seed", "cut"),
     [(0, [2]), *(pytest.param(s, [1, 3], marks=pytest.mark.endurance) for s in range(4))],
 )
-def test_the_last_word_of_a_feed_counts_whatever_its_clocks(
-    spark: SparkSession, seed: int, cut: Sequence[int]
-) -> None:
+def test_last_change_in_source_order_wins(spark: SparkSession, seed: int, cut: Sequence[int]) -> None:
     """Random changes: log and versions are those of the definition, for each split into runs."""
     changes, random = of_worlds(seed), Random(seed)
     log, versions, current = model(changes)
@@ -246,7 +244,7 @@ def yielding_model(changes: Sequence[Change], keeps: bool) -> list[Any]:
         pytest.param(13, "timestamp", [1, 3], marks=pytest.mark.endurance),
     ],
 )
-def test_a_deletion_whose_time_nobody_stated_yields(
+def test_deletion_without_stated_time_yields(
     spark: SparkSession, seed: int, named: str, cut: Sequence[int]
 ) -> None:
     """Random changes of a topic. A record that is late by its own time stays late. But a deletion that
@@ -332,7 +330,7 @@ def rows_of(state: State) -> pa.Table:
 @pytest.mark.parametrize(
     ("seed", "days"), [pytest.param(1, 36500, marks=pytest.mark.endurance), (2, 1)]
 )
-def test_a_table_is_what_the_last_dump_was(
+def test_current_rows_equal_last_dump(
     spark: SparkSession, tmp_path: Path, seed: int, days: int
 ) -> None:
     """The table's current rows are those of the last dump, whatever the times of rows and dumps. Rows
@@ -360,7 +358,7 @@ def test_a_table_is_what_the_last_dump_was(
     assert [f.name for f in audit(shop.store) if not f.passed] == []
 
 
-def test_a_row_comes_back_with_its_old_time(spark: SparkSession, tmp_path: Path) -> None:
+def test_row_returns_with_its_old_time(spark: SparkSession, tmp_path: Path) -> None:
     """A deletion, which has the time of its dump, yields to a row that comes back with its old time. A
     row whose time is after the dump's is deleted too. A new value whose time goes back counts."""
     (tmp_path / "dumps").mkdir()
@@ -395,7 +393,7 @@ def test_a_row_comes_back_with_its_old_time(spark: SparkSession, tmp_path: Path)
     assert "what-if" not in page.text
 
 
-def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) -> None:
+def test_delete_and_insert_in_change_feed(spark: SparkSession, tmp_path: Path) -> None:
     """The table equals the upstream Delta table, read by its change feed or by its versions, though the
     commits' clock is years ahead of the rows' times. ``deleted_at`` gives the time of a deletion."""
     path = str(tmp_path / "theirs")
@@ -433,7 +431,7 @@ def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) 
     assert min(years["stated"]) < 2000 < min(years["changes"])
 
 
-def test_rows_that_a_dump_marks_as_deleted(spark: SparkSession, tmp_path: Path) -> None:
+def test_rows_marked_as_deleted_are_deleted_once(spark: SparkSession, tmp_path: Path) -> None:
     """A row that is marked as deleted in several dumps is deleted once."""
     (tmp_path / "dumps").mkdir()
     source = SnapshotSource(str(tmp_path / "dumps"), "jsonl", dump_time="%Y-%m-%d", max_shrink=1.0)
@@ -534,7 +532,7 @@ def topic(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Take:
     return take
 
 
-def test_what_debezium_says_of_deletions(topic: Take) -> None:
+def test_debezium_deletions(topic: Take) -> None:
     """Deletions of a connector that is ten minutes behind, with null messages, changed keys, and
     snapshots beside changes."""
     one, two, three, four, five, six = ({"id": n} for n in range(1, 7))
@@ -572,7 +570,7 @@ def test_what_debezium_says_of_deletions(topic: Take) -> None:
 
 
 @pytest.mark.parametrize("kind", [VersionedTable, Table])
-def test_an_update_of_a_column_that_is_a_key_here_alone(topic: Take, kind: Any) -> None:
+def test_update_of_column_that_is_only_our_key(topic: Take, kind: Any) -> None:
     """If a column belongs only to the table's key and not to Debezium's, an update of it sends no
     deletion of the old key, whose row would remain. So a table quarantines the event; a stream accepts
     it."""
@@ -589,7 +587,7 @@ def test_an_update_of_a_column_that_is_a_key_here_alone(topic: Take, kind: Any) 
     assert (current, totals.get("quarantined", 0)) == ({1: "x", 2: "y"}, 0)
 
 
-def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) -> None:
+def test_deletion_takes_source_time_not_row_time(topic: Take) -> None:
     """If rows have their own time, a deletion has the time of the source's record, not that of the
     deleted row. With ``deleted_at`` it has the time of that expression."""
     from vt_dagster.kafka import Debezium, Json
@@ -633,7 +631,7 @@ def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) ->
     assert counts["nothing_new"] == 1
 
 
-def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take) -> None:
+def test_unavailable_toast_value_is_taken_from_previous_record(topic: Take) -> None:
     """A TOAST value that PostgreSQL has not sent is taken from the key's record before, also from an
     earlier run. If the key is unknown, the record is unreadable."""
     one, two, large = {"id": 1}, {"id": 2}, "__debezium_unavailable_value"
@@ -649,7 +647,7 @@ def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take)
     assert (counts["in"], counts["quarantined"]) == (4, 1)
 
 
-def test_an_event_that_truncates_deletes_every_key(topic: Take) -> None:
+def test_truncate_event_deletes_every_key(topic: Take) -> None:
     """A truncate event deletes all keys at its time, also those of earlier runs. Records after it
     stay. With several partitions it is refused, because the order between partitions is unknown."""
     from vt_dagster.errors import SourceError

@@ -107,7 +107,7 @@ def status(environment: dict[str, str]) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_where_none_is_running(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_without_server(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert status(environment) == (1, "no Spark server is running\n")
     stopped = CliRunner().invoke(app, ["spark", "stop"], env=environment)
     assert (stopped.exit_code, stopped.output) == (0, "no Spark server was running\n")
@@ -117,7 +117,7 @@ def test_where_none_is_running(environment: dict[str, str], monkeypatch: pytest.
 
 
 @pytest.mark.timeout(600)
-def test_runs_use_it_while_it_is_there(
+def test_runs_use_running_server(
     connect_server: ConnectServer, tmp_path: Path, spark: SparkSession
 ) -> None:
     """The fixture starts the server with ``vt-dagster spark start``, and stops it."""
@@ -148,7 +148,7 @@ def test_runs_use_it_while_it_is_there(
 
 
 @pytest.mark.endurance
-def test_one_that_is_killed_in_a_run(
+def test_server_killed_during_run(
     environment: dict[str, str], tmp_path: Path, spark: SparkSession
 ) -> None:
     """A run fails soon if its server is killed. Without that, Spark's client would retry for ten
@@ -173,7 +173,7 @@ def test_one_that_is_killed_in_a_run(
 
 
 @pytest.mark.jvm
-def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
+def test_failed_start_is_explained(environment: dict[str, str]) -> None:
     code, said = spark_command(environment, "start", "--master", "local[0]")
     assert code == 2
     assert "Expected a Spark server on local[0] to start, got:" in said
@@ -183,9 +183,7 @@ def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
     assert str(wrong.exception) == "Expected --conf name=value, got 'spark.driver.memory'."
 
 
-def test_while_it_starts_its_process_tells_that_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_server_counts_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own process counts as running while it starts, whatever ``ps`` shows: ``ps`` may
     show no command of a process during ``exec``."""
     with socket.socket() as free:

@@ -34,7 +34,7 @@ class Session:
 
 
 @pytest.mark.parametrize("inner_first", [True, False])
-def test_contexts_end_in_any_order(inner_first: bool) -> None:
+def test_settings_contexts_end_in_any_order(inner_first: bool) -> None:
     session: Any = Session()
     first = settings(session, {"a": "1", "b": "1"})
     second = settings(session, {"a": "2", "c": "2"})
@@ -48,7 +48,7 @@ def test_contexts_end_in_any_order(inner_first: bool) -> None:
     assert session.conf.values == {"a": "0"}
 
 
-def test_equal_settings_inside_change_nothing() -> None:
+def test_nested_equal_settings_change_nothing() -> None:
     session: Any = Session()
     with settings(session, {"a": "1", "b": "1"}):
         changes = session.conf.changes

@@ -165,12 +165,12 @@ def too_early(node: ast.AST, names: set[str], after: bool = False) -> Iterator[s
         yield from too_early(child, names, behind)
 
 
-def test_no_expression_when_a_module_is_imported() -> None:
+def test_no_spark_expression_on_import() -> None:
     found = {p: [*when_imported(tree(path), built_by(p))] for p, path in PLACES.items()}
     assert {p: lines for p, lines in found.items() if lines} == {}
 
 
-def test_no_expression_before_there_is_a_session() -> None:
+def test_no_spark_expression_before_session() -> None:
     """``core`` is left out: its callers have rows already, so a session exists."""
     found = {
         f"{place}: {name}"
@@ -181,13 +181,13 @@ def test_no_expression_before_there_is_a_session() -> None:
     assert found - LATER == set(), "read first, or take the rows or the session as an argument"
 
 
-def test_nothing_that_spark_connect_lacks() -> None:
+def test_no_api_missing_in_spark_connect() -> None:
     for place, path in PLACES.items():
         used = {one.attr for one in nodes(path) if isinstance(one, ast.Attribute)}
         assert used & LACKING <= ALLOWED.get(place, set()), place
 
 
-def test_with_columns_has_one() -> None:
+def test_with_columns_is_never_empty() -> None:
     """Spark Connect refuses ``withColumns({})``; ``core.arrival_order.with_columns`` accepts it."""
     for place, path in PLACES.items():
         for one in nodes(path):
@@ -199,7 +199,7 @@ def test_with_columns_has_one() -> None:
                 assert sure, f"{place}, line {one.lineno}: use with_columns"
 
 
-def test_no_function_whose_first_call_takes_seconds() -> None:
+def test_no_slow_first_call_functions() -> None:
     """No code uses ``str_to_map``: it loads a Spark class that computes all letters' title case."""
     for place, path in PLACES.items():
         told = [str(one.value) for one in nodes(path) if isinstance(one, ast.Constant)]

@@ -118,13 +118,13 @@ NODES = every_operator()
 KINDS_OF_SPEC = get_args(get_args(OperatorSpec)[0])
 
 
-def test_all_operators_are_here_and_explained() -> None:
+def test_every_operator_has_specification_and_explanation() -> None:
     assert {type(node.operator.specification) for node in NODES.values()} == {*KINDS_OF_SPEC}
     assert {*KINDS} == {*KINDS_OF_SPEC}
 
 
 @pytest.mark.parametrize("case", NODES)
-def test_a_commit_stores_it(case: str) -> None:
+def test_commit_stores_specification(case: str) -> None:
     shape = shape_of(NODES[case])
     stored = json.loads(json.dumps(shape.model_dump()))
     assert Shape.model_validate(stored) == shape
@@ -132,14 +132,14 @@ def test_a_commit_stores_it(case: str) -> None:
     assert NODES[case].changed_definition(Shape.model_validate(stored).specification) == []
 
 
-def test_a_commit_of_before_a_setting_has_its_default() -> None:
+def test_missing_setting_in_old_commit_has_default() -> None:
     """Commits of joins from before ``before_first`` existed lack it. Then its default counts."""
     stored = json.loads(shape_of(NODES["join"]).model_dump_json())
     del stored["specification"]["before_first"]
     assert NODES["join"].changed_definition(Shape.model_validate(stored).specification) == []
 
 
-def test_what_is_stored() -> None:
+def test_stored_specification() -> None:
     said = json.loads(shape_of(NODES["join"]).model_dump_json())["specification"]
     assert said == {
         "operator": "stream_table_join",
@@ -188,12 +188,12 @@ def test_what_is_stored() -> None:
         (timedelta(days=50_000_000), "P50000000D"),
     ],
 )
-def test_durations(length: timedelta, text: str) -> None:
+def test_durations_as_iso_8601(length: timedelta, text: str) -> None:
     assert iso8601(length) == text
     assert TypeAdapter(timedelta).validate_python(text) == length
 
 
-def test_lengths_of_partitions() -> None:
+def test_lengths_per_partition() -> None:
     about = {"left": "a", "right": "b", "kind": "inner", "select": (), "after": HOUR}
     join = StreamStreamJoinSpec(**about, before={0: HOUR, 1: -HOUR})
     assert json.loads(join.model_dump_json())["before"] == {"0": "PT1H", "1": "-PT1H"}
@@ -290,7 +290,7 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_another_definition_is_said_in_words(case: str) -> None:
+def test_changed_definition_is_described(case: str) -> None:
     before, after, told = CHANGES[case]
     assert after.changed_definition(before.operator.specification) == told
     assert shape_of(before).definition() != shape_of(after).definition()
@@ -341,12 +341,12 @@ GOES_ON: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", GOES_ON)
-def test_what_may_change(case: str) -> None:
+def test_changes_without_replay(case: str) -> None:
     before, after = GOES_ON[case]
     assert after.changed_definition(before.operator.specification) == []
 
 
-def test_columns_that_are_copied_from_a_side() -> None:
+def test_columns_copied_from_side() -> None:
     """``right.*`` omits the columns that the left side has."""
     select = ["left.*", "right.*", "left.n as mine", "right.`m`", "right.m + 1 as next"]
     join = stream().join(stream("paid", "m"), name="x", within=HOUR, select=select[:3])
@@ -363,7 +363,7 @@ def test_columns_that_are_copied_from_a_side() -> None:
     assert join.operator.specification.select[1] == ColumnSpec("next", "right.m + 1")
 
 
-def test_which_option_lateness_knows() -> None:
+def test_lateness_option_per_operator() -> None:
     found = {case: node.operator.specification for case, node in NODES.items()}
     known = {case for case, one in found.items() if one.lateness_option is not None}
     assert known == {
@@ -383,7 +383,7 @@ def test_which_option_lateness_knows() -> None:
     assert tuple(found["join"].lateness_option) == ("grace_period", HOUR)
 
 
-def test_until_windows_close_is_told_from_a_time_limit() -> None:
+def test_until_window_closes_differs_from_time_limit() -> None:
     """A windowed table accepts both kinds of ``until``, and the specification says which it has."""
     kinds = list[str]()
     for until in (UntilTimeLimit(HOUR), UntilWindowCloses()):
@@ -393,7 +393,7 @@ def test_until_windows_close_is_told_from_a_time_limit() -> None:
     assert kinds == ["time_limit", "window_closes"]
 
 
-def test_an_unknown_entry_is_refused() -> None:
+def test_unknown_entry_is_refused() -> None:
     said = NODES["filter"].operator.specification.model_dump()
     with pytest.raises(ValueError, match="nothing"):
         Shape.model_validate({"kind": "table", "key": ["k"], "specification": {**said, "nothing": 1}})

@@ -85,7 +85,7 @@ def spec_of(defs: dg.Definitions, *path: str) -> dg.AssetSpec:
     )
 
 
-def test_a_spec_of_the_topology_alone(tmp_path: Path) -> None:
+def test_default_asset_spec(tmp_path: Path) -> None:
     shop = Shop(tmp_path)
     spec = spec_of(build_definitions(shop.priced), "published", "priced")
     assert {dep.asset_key.to_user_string() for dep in spec.deps} == {"shop/sales", "shop/eu/prices"}
@@ -95,7 +95,7 @@ def test_a_spec_of_the_topology_alone(tmp_path: Path) -> None:
     assert [dep.asset_key.to_user_string() for dep in lineage] == ["shop/eu/prices"]
 
 
-def test_arguments_and_a_translator_add_to_it(tmp_path: Path) -> None:
+def test_arguments_and_translator_extend_spec(tmp_path: Path) -> None:
     shop, eager = Shop(tmp_path), dg.AutomationCondition.eager()
     fresh, again = dg.FreshnessPolicy.time_window(timedelta(days=1)), dg.RetryPolicy(max_retries=2)
     defs = build_definitions(
@@ -126,7 +126,7 @@ def test_arguments_and_a_translator_add_to_it(tmp_path: Path) -> None:
     assert checks.op.pool == "spark"  # type: ignore[union-attr]
 
 
-def test_the_code_version_is_of_what_is_computed(tmp_path: Path) -> None:
+def test_code_version_follows_computation(tmp_path: Path) -> None:
     shop = Shop(tmp_path)
 
     def big(limit: int, **shown: Any) -> Table:
@@ -137,7 +137,7 @@ def test_the_code_version_is_of_what_is_computed(tmp_path: Path) -> None:
     assert code_version(shop.prices) != code_version(replace(shop.prices, tombstone="v is null"))
 
 
-def test_what_a_translator_cannot_change(tmp_path: Path) -> None:
+def test_translator_cannot_change_key_or_partitions(tmp_path: Path) -> None:
     class Elsewhere(TopologyTranslator):
         def get_asset_spec(self, node: Stream) -> dg.AssetSpec:
             return super().get_asset_spec(node).replace_attributes(key=["other", node.name])
@@ -164,13 +164,13 @@ def test_what_a_translator_cannot_change(tmp_path: Path) -> None:
         ("a/b/c/d", "a key_prefix of at most 3 parts, got 'a/b/c/d'"),
     ],
 )
-def test_a_prefix_that_is_none(prefix: str, said: str) -> None:
+def test_invalid_key_prefix_is_refused(prefix: str, said: str) -> None:
     with pytest.raises(TopologyError) as raised:
         Table("prices", key="k", schema=RECORD, timestamp="at", key_prefix=prefix)
     assert said in str(raised.value)
 
 
-def test_prefixes_are_folders(
+def test_key_prefixes_are_folders(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Key prefixes work in assets, checks, sensors, reads, commands, maintenance, replays and swaps."""
@@ -219,7 +219,7 @@ def test_prefixes_are_folders(
     assert read(shop.prices, warehouse=shop.warehouse)["v"].to_pylist() == ["p2"]
 
 
-def test_a_prefix_from_dagster(spark: SparkSession, tmp_path: Path) -> None:
+def test_key_prefix_of_dagster_loaders_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     """Dagster's loaders can put a prefix before the keys of assets. A stream or table refuses that
     before it reads anything, since its key is also the directory of its tables; so do its checks. An
     export has a directory of its own, and takes any key."""
@@ -264,7 +264,7 @@ def test_a_prefix_from_dagster(spark: SparkSession, tmp_path: Path) -> None:
         ]
 
 
-def test_no_asset_within_another(spark: SparkSession, tmp_path: Path) -> None:
+def test_nested_asset_folders_are_refused(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop(tmp_path)
     shop.land_all()
     with pytest.raises(TopologyError, match=r"'log' is a folder of an asset's own"):

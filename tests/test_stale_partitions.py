@@ -82,7 +82,7 @@ def require_right(reports: Reports, asked: list[str], every: Sequence[str] = EVE
     assert reports.asked() == []
 
 
-def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None:
+def test_restate_makes_partitions_stale(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None:
     cursor = copy.tick().cursor
     restated(copy)
     assert copy.asked(cursor) == copy.asked() == []
@@ -109,7 +109,7 @@ def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None
     assert UNDECIDABLE["another_log"] in said_so
 
 
-def test_a_swap(copy: Reports) -> None:
+def test_swap_makes_partitions_stale(copy: Reports) -> None:
     cursor, warehouse = copy.tick().cursor, str(copy.market.warehouse)
     correct(copy)
     replay(warehouse, copy.prices, "prices_new", copy.market.spark)
@@ -134,7 +134,7 @@ def erased(reports: Reports, key: str) -> None:
     )
 
 
-def test_an_erase(copy: Reports) -> None:
+def test_erase_makes_partitions_stale(copy: Reports) -> None:
     cursor = copy.tick().cursor
     erased(copy, "c")
     said = copy.tick(cursor)
@@ -149,7 +149,9 @@ def test_an_erase(copy: Reports) -> None:
     require_right(copy, [day(6), day(7)])
 
 
-def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None:
+def test_truncated_log_is_undecidable_without_cursor(
+    copy: Reports, capfd: pytest.CaptureFixture[str]
+) -> None:
     copy.land(record("c", "late", "3 12:00"))
     said = copy.tick()
     assert [one.partition_key for one in said.run_requests] == [day(3)]
@@ -164,7 +166,7 @@ def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str])
     assert copy.asked(said.cursor) == [day(7)]
 
 
-def test_a_log_of_file_times(spark: SparkSession, tmp_path: Path) -> None:
+def test_file_times_make_partitions_stale(spark: SparkSession, tmp_path: Path) -> None:
     """A record that arrives later counts as later, though its file has an earlier time. So its requests
     have another run key."""
     reports = Reports(tmp_path, spark)

@@ -133,14 +133,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_meaning_is_refused(case: str) -> None:
+def test_refused_when_declared(case: str) -> None:
     make, said = REFUSED[case]
     with pytest.raises(TopologyError) as caught:
         make()
     assert [words for words in said if words not in str(caught.value)] == []
 
 
-def test_bounds() -> None:
+def test_before_and_after_bounds() -> None:
     both = orders().join(payments(), name="x", within=HOUR, before=-MS, grace=MS).operator
     one = orders().left_join(payments(), name="x", after=HOUR).operator
     assert both is not None
@@ -152,7 +152,7 @@ def test_bounds() -> None:
     assert changes == ["kind was 'left', is 'inner'", "before was 0 seconds, is minus 1 ms"]
 
 
-def test_in_yaml() -> None:
+def test_stream_join_in_yaml() -> None:
     concept = CONCEPTS["outer_join"]
     given = {"left": "orders", "right": "payments", "before": "-5m", "after": "1h30m", "grace": "10m"}
     part = concept.yaml(**given)
@@ -170,7 +170,7 @@ def test_in_yaml() -> None:
 
 
 @pytest.mark.endurance  # also in the worked scenarios, and at random in core/test_stream_stream_join.py
-def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
+def test_outer_join_over_several_runs(spark: SparkSession) -> None:
     select = ["left.n", "right.amount", "right.timestamp as paid_at"]
     joined = orders().outer_join(payments(), name="x", within=10 * MS, grace=5 * MS, select=select)
     assert (joined.key, joined.schema["n"].nullable) == (("k",), True)
@@ -208,7 +208,7 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_a_late_record_that_waits_has_a_late_result(spark: SparkSession, corrected: bool) -> None:
+def test_waiting_late_record_has_late_result(spark: SparkSession, corrected: bool) -> None:
     """The result of a late record that waits is late, however records are split into runs. With ``cut``
     2 the last record, which ends the wait, comes in a separate run."""
     about: Any = {"corrected_for": 1 * MS} if corrected else {"grace": 1 * MS}
@@ -225,7 +225,7 @@ def test_a_late_record_that_waits_has_a_late_result(spark: SparkSession, correct
     assert found == [[(1, False), (2, True)]] * 2
 
 
-def test_a_match_that_comes_late_takes_a_row_back(spark: SparkSession) -> None:
+def test_late_match_retracts_unmatched_row(spark: SparkSession) -> None:
     """A late match retracts the row without a match. A downstream table takes it out of its sums."""
     select = ["left.n", "right.amount", "coalesce(right.amount, 0) as paid"]
     rows = orders().left_join(
@@ -276,7 +276,7 @@ def test_a_match_that_comes_late_takes_a_row_back(spark: SparkSession) -> None:
     }
 
 
-def test_a_stream_with_itself(spark: SparkSession) -> None:
+def test_stream_self_join(spark: SparkSession) -> None:
     near = orders().left_join(
         orders(), name="near", before=-1 * MS, after=5 * MS, select=["left.n", "right.n as next"]
     )
@@ -287,8 +287,8 @@ def test_a_stream_with_itself(spark: SparkSession) -> None:
     assert sorted(found, key=str) == [(1, 2), (1, 3), (2, 3), (3, None)]
 
 
-@pytest.mark.endurance  # test_explain_operators.py runs such a join, test_bounds compares definitions
-def test_through_assets(spark: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.endurance  # test_explain_operators.py runs one; test_before_and_after_bounds: definitions
+def test_left_and_outer_joins_as_assets(spark: SparkSession, tmp_path: Path) -> None:
     """Left and outer joins over a few runs. Each run makes a separate commit."""
     scenarios = read_scenarios([SCENARIOS / "worked.json"])
     names = ("stream-join-unmatched-late-is-immediate", "stream-join-dropped-records-move-time")

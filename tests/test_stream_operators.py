@@ -97,14 +97,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_meaning_is_refused(case: str) -> None:
+def test_refused_when_declared(case: str) -> None:
     make, said = REFUSED[case]
     with pytest.raises(TopologyError) as caught:
         make()
     assert [words for words in said if words not in str(caught.value)] == []
 
 
-def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSession) -> None:
+def test_merge_of_streams_and_with_itself(spark: SparkSession) -> None:
     sales, returns = stream(), stream("returns")
     everything = sales.merge(returns, name="everything")
     doubled = sales.merge(sales, name="doubled")
@@ -127,7 +127,7 @@ def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSe
     assert seen(driver.read("doubled"), "k", "n") == [("a", 1), ("a", 1), (None, 2), (None, 2)]
 
 
-def test_streams_of_all_sorts_are_merged(spark: SparkSession) -> None:
+def test_merge_of_derived_streams(spark: SparkSession) -> None:
     sales, returns = stream(), stream("returns")
     again = sales.merge(returns, sales, name="again")
     # A key whose type only Spark knows, and a log with an extra column of the join.
@@ -154,7 +154,7 @@ def test_streams_of_all_sorts_are_merged(spark: SparkSession) -> None:
     assert "".join(r["k"] for r in driver.read("turned")) == "CDcd"
 
 
-def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> None:
+def test_select_key_repartitions_records(spark: SparkSession) -> None:
     keyed = stream(partitions=3).select_key(
         "upper(g) as shop", name="by_shop", partitions=2, partition_by="if(shop = 'X', 1, 0)"
     )
@@ -176,7 +176,7 @@ def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> No
     assert driver.metrics("counts")["dropped"] == 1
 
 
-def test_a_record_without_a_key_goes_to_the_first_partition(spark: SparkSession) -> None:
+def test_record_without_key_goes_to_first_partition(spark: SparkSession) -> None:
     sales = stream(partitions=2, partition_by="ascii(k) % 2")
     keyed = sales.select_key("g as h", name="keyed", partitions=2, partition_by="ascii(h) % 2")
     driver = TopologyTestDriver(keyed.group_by().count(name="counts"), spark=spark)
@@ -188,7 +188,7 @@ def test_a_record_without_a_key_goes_to_the_first_partition(spark: SparkSession)
     assert seen(driver.read("counts"), "h", "count") == [("y", 1), ("y", 2)]
 
 
-def test_each_element_is_a_record(spark: SparkSession) -> None:
+def test_flat_map_values_emits_record_per_element(spark: SparkSession) -> None:
     words = stream().flat_map_values(
         "transform(split(g, ' '), w -> nullif(w, '~'))", column="word", keep=("n",), name="words"
     )
@@ -219,7 +219,7 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
     assert seen(driver.read("words"), "word", "offset") == [("z", 3)]
 
 
-def test_the_least_and_the_most_of_a_key(spark: SparkSession) -> None:
+def test_min_and_max_of_key(spark: SparkSession) -> None:
     what = {"least": "min(n)", "most": "max(g)", "total": "sum(n)"}
     ends = stream().group_by().aggregate(what, name="ends")
     # A key with the name of a column does not hide that column from the aggregate.
@@ -242,7 +242,7 @@ def test_the_least_and_the_most_of_a_key(spark: SparkSession) -> None:
     assert seen(driver.read("hourly"), "n", "total") == sums
 
 
-def test_all_records_of_a_key_are_counted_whatever_their_time(spark: SparkSession) -> None:
+def test_unwindowed_aggregate_counts_records_of_any_time(spark: SparkSession) -> None:
     totals = stream().group_by().aggregate({"n": "count(*)", "mean": "avg(n)"}, name="totals")
     kept = (
         stream()
@@ -291,7 +291,7 @@ def summed(column: str, windows: Window | None) -> tuple[Stream, Table]:
         (SlidingWindow(DAY), "d", "total = sum(d) (decimal(38,0))", "DOUBLE"),
     ],
 )
-def test_a_sum_that_its_type_cannot_hold(
+def test_sum_overflow_is_reported(
     spark: SparkSession, windows: Window | None, column: str, said: str, wider: str
 ) -> None:
     driver = TopologyTestDriver(*summed(column, windows), spark=spark)
@@ -306,7 +306,7 @@ def test_a_sum_that_its_type_cannot_hold(
     assert driver.table("totals")[-1]["total"] > 2**63
 
 
-def test_other_errors_of_an_aggregate_are_not_those_of_its_sums() -> None:
+def test_other_arithmetic_errors_are_no_sum_overflow() -> None:
     totals = summed("n", None)[1]
     assert sum_too_large(totals, Exception("[DIVIDE_BY_ZERO] Division by zero.")) is None
     overflow = Exception("[ARITHMETIC_OVERFLOW] overflow.")
@@ -331,7 +331,7 @@ def test_other_errors_of_an_aggregate_are_not_those_of_its_sums() -> None:
         ),
     ],
 )
-def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str, got: str) -> None:
+def test_failing_expression_is_reported(spark: SparkSession, expression: str, got: str) -> None:
     sales = stream(schema=SUMMED)
     totals = sales.group_by().aggregate({"m": expression, "total": "sum(n)"}, name="totals")
     driver = TopologyTestDriver(sales, totals, spark=spark)
@@ -346,7 +346,7 @@ def test_a_value_that_an_expression_refuses(spark: SparkSession, expression: str
 
 
 @pytest.mark.parametrize("file", ["/home/me/shop/functions.py", "/home/me/vt_dagster/functions.py"])
-def test_a_function_of_the_session_that_fails(spark: SparkSession, file: str) -> None:
+def test_failing_udf_is_reported(spark: SparkSession, file: str) -> None:
     """The message names the function's error, whatever the directory of the function's code."""
     code = "def shop(number):\n    raise KeyError(f'shop {number}')\n"
     made: dict[str, Any] = {"__name__": "__main__"}

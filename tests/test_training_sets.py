@@ -57,7 +57,7 @@ def land(root: Path, node: Any, step: int, records: Sequence[Row], spark: SparkS
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_path: Path) -> None:
+def test_training_set_is_pinned_and_reproducible(spark: SparkSession, tmp_path: Path) -> None:
     chance, warehouse, to = random.Random(3), str(tmp_path / "warehouse"), str(tmp_path / "set")
     rates, shops = table(tmp_path, "rates"), table(tmp_path, "shops")
     visits = Stream(
@@ -169,7 +169,7 @@ def test_refused_when_declared(change: dict[str, Any], said: str, tmp_path: Path
     assert said in str(refused.value)
 
 
-def test_columns_that_differ_in_capitals_alone(tmp_path: Path) -> None:
+def test_columns_differing_only_in_case_are_refused(tmp_path: Path) -> None:
     visits, rates = Stream("visits", key="k", schema=schema("k", "shop")), table(tmp_path, "rates")
     views = [FeatureView(rates, prefix=prefix) for prefix in ("now_", "Now_")]
     with pytest.raises(TopologyError, match=r"got \['Now_n', 'now_n'\] more than once; set prefix"):
@@ -177,7 +177,7 @@ def test_columns_that_differ_in_capitals_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> None:
+def test_unmatched_rows_are_reported(spark: SparkSession, tmp_path: Path) -> None:
     """A version with null values is a match. A feature view without matches gives a warning, and
     ``min_match_rate`` gives a check."""
     warehouse = str(tmp_path / "warehouse")
@@ -224,7 +224,7 @@ def test_rows_without_a_match_are_told(spark: SparkSession, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_a_run_that_another_one_overtakes_makes_the_set_anew(
+def test_overtaken_run_rebuilds_set(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warehouse, to, write = str(tmp_path / "warehouse"), str(tmp_path / "set"), TrainingRun._write
@@ -249,7 +249,7 @@ def test_a_run_that_another_one_overtakes_makes_the_set_anew(
     assert sorted(pl.read_delta(to)["k"]) == ["a", "b"]
 
 
-def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(
+def test_expired_deletion_in_other_partition_gives_no_older_version(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """A key may be in two partitions. Then the deletion that ended a version may have expired from one
@@ -275,7 +275,7 @@ def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(
     assert [(r["a_n"], r["b_n"], r["c_n"]) for r in found] == [(1, 1, 1), (None, None, 1)]
 
 
-def test_the_spine_is_shuffled_once_a_key(spark: SparkSession, tmp_path: Path) -> None:
+def test_spine_is_shuffled_once_per_key(spark: SparkSession, tmp_path: Path) -> None:
     """One shuffle for each key, however many features have it: here two of one, one of another."""
     rates = table(tmp_path, "rates")
     spine = spark.createDataFrame([], log_schema(Stream("v", key="k", schema=schema("k", "shop"))))

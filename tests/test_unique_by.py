@@ -95,7 +95,7 @@ def outcomes(driver: TopologyTestDriver, *records: dict[str, Any]) -> dict[str, 
 
 
 @pytest.mark.parametrize("runs", [1, 5])
-def test_a_value_is_remembered_for_within(spark: SparkSession, runs: int) -> None:
+def test_value_is_remembered_for_within(spark: SparkSession, runs: int) -> None:
     """The bounds: a record exactly ``within`` behind stream time is remembered, and is not late."""
     of_each: list[tuple[dict[str, Any], str]] = [
         (paid("p1", 1000), "applied"),
@@ -148,7 +148,7 @@ def reference(records: Sequence[dict[str, Any]], within: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("seed", "chunked"), [(0, False), (2, True)])
-def test_it_equals_the_reference_however_arrivals_are_cut(
+def test_outcomes_equal_reference_for_any_split(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int, chunked: bool
 ) -> None:
     """The outcomes equal the reference, however records are split into runs. ``chunked``: several
@@ -203,7 +203,7 @@ def test_it_equals_the_reference_however_arrivals_are_cut(
 # -- what it is for ----------------------------------------------------------------------------------
 
 
-def test_a_corrected_join_with_a_key_goes_on(spark: SparkSession) -> None:
+def test_corrected_join_by_unique_key(spark: SparkSession) -> None:
     rates = VersionedTable("rates", key="account", schema=RATE, history_retention=100 * MS)
 
     def followed(stream: Stream) -> Any:
@@ -225,7 +225,7 @@ def test_a_corrected_join_with_a_key_goes_on(spark: SparkSession) -> None:
     assert driver.metrics("payments")["duplicate"] == 2
 
 
-def test_a_windowed_sum_counts_a_record_once(spark: SparkSession) -> None:
+def test_windowed_sum_counts_duplicate_once(spark: SparkSession) -> None:
     stream = payments()
     windows = stream.group_by().windowed_by(TumblingWindow(50 * MS, grace=50 * MS))
     driver = TopologyTestDriver(windows.aggregate({"amount": "sum(amount)"}, name="sums"), spark=spark)
@@ -280,7 +280,7 @@ def shop(tmp_path: Path, spark: SparkSession) -> Shop:
     return Shop(tmp_path, spark)
 
 
-def test_it_is_told_by_a_run(shop: Shop, spark: SparkSession) -> None:
+def test_run_reports_duplicates(shop: Shop, spark: SparkSession) -> None:
     assets = [build_asset(shop.payments), build_checks(shop.payments)]
     about: dict[str, Any] = {"instance": dg.DagsterInstance.ephemeral()}
     shop.land("1", paid("p1", at(0)), paid("p2", at(5)), paid("p1", at(0)))
@@ -326,7 +326,7 @@ def test_it_is_told_by_a_run(shop: Shop, spark: SparkSession) -> None:
     assert of_p2.rejected[0].description.startswith("an earlier record of its partition")
 
 
-def test_a_replay_and_a_restatement_make_the_same_log(shop: Shop, spark: SparkSession) -> None:
+def test_replay_and_restate_make_same_log(shop: Shop, spark: SparkSession) -> None:
     counted = shop.payments.group_by().count(name="counted", materialized=Materialized())
     shop.take("1", paid("p1", at(0)), paid("p2", at(5)), paid("p1", at(0)))
     shop.take("2", paid("p2", at(5)), paid("p3", at(66)), paid("p4", at(70)), paid("p3", at(66)))
@@ -350,7 +350,7 @@ def test_a_replay_and_a_restatement_make_the_same_log(shop: Shop, spark: SparkSe
     assert (both.within, both.unique_by) == (HOUR, ("payment_id", "amount"))
 
 
-def test_it_is_set_on_a_stream_that_has_run(shop: Shop, spark: SparkSession) -> None:
+def test_unique_by_set_on_live_stream(shop: Shop, spark: SparkSession) -> None:
     """The values of records in the log are known at once, as far back as the new settings reach."""
     p1, p2 = paid("p1", at(0)), paid("p2", at(50))
     without = replace(shop.payments, unique_by=None, within=None)
@@ -376,7 +376,7 @@ def test_it_is_set_on_a_stream_that_has_run(shop: Shop, spark: SparkSession) -> 
     assert all(one.passed for one in audit(shop.store(named)))
 
 
-def test_a_renamed_column_forgets_nothing(shop: Shop) -> None:
+def test_renamed_column_keeps_remembered_values(shop: Shop) -> None:
     """A duplicate is not in the log, but its value is remembered, also after its column is renamed."""
     shop.take("1", paid("p1", at(0)), paid("p1", at(50)), paid("p2", at(100)))
     renamed = StructType([StructField("id", StringType()), *PAYMENT.fields[1:]])
@@ -386,7 +386,7 @@ def test_a_renamed_column_forgets_nothing(shop: Shop) -> None:
     assert shop.take("2", again, node=named) == {"in": 1, "duplicate": 1}
 
 
-def test_an_erased_key_is_forgotten(shop: Shop, spark: SparkSession) -> None:
+def test_erased_key_is_forgotten(shop: Shop, spark: SparkSession) -> None:
     own, other = paid("p1", at(0), account="erin"), paid("p2", at(0), account="bob")
     shop.take("1", own, other, own, {**other, "account": "erin"})
     assert shop.log() == ["p1", "p2"]
@@ -426,12 +426,12 @@ OF_MAP = StructType([*PAYMENT.fields, StructField("tags", MapType(StringType(), 
         ({"within": -HOUR}, "within must be between 0 and"),
     ],
 )
-def test_what_it_may_be(about: dict[str, Any], said: str) -> None:
+def test_invalid_unique_by_is_refused(about: dict[str, Any], said: str) -> None:
     with pytest.raises(TopologyError, match=f"^payments: {said}"):
         payments(**about)
 
 
-def test_where_it_may_be() -> None:
+def test_unique_by_is_only_for_source_streams() -> None:
     about: dict[str, Any] = {"key": "account", "schema": PAYMENT}
     with pytest.raises(TopologyError, match="rows: unique_by is for streams, got a Table, in which"):
         Table("rows", **about, unique_by="payment_id", within=HOUR)

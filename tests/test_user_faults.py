@@ -180,19 +180,19 @@ def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     return taken(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
 
 
-def test_a_line_is_one_json_object(json_lines: dict[str, Lines]) -> None:
+def test_line_must_be_one_json_object(json_lines: dict[str, Lines]) -> None:
     applied, quarantined = json_lines["objects"]
     assert [k for k, _, _ in applied] == ["a", "d"]
     assert quarantined == list(enumerate(NO_OBJECT, start=2))
 
 
-def test_a_field_twice_in_an_object(json_lines: dict[str, Lines]) -> None:
+def test_duplicate_json_field_is_quarantined(json_lines: dict[str, Lines]) -> None:
     applied, quarantined = json_lines["twice"]
     assert [k for k, _, _ in applied] == ["a", "d"]
     assert quarantined == list(enumerate(TWICE, start=2))
 
 
-def test_bytes_that_are_not_utf_8_are_no_text(
+def test_invalid_utf_8_is_quarantined(
     json_lines: dict[str, Lines], csv_lines: dict[str, Lines]
 ) -> None:
     for found, first in ((json_lines, 1), (csv_lines, 2)):  # CSV has a header
@@ -201,7 +201,7 @@ def test_bytes_that_are_not_utf_8_are_no_text(
         assert [position for position, _ in quarantined] == [first, first + 1]
 
 
-def test_half_of_a_surrogate_pair_is_no_text(json_lines: dict[str, Lines]) -> None:
+def test_lone_surrogate_is_quarantined(json_lines: dict[str, Lines]) -> None:
     """Half of a surrogate pair is quarantined. Spark reads each half as a question mark, so two keys
     would become one."""
     applied, quarantined = json_lines["halves"]
@@ -209,7 +209,7 @@ def test_half_of_a_surrogate_pair_is_no_text(json_lines: dict[str, Lines]) -> No
     assert quarantined == list(enumerate(HALVES, start=2))
 
 
-def test_the_first_line_is_nested_too_deep(json_lines: dict[str, Lines]) -> None:
+def test_deeply_nested_first_line_is_quarantined(json_lines: dict[str, Lines]) -> None:
     """Neither Python nor Spark can read so many levels: the line is quarantined, the next one
     applied."""
     applied, bad = json_lines["nested"]
@@ -217,14 +217,14 @@ def test_the_first_line_is_nested_too_deep(json_lines: dict[str, Lines]) -> None
     assert [position for position, _ in bad] == [1]
 
 
-def test_csv_with_a_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
+def test_csv_line_break_in_quotes(csv_lines: dict[str, Lines]) -> None:
     applied, quarantined = csv_lines["quotes"]
     good = [("a", 1, 'with "quotes", and a comma of quotes'), ("d", 4, "quotes")]
     assert applied == [*good, ("h", 8, "after quotes")]
     assert quarantined == [(n, IN_QUOTES[n - 1]) for n in (3, 4, 6, 7, 8, 9)]
 
 
-def test_csv_with_a_field_of_many_lines(csv_lines: dict[str, Lines]) -> None:
+def test_csv_multiline_field(csv_lines: dict[str, Lines]) -> None:
     """The lines of such a field are not records. A quote that is never closed does not swallow all the
     lines after it."""
     applied, quarantined = csv_lines["long"]
@@ -236,7 +236,7 @@ def test_csv_with_a_field_of_many_lines(csv_lines: dict[str, Lines]) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_a_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+def test_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any) -> None:
     """A decimal with too many digits is quarantined, also within an array. Trailing zeros do not count
     as digits."""
     amounts = ["1.5", "1.50000", "1.499", "1E-3", "12345678.9", "123456789", "-0.010"]
@@ -263,7 +263,7 @@ def test_a_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any
     assert quarantine.count() == len(lines) - (form == "csv") - len(read)
 
 
-def test_csv_with_another_escape(tmp_path: Path, spark: SparkSession) -> None:
+def test_csv_custom_escape(tmp_path: Path, spark: SparkSession) -> None:
     rows = ["at,k,n,v", f'{AT},a,1,"an inch \\" more"', f'{AT},b,2,"half']
     files, options = {"more": "\n".join(rows).encode()}, {"escape": "\\"}
     applied, quarantined = taken(tmp_path, spark, files, format="csv", options=options)["more"]
@@ -291,7 +291,7 @@ def keys(tmp_path: Path, node: Stream, spark: SparkSession) -> list[str]:
     return [r["k"] for r in rows.collect()]
 
 
-def test_a_consumed_file_is_known_by_more_than_its_name(tmp_path: Path, spark: SparkSession) -> None:
+def test_consumed_file_is_identified_by_content(tmp_path: Path, spark: SparkSession) -> None:
     def go(node: Stream) -> dg.ExecuteInProcessResult:
         return run([build_asset(node)], tmp_path / "warehouse")
 
@@ -320,7 +320,7 @@ def test_a_consumed_file_is_known_by_more_than_its_name(tmp_path: Path, spark: S
     assert f"example feb: {size} bytes then and now, but rewritten since" in messages(result)
 
 
-def test_which_files_are_there(tmp_path: Path) -> None:
+def test_hidden_and_unfinished_files_are_skipped(tmp_path: Path) -> None:
     where = landing(tmp_path, a=b"", b_dot__COPYING_=b"", _c=b"", _dot_d=b"")
     (tmp_path / "elsewhere").write_bytes(b"12345")
     (where / "link").symlink_to(tmp_path / "elsewhere")
@@ -329,7 +329,7 @@ def test_which_files_are_there(tmp_path: Path) -> None:
     assert [(f.name, f.size) for f in FilesSource(str(where)).files()] == [("a", 0), ("link", 5)]
 
 
-def test_a_link_is_read_and_known_by_what_it_points_to(tmp_path: Path, spark: SparkSession) -> None:
+def test_symlink_is_identified_by_target(tmp_path: Path, spark: SparkSession) -> None:
     where = landing(tmp_path)
     (tmp_path / "elsewhere").write_text(line("a"))
     (where / "link").symlink_to(tmp_path / "elsewhere")
@@ -340,7 +340,7 @@ def test_a_link_is_read_and_known_by_what_it_points_to(tmp_path: Path, spark: Sp
 
 
 @pytest.mark.parametrize("what", ["grows", "goes", "is another"])
-def test_a_file_that_changes_under_a_run(tmp_path: Path, spark: SparkSession, what: str) -> None:
+def test_file_changed_during_run_fails_it(tmp_path: Path, spark: SparkSession, what: str) -> None:
     where = landing(tmp_path, jan=line("a").encode() + b"\n")
     node = sales(where)
     stores = AssetStore(str(tmp_path / "warehouse"), node, spark)
@@ -376,7 +376,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("policy", ["fail", "quarantine"])
-def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
+def test_unreadable_file_fails_run_or_is_quarantined(
+    tmp_path: Path, spark: SparkSession, policy: Any
+) -> None:
     """A file that cannot be read fails the run, or goes to quarantine as a whole. Beside it are good
     files, also an empty one, a compressed one, and one with an odd name."""
     where = landing(tmp_path, **{name: content for name, (content, _) in BAD.items()})
@@ -414,7 +416,7 @@ def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, poli
     assert quarantine.count() == 10
 
 
-def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> None:
+def test_parquet_files_with_unsupported_types(tmp_path: Path, spark: SparkSession) -> None:
     where = landing(tmp_path, cut=b"PAR1 and no more", text=b"k,n")
     good = spark.createDataFrame([("a", 1, "x")], "k string, n long, v string")
     good = good.withColumn("at", F.lit(AT).cast("timestamp"))
@@ -460,7 +462,7 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
 
 
 @pytest.mark.parametrize("policy", ["fail", "quarantine"])
-def test_a_parquet_file_with_a_damaged_page(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
+def test_parquet_file_with_damaged_page(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
     """The footer is intact, so only a read of all pages detects the damage. The run fails, and names
     the file."""
     where = tmp_path / "landing"
@@ -485,7 +487,7 @@ def test_a_parquet_file_with_a_damaged_page(tmp_path: Path, spark: SparkSession,
     assert run([build_asset(node)], tmp_path / "warehouse").success
 
 
-def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:
+def test_parquet_invalid_utf_8_is_quarantined(tmp_path: Path, spark: SparkSession) -> None:
     """A record with a text that is not UTF-8 is quarantined, also if the text is in an array or a map:
     two keys must not become one. A time outside the years 1 to 9999, and a map with the same key twice,
     are quarantined too."""
@@ -524,13 +526,13 @@ def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -
     assert found == [(n, "unreadable") for n in (2, 3, 5, 6, 7)]
 
 
-def test_a_separator_of_several_characters(tmp_path: Path, spark: SparkSession) -> None:
+def test_multi_character_separator(tmp_path: Path, spark: SparkSession) -> None:
     content = f'at||"a||b"||k||n||v\n{AT}||1||a||7||x\n'.encode()
     found = taken(tmp_path, spark, {"x": content}, format="csv", options={"sep": "||"})
     assert found == {"x": ([("a", 7, "x")], [])}
 
 
-def test_an_expression_that_fails_is_the_records_fault(tmp_path: Path, spark: SparkSession) -> None:
+def test_failing_expression_quarantines_record(tmp_path: Path, spark: SparkSession) -> None:
     rows = [
         {"k": "a", "n": 1, "v": "2024-01-01"},
         {"k": "b", "n": 1, "v": "soon"},
@@ -575,7 +577,7 @@ ODD = ["größe", "a-b", "123", "null", "quote'd", "select"]
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
-def test_columns_of_any_name(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+def test_columns_with_unusual_names(tmp_path: Path, spark: SparkSession, form: Any) -> None:
     """Columns with odd names are read, written, joined and aggregated under their names."""
     values = [StructField(name, LongType()) for name in ODD]
     shape = StructType(
@@ -626,7 +628,7 @@ def test_columns_of_any_name(tmp_path: Path, spark: SparkSession, form: Any) -> 
         assert re.search(r"^quote'd +5$", CliRunner().invoke(app, asked).output, re.MULTILINE)
 
 
-def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession) -> None:
+def test_warehouse_path_with_special_characters(tmp_path: Path, spark: SparkSession) -> None:
     """In a directory with odd characters, a table has its view and quarantine, and maintenance compacts
     a log of two commits."""
     where, source = tmp_path / "a [1] {b,c} * ? `tick` # % z", str(tmp_path / "landing")
@@ -655,7 +657,7 @@ def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession)
 
 
 @pytest.mark.parametrize("where", ["a\\b", "a%20b", "a\nb", "~/a", ""])
-def test_a_warehouse_whose_path_means_two_things(where: str) -> None:
+def test_ambiguous_warehouse_path_is_refused(where: str) -> None:
     """A path is refused if Spark and the readers of Delta's log, or a shell and a program, understand
     it differently."""
     node = Stream("sales", key="k", schema=SHAPE, timestamp="at")
@@ -665,7 +667,7 @@ def test_a_warehouse_whose_path_means_two_things(where: str) -> None:
             use(where)
 
 
-def test_a_replay_adds_nothing_to_another_asset(market: Market, tmp_path: Path) -> None:
+def test_replay_into_other_asset_is_refused(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     before = copy.store(copy.rates).read("log").count()
     for into in ("rates", "prices"):
@@ -684,7 +686,7 @@ def test_a_replay_adds_nothing_to_another_asset(market: Market, tmp_path: Path) 
         replay.replay(str(copy.warehouse), copy.prices, "prices2", copy.spark)
 
 
-def test_names_are_checked_wherever_they_come_from(market: Market, tmp_path: Path) -> None:
+def test_invalid_asset_names_are_refused(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     warehouse = str(copy.warehouse)
     with pytest.raises(StorageError, match="'prices' twice"):
@@ -712,7 +714,7 @@ def reading(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResu
 
 
 @pytest.mark.parametrize("key", ["vt_dagster/reed", "vt_dagster/asof", "vt_dagster/"])
-def test_a_mistyped_request_is_no_request(market: Market, key: str) -> None:
+def test_mistyped_metadata_key_is_refused(market: Market, key: str) -> None:
     result = reading(market, {key: "2024-01-01T00:00:00Z"})
     assert not result.success
     assert (
@@ -722,7 +724,7 @@ def test_a_mistyped_request_is_no_request(market: Market, key: str) -> None:
     assert f"[{key!r}]" in messages(result)
 
 
-def test_a_time_before_the_history_is_refused_or_said(market: Market, tmp_path: Path) -> None:
+def test_read_before_history_is_refused_unless_partial(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     copy.land("prices", "9.jsonl", record("zz", "new", "9 00:00"))
     assert run([build_asset(copy.prices)], copy.warehouse).success
@@ -745,7 +747,7 @@ def hourly(size: timedelta, what: str, copy: Market) -> list[Any]:
     return [build_asset(copy.sales), build_asset(counted)]
 
 
-def test_another_definition_under_the_same_name(market: Market, tmp_path: Path) -> None:
+def test_changed_definition_is_refused(market: Market, tmp_path: Path) -> None:
     copy, hour = market.copy(tmp_path / "copy"), timedelta(hours=1)
     assert run(hourly(hour, "count(*)", copy), copy.warehouse).success
     for changed, said in (
@@ -767,7 +769,7 @@ def test_another_definition_under_the_same_name(market: Market, tmp_path: Path) 
     assert run([build_asset(copy.sales), build_asset(same)], copy.warehouse).success
 
 
-def test_a_retention_that_was_shorter_for_a_while(market: Market, tmp_path: Path) -> None:
+def test_temporarily_shorter_retention_rebuilds_view(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     longer, shorter = copy.prices, replace(copy.prices, history_retention=timedelta(0))
     for node, day in ((shorter, 3), (longer, 4)):
@@ -781,7 +783,7 @@ def test_a_retention_that_was_shorter_for_a_while(market: Market, tmp_path: Path
     assert ("a", "v3") in {(k, v) for k, v, _ in versions}
 
 
-def test_a_log_that_somebody_else_has_changed(market: Market, tmp_path: Path) -> None:
+def test_foreign_write_to_log_is_refused(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     store = copy.store(copy.sales)
     head, before = store.head(), store.read("log").count()
@@ -798,7 +800,7 @@ def test_a_log_that_somebody_else_has_changed(market: Market, tmp_path: Path) ->
     assert store.read("log").count() == before + 1
 
 
-def test_a_shortened_retention_says_what_goes(market: Market, tmp_path: Path) -> None:
+def test_shorter_retention_warns_of_expiring_versions(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     shorter = replace(copy.prices, history_retention=timedelta(0))
     copy.land("prices", "9.jsonl", record("a", "new", "9 00:00"))
@@ -812,7 +814,7 @@ def test_a_shortened_retention_says_what_goes(market: Market, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", ["state", "files.json.gz"])
-def test_what_a_run_left_for_the_next_is_gone(market: Market, tmp_path: Path, what: str) -> None:
+def test_missing_state_of_previous_run_is_reported(market: Market, tmp_path: Path, what: str) -> None:
     copy = market.copy(tmp_path / "copy")
     node = copy.sales
     if what == "state":
@@ -830,7 +832,7 @@ def test_what_a_run_left_for_the_next_is_gone(market: Market, tmp_path: Path, wh
 
 
 @pytest.mark.parametrize("kept", [0, 0.1, 0.9])
-def test_a_commit_that_is_cut_off(market: Market, tmp_path: Path, kept: float) -> None:
+def test_truncated_commit_is_reported(market: Market, tmp_path: Path, kept: float) -> None:
     copy = market.copy(tmp_path / "copy")
     newest = max((copy.warehouse / "sales" / "log" / "_delta_log").glob("*.json"))
     text = newest.read_text()
@@ -839,7 +841,7 @@ def test_a_commit_that_is_cut_off(market: Market, tmp_path: Path, kept: float) -
         copy.store(copy.sales).head()
 
 
-def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession) -> None:
+def test_unwritable_warehouse_fails_run(tmp_path: Path, spark: SparkSession) -> None:
     """A file is at the place of a directory, so that even root cannot write. The run fails, and names
     the path; it succeeds once the file is gone."""
     where = landing(tmp_path, jan=f"{line('a')}\nbad\n".encode())
@@ -858,7 +860,7 @@ def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession) -> 
 
 
 @pytest.mark.parametrize("blocked", ["view", "quarantine"])
-def test_what_is_written_after_the_commit_and_cannot_be(
+def test_failed_write_after_commit_is_completed_by_next_run(
     tmp_path: Path, spark: SparkSession, blocked: str
 ) -> None:
     """The run fails, but its commit is valid. The next run, without new records, writes the view and
@@ -889,14 +891,14 @@ def test_what_is_written_after_the_commit_and_cannot_be(
     assert len(DeltaTable(store.view_path).file_uris()) == 1
 
 
-def test_names_that_differ_in_capitals_alone(market: Market, tmp_path: Path) -> None:
+def test_names_differing_only_in_case_are_refused(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     result = run([build_asset(replace(copy.sales, name="Sales"))], copy.warehouse)
     assert not result.success
     assert "an asset 'sales', which differs only in case" in messages(result)
 
 
-def test_values_are_text_and_times_are_utc(
+def test_values_are_printed_unchanged_and_times_in_utc(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = market.copy(tmp_path / "copy")
@@ -920,7 +922,7 @@ def test_values_are_text_and_times_are_utc(
         assert "2024-01-02 10:00:00" in result.output
 
 
-def test_a_check_can_be_run_alone(market: Market) -> None:
+def test_single_check_can_run(market: Market) -> None:
     some = build_checks(market.prices)
     one = min(some.check_keys, key=lambda key: key.name)
     alone = dg.AssetSelection.checks(one)
@@ -929,12 +931,12 @@ def test_a_check_can_be_run_alone(market: Market) -> None:
     assert list(checks(result)) == [f"prices:{one.name}"]
 
 
-def test_a_source_without_a_limit_for_clocks() -> None:
+def test_source_requires_max_clock_skew() -> None:
     with pytest.raises(SourceError, match="must be a timedelta, got None"):
         FilesSource("somewhere", max_clock_skew=None)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_key_that_is_no_number(tmp_path: Path, spark: SparkSession) -> None:
+def test_non_numeric_key_is_refused(tmp_path: Path, spark: SparkSession) -> None:
     (tmp_path / "landing").mkdir()
     (tmp_path / "landing" / "1").write_text(line("a", 7) + "\n")
     source = FilesSource(str(tmp_path / "landing"))
@@ -955,7 +957,7 @@ def test_a_key_that_is_no_number(tmp_path: Path, spark: SparkSession) -> None:
     assert "a\n" in CliRunner().invoke(app, asked).output
 
 
-def test_a_key_that_its_type_would_round(tmp_path: Path, spark: SparkSession) -> None:
+def test_key_with_excess_precision_is_refused(tmp_path: Path, spark: SparkSession) -> None:
     kinds = {"d": DecimalType(10, 2), "t": TimestampType(), "day": DateType()}
     shape = StructType([StructField(name, kind) for name, kind in kinds.items()])
     row = {"d": 1.50, "t": "2024-01-01T00:00:00.123456Z", "day": "2024-01-01"}
@@ -981,7 +983,7 @@ def test_a_key_that_its_type_would_round(tmp_path: Path, spark: SparkSession) ->
         assert f"for {name}, got '{text}'" in str(got.exception)
 
 
-def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_password_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the client retries after seconds
     registry = SchemaRegistry("http://user:SECRET@127.0.0.1:1")
     assert "SECRET" not in repr(registry)

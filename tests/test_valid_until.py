@@ -78,7 +78,7 @@ def versions(driver: TopologyTestDriver, name: str = "offers") -> list[tuple[Any
     return [(r["v"], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in driver.versions(name)]
 
 
-def test_the_end_belongs_to_the_version(spark: SparkSession) -> None:
+def test_version_ends_at_its_valid_until(spark: SparkSession) -> None:
     """A version ends at its ``valid_until``. A late version that begins before that end ends it
     earlier, and has its own end."""
     offers = table(tombstone="v is null")
@@ -105,7 +105,7 @@ def test_the_end_belongs_to_the_version(spark: SparkSession) -> None:
     assert [r["v"] for r in driver.read("kept")] == ["x", None, None, "w", None]
 
 
-def test_what_has_ended_by_stream_time_is_not_current(spark: SparkSession) -> None:
+def test_ended_version_is_not_current(spark: SparkSession) -> None:
     driver = TopologyTestDriver(table(), spark=spark)
     driver.pipe("offers", offer("x", 1, 10), offer("y", 9, k="b"))
     assert [r["v"] for r in driver.table("offers")] == ["x", "y"]
@@ -124,7 +124,7 @@ def test_what_has_ended_by_stream_time_is_not_current(spark: SparkSession) -> No
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.endurance)])
-def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> None:
+def test_every_join_strategy_gives_same_result(spark: SparkSession, seed: int) -> None:
     random = Random(seed)
     stored: list[tuple[Any, ...]] = []
     for key in "ab":
@@ -162,7 +162,7 @@ def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> Non
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
+def test_explain_ended_version(spark: SparkSession, tmp_path: Path) -> None:
     """``explain`` says that the version had ended. Reads with Spark and without it give the same
     versions."""
     for name in ("offers", "sales"):
@@ -215,7 +215,7 @@ def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_p
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_a_training_set_finds_nothing_after_the_end(spark: SparkSession, tmp_path: Path) -> None:
+def test_training_set_has_no_match_after_end(spark: SparkSession, tmp_path: Path) -> None:
     """A version ends at the next version, or before that at its ``valid_until``."""
     warehouse, random = str(tmp_path / "warehouse"), Random(11)
     source = {name: FilesSource(str(tmp_path / name)) for name in ("offers", "sales")}
@@ -244,7 +244,7 @@ def test_a_training_set_finds_nothing_after_the_end(spark: SparkSession, tmp_pat
     assert list(right.values()).count(None) > 9
 
 
-def test_what_follows_records_alone_is_refused() -> None:
+def test_record_based_consumers_are_refused() -> None:
     offers, other = table(), VersionedTable("o", key="k", schema=SCHEMA, history_retention=DAY)
     for make, said in (
         (lambda: offers.join(other, name="m", select=["left.v"]), "a table-table join"),
@@ -269,7 +269,7 @@ def test_what_follows_records_alone_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_lateness_knows_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
+def test_lateness_counts_ended_versions(spark: SparkSession, tmp_path: Path) -> None:
     """``lateness`` counts a result as wrong if all known versions give another one, also if the right
     version has expired from the history."""
     warehouse, retention = str(tmp_path / "warehouse"), timedelta(seconds=60)

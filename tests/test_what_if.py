@@ -48,7 +48,7 @@ def rows_of(store: Any, *columns: str) -> Counter[tuple[Any, ...]]:
     return Counter(tuple(row[c] for c in columns) for row in store.read("log").collect())
 
 
-def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path) -> None:
+def test_what_if_equals_full_replay(market: Market, tmp_path: Path) -> None:
     """The differences are those of a full replay, for a new column, a changed value, and a changed
     history retention of an input."""
     copy = market.copy(tmp_path)
@@ -98,7 +98,7 @@ def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path
     assert 0 < found.share <= 1
 
 
-def test_what_fails_is_cleaned_up(market: Market, tmp_path: Path) -> None:
+def test_failed_what_if_is_cleaned_up(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path)
     there = everything(copy)
 
@@ -128,7 +128,7 @@ def test_refused_if_versions_have_expired(market: Market, tmp_path: Path) -> Non
     assert everything(copy) == there
 
 
-def test_a_budget_fails_a_ci(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_budget_fails_command(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     module, asked = type(sys)("market_module"), list[Any]()
     vars(module).update(priced=market.priced)
     monkeypatch.setitem(sys.modules, "market_module", module)
@@ -159,7 +159,7 @@ def test_a_budget_fails_a_ci(market: Market, monkeypatch: pytest.MonkeyPatch) ->
         assert shares == [("priced", 0.02), ("other", 0.0)]
 
 
-def test_times_differ_within_a_millisecond(spark: SparkSession, tmp_path: Path) -> None:
+def test_submillisecond_differences_are_reported(spark: SparkSession, tmp_path: Path) -> None:
     """A comparison that truncates times to milliseconds would report these tables as equal."""
     made: list[AssetStore] = []
     for name, times in (("one", ("000100", "000300")), ("other", ("000100", "000301"))):
@@ -182,7 +182,7 @@ def test_times_differ_within_a_millisecond(spark: SparkSession, tmp_path: Path) 
     assert (found.missing, found.extra) == (2, 2)
 
 
-def test_other_settings(market: Market) -> None:
+def test_settings_from_command_line(market: Market) -> None:
     changed: Any = with_settings(
         market.priced,
         {"grace_period": "2h", "select": '["left.*", "right.v as cost"]', "kind": "inner"},

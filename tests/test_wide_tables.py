@@ -26,7 +26,7 @@ SCHEMA = StructType(
 
 
 @pytest.mark.endurance
-def test_a_table_of_many_columns(spark: SparkSession, tmp_path: Path) -> None:
+def test_table_of_400_columns(spark: SparkSession, tmp_path: Path) -> None:
     """Conditions over all columns do not form a chain that overflows the stack of Spark's planner."""
     landing, warehouse = tmp_path / "wide", str(tmp_path / "warehouse")
     landing.mkdir()

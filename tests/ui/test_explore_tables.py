@@ -87,7 +87,7 @@ def records(page: Page) -> list[str]:
     return [one.split()[0] for one in found]
 
 
-def test_a_table_is_sorted_by_a_column(page: Page) -> None:
+def test_table_sorts_by_column(page: Page) -> None:
     """The exact numbers decide the order, even if the shown ones are equal. Nulls are last. A third
     click restores the original order."""
     page.goto("/table/wide")
@@ -111,7 +111,7 @@ def test_a_table_is_sorted_by_a_column(page: Page) -> None:
     assert records(page) == ["0:4", "0:3", "0:2", "0:1", "0:0"]
 
 
-def test_sizes_and_lengths_are_sorted_by_what_they_are(page: Page) -> None:
+def test_sizes_and_lengths_sort_by_value(page: Page) -> None:
     page.goto("/")
     sizes = page.locator(".tables tbody td:nth-child(5)")
     wanted = sorted(int(str(one.get_attribute("data-sort"))) for one in sizes.all())
@@ -126,7 +126,7 @@ def test_sizes_and_lengths_are_sorted_by_what_they_are(page: Page) -> None:
     assert rows.all_inner_texts() == lengths[::-1]
 
 
-def test_a_table_is_filtered_by_words(page: Page) -> None:
+def test_table_filters_by_words(page: Page) -> None:
     page.goto("/table/wide")
     text = page.get_by_label("filter these 5 rows")
     text.fill("KEY 1  10.12")
@@ -138,7 +138,7 @@ def test_a_table_is_filtered_by_words(page: Page) -> None:
     assert len(records(page)) == 5
 
 
-def test_a_filter_stays_while_a_slider_moves(page: Page) -> None:
+def test_filter_survives_slider_move(page: Page) -> None:
     page.goto("/key/prices_of_products_in_each_shop_by_the_hour?key=apple")
     text = page.get_by_label("filter these 2 rows")
     values = page.locator("table.values tbody tr:visible")
@@ -185,7 +185,7 @@ and tables whose first or last column is not visible after scrolling to the righ
 
 
 @pytest.mark.parametrize("script", [True, False])
-def test_nothing_vanishes_on_a_phone(address: str, browser: Browser, script: bool) -> None:
+def test_tables_fit_on_phone(address: str, browser: Browser, script: bool) -> None:
     """Everything fits with JavaScript and without it."""
     context = browser.new_context(base_url=address, viewport=PHONE, java_script_enabled=script)  # pyright: ignore[reportArgumentType]
     page, name = context.new_page(), "prices_of_products_in_each_shop_by_the_hour"

@@ -51,9 +51,7 @@ def docs_shot(screenshots: Path) -> Callable[[Page, str], None]:
     return take
 
 
-def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
-    page: Page, screenshots: Path
-) -> None:
+def test_navigate_from_lineage_to_asset_plots_checks_and_ops(page: Page, screenshots: Path) -> None:
     """The walk uses only clicks, as a new user does."""
     page.goto("/asset-groups")
     graph = page.locator("foreignObject, svg g")
@@ -94,7 +92,7 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     expect(page.get_by_text("flights_with_weather", exact=True).first).to_be_visible()
 
 
-def test_the_steps_of_a_graph_are_seen(page: Page, docs_shot: Callable[[Page, str], None]) -> None:
+def test_graph_steps_are_shown(page: Page, docs_shot: Callable[[Page, str], None]) -> None:
     """The graph of ``assets/grace.py`` has a user's op between the grace buffer and the join."""
     page.goto("/locations/assets.definitions/graphs/flights_with_weather/flights_with_weather")
     page.get_by_role("button", name="Expand graph").click()
@@ -104,7 +102,7 @@ def test_the_steps_of_a_graph_are_seen(page: Page, docs_shot: Callable[[Page, st
     docs_shot(page, "graph")
 
 
-def test_what_a_run_did_is_seen_without_a_click(
+def test_run_numbers_are_shown_without_click(
     page: Page, screenshots: Path, docs_shot: Callable[[Page, str], None]
 ) -> None:
     """The pages of an asset show its numbers, lateness and timeline, in our order; the log of a run
@@ -140,7 +138,7 @@ def test_what_a_run_did_is_seen_without_a_click(
     page.screenshot(path=screenshots / "log.png")
 
 
-def test_the_whole_pictures_of_a_run_are_a_click_away(page: Page, screenshots: Path) -> None:
+def test_full_pictures_open_by_click(page: Page, screenshots: Path) -> None:
     for number, name in enumerate(("timeline", "lateness")):
         page.goto("/assets/flights_with_weather?view=events")
         page.get_by_text("[Show Markdown]").nth(number).click()
@@ -150,7 +148,7 @@ def test_the_whole_pictures_of_a_run_are_a_click_away(page: Page, screenshots: P
         page.screenshot(path=screenshots / f"{name}.png")
 
 
-def test_a_failing_check_shows_the_rows(page: Page, screenshots: Path) -> None:
+def test_failing_check_shows_rows(page: Page, screenshots: Path) -> None:
     page.goto(f"/assets/{DAMAGED}?view=checks&checkDetail=one_row_per_key")
     expect(page.get_by_text("no key has two current rows")).to_be_visible()
     expect(page.get_by_text("Failed", exact=True).first).to_be_visible()
@@ -182,9 +180,7 @@ def shot(docs_shot: Callable[[Page, str], None], explorer: Page) -> Callable[[st
     return lambda name: docs_shot(explorer, f"explore-{name}")
 
 
-def test_explore_from_a_flight_to_the_weather_as_it_was_known(
-    explorer: Page, shot: Callable[[str], None]
-) -> None:
+def test_explore_flight_to_weather_as_known(explorer: Page, shot: Callable[[str], None]) -> None:
     """Finds a flight, opens its explanation, follows it upstream, and moves to before a late record."""
     explorer.goto("/")
     expect(explorer.get_by_role("row", name=re.compile("^weather "))).to_contain_text("versioned table")
@@ -224,14 +220,14 @@ def test_explore_from_a_flight_to_the_weather_as_it_was_known(
     expect(answer).not_to_contain_text("True from 2013-02-03 23:00:00")
 
 
-def test_explore_a_record_is_followed_upstream_by_clicks(explorer: Page) -> None:
+def test_explore_follows_record_upstream(explorer: Page) -> None:
     explorer.goto("/row/flights_with_weather?offset=0:100")
     explorer.locator(".upstream a").filter(has_text="flights").nth(1).click()
     expect(explorer.get_by_role("heading", level=1)).to_contain_text("flights 0:")
     expect(explorer.get_by_text("flights-2013-01.jsonl")).to_be_visible()
 
 
-def test_explore_the_grace_line_is_dragged(explorer: Page, shot: Callable[[str], None]) -> None:
+def test_explore_drags_grace_line(explorer: Page, shot: Callable[[str], None]) -> None:
     """The mouse and keys move the line, and the numbers follow."""
     explorer.goto("/lateness/flights_with_weather")
     cost = explorer.locator("#cost")
@@ -255,7 +251,7 @@ def test_explore_the_grace_line_is_dragged(explorer: Page, shot: Callable[[str],
     expect(cost).to_contain_text("7 d:")
 
 
-def test_explore_by_keyboard_alone(explorer: Page) -> None:
+def test_explore_by_keyboard_only(explorer: Page) -> None:
     explorer.goto("/key/weather?key=JFK")
     ticks = explorer.locator(".timeline .tick")
     whole = ticks.first.text_content()
@@ -284,7 +280,7 @@ def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) ->
 
 @pytest.mark.endurance
 @pytest.mark.timeout(900)
-def test_materialize(
+def test_materialize_by_click(
     dev: str, environment: dict[str, str], browser: Browser, screenshots: Path
 ) -> None:
     """A click launches a run that consumes the landed files. The run succeeds, and the pages show its

@@ -56,7 +56,7 @@ def page(browser: Browser) -> Iterator[Page]:
     page.close()
 
 
-def test_it_works_offline(site: Path, page: Page) -> None:
+def test_site_works_offline(site: Path, page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto((site / "operators" / "grace-period.html").as_uri())
@@ -73,7 +73,7 @@ def test_it_works_offline(site: Path, page: Page) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_no_page_is_wider_than_its_window(site: Path, page: Page, width: int) -> None:
+def test_pages_fit_window_width(site: Path, page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     for name in ("index", "concepts/time", "operators/index", "operators/windows", "compare"):
         page.goto((site / f"{name}.html").as_uri())
