@@ -303,7 +303,7 @@ class ThroughAssets:
         each = self.layouts[number]
         return [
             f"  waiting in {step}: expected {expected} / got {got}"
-            for step, expected in still_waiting(each).items()
+            for step, expected in waiting_records(each).items()
             if expected
             != (got := self._fates(self.node(each, step).name, number).get(Outcome.WAITING, 0))
         ]
@@ -315,7 +315,7 @@ def runs_of(scenario: Scenario) -> int:
     return sum(run[0] <= last for run in split_into_runs(layout(scenario), "run"))
 
 
-def still_waiting(each: Layout) -> dict[str, int]:
+def waiting_records(each: Layout) -> dict[str, int]:
     """Returns how many records wait at the end of each join with a grace period: those that are younger
     than the newest record of the buffer less the grace period."""
     found: dict[str, int] = {}

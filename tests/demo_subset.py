@@ -27,7 +27,7 @@ EXPLORE = "http://127.0.0.1:3001"
 NEXT = "\n--- all assets ---\n"
 
 
-def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def demo_results(which: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory with the results of a demo, and the demo's output. Both demos run once for all of
     pytest's processes."""
     base = tmp_path_factory.getbasetemp()
@@ -51,7 +51,7 @@ def what_they_left(which: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return root / which, short if which == SHORT else every
 
 
-def thin() -> None:
+def limit_to_days() -> None:
     """Restricts the source to the flights of ``DAYS`` and the early flights of ``MOVED``."""
     from assets import landing
 
@@ -65,7 +65,7 @@ def thin() -> None:
     landing._flown = some  # pyright: ignore[reportPrivateUsage]
 
 
-def unchecked(runs: int) -> None:
+def skip_checks(runs: int) -> None:
     """Makes the first ``runs`` runs go without checks."""
     from assets import definitions
 
@@ -76,19 +76,19 @@ def unchecked(runs: int) -> None:
     definitions.defs = some
 
 
-def anew(data: Path, without_checks: int) -> None:
+def reimport_example(data: Path, without_checks: int) -> None:
     """Imports the example again, for another directory; the Spark session stays."""
     for name in [n for n in sys.modules if n.partition(".")[0] in ("assets", "resources")]:
         del sys.modules[name]
     os.environ["VT_DAGSTER_DATA"] = str(data)
-    thin()
-    unchecked(without_checks)
+    limit_to_days()
+    skip_checks(without_checks)
 
 
-def both(root: Path) -> None:
+def run_both_demos(root: Path) -> None:
     """Runs both demos, each in its own directory. Of the short demo only the second run has checks,
     which cover the rows of both runs."""
-    anew(root / SHORT, without_checks=1)
+    reimport_example(root / SHORT, without_checks=1)
     sys.argv[1:] = ["demo"]
     try:
         main()
@@ -96,11 +96,11 @@ def both(root: Path) -> None:
         if ended.code:
             raise
     print(NEXT, end="", flush=True)
-    anew(root / ALL, without_checks=2)
+    reimport_example(root / ALL, without_checks=2)
     from assets import demo, demo_all
 
     demo_all.run(demo.LANDINGS, demo.LATE)
 
 
 if __name__ == "__main__":
-    both(Path(sys.argv[1]))
+    run_both_demos(Path(sys.argv[1]))

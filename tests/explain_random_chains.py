@@ -18,7 +18,7 @@ SHORT = 24
 """The largest number of records of a sequence."""
 
 
-def drawn(seeds: Sequence[int], windows: Sequence[int]) -> list[RandomChain]:
+def random_chains(seeds: Sequence[int], windows: Sequence[int]) -> list[RandomChain]:
     """Random chains and windowed aggregates of the seeds, each in two runs, without refused ones."""
     found = [random_chain(seed, most_runs=2) for seed in seeds]
     for seed in windows:
@@ -44,7 +44,7 @@ class Explained(RandomRuns):
                 run_once(node, stores)
 
 
-def explained(chains: Sequence[RandomChain], root: Path, spark: SparkSession) -> Explained:
+def run_chains(chains: Sequence[RandomChain], root: Path, spark: SparkSession) -> Explained:
     """Runs the random chains in ``root / "warehouse"``, where their rows can be explained."""
     found = Explained(chains, root, spark)
     found.build(spark)

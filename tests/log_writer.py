@@ -59,7 +59,7 @@ def document(
     return delta.with_format(said)
 
 
-class Written:
+class LogWriter:
     """A log of one partition with the columns ``k`` and ``v``, run by run.
 
     Args:

@@ -96,7 +96,7 @@ def materialized(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]
     return {label: value.value for label, value in found[0].items()}
 
 
-def unchanged(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
+def observed(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
     """The values of the metadata of the observation of a run without new records. The run must have no
     materialization of the asset."""
     made = {event.asset_key for event in result.get_asset_materialization_events()}

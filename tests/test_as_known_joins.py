@@ -76,7 +76,7 @@ class Log:
         return {"rate": found["n"], "since": found["timestamp"], "until": min(later, default=None)}
 
 
-def drawn(chance: random.Random, number: int, now: int, back: int) -> list[dict[str, Any]]:
+def random_records(chance: random.Random, number: int, now: int, back: int) -> list[dict[str, Any]]:
     """Records of about the time ``now``: some late, some deletions, some with equal times."""
     return [
         {
@@ -112,12 +112,12 @@ def test_joined_rows_are_as_known_at_record_time(spark: SparkSession, seed: int)
 
     now = 0
     for step in range(4):
-        run(RATES, at(now + 3), drawn(chance, 20, now, 20))
+        run(RATES, at(now + 3), random_records(chance, 20, now, 20))
         if step in (1, 2):
             run(
                 ORDERS,
                 at(now + 6),
-                [*drawn(chance, 30, now, 30), {"k": None, "n": 1, "timestamp": EPOCH}],
+                [*random_records(chance, 30, now, 30), {"k": None, "n": 1, "timestamp": EPOCH}],
             )
             run(made["recorded"])
         now += chance.choice([5, 30])
@@ -184,9 +184,13 @@ def test_as_known_join_on_delta_is_split_invariant(spark: SparkSession, tmp_path
         run_once(node, stores, recorded_at=at(40 * step + len(node.name)))
 
     for step in range(3):
-        land(rates, step, drawn(chance, 30, 20 * step, 15))
+        land(rates, step, random_records(chance, 30, 20 * step, 15))
         if step != 1:
-            land(orders, step, [r | {"n": r["n"] or 0} for r in drawn(chance, 30, 20 * step, 25)])
+            land(
+                orders,
+                step,
+                [r | {"n": r["n"] or 0} for r in random_records(chance, 30, 20 * step, 25)],
+            )
             run_once(each, stores)
     run_once(once, stores)
     rows = stores(each).read().orderBy("offset").drop("recorded_at").collect()

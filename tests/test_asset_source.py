@@ -11,7 +11,15 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.market import QUIET, messages
-from tests.test_decorated_tables import ABOUT, DAYS, MONTH, made, materialize, rows, values
+from tests.test_decorated_tables import (
+    ABOUT,
+    DAYS,
+    MONTH,
+    materialize,
+    materialized_assets,
+    rows,
+    values,
+)
 from vt_dagster import (
     AssetSource,
     Stream,
@@ -49,9 +57,9 @@ def test_each_materialization_is_consumed_once(
 
     never = run(**alone)
     assert not never.success
-    assert made(run()) == {"raw/rates", "rates"}
-    assert made(run(**alone)) == set()
-    assert made(run()) == {"raw/rates", "rates"}
+    assert materialized_assets(run()) == {"raw/rates", "rates"}
+    assert materialized_assets(run(**alone)) == set()
+    assert materialized_assets(run()) == {"raw/rates", "rates"}
     assert values(tmp_path, "rates") == ["1", "2"]
     head = AssetStore(str(tmp_path), rates).head()
     assert head is not None
@@ -88,13 +96,13 @@ def test_overtaken_run_skips_replaced_materialization(
 
     def overtaken(store: AssetStore, *args: Any) -> Any:
         if len(answers) == 1:
-            assert made(run()) == {"raw", "rates"}
+            assert materialized_assets(run()) == {"raw", "rates"}
         return commit(store, *args)
 
     monkeypatch.setattr(AssetStore, "commit", overtaken)
-    assert made(run()) == {"raw"}
+    assert materialized_assets(run()) == {"raw"}
     assert values(tmp_path, "rates") == ["2"]
-    assert made(run(asset_selection=[dg.AssetKey("rates")])) == set()
+    assert materialized_assets(run(asset_selection=[dg.AssetKey("rates")])) == set()
     assert values(tmp_path, "rates") == ["2"]
 
 
@@ -128,14 +136,18 @@ def test_recommitted_partition_is_reported(
         return head
 
     monkeypatch.setattr(AssetStore, "commit", committed)
-    assert made(run("2024-01-01", "raw", "rates")) == {"raw", "rates"}
+    assert materialized_assets(run("2024-01-01", "raw", "rates")) == {"raw", "rates"}
     fails = True
     failed = run("2024-01-01", "raw", "rates")
     assert not failed.success
     fails = False
-    assert made(run("2024-01-02", "raw", "rates")) == {"raw", "rates"}
-    assert made(run("2024-01-01", "rates")) == {"rates"}
-    assert made(run("2024-01-01", "rates")) == made(run("2024-01-02", "rates")) == set()
+    assert materialized_assets(run("2024-01-02", "raw", "rates")) == {"raw", "rates"}
+    assert materialized_assets(run("2024-01-01", "rates")) == {"rates"}
+    assert (
+        materialized_assets(run("2024-01-01", "rates"))
+        == materialized_assets(run("2024-01-02", "rates"))
+        == set()
+    )
     assert len(values(tmp_path, "rates")) == 3
 
 
@@ -161,23 +173,23 @@ def test_new_partitions_of_partitioned_asset_are_consumed(
         about: dict[str, Any] = {"asset_selection": chosen, "partition_key": day, **options}
         return materialize(tmp_path, instance, whole, daily, texts, assets=[raw], **about)
 
-    assert made(run("raw", "daily", day="2024-01-03")) == {"raw", "daily"}
-    assert made(run("raw", "daily", day="2024-01-01")) == {"raw", "daily"}
-    assert made(run("whole")) == {"whole"}
+    assert materialized_assets(run("raw", "daily", day="2024-01-03")) == {"raw", "daily"}
+    assert materialized_assets(run("raw", "daily", day="2024-01-01")) == {"raw", "daily"}
+    assert materialized_assets(run("whole")) == {"whole"}
     assert values(tmp_path, "whole") == ["of 1", "of 3"]
-    assert made(run("raw", day="2024-01-02")) == {"raw"}
-    assert made(run("whole")) == {"whole"}
-    assert made(run("whole")) == set()
+    assert materialized_assets(run("raw", day="2024-01-02")) == {"raw"}
+    assert materialized_assets(run("whole")) == {"whole"}
+    assert materialized_assets(run("whole")) == set()
     assert values(tmp_path, "whole") == ["of 1", "of 3", "of 2"]
-    assert made(run("daily", day="2024-01-03")) == set()
+    assert materialized_assets(run("daily", day="2024-01-03")) == set()
     assert values(tmp_path, "daily") == ["of 3", "of 1"]
     missing = run("daily", day="2024-01-04")
     assert not missing.success
     bounds = {"start": "2024-01-01", "end": "2024-01-03"}
     days = {f"dagster/asset_partition_range_{name}": day for name, day in bounds.items()}
-    assert made(run("daily", tags=days)) == {"daily"}
+    assert materialized_assets(run("daily", tags=days)) == {"daily"}
     assert values(tmp_path, "daily") == ["of 3", "of 1", "of 2"]
-    assert made(run("daily", tags=days)) == set()
+    assert materialized_assets(run("daily", tags=days)) == set()
     assert 'expected type "str for texts"' in messages(run("texts"))
 
 
@@ -251,7 +263,9 @@ def test_automation_condition_requests_table(
 
     def run(*names: str) -> set[str]:
         chosen = [dg.AssetKey(name) for name in names]
-        return made(materialize(tmp_path, instance, rates, long, assets=[raw], asset_selection=chosen))
+        return materialized_assets(
+            materialize(tmp_path, instance, rates, long, assets=[raw], asset_selection=chosen)
+        )
 
     assert asked() == set()
     assert run("raw") == {"raw"}

@@ -44,7 +44,7 @@ def chosen() -> list[Scenario]:
     return [*read_scenarios([SCENARIOS / "worked"]), *(s for s in drawn if s.name in RANDOM)]
 
 
-def cut(scenario: Scenario) -> list[range]:
+def split_scenario(scenario: Scenario) -> list[range]:
     """Splits a scenario into as few runs as keep its order. A single run of a single input is split
     into halves. The scenario ``FAILING`` has a run that fills its buffer, then one run for each
     record."""
@@ -57,10 +57,10 @@ def cut(scenario: Scenario) -> list[range]:
     return runs
 
 
-def beginning(scenario: Scenario) -> Scenario:
+def first_runs(scenario: Scenario) -> Scenario:
     """The first ``RUNS`` runs of a scenario with more runs. Its store and dropped records at their end
     are not known."""
-    runs = cut(scenario)
+    runs = split_scenario(scenario)
     if len(runs) <= RUNS:
         return scenario
     end = runs[RUNS].start
@@ -91,12 +91,12 @@ def groups() -> dict[str, list[Scenario]]:
     others = [s for s in every if s.operator != "versioned_store"]
     return {
         STORE: [s for s in every if s.operator == "versioned_store"],
-        SEVERAL: [beginning(s) for s in telling(others)],
-        **{ENDURING + about_runs(group): group for group in ThroughAssets.groups(others)},
+        SEVERAL: [first_runs(s) for s in representative_scenarios(others)],
+        **{ENDURING + run_count_text(group): group for group in ThroughAssets.groups(others)},
     }
 
 
-def telling(scenarios: list[Scenario]) -> list[Scenario]:
+def representative_scenarios(scenarios: list[Scenario]) -> list[Scenario]:
     """The scenario that fails, and one scenario of each operator of ``SHOWN``: preferably with several
     runs, then with a versioned table, then with the most emitted records. The other ones run in memory,
     and here with the marker ``endurance``: an asset's run takes seconds, with the same operators."""
@@ -105,14 +105,14 @@ def telling(scenarios: list[Scenario]) -> list[Scenario]:
 
     def how_telling(scenario: Scenario) -> tuple[bool, bool, int]:
         versioned = '"versioned": true' in json.dumps(scenario.config)
-        return len(cut(scenario)) > 1, versioned, len(scenario.expected)
+        return len(split_scenario(scenario)) > 1, versioned, len(scenario.expected)
 
     for operator in {s.operator: None for s in others}:
         found.append(max((s for s in others if s.operator == operator), key=how_telling))
     return found
 
 
-def about_runs(group: list[Scenario]) -> str:
+def run_count_text(group: list[Scenario]) -> str:
     """The largest number of runs of a group's scenarios, in words."""
     return f"up to {max(runs_of(s) for s in group)} runs"
 
@@ -131,8 +131,8 @@ def test_every_scenario_is_in_a_group() -> None:
     assert [len(group) for group in GROUPS.values()] == [12, 4, 90, 41, 12]
     (failing,) = (s for s in GROUPS[SEVERAL] if s.name == FAILING)
     assert failing.error is not None
-    assert failing.error["trigger"] == cut(failing)[RUNS - 1].start
-    in_several = {s.operator for s in GROUPS[SEVERAL] if len(cut(s)) > 1}
+    assert failing.error["trigger"] == split_scenario(failing)[RUNS - 1].start
+    in_several = {s.operator for s in GROUPS[SEVERAL] if len(split_scenario(s)) > 1}
     others = {s.operator for s in enduring} - in_several - {"chain"}
     assert {operator.removeprefix("table_") for operator in others} <= OF_CHAINS, "or runs there"
 
@@ -152,7 +152,9 @@ def test_assets_equal_kafka_streams(
     scenarios = (
         StoreThroughAssets(found, tmp_path, spark)
         if group == STORE
-        else ThroughAssets(found, tmp_path, spark, [*map(cut, found)] if group == SEVERAL else None)
+        else ThroughAssets(
+            found, tmp_path, spark, [*map(split_scenario, found)] if group == SEVERAL else None
+        )
     )
     scenarios.run()
     differences = scenarios.differences(COUNTS_BY_PARTITION)

@@ -86,7 +86,7 @@ class Window(NamedTuple):
 
 
 @cache
-def begins(day: date, zone: str) -> datetime:
+def first_minute(day: date, zone: str) -> datetime:
     """The first minute whose local date is this day or a later one."""
     clock, found = ZoneInfo(zone), datetime(day.year, day.month, day.day, tzinfo=UTC) - 15 * HOUR
     while found.astimezone(clock).date() < day:
@@ -104,14 +104,14 @@ def window_of(moment: datetime, size: str, zone: str) -> Window:
     """The window that contains ``moment``, from the first instants of the days around it."""
     local = moment.astimezone(ZoneInfo(zone)).date()
     firsts = {first_day(local + timedelta(days=n), size) for n in range(-35, 36)}
-    starts = [begins(day, zone) for day in sorted(firsts)]
+    starts = [first_minute(day, zone) for day in sorted(firsts)]
     return Window(max(s for s in starts if s <= moment), min(s for s in starts if s > moment))
 
 
 # Bounds
 
 
-def near(zone: str, seed: int) -> list[datetime]:
+def times_near_clock_changes(zone: str, seed: int) -> list[datetime]:
     """Times around the changes of a zone's clock, with window bounds and a microsecond before them."""
     chance, found = random.Random(seed), list[datetime]()
     for change in map(utc, CLOCKS[zone]):
@@ -149,7 +149,7 @@ def micros(moment: datetime) -> int:
     return (moment - EPOCH) // MICROSECOND
 
 
-def pair(moment: int, size: CalendarSize, zone: str) -> tuple[int, int]:
+def bounds_without_spark(moment: int, size: CalendarSize, zone: str) -> tuple[int, int]:
     """The bounds that readers without Spark compute."""
     starts = starts_near([moment // 86_400_000_000], Calendar(size, zone))
     place = int(np.searchsorted(starts, moment, "right"))
@@ -158,17 +158,20 @@ def pair(moment: int, size: CalendarSize, zone: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("zone", CLOCKS)
 def test_bounds_without_spark(zone: str) -> None:
-    for moment in near(zone, 1):
+    for moment in times_near_clock_changes(zone, 1):
         for size in CALENDAR_SIZES:
             expected = tuple(map(micros, window_of(moment, size, zone)))
-            assert pair(micros(moment), size, zone) == expected, (moment, size)  # pyright: ignore
+            assert bounds_without_spark(micros(moment), size, zone) == expected, (moment, size)  # pyright: ignore
 
 
 def lengths(zone: str, *days: str) -> list[float]:
     """The length in hours of the daily windows that contain local noon of the days."""
     clock = ZoneInfo(zone)
     noons = [datetime.fromisoformat(day).replace(hour=12, tzinfo=clock) for day in days]
-    return [(e - s) / 3_600_000_000 for s, e in (pair(micros(noon), "1 day", zone) for noon in noons)]
+    return [
+        (e - s) / 3_600_000_000
+        for s, e in (bounds_without_spark(micros(noon), "1 day", zone) for noon in noons)
+    ]
 
 
 def test_days_with_clock_change() -> None:
@@ -178,12 +181,12 @@ def test_days_with_clock_change() -> None:
     assert lengths("America/Havana", "2024-03-10", "2024-11-03") == [23, 25]
     assert lengths("Australia/Lord_Howe", "2024-04-07", "2024-10-06") == [24.5, 23.5]
     assert lengths("Pacific/Kwajalein", "1969-09-30") == [47]
-    start, _ = pair(micros(utc("2023-04-28 09:00")), "1 day", "Africa/Cairo")
+    start, _ = bounds_without_spark(micros(utc("2023-04-28 09:00")), "1 day", "Africa/Cairo")
     assert (EPOCH + start * MICROSECOND).astimezone(ZoneInfo("Africa/Cairo")).hour == 1
-    start, end = pair(micros(utc("2024-03-31 12:00")), "1 week", "Europe/Berlin")
+    start, end = bounds_without_spark(micros(utc("2024-03-31 12:00")), "1 week", "Europe/Berlin")
     assert (end - start) // 3_600_000_000 == 7 * 24 - 1
     assert (EPOCH + start * MICROSECOND).astimezone(ZoneInfo("Europe/Berlin")).weekday() == 0
-    start, end = pair(micros(utc("2024-02-10 12:00")), "1 month", "Asia/Kathmandu")
+    start, end = bounds_without_spark(micros(utc("2024-02-10 12:00")), "1 month", "Asia/Kathmandu")
     assert (EPOCH + start * MICROSECOND, EPOCH + end * MICROSECOND) == (
         utc("2024-01-31 18:15"),
         utc("2024-02-29 18:15"),
@@ -195,13 +198,13 @@ def test_bounds_at_first_and_last_year() -> None:
         for size in CALENDAR_SIZES:
             for moment in (datetime.min, datetime.min + 40 * DAY, datetime.max):
                 at = micros(moment.replace(tzinfo=UTC))
-                start, end = pair(at, size, zone)
+                start, end = bounds_without_spark(at, size, zone)
                 assert start <= at < end
                 assert end - start < 32 * 86_400_000_000
 
 
 @pytest.fixture
-def elsewhere(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkSession]:
+def other_time_zones(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkSession]:
     """A session; the time zones of the session, of the JVM and of Python differ, and none is UTC."""
     kinds: Any = spark._jvm.java.util.TimeZone  # pyright: ignore
     before, other = kinds.getDefault(), spark.newSession()
@@ -216,18 +219,22 @@ def elsewhere(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     spark.createDataFrame([], "nothing int")  # makes it the active session again
 
 
-def test_spark_bounds_ignore_session_and_jvm_zone(elsewhere: SparkSession) -> None:
+def test_spark_bounds_ignore_session_and_jvm_zone(other_time_zones: SparkSession) -> None:
     far = [datetime.min, datetime.min + 40 * DAY, datetime.max]
     sizes: list[CalendarSize] = ["1 day", "1 week", "1 month"]
     for zone in CLOCKS:
-        moments = [micros(one) for one in near(zone, 2)]
+        moments = [micros(one) for one in times_near_clock_changes(zone, 2)]
         moments += [micros(one.replace(tzinfo=UTC)) for one in far]
-        rows = elsewhere.createDataFrame([(one,) for one in moments], "at bigint")
+        rows = other_time_zones.createDataFrame([(one,) for one in moments], "at bigint")
         rows = rows.withColumn("timestamp", F.timestamp_micros("at"))
         bounds = [F.struct(*calendar_bounds(Calendar(size, zone))) for size in sizes]
         for at, *each in rows.select("at", *bounds).collect():
             for size, one in zip(sizes, each, strict=True):
-                assert tuple(one) == pair(at, size, zone), (zone, size, EPOCH + at * MICROSECOND)
+                assert tuple(one) == bounds_without_spark(at, size, zone), (
+                    zone,
+                    size,
+                    EPOCH + at * MICROSECOND,
+                )
 
 
 # Definitions

@@ -47,7 +47,7 @@ WHOLE = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
@@ -63,8 +63,8 @@ def check(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_check_output_and_junit_file(here: Path) -> None:
-    (here / "defs_of_check.py").write_text(WHOLE)
+def test_check_output_and_junit_file(project_dir: Path) -> None:
+    (project_dir / "defs_of_check.py").write_text(WHOLE)
     code, said = check("-f", "defs_of_check.py", "--junit", "out/junit.xml")
     assert code == 1
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in said.splitlines() if "│" in row]
@@ -77,7 +77,7 @@ def test_check_output_and_junit_file(here: Path) -> None:
     assert "other: broken: ValueError: no such thing" in said
     assert "other: strange: hm" in said
 
-    suites = ElementTree.parse(here / "out" / "junit.xml").getroot()
+    suites = ElementTree.parse(project_dir / "out" / "junit.xml").getroot()
     counts = {s.attrib["name"]: [s.attrib[k] for k in ("tests", "failures", "errors")] for s in suites}
     assert counts == {"one": ["2", "1", "0"], "other": ["2", "0", "1"]}
     cases = {c.attrib["name"]: c for c in suites.iter("testcase")}
@@ -98,27 +98,27 @@ def test_check_output_and_junit_file(here: Path) -> None:
         ("group:odd", 1, {"fine", "small"}),
     ],
 )
-def test_check_selection(here: Path, selection: str, code: int, names: set[str]) -> None:
-    (here / "defs_of_check.py").write_text(WHOLE)
+def test_check_selection(project_dir: Path, selection: str, code: int, names: set[str]) -> None:
+    (project_dir / "defs_of_check.py").write_text(WHOLE)
     assert check(selection, "-m", "defs_of_check")[0] == code
     from defs_of_check import defs  # pyright: ignore[reportMissingImports]
 
     assert {r.name for r in run_checks(defs, selection)} == names
 
 
-def test_warnings_do_not_fail_command(here: Path) -> None:
+def test_warnings_do_not_fail_command(project_dir: Path) -> None:
     text = DEFINITIONS + "\ndefs = dg.Definitions([one, other], asset_checks=[fine, strange])\n"
-    (here / "defs_of_warnings.py").write_text(text)
+    (project_dir / "defs_of_warnings.py").write_text(text)
     assert check("-f", "defs_of_warnings.py")[0] == 0
 
 
-def test_check_loads_workspace_and_lazy_definitions(here: Path) -> None:
+def test_check_loads_workspace_and_lazy_definitions(project_dir: Path) -> None:
     lazy = "\n@dg.definitions\ndef defs():\n    return dg.Definitions([one], asset_checks=[fine])\n"
-    (here / "defs_of_module.py").write_text(DEFINITIONS + lazy)
-    (here / "defs_of_file.py").write_text(
+    (project_dir / "defs_of_module.py").write_text(DEFINITIONS + lazy)
+    (project_dir / "defs_of_file.py").write_text(
         DEFINITIONS + "\ndefs = dg.Definitions([other], asset_checks=[strange])\n"
     )
-    (here / "workspace.yaml").write_text(
+    (project_dir / "workspace.yaml").write_text(
         "load_from:\n  - python_module: defs_of_module\n"
         "  - python_file: {relative_path: defs_of_file.py}\n"
     )
@@ -140,18 +140,18 @@ def test_check_loads_workspace_and_lazy_definitions(here: Path) -> None:
         (["group:none", "-f", "whole.py"], "expected assets with checks in the selection 'group:none'"),
     ],
 )
-def test_refused_arguments(here: Path, arguments: list[str], said: str) -> None:
-    (here / "empty.py").write_text("")
-    (here / "whole.py").write_text(WHOLE)
+def test_refused_arguments(project_dir: Path, arguments: list[str], said: str) -> None:
+    (project_dir / "empty.py").write_text("")
+    (project_dir / "whole.py").write_text(WHOLE)
     code, message = check(*arguments)
     assert code == 2
     assert said in message
 
 
-def test_results_are_stored_in_instance(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "home").mkdir()
-    monkeypatch.setenv("DAGSTER_HOME", str(here / "home"))
-    (here / "defs_of_check.py").write_text(WHOLE)
+def test_results_are_stored_in_instance(project_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project_dir / "home").mkdir()
+    monkeypatch.setenv("DAGSTER_HOME", str(project_dir / "home"))
+    (project_dir / "defs_of_check.py").write_text(WHOLE)
     check("-f", "defs_of_check.py")
     with dg.DagsterInstance.get() as instance:
         (record,) = instance.get_run_records()
@@ -175,10 +175,10 @@ def test_check_of_real_tables(market: Market, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_definitions_with_custom_loggers(here: Path, command: str) -> None:
+def test_definitions_with_custom_loggers(project_dir: Path, command: str) -> None:
     """Definitions may have their own loggers: then Dagster has no logger ``console`` to silence."""
     logs = "\n@dg.logger\ndef mine(context): return __import__('logging').getLogger('mine')\n"
     defs = "\ndefs = dg.Definitions([one], asset_checks=[fine], loggers={'mine': mine})\n"
-    (here / "defs_of_loggers.py").write_text(DEFINITIONS + logs + defs)
+    (project_dir / "defs_of_loggers.py").write_text(DEFINITIONS + logs + defs)
     done = CliRunner().invoke(app, [command, "-f", "defs_of_loggers.py"])
     assert done.exit_code == 0, (done.output, done.exception)

@@ -30,20 +30,20 @@ def at(text: str) -> Any:
     return F.lit(f"2024-01-{text}").cast("timestamp")
 
 
-def changed(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
+def with_changed_values(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
     for name, value in values.items():
         rows = rows.withColumn(name, F.when(F.expr(condition), value).otherwise(F.col(name)))
     return rows
 
 
-def also(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
+def with_added_rows(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
     more = rows.where(condition)
     for name, value in values.items():
         more = more.withColumn(name, value)
     return rows.unionByName(more)
 
 
-def forgotten(rows: DataFrame) -> DataFrame:
+def with_expired_version(rows: DataFrame) -> DataFrame:
     """Adds a key whose first version ended long before the history begins."""
     long_ago, ended = F.lit("2023-01-01").cast("timestamp"), F.lit("2023-01-02").cast("timestamp")
     one = rows.where("v = 'p4'").withColumn("k", F.lit("z"))
@@ -66,77 +66,77 @@ CASES = {
         "versions_do_not_overlap",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'p3'", valid_to=at("02T09:00")),
+        lambda rows: with_changed_values(rows, "v = 'p3'", valid_to=at("02T09:00")),
         {"k": "a", "valid_to": "2024-01-02 09:00:00", "next_valid_from": "2024-01-02 05:00:00"},
     ),
     "gap": Case(
         "versions_are_contiguous",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'p3'", valid_to=at("01T09:00")),
+        lambda rows: with_changed_values(rows, "v = 'p3'", valid_to=at("01T09:00")),
         {"k": "a", "valid_to": "2024-01-01 09:00:00", "next_valid_from": "2024-01-02 05:00:00"},
     ),
     "no open version": Case(
         "versions_are_contiguous",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'p4'", valid_to=at("03T00:00")),
+        lambda rows: with_changed_values(rows, "v = 'p4'", valid_to=at("03T00:00")),
         {"k": "a", "valid_from": "2024-01-02 05:00:00"},
     ),
     "duplicate version": Case(
         "one_version_per_key_and_timestamp",
         "prices",
         "view",
-        lambda rows: also(rows, "v = 'p4'", offset=F.lit(100).cast("long")),
+        lambda rows: with_added_rows(rows, "v = 'p4'", offset=F.lit(100).cast("long")),
         {"k": "a", "valid_from": "2024-01-02 05:00:00"},
     ),
     "ends when it begins": Case(
         "valid_from_before_valid_to",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'p3'", valid_to=F.col("valid_from")),
+        lambda rows: with_changed_values(rows, "v = 'p3'", valid_to=F.col("valid_from")),
         {"k": "a", "valid_from": "2024-01-01 06:00:00", "valid_to": "2024-01-01 06:00:00"},
     ),
     "ends before it begins": Case(
         "valid_from_before_valid_to",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'q1'", valid_from=at("01T23:00")),
+        lambda rows: with_changed_values(rows, "v = 'q1'", valid_from=at("01T23:00")),
         {"k": "b", "valid_from": "2024-01-01 23:00:00", "valid_to": "2024-01-01 12:00:00"},
     ),
     "two open versions": Case(
         "one_current_version_per_key",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'p3'", valid_to=F.lit(None).cast("timestamp")),
+        lambda rows: with_changed_values(rows, "v = 'p3'", valid_to=F.lit(None).cast("timestamp")),
         {"k": "a", "valid_from": "2024-01-01 06:00:00"},
     ),
     "older than retention": Case(
         "nothing_older_than_retention",
         "prices",
         "view",
-        forgotten,
+        with_expired_version,
         {"k": "z", "valid_from": "2023-01-01 00:00:00", "valid_to": "2023-01-02 00:00:00"},
     ),
     "history in another segment": Case(
         "versions_lie_in_their_segment",
         "prices",
         "view",
-        lambda rows: changed(rows, "v = 'p3'", history_segment=F.lit(7)),
+        lambda rows: with_changed_values(rows, "v = 'p3'", history_segment=F.lit(7)),
         {"k": "a", "valid_from": "2024-01-01 06:00:00"},
     ),
     "duplicate current row": Case(
         "one_row_per_key",
         "rates",
         "view",
-        lambda rows: also(rows, "k = 'b'", offset=F.lit(100).cast("long")),
+        lambda rows: with_added_rows(rows, "k = 'b'", offset=F.lit(100).cast("long")),
         {"k": "b", "offset": "100"},
     ),
     "decreasing join timestamps": Case(
         "timestamps_do_not_decrease",
         "priced",
         "log",
-        lambda rows: changed(rows, "v = 's3'", timestamp=at("01T01:00")),
+        lambda rows: with_changed_values(rows, "v = 's3'", timestamp=at("01T01:00")),
         {"k": "a", "timestamp": "2024-01-01 01:00:00", "newest_before": "2024-01-01 03:00:00"},
     ),
     "lost log record": Case(
@@ -164,7 +164,7 @@ CASES = {
         "every_record_is_accounted_for",
         "prices",
         "log",
-        lambda rows: also(rows, "v = 'p3'"),
+        lambda rows: with_added_rows(rows, "v = 'p3'"),
         {"what": "offsets of partition 0", "found": "more than once"},
     ),
     "lost quarantined record": Case(

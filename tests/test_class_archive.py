@@ -44,7 +44,7 @@ def spark_home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def process(code: str, cwd: Path, *words: str) -> str:
+def run_python(code: str, cwd: Path, *words: str) -> str:
     """Runs a Python process; returns its output with warnings and errors."""
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -57,7 +57,7 @@ def process(code: str, cwd: Path, *words: str) -> str:
     return done.stdout
 
 
-def archived(cwd: Path) -> int:
+def archived_class_count(cwd: Path) -> int:
     """The number of classes that the JVM of ``SESSION`` loaded from the archive."""
     return (cwd / "classes.log").read_text().count("shared objects file (top)")
 
@@ -152,11 +152,13 @@ def test_archive_is_written_by_one_low_priority_process(
     cache: Path, tmp_path: Path, python: Path
 ) -> None:
     told = tmp_path / "python.told"
-    assert process(AT_EXIT, tmp_path, str(python)) == ""
-    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process is still at work
+    assert run_python(AT_EXIT, tmp_path, str(python)) == ""
+    assert run_python(AT_EXIT, tmp_path, str(python)) == ""  # the first process is still at work
     (began,) = cache.iterdir()
     os.utime(began, (0, time.time() - 2 * 86_400))
-    assert process(AT_EXIT, tmp_path, str(python)) == ""  # the first process did not finish, days ago
+    assert (
+        run_python(AT_EXIT, tmp_path, str(python)) == ""
+    )  # the first process did not finish, days ago
     line = f"19 {cache} -m vt_dagster.cli class-archive\n"
     end = time.monotonic() + 60
     while not (told.exists() and told.read_text() == 2 * line):
@@ -172,7 +174,7 @@ def test_no_archive_on_ci_or_without_cache(
         monkeypatch.setenv("CI", "true")
     else:
         cache.parent.touch()  # a file where the directory should be
-    assert process(AT_EXIT, tmp_path, str(python)) == ""
+    assert run_python(AT_EXIT, tmp_path, str(python)) == ""
     assert not cache.exists()
 
 
@@ -187,12 +189,12 @@ def test_session_uses_intact_archive(cache: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"wrote {archive}, "), done.stderr
     assert not [*project.iterdir()]
 
-    assert process(SESSION, tmp_path) == "3\n"
-    assert archived(tmp_path) > 5_000
+    assert run_python(SESSION, tmp_path) == "3\n"
+    assert archived_class_count(tmp_path) > 5_000
 
     archive.chmod(0o600)
     with archive.open("r+b") as file:  # the right size, but other contents
         file.seek(archive.stat().st_size // 2)
         file.write(bytes(100_000))
-    assert process(SESSION, tmp_path) == "3\n"
-    assert archived(tmp_path) == 0
+    assert run_python(SESSION, tmp_path) == "3\n"
+    assert archived_class_count(tmp_path) == 0

@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 from typer.testing import CliRunner, Result
 
 import vt_dagster
-from tests.log_writer import Written
+from tests.log_writer import LogWriter
 from tests.market import Market, messages, run
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import COMMANDS, app
@@ -60,7 +60,7 @@ def warehouse(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     return root / "warehouse"
 
 
-def asked(warehouse: Path, command: str, table: str, *keys: str) -> Result:
+def run_command(warehouse: Path, command: str, table: str, *keys: str) -> Result:
     options = [part for key in keys for part in ("--key", key)]
     about = {"VT_DAGSTER_WAREHOUSE": str(warehouse), "COLUMNS": "300"}
     return CliRunner().invoke(app, [command, table, *options], env=about)
@@ -69,11 +69,11 @@ def asked(warehouse: Path, command: str, table: str, *keys: str) -> Result:
 @pytest.mark.parametrize("command", ["get", "history"])
 def test_first_and_last_year_are_shown(warehouse: Path, command: str) -> None:
     key = ("9998-01-02", FAR)
-    found = asked(warehouse, command, "days", *key)
+    found = run_command(warehouse, command, "days", *key)
     assert found.exit_code == 0, found.exception
     for said in ("9998-01-02", "9999-12-31 00:00:00", "0001-01-01 00:00:00"):
         assert said in found.output
-    nobody = asked(warehouse, command, "days", "9998-01-03", FAR)
+    nobody = run_command(warehouse, command, "days", "9998-01-03", FAR)
     assert nobody.exit_code == 1
     assert isinstance(nobody.exception, SystemExit)
 
@@ -89,7 +89,7 @@ def test_first_and_last_year_are_shown(warehouse: Path, command: str) -> None:
 def test_nested_key_column_is_refused(
     warehouse: Path, command: str, table: str, key: str, said: str
 ) -> None:
-    refused = asked(warehouse, command, table, key)
+    refused = run_command(warehouse, command, table, key)
     assert isinstance(refused.exception, StorageError)
     assert said in str(refused.exception)
     assert f"{warehouse}/{table}/view" in str(refused.exception)
@@ -97,7 +97,7 @@ def test_nested_key_column_is_refused(
 
 @pytest.mark.parametrize("key", ["soon", "2024-13-01", "07/01/2024", ""])
 def test_invalid_date_key_is_refused(warehouse: Path, key: str) -> None:
-    refused = asked(warehouse, "get", "days", key, FAR)
+    refused = run_command(warehouse, "get", "days", key, FAR)
     assert isinstance(refused.exception, StorageError)
     assert f"as a date for day, got {key!r}" in str(refused.exception)
 
@@ -106,7 +106,7 @@ def test_invalid_date_key_is_refused(warehouse: Path, key: str) -> None:
 def test_damaged_view_is_rebuilt(warehouse: Path, tmp_path: Path, damage: str) -> None:
     copy = tmp_path / "warehouse"
     shutil.copytree(warehouse, copy)
-    before = asked(copy, "history", "days", "9998-01-02", FAR)
+    before = run_command(copy, "history", "days", "9998-01-02", FAR)
     view = copy / "days" / "view"
     file = next(view.glob("*/**/*.parquet"))
     if damage == "a file is gone":
@@ -116,32 +116,32 @@ def test_damaged_view_is_rebuilt(warehouse: Path, tmp_path: Path, damage: str) -
     else:
         commit = next((view / "_delta_log").glob("*.json"))
         commit.write_bytes(commit.read_bytes()[:50])
-    failed = asked(copy, "history", "days", "9998-01-02", FAR)
+    failed = run_command(copy, "history", "days", "9998-01-02", FAR)
     assert isinstance(failed.exception, StorageError)
     assert damage == "its log is cut off" or "vt-dagster rebuild days" in str(failed.exception)
-    done = asked(copy, "rebuild", "days")
+    done = run_command(copy, "rebuild", "days")
     assert done.exit_code == 0, done.exception
     assert "days: view at version" in done.output
-    assert asked(copy, "history", "days", "9998-01-02", FAR).output == before.output
+    assert run_command(copy, "history", "days", "9998-01-02", FAR).output == before.output
 
 
 @pytest.mark.parametrize(("command", "said"), [("get", "value for"), ("history", "version of")])
 def test_missing_row_suggests_explain_command(tmp_path: Path, command: str, said: str) -> None:
-    Written(tmp_path).run([("apple", "1", 0)], 1)
-    missing = asked(tmp_path, command, "prices", "a pear")
+    LogWriter(tmp_path).run([("apple", "1", 0)], 1)
+    missing = run_command(tmp_path, command, "prices", "a pear")
     assert missing.exit_code == 1
     way_out = "vt-dagster explain prices --key 'a pear'"
     assert missing.output == f"prices has no {said} a pear; {way_out} shows why\n"
-    explained = asked(tmp_path, "explain", "prices", "a pear")
+    explained = run_command(tmp_path, "explain", "prices", "a pear")
     assert isinstance(explained.exception, SystemExit)
     assert "a pear" in explained.output
 
 
 def test_missing_asset_lists_known_assets(tmp_path: Path) -> None:
-    none = asked(tmp_path, "get", "price", "apple")
+    none = run_command(tmp_path, "get", "price", "apple")
     assert "committed there; run it first (vt-dagster run price)" in str(none.exception)
-    Written(tmp_path).run([("apple", "1", 0)], 1)
-    missing = asked(tmp_path, "get", "price", "apple")
+    LogWriter(tmp_path).run([("apple", "1", 0)], 1)
+    missing = run_command(tmp_path, "get", "price", "apple")
     assert isinstance(missing.exception, StorageError)
     assert "expected one of ['prices']" in str(missing.exception)
     assert "or another warehouse with --warehouse" in str(missing.exception)
@@ -149,7 +149,7 @@ def test_missing_asset_lists_known_assets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["get", "history"])
 def test_rows_as_json(tmp_path: Path, command: str) -> None:
-    Written(tmp_path).run([("apple", "1", 0), ("pear", "2", 0)], 1)
+    LogWriter(tmp_path).run([("apple", "1", 0), ("pear", "2", 0)], 1)
     about = {"VT_DAGSTER_WAREHOUSE": str(tmp_path)}
     done = CliRunner().invoke(app, [command, "prices", "--key", "pear", "--json"], env=about)
     (row,) = map(json.loads, done.output.splitlines())
@@ -219,7 +219,7 @@ def test_init_in_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_picture_creates_missing_directory(tmp_path: Path) -> None:
-    Written(tmp_path).run([("apple", "1", 0)], 1)
+    LogWriter(tmp_path).run([("apple", "1", 0)], 1)
     picture = tmp_path / "out" / "of" / "x.svg"
     arguments = ["lateness", "prices", "--picture", str(picture), "--warehouse", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)

@@ -61,7 +61,7 @@ def processes(folder: Path, *commands: list[str]) -> Iterator[None]:
             one.wait(30)
 
 
-def until_open(port: int, folder: Path) -> None:
+def wait_until_open(port: int, folder: Path) -> None:
     """Waits until a server that was just started accepts connections."""
     end = time.monotonic() + 120
     while True:
@@ -82,7 +82,7 @@ def standalone(folder: Path) -> Iterator[str]:
     worker += ["--cores", "1", "--memory", "1g", "--work-dir", str(folder / "work")]
     workers = [[*worker, "--webui-port", str(free_port()), address] for _ in range(2)]
     with processes(folder, master, *workers):
-        until_open(port, folder)
+        wait_until_open(port, folder)
         yield address
 
 
@@ -104,7 +104,7 @@ def connect(folder: Path) -> Iterator[str]:
     server += [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]
     server += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
     with processes(folder, server):
-        until_open(port, folder)
+        wait_until_open(port, folder)
         yield f"sc://127.0.0.1:{port}"
 
 
@@ -119,7 +119,7 @@ def local_cluster(folder: Path) -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def child(*arguments: str) -> str:
+def run_module(*arguments: str) -> str:
     """Runs a module in another process; returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -141,7 +141,7 @@ def test_scenarios_and_tables_are_identical_on_cluster(
     chain.land(spark, CHAIN_RECORDS)
     shutil.copytree(tmp_path / "here", tables)
     with kind(tmp_path) as address:
-        said = child("tests.cluster_child", address, str(tables))
+        said = run_module("tests.cluster_child", address, str(tables))
     for land in (land_first, land_second):
         land(here)
         for name in ("rates", "orders", "priced"):
@@ -172,7 +172,7 @@ def test_shop_runs_with_one_gigabyte_per_process(
     shop.land(spark, prices, orders, products)
     monkeypatch.delenv("JDK_JAVA_OPTIONS")  # for so many rows, optimizing the code pays off
     with standalone(tmp_path) as address:
-        said = child("tests.memory_child", address, str(tmp_path))
+        said = run_module("tests.memory_child", address, str(tmp_path))
     due = spark.read.schema("due long").json(str(tmp_path / "orders")).agg(F.sum("due")).collect()
     seconds = prices // products
     assert json.loads(said) == {
@@ -192,7 +192,7 @@ def test_operators_with_one_key_run_with_one_gigabyte(
     Shop(tmp_path).land(spark, updates, updates, 1)
     monkeypatch.delenv("JDK_JAVA_OPTIONS")
     with standalone(tmp_path) as address:
-        said = json.loads(child("tests.memory_child", address, str(tmp_path), "operators"))
+        said = json.loads(run_module("tests.memory_child", address, str(tmp_path), "operators"))
 
     per_second = spark.read.schema("due long").json(str(tmp_path / "orders"))
     seconds = per_second.groupBy((F.col("due") + START).alias("t")).agg(F.count("due").alias("n"))
@@ -237,15 +237,15 @@ def test_stream_join_of_thousand_matches_per_record_runs_with_one_gigabyte(
     Shop(tmp_path).land(spark, seconds, seconds, 1)
     monkeypatch.delenv("JDK_JAVA_OPTIONS")
     with standalone(tmp_path) as address:
-        found = json.loads(child("tests.memory_child", address, str(tmp_path), "near"))
+        found = json.loads(run_module("tests.memory_child", address, str(tmp_path), "near"))
     orders = spark.read.schema("due long").json(str(tmp_path / "orders"))
-    matches = orders.select("due", F.explode(F.sequence(*ends_of(seconds))).alias("price"))
+    matches = orders.select("due", F.explode(F.sequence(*seconds_range(seconds))).alias("price"))
     expected = matches.agg(F.count("due"), F.sum("price"), F.sum("due")).collect()[0]
     assert found == [*expected]
     assert found[0] > 900 * seconds
 
 
-def ends_of(seconds: int) -> tuple[Column, Column]:
+def seconds_range(seconds: int) -> tuple[Column, Column]:
     """The first and the last second whose offers match an order."""
     near = NEAR // timedelta(seconds=1)
     first, last = F.col("due") - near, F.col("due") + near

@@ -64,7 +64,7 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
 def first_records(scenario: dict[str, Any]) -> dict[str, Any]:
     """A scenario with the first records of another one. Its final store and number of dropped records
     are those of the reference model, if that has the operator."""
-    first = beginning(scenario, telling(scenario))
+    first = truncated(scenario, informative_length(scenario))
     if first["operator"] not in ALL:
         return first
     left_out = ("expected", "expected_error", "final_store", "metrics", "by_design")
@@ -73,14 +73,14 @@ def first_records(scenario: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def first_that_tell_most(path: Path) -> dict[str, Any]:
+def most_informative_start(path: Path) -> dict[str, Any]:
     """The first records of the random sequence whose first records have the most results."""
     every = json.loads(path.read_text(encoding="utf-8"))
     found = [s for s in every if not s.get("expected_error")]
-    return first_records(max(found, key=lambda s: len(beginning(s, telling(s))["expected"])))
+    return first_records(max(found, key=lambda s: len(truncated(s, informative_length(s))["expected"])))
 
 
-def telling(scenario: dict[str, Any]) -> int:
+def informative_length(scenario: dict[str, Any]) -> int:
     """The number of first records to use; for a stream-table join one more, since one of its other side
     comes first."""
     return RECORDS + (scenario["operator"] == "stream_table_join")
@@ -147,14 +147,14 @@ def rules() -> set[str]:
     return found - {*SHOWN_BY}
 
 
-def one_by_one(scenario: Scenario) -> bool:
+def runs_record_by_record(scenario: Scenario) -> bool:
     """Whether each record is a run, at any granularity."""
     return (
         supported(scenario) and scenario.operator != "versioned_store" and layout(scenario).one_by_one
     )
 
 
-def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
+def truncated(scenario: dict[str, Any], end: int) -> dict[str, Any]:
     """A scenario with its first ``end`` records and their expected results. Its final store and metrics
     are not known."""
     whole = scenario | scenario.get("by_design", {})
@@ -177,11 +177,11 @@ def end_of_runs(scenario: Scenario, runs: int) -> int | None:
     if not supported(scenario) or scenario.operator == "versioned_store":
         return None
     found = split_into_runs(layout(scenario), "run")
-    most = max(runs, SINGLE) if one_by_one(scenario) else runs
+    most = max(runs, SINGLE) if runs_record_by_record(scenario) else runs
     return found[most].start if len(found) > most else None
 
 
-def copied(
+def copy_scenarios(
     directory: Path, wanted: Callable[[Scenario], bool], every: bool = False, runs: int = 1_000
 ) -> Path:
     """Copies the first runs of the wanted worked scenarios.
@@ -196,12 +196,12 @@ def copied(
         whole = json.loads(path.read_text(encoding="utf-8"))
         whole = whole if isinstance(whole, list) else [whole]
         kept = [s for s in whole if s["name"] in ends]
-        cut = [s if (end := ends[s["name"]]) is None else beginning(s, end) for s in kept]
+        cut = [s if (end := ends[s["name"]]) is None else truncated(s, end) for s in kept]
         write(directory / path.relative_to(SCENARIOS), *cut)
     return directory
 
 
-def kinds(scenario: Scenario) -> set[str]:
+def join_kinds(scenario: Scenario) -> set[str]:
     """The kinds of the scenario's stream-table joins."""
     if scenario.operator not in LOOKED_UP:
         return set()
@@ -211,7 +211,9 @@ def kinds(scenario: Scenario) -> set[str]:
 
 def runs_alone_here(scenario: Scenario) -> bool:
     """Whether no other test of this file runs the scenario."""
-    return not kinds(scenario) and (scenario.operator not in LARGE or one_by_one(scenario))
+    return not join_kinds(scenario) and (
+        scenario.operator not in LARGE or runs_record_by_record(scenario)
+    )
 
 
 def test_each_operator_has_rule_scenarios() -> None:
@@ -227,8 +229,8 @@ def test_worked_scenarios_are_identical_in_long_runs(
 ) -> None:
     """Scenarios that the tests below run with other plans run here only with the marker ``endurance``.
     With ``REFUSED_BETWEEN``, records that tables reject must not count when a scenario is split."""
-    copied(tmp_path, lambda s: every or runs_alone_here(s), every, 1_000 if every else RUNS)
-    write(tmp_path / "refused.json", *refused_between())
+    copy_scenarios(tmp_path, lambda s: every or runs_alone_here(s), every, 1_000 if every else RUNS)
+    write(tmp_path / "refused.json", *scenarios_with_refused_records())
     lines: list[str] = []
     report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
     optional = "optional, not counted: 19 identical, 0 different, 8 not supported"
@@ -296,7 +298,7 @@ def test_large_run_join_strategies_are_identical(
         return chosen, "forced"
 
     monkeypatch.setattr(run_module, "join_strategy", way_of)
-    copied(tmp_path, lambda s: WAYS[way] in kinds(s), every, 1_000 if every else RUNS)
+    copy_scenarios(tmp_path, lambda s: WAYS[way] in join_kinds(s), every, 1_000 if every else RUNS)
     lines: list[str] = []
     report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
     assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
@@ -310,8 +312,11 @@ def test_large_run_join_strategies_are_identical(
 def test_large_run_plans_are_identical(
     spark: SparkSession, tmp_path: Path, large_runs: list[bool], every: bool
 ) -> None:
-    copied(
-        tmp_path, lambda s: s.operator in LARGE and not one_by_one(s), every, 1_000 if every else RUNS
+    copy_scenarios(
+        tmp_path,
+        lambda s: s.operator in LARGE and not runs_record_by_record(s),
+        every,
+        1_000 if every else RUNS,
     )
     lines: list[str] = []
     report = run([tmp_path], granularity="run", spark=spark, echo=lines.append)
@@ -373,7 +378,7 @@ REFUSED_BETWEEN: dict[str, tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = 
 }
 
 
-def refused_between() -> list[dict[str, Any]]:
+def scenarios_with_refused_records() -> list[dict[str, Any]]:
     names = ("input", "key", "value", "timestamp")
     found = [
         complete(
@@ -402,7 +407,7 @@ def test_random_sequences_are_identical_record_by_record(
     recorded = sorted(SCENARIOS.glob("**/random/*.json"))
     if enough == 1:
         paths = [path for path in recorded if path.stem in RECORD_BY_RECORD]
-        shares = {path.stem: [first_that_tell_most(path)] for path in paths}
+        shares = {path.stem: [most_informative_start(path)] for path in paths}
         assert all(len(s["expected"]) >= 2 for found in shares.values() for s in found)
     else:
         shares = {path.stem: shortest_of_each_configuration(path)[:enough] for path in recorded}

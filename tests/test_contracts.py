@@ -122,7 +122,9 @@ def random_table(rng: random.Random, number: int) -> list[tuple[int, str, float,
     return rows
 
 
-def plainly(rows: list[tuple[int, str, float, float | None]], horizon: float) -> dict[str, int]:
+def failures_in_plain_python(
+    rows: list[tuple[int, str, float, float | None]], horizon: float
+) -> dict[str, int]:
     """The number of offending rows by check, counted record by record in plain Python."""
     found = dict.fromkeys(OF_VERSIONS, 0)
     by_key = defaultdict[str, list[tuple[float, float]]](list)
@@ -167,7 +169,7 @@ def test_pandera_and_single_pass_equal_plain_python(spark: SparkSession) -> None
     tables = [random_table(rng, number) for number in range(100)]
     rows = [(n, k, hour(a), hour(b)) for table in tables for n, k, a, b in table]
     frame = spark.createDataFrame(rows, VERSIONS).repartition(2).cache()
-    expected = [plainly(table, 4) for table in tables]
+    expected = [failures_in_plain_python(table, 4) for table in tables]
     assert all(sum(e[name] > 0 for e in expected) >= 5 for name in OF_VERSIONS)
     rules = _rules(OF_VERSIONS, frame.columns)
     counted = frame.withColumns({n: c for r in rules for n, c in r.columns.items()})
@@ -245,7 +247,7 @@ def test_market_tables_meet_their_contracts(market: Market) -> None:
 # -------------------------------------------------------------------------- before the commit
 
 
-def nothing_left(market: Market, name: str, before: set[str]) -> bool:
+def folder_is_unchanged(market: Market, name: str, before: set[str]) -> bool:
     """Whether an asset's folder has the same files as ``before``."""
     return {str(p) for p in (market.warehouse / name).rglob("*") if p.is_file()} == before
 
@@ -254,7 +256,7 @@ def files(market: Market, name: str) -> set[str]:
     return {str(p) for p in (market.warehouse / name).rglob("*") if p.is_file()}
 
 
-def backwards(rows: DataFrame) -> DataFrame:
+def with_older_current_version(rows: DataFrame) -> DataFrame:
     """A fault in the library: a record becomes the current version, but is earlier than the version
     that it replaces."""
     day_before = F.col("timestamp") - F.expr("interval 1 day")
@@ -263,7 +265,7 @@ def backwards(rows: DataFrame) -> DataFrame:
     )
 
 
-def ancient(rows: DataFrame) -> DataFrame:
+def with_record_before_history(rows: DataFrame) -> DataFrame:
     """A fault in the library: a record is older than the history retention, but not late."""
     return rows.withColumns(
         {"timestamp": F.lit("2020-01-01").cast("timestamp"), "is_latest": F.lit(False)}
@@ -272,7 +274,10 @@ def ancient(rows: DataFrame) -> DataFrame:
 
 @pytest.mark.parametrize(
     ("fault", "check"),
-    [(backwards, "versions_do_not_overlap"), (ancient, "nothing_older_than_retention")],
+    [
+        (with_older_current_version, "versions_do_not_overlap"),
+        (with_record_before_history, "nothing_older_than_retention"),
+    ],
 )
 def test_fault_in_put_fails_before_commit(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, check: str
@@ -284,7 +289,7 @@ def test_fault_in_put_fails_before_commit(
     before = files(copy, "prices")
     with pytest.raises(ContractError, match=rf"{check}: 1 record.*for example \{{"):
         run_once(copy.prices, stores_of(str(copy.warehouse), copy.spark))
-    assert nothing_left(copy, "prices", before)
+    assert folder_is_unchanged(copy, "prices", before)
     monkeypatch.undo()
     assert run_once(copy.prices, stores_of(str(copy.warehouse), copy.spark)).commit is not None
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.test_forward_joins import EPOCH, MINUTE, RETENTION, Row, declared, drawn, land, source, timed
+from tests.test_forward_joins import (
+    EPOCH,
+    MINUTE,
+    RETENTION,
+    Row,
+    declare_nodes,
+    land,
+    random_records,
+    source,
+    with_timestamps,
+)
 from vt_dagster.components.topology_component import CONCEPTS
 from vt_dagster.errors import TopologyError
 from vt_dagster.provenance.explain import Explainer
@@ -32,7 +42,7 @@ JOINS: dict[str, dict[str, Any]] = {
     "waits": {"at": "nearest", "grace_period": 5 * MINUTE, **CORRECTED},
 }
 INNER = ("strictly_next",)
-RATES, ORDERS = declared({}, {"null_key": "keep"})
+RATES, ORDERS = declare_nodes({}, {"null_key": "keep"})
 Versions = dict[int, int | None]
 LONG_AGO = -(10**9)
 SEED = 398
@@ -138,7 +148,7 @@ class Model:
         return sorted(r.number for r in self.rows if r.too_late and not (inner and r.key is None))
 
 
-def told(driver: TopologyTestDriver, name: str) -> dict[int, Any]:
+def matches(driver: TopologyTestDriver, name: str) -> dict[int, Any]:
     """For each row its match, and whether the row is final."""
     return {
         r["n"]: (r["since"] and ((r["since"] - EPOCH) // MINUTE, r["rate"]), r["is_final"])
@@ -146,7 +156,7 @@ def told(driver: TopologyTestDriver, name: str) -> dict[int, Any]:
     }
 
 
-def listed(driver: TopologyTestDriver, name: str) -> list[int]:
+def quarantined(driver: TopologyTestDriver, name: str) -> list[int]:
     refused = driver._stores[name].quarantine()  # pyright: ignore[reportPrivateUsage]
     return [] if refused is None else sorted(r["position"] for r in refused.collect())
 
@@ -169,23 +179,23 @@ def test_random_runs_equal_model(
     models = {name: Model(JOINS[name]) for name in names}
     now, first = 10, 0
     for step in range(runs):
-        rates = drawn(chance, now, chance.randrange(4, 16), 1_000 + 100 * now, 8)
+        rates = random_records(chance, now, chance.randrange(4, 16), 1_000 + 100 * now, 8)
         for rate in rates:
             rate["n"] = None if chance.random() < 0.3 else rate["n"]
-        orders = drawn(chance, now, chance.randrange(1, 20), first, 10)
+        orders = random_records(chance, now, chance.randrange(1, 20), first, 10)
         first += len(orders)
         if orders and chance.random() < 0.3:
             orders[0]["k"] = None
         # Before the stream's first records, the split into runs makes no difference.
         early = rates[:3] if step % 2 else []
         if early:
-            driver.run({"rates": timed(early)})
-        driver.run({"rates": timed(rates[len(early) :]), "orders": timed(orders)})
+            driver.run({"rates": with_timestamps(early)})
+        driver.run({"rates": with_timestamps(rates[len(early) :]), "orders": with_timestamps(orders)})
         for name, model in models.items():
             model.run(rates, orders)
             inner = name in INNER
-            assert told(driver, name) == model.told(inner), (name, now)
-            assert listed(driver, name) == model.listed(inner), (name, now)
+            assert matches(driver, name) == model.told(inner), (name, now)
+            assert quarantined(driver, name) == model.listed(inner), (name, now)
         now += chance.choice([0, 1, 4, 9])
     for model in models.values():
         # A row that is not final equals the result of one run over all records.
@@ -202,12 +212,12 @@ def test_random_runs_equal_model(
 
 
 def rate(n: int | None, at: int) -> Row:
-    (record,) = timed([{"k": "a", "n": n, "at": at}])
+    (record,) = with_timestamps([{"k": "a", "n": n, "at": at}])
     return record
 
 
 def orders_at(*times: int) -> list[Row]:
-    return timed([{"k": "a", "n": at, "at": at} for at in times])
+    return with_timestamps([{"k": "a", "n": at, "at": at} for at in times])
 
 
 def updates(driver: TopologyTestDriver, name: str) -> list[Any]:
@@ -265,12 +275,12 @@ def test_late_correction_is_dropped(spark: SparkSession) -> None:
     driver.run({"rates": [rate(1, 11)], "orders": orders_at(8, 9, 18, 30)})
     assert [r["rate"] for r in driver.read("next")] == [1, 1, None, None]
     driver.pipe("rates", rate(2, 14), rate(None, 9), rate(None, 12))
-    assert listed(driver, "next") == []
+    assert quarantined(driver, "next") == []
     driver.pipe("rates", rate(None, 11), rate(3, 18))
     assert updates(driver, "next") == [(18, 3, 1, 5)]
-    assert listed(driver, "next") == [0, 1]
+    assert quarantined(driver, "next") == [0, 1]
     driver.pipe("rates", rate(5, 8))
-    assert listed(driver, "next") == [0, 1]  # each is listed once
+    assert quarantined(driver, "next") == [0, 1]  # each is listed once
     assert {r["n"]: (r["rate"], r["is_final"]) for r in driver.table("next")} == {
         8: (1, True),
         9: (1, True),
@@ -295,7 +305,7 @@ def test_inner_rows_are_inserted_and_retracted(spark: SparkSession) -> None:
 def test_explain_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     """``explain`` names the order, the version and the cause of each revision."""
     warehouse = str(tmp_path / "warehouse")
-    rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
+    rates, orders = declare_nodes(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
     about = {"max_age": 4 * MINUTE, "corrected_for": RETENTION * MINUTE}
     nodes = [
         orders.left_join(rates, name=name, select=SELECT, at=at, **about)
@@ -304,7 +314,7 @@ def test_explain_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     stores, chance = stores_of(warehouse, spark), random.Random(7)
     for step, now in enumerate((10, 14)):
         for node, first in ((rates, 1_000 + 100 * step), (orders, 100 * step)):
-            records = drawn(chance, now, 12, first, 9)
+            records = random_records(chance, now, 12, first, 9)
             for record in records if node is rates else ():
                 record["n"] = None if chance.random() < 0.2 else record["n"]
             land(tmp_path, node.name, step, records)
@@ -374,7 +384,7 @@ def test_refused_when_declared(case: str) -> None:
 def test_table_log_covers_lookup_margin() -> None:
     """A late version affects orders up to 4 minutes before it, which may match versions up to 4 minutes
     before them: the log must reach back 8 minutes beyond the history retention."""
-    short, _ = declared({"log_retention": (RETENTION + 7) * MINUTE}, {})
+    short, _ = declare_nodes({"log_retention": (RETENTION + 7) * MINUTE}, {})
     with pytest.raises(TopologyError, match="re-reads records of 'rates' for 33 minutes"):
         join("nearest", table=short)
-    join("nearest", table=declared({"log_retention": (RETENTION + 8) * MINUTE}, {})[0])
+    join("nearest", table=declare_nodes({"log_retention": (RETENTION + 8) * MINUTE}, {})[0])

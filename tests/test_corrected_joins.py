@@ -65,7 +65,7 @@ def price(value: float | None, at: int, product: str = "a") -> dict[str, Any]:
     return {"product": product, "price": value, "timestamp": at}
 
 
-def told(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def update_rows(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """For each update the order, price, revision, offset of the cause, former price, and whether it is
     a deletion."""
     return [
@@ -84,29 +84,29 @@ def told(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def test_rows_follow_table_corrections(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced(key="order_id"), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 20), order(3, 30), order(4, 20, "b"))
-    assert [row[:4] for row in told(driver.read("priced"))] == [
+    assert [row[:4] for row in update_rows(driver.read("priced"))] == [
         (f"o{i}", None, 0, None) for i in (1, 2, 3, 4)
     ]
     # The stream was ahead. The price is not out of order, and all orders from its time on are joined
     # again.
     driver.pipe("prices", price(5.0, 15))
-    assert told(driver.read("priced")) == [
+    assert update_rows(driver.read("priced")) == [
         ("o2", 5.0, 1, 0, None, False),
         ("o3", 5.0, 1, 0, None, False),
     ]
     # The late price of 9 is valid until 15: only the first order changes. Of two prices at 25 the last
     # counts.
     driver.pipe("prices", price(4.0, 9), price(7.0, 25), price(8.0, 25))
-    assert told(driver.read("priced")) == [
+    assert update_rows(driver.read("priced")) == [
         ("o1", 4.0, 1, 1, None, False),
         ("o3", 8.0, 2, 3, 5.0, False),
     ]
     # A price that changes no value emits no update. A deletion is valid from its own time on.
     driver.pipe("prices", price(4.0, 10), price(None, 21))
-    assert told(driver.read("priced")) == []
+    assert update_rows(driver.read("priced")) == []
     driver.run({"prices": [price(None, 20)], "orders": [order(5, 31)]})
     (gone, new) = driver.read("priced")
-    assert told([gone, new]) == [
+    assert update_rows([gone, new]) == [
         ("o2", None, 2, 6, 5.0, False),
         ("o5", 8.0, 0, None, None, False),
     ]
@@ -141,7 +141,7 @@ def test_keyed_inner_rows_are_inserted_and_retracted(spark: SparkSession) -> Non
         driver.pipe("prices", price(value, 8))
     # A second order with the same key has no row as long as it matches no price.
     driver.run({"orders": [order(1, 21, "b")], "prices": [price(6.0, 8), price(None, 15, "b")]})
-    assert told(driver.read("priced")) == [
+    assert update_rows(driver.read("priced")) == [
         ("o1", 5.0, 0, 0, None, False),
         ("o1", None, 1, 1, 5.0, True),
         ("o1", 6.0, 2, 2, None, False),

@@ -67,7 +67,7 @@ def materialize(
     return job.execute_in_process(instance=instance, **about)
 
 
-def made(result: dg.ExecuteInProcessResult) -> set[str]:
+def materialized_assets(result: dg.ExecuteInProcessResult) -> set[str]:
     assert result.success, messages(result)
     return {
         e.asset_key.to_user_string() for e in result.get_asset_materialization_events() if e.asset_key
@@ -118,10 +118,18 @@ def test_decorated_table_in_stream_table_join(
     assert sales.description == "What was sold."
     job = defs.resolve_implicit_global_asset_job_def()
     about = {"instance": instance, "run_config": QUIET, "raise_on_error": False}
-    assert made(job.execute_in_process(**about)) == {"quotes", "prices", "sales", "priced"}
+    assert materialized_assets(job.execute_in_process(**about)) == {
+        "quotes",
+        "prices",
+        "sales",
+        "priced",
+    }
     assert values(tmp_path, "priced", "price") == ["p1 EUR", "p2 EUR"]
     again = job.execute_in_process(**about)
-    assert made(again) == {"quotes", "prices"}  # the function returned the rows again, in a new run
+    assert materialized_assets(again) == {
+        "quotes",
+        "prices",
+    }  # the function returned the rows again, in a new run
     assert len(values(tmp_path, "prices")) == 4
 
 
@@ -182,7 +190,7 @@ def test_retry_before_commit_calls_function_again(
     )
     job = defs.resolve_implicit_global_asset_job_def()
     result = job.execute_in_process(instance=instance, run_config=QUIET, raise_on_error=False)
-    assert made(result) == {"flaky"}
+    assert materialized_assets(result) == {"flaky"}
     assert values(tmp_path, "flaky") == ["x"]
 
 
@@ -220,12 +228,12 @@ def test_retried_partition_is_consumed_once(
 
     expected = ["call 1"]
     if again:
-        assert made(run(0)) == {"daily"}
+        assert materialized_assets(run(0)) == {"daily"}
         expected = ["call 1", "call 2"]
     tags = {"vt_dagster/take_again": "true"} if again else {}
     faults[0] = 1
     result = run(1, **tags)
-    assert made(result) == {"daily"}, "a retry of its step"
+    assert materialized_assets(result) == {"daily"}, "a retry of its step"
     (event,) = result.get_asset_materialization_events()
     assert event.materialization.metadata["status"].value == (
         f"an earlier try has committed batch {len(expected)}"
@@ -240,7 +248,7 @@ def test_retried_partition_is_consumed_once(
     faults[0] = 1
     assert not run(0, **{"vt_dagster/take_again": "true"}).success
     assert not instance.get_materialized_partitions(key)
-    assert made(run(0)) == {"daily"}
+    assert materialized_assets(run(0)) == {"daily"}
     assert instance.get_materialized_partitions(key) == {"2024-01-01"}
     assert values(tmp_path, "daily") == ["call 1", "call 3"]
 
@@ -312,19 +320,22 @@ def test_backfilled_partition_is_consumed_once(
         return materialize(tmp_path, instance, daily, assets=[raw], partition_key=day, **options)
 
     for day in answers:
-        assert made(of(day)) == {"raw", "daily"}
+        assert materialized_assets(of(day)) == {"raw", "daily"}
     assert instance.get_materialized_partitions(dg.AssetKey("daily")) == set(answers)
     assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3"]
     answers["2024-01-01"] = answers["2024-01-01"].iloc[::-1]
-    assert made(of("2024-01-01")) == {"raw"}
+    assert materialized_assets(of("2024-01-01")) == {"raw"}
     answers["2024-01-01"] = rows(("a", "a1, mended", 1))
     changed = of("2024-01-01")
     assert not changed.success
     assert "expected the rows of partition 2024-01-01 as consumed by an earlier run" in messages(
         changed
     )
-    assert made(of("2024-01-01", tags={"vt_dagster/take_again": "true"})) == {"raw", "daily"}
-    assert made(of("2024-01-01")) == {"raw"}
+    assert materialized_assets(of("2024-01-01", tags={"vt_dagster/take_again": "true"})) == {
+        "raw",
+        "daily",
+    }
+    assert materialized_assets(of("2024-01-01")) == {"raw"}
     assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3", "a1, mended"]
     alone: Any = {"asset_selection": [dg.AssetKey("daily")]}
     without = materialize(tmp_path, instance, daily, assets=[raw], **alone)
@@ -363,7 +374,12 @@ def test_inputs_and_outputs_of_every_dataframe_library(
         DataFrame: True,
     }
     nodes = [taking(kind, f"made{i}", taken) for i, (kind, taken) in enumerate(kinds.items())]
-    assert made(materialize(tmp_path, instance, first, *nodes)) == {"first", "made3", "made4", "made5"}
+    assert materialized_assets(materialize(tmp_path, instance, first, *nodes)) == {
+        "first",
+        "made3",
+        "made4",
+        "made5",
+    }
     assert given == set(kinds)
     assert [values(tmp_path, f"made{i}") for i in (3, 4, 5)] == [["x"]] * 3
 

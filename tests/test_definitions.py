@@ -18,7 +18,7 @@ from vt_dagster.orchestration.resources import warehouse_of
 ROOT = Path(__file__).parent.parent
 
 
-def python(code: str, *options: str) -> str:
+def run_python(code: str, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, *options, "-c", code],
         capture_output=True,
@@ -37,7 +37,8 @@ def test_definitions_load_quickly() -> None:
     so that load of the machine affects both."""
     timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     pairs = [
-        [float(python(timed.format(m))) for m in ("dagster", "assets.definitions")] for _ in range(3)
+        [float(run_python(timed.format(m))) for m in ("dagster", "assets.definitions")]
+        for _ in range(3)
     ]
     alone, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
     assert ours - alone < 3, f"import dagster {alone:.1f} s, assets.definitions {ours:.1f} s"
@@ -68,7 +69,7 @@ print(len(declared))
 from pyspark import SparkContext
 assert SparkContext._gateway is None and SparkContext._active_spark_context is None
 """
-    assert python(code).endswith("18\n")
+    assert run_python(code).endswith("18\n")
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ class Theirs:
         return [int(one["timestamp"]) for one in self.table.history()]
 
 
-def ours(name: str, theirs: Theirs, mode: Any, kind: Any = Table, **about: Any) -> Any:
+def table_from(name: str, theirs: Theirs, mode: Any, kind: Any = Table, **about: Any) -> Any:
     more = {"history_retention": timedelta(days=30)} if kind is VersionedTable else {}
     source = DeltaSource(theirs.path, mode, max_bad_share=0.5, **about)
     return kind(name, key="id", schema=ROW, source=source, **more)
@@ -103,7 +103,7 @@ def test_append_mode(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "their table")
     theirs.append(("a", 1, "x"), ("b", 2, "é +%"))
     theirs.append(("c", 3))
-    alone = ours("alone", theirs, "append", Stream, start="earliest", max_versions_per_run=1)
+    alone = table_from("alone", theirs, "append", Stream, start="earliest", max_versions_per_run=1)
     assert take(alone)["applied"] == 2
     assert take(alone)["applied"] == 1
     # a compaction changes no rows: no commit, and no row is consumed twice after it
@@ -119,7 +119,7 @@ def test_append_mode(take: Any, store: Any, tmp_path: Path) -> None:
     assert (bad["reason"], bad["raw"]) == ("null_key", '{"n":6,"day":"x"}')
     assert bad["source"].startswith("version 4: part-")
     # one run over all versions gives the same log, with the times of the commits
-    whole = ours("whole", theirs, "append", Stream, start="earliest")
+    whole = table_from("whole", theirs, "append", Stream, start="earliest")
     assert take(whole)["in"] == 6
     assert log_of(store(whole)) == log_of(store(alone))
     found = {(r[0], r[1], r[2]): round(r[4].timestamp() * 1000) for r in log_of(store(whole))}
@@ -135,7 +135,7 @@ def test_append_mode(take: Any, store: Any, tmp_path: Path) -> None:
     assert head.inputs == {"delta": {0: 5}}
     assert head.taken == {"delta": {0: (4, 5)}}
     # the current rows first, then new rows
-    current = ours("current_rows", theirs, "append")
+    current = table_from("current_rows", theirs, "append")
     assert take(current)["in"] == 6
     theirs.append(("e", 7, "y"))
     assert take(current)["in"] == 1
@@ -179,7 +179,7 @@ def test_append_continues_after_temporary_table_change(take: Any, store: Any, tm
         first, second = (Theirs(tmp_path / mode / name, **FEED) for name in ("first", "second"))
         first.append(("a", 1))
         second.append(("b", 2))
-        here, there = (ours(mode, one, mode, kind) for one in (first, second))
+        here, there = (table_from(mode, one, mode, kind) for one in (first, second))
         assert take(here)["in"] == 1
         with pytest.raises(RecordsGoneError, match="the table was replaced"):
             take(there)
@@ -234,7 +234,9 @@ def test_initial_load_from_changed_source_kind(
 def test_changes_mode(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(*[(k, 1, "x") for k in "abcd"])
-    alone = ours("alone", theirs, "changes", VersionedTable, start="earliest", max_versions_per_run=2)
+    alone = table_from(
+        "alone", theirs, "changes", VersionedTable, start="earliest", max_versions_per_run=2
+    )
     take(alone)
     theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
     theirs.table.update(predicate="id = 'b'", updates={"id": "'B'"})
@@ -249,7 +251,7 @@ def test_changes_mode(take: Any, store: Any, tmp_path: Path) -> None:
     ).execute()
     while take(alone):
         pass
-    whole = ours("whole", theirs, "changes", VersionedTable, start="earliest")
+    whole = table_from("whole", theirs, "changes", VersionedTable, start="earliest")
     take(whole)
     log = log_of(store(whole))
     assert log == log_of(store(alone))
@@ -279,8 +281,8 @@ def test_restored_delta_table(take: Any, store: Any, tmp_path: Path) -> None:
     is refused, since it rewrites rows."""
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(("a", 1, "x"), ("b", 1, "y"))
-    changed = ours("changed", theirs, "changes", VersionedTable, start="earliest")
-    appended = ours("appended", theirs, "append", Stream, start="earliest")
+    changed = table_from("changed", theirs, "changes", VersionedTable, start="earliest")
+    appended = table_from("appended", theirs, "append", Stream, start="earliest")
     take(appended)
     theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
     theirs.table.delete("id = 'b'")
@@ -292,7 +294,7 @@ def test_restored_delta_table(take: Any, store: Any, tmp_path: Path) -> None:
     assert {(r["id"], r["n"], r["day"]) for r in rows} == {("a", 1, "x"), ("b", 1, "y")}
     undone = sorted((r[:4] for r in log_of(store(changed))[-3:]), key=str)
     assert undone == [("a", 1, "x", False), ("b", 1, "y", False), ("c", None, None, True)]
-    since = ours("since", theirs, "append", Stream, start=4)
+    since = table_from("since", theirs, "append", Stream, start=4)
     for node, said in ((appended, r"version 1 \(UPDATE\)"), (since, r"version 4 \(RESTORE\)")):
         with pytest.raises(SourceError, match=f"{said} removes or rewrites rows"):
             take(node)
@@ -301,18 +303,18 @@ def test_restored_delta_table(take: Any, store: Any, tmp_path: Path) -> None:
 def test_changes_mode_requires_change_feed(take: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs")
     theirs.append(("a", 1, "x"))
-    node = ours("t", theirs, "changes")
+    node = table_from("t", theirs, "changes")
     assert take(node)["applied"] == 1  # the current rows need no feed
     theirs.append(("b", 1, "x"))
     with pytest.raises(SourceError, match=r"version 1 \(WRITE\) has no change data feed"):
         take(node)
     # mode snapshots passes that version by the difference; then the feed is used
-    assert take(ours("t", theirs, "snapshots"))["in"] == 1
+    assert take(table_from("t", theirs, "snapshots"))["in"] == 1
     theirs.table.alter.set_table_properties(FEED)
     theirs.append(("c", 1, "x"))
     assert take(node)["in"] == 1
     with pytest.raises(TopologyError, match="expected a Table or VersionedTable, got a Stream"):
-        ours("s", theirs, "changes", Stream)
+        table_from("s", theirs, "changes", Stream)
     schema = StructType([*ROW.fields, StructField("nope", StringType())])
     with pytest.raises(SourceError, match=r"expected columns \['nope'\], but version 3 has only"):
         take(Table("u", key="id", schema=schema, source=DeltaSource(theirs.path)))
@@ -321,7 +323,7 @@ def test_changes_mode_requires_change_feed(take: Any, tmp_path: Path) -> None:
 def test_snapshots_mode(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs")
     theirs.append(("a", 1, "x"), ("b", 1, None), ("c", 1, "x"))
-    newest = ours("newest", theirs, "snapshots", VersionedTable)
+    newest = table_from("newest", theirs, "snapshots", VersionedTable)
     take(newest)
     theirs.append(("a", 1, "x"), ("b", 2, None), ("c", 2, "x"), mode="overwrite")
     theirs.append(("a", 1, "x"), ("b", 3, None), mode="overwrite")
@@ -344,7 +346,10 @@ def test_snapshots_mode(take: Any, store: Any, tmp_path: Path) -> None:
 def test_vacuumed_versions_are_reported(take: Any, store: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs", **FEED)
     theirs.append(("a", 1, "x"), ("b", 1, "x"))
-    stream, table = ours("s", theirs, "append", Stream), ours("t", theirs, "changes", VersionedTable)
+    stream, table = (
+        table_from("s", theirs, "append", Stream),
+        table_from("t", theirs, "changes", VersionedTable),
+    )
     take(stream)
     take(table)
     kept = tmp_path / "backup"
@@ -393,7 +398,7 @@ def test_vacuumed_versions_are_reported(take: Any, store: Any, tmp_path: Path) -
 def test_delta_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The asset that writes the table is upstream. The sensor requests a run for each new version."""
     theirs = Theirs(tmp_path / "theirs", **FEED)
-    node = ours("customers", theirs, "changes", VersionedTable, upstream="crm/customers")
+    node = table_from("customers", theirs, "changes", VersionedTable, upstream="crm/customers")
     asset, sensor = build_asset(node), build_sensor(node)
     where = WarehouseResource(path=str(tmp_path / "warehouse"))
 

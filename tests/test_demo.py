@@ -116,7 +116,7 @@ def part(request: pytest.FixtureRequest) -> Part:
 def demo(part: Part, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory with the results of the demo, and its output."""
     if not part.runs:
-        return demo_subset.what_they_left(demo_subset.ALL, tmp_path_factory)
+        return demo_subset.demo_results(demo_subset.ALL, tmp_path_factory)
     data = tmp_path_factory.mktemp("demo")
     run = subprocess.run(
         [sys.executable, *part.runs],

@@ -32,7 +32,7 @@ def other(context: dg.AssetExecutionContext) -> None:
     context.log.info(ERIN)
 
 
-def left(instance: dg.DagsterInstance, runs: list[str]) -> list[str]:
+def remaining_events(instance: dg.DagsterInstance, runs: list[str]) -> list[str]:
     """The events of these runs, and of the check, in Dagster's storage that still contain the key."""
     found = [str(one) for run in runs for one in instance.get_records_for_run(run).records]
     of_check = instance.event_log_storage.get_asset_check_execution_history(
@@ -58,10 +58,10 @@ def test_erase_names_runs_with_key_and_remedies(tmp_path: Path) -> None:
     found = runs_with(instance, [KEY], [ERIN])
     assert found == runs[1:3]
     assert runs_with(instance, [KEY], [ERIN, "nobody"]) == []
-    assert left(instance, runs)
+    assert remaining_events(instance, runs)
     for run in found:
         instance.delete_run(run)
-    assert left(instance, runs)  # check results are stored separately
+    assert remaining_events(instance, runs)  # check results are stored separately
     instance.wipe_assets([KEY])
-    assert left(instance, runs) == []
+    assert remaining_events(instance, runs) == []
     assert runs_with(instance, [KEY], [ERIN]) == []

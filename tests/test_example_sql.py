@@ -16,7 +16,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.conftest import ROOT
-from tests.log_writer import Written, moment
+from tests.log_writer import LogWriter, moment
 from tests.market import QUIET, materialized
 from tests.test_example_payments import lines_of
 from vt_dagster import VersionedTable, read
@@ -37,7 +37,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("examples.sql.__main__")
 
 
-def otherwise(warehouse: str) -> dict[str, list[tuple[Any, ...]]]:
+def expected_rows(warehouse: str) -> dict[str, list[tuple[Any, ...]]]:
     """Computes the rows of each model from Spark's readers, without SQL."""
 
     def rows(name: str, **how: Any) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def test_models_equal_other_readers(
         example.land(delivery)
         example.make()
         found = {name: [tuple(r.values()) for r in example.rows_of(name)] for name in MODELS}
-        assert found == otherwise(warehouse), number
+        assert found == expected_rows(warehouse), number
         counts.append(len(found["corrections"]))
         print(f"delivery {number}")
         example.show_all()
@@ -123,7 +123,7 @@ def test_models_after_killed_run(example: Any, tmp_path: Path) -> None:
         names = ("now", "noon", "both")
         return [pl.read_parquet(where["results"] / f"{name}.parquet").rows() for name in names]
 
-    log = Written(where["warehouse"])
+    log = LogWriter(where["warehouse"])
     log.run([("a", "1", 0), ("b", "2", 5)], recorded=6)
     assert made() == [
         [("a", "1"), ("b", "2")],

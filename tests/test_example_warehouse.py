@@ -44,7 +44,7 @@ def report(day: date, days: Sequence[date]) -> dict[str, Any]:
     }
 
 
-def priced(days: Sequence[date]) -> dict[str, float | None]:
+def prices_by_order(days: Sequence[date]) -> dict[str, float | None]:
     """Returns, by order ID, the product's price at the time of the order."""
     rows = sorted((at, product, price) for d in days for product, price, at in world.prices(d))
     made: dict[str, float | None] = {}
@@ -83,7 +83,7 @@ def test_deliveries_tables_reports_and_exports(
         (row,) = json.loads((tmp_path / "reports" / f"{day}.json").read_text())
         assert row == report(day, DAYS), day
     joined = read("priced_orders", warehouse=str(tmp_path / "warehouse"), into="polars")
-    expected = priced(DAYS)
+    expected = prices_by_order(DAYS)
     assert len(joined) == len(expected) - WAITING
     got = dict(joined.select("order_id", "price").iter_rows())
     assert got == {order: expected[order] for order in got}

@@ -19,7 +19,7 @@ import polars as pl
 import pytest
 
 from examples.warehouse import world
-from tests.test_example_warehouse import WAITING, priced, report
+from tests.test_example_warehouse import WAITING, prices_by_order, report
 from vt_dagster import read
 from vt_dagster.spark.jars import resolve_jars
 
@@ -126,7 +126,7 @@ class Deployment:
         return all(run.is_finished for run in self.instance.get_runs())
 
 
-def until(finds: Callable[[], T | None], what: str, seconds: int = 400) -> T:
+def wait_until(finds: Callable[[], T | None], what: str, seconds: int = 400) -> T:
     """Calls ``finds`` until it returns something true; an error (no table yet) counts as nothing."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -146,13 +146,15 @@ def test_daemon_runs_one_week(tmp_path: Path) -> None:
     with shop.spark(), shop.daemon():
         shop.turns_on("automation", "customers_sensor")
         shop.backfills("week")
-        until(lambda: len(shop.read("rates", what="log")) == 2 * len(WEEK), "rates of a week")
-        until(lambda: len(shop.read("prices", what="log")) == 2 * len(WEEK), "prices of a week")
+        wait_until(lambda: len(shop.read("rates", what="log")) == 2 * len(WEEK), "rates of a week")
+        wait_until(lambda: len(shop.read("prices", what="log")) == 2 * len(WEEK), "prices of a week")
         shop.turns_on("orders_sensor")
-        killed, pid = until(lambda: shop.worker("priced_orders"), "a step of priced_orders")
+        killed, pid = wait_until(lambda: shop.worker("priced_orders"), "a step of priced_orders")
         os.kill(pid, signal.SIGKILL)
-        expected = priced(WEEK)
-        until(lambda: len(shop.read("priced_orders")) == len(expected) - WAITING, "orders of a week")
+        expected = prices_by_order(WEEK)
+        wait_until(
+            lambda: len(shop.read("priced_orders")) == len(expected) - WAITING, "orders of a week"
+        )
         last = world.customers(WEEK[-1])
 
         def current() -> pl.DataFrame:
@@ -161,11 +163,11 @@ def test_daemon_runs_one_week(tmp_path: Path) -> None:
                 there.filter(pl.col("valid_to").is_null()).select("customer", "tier").sort("customer")
             )
 
-        until(lambda: current().equals(last), "the last dump in the export")
+        wait_until(lambda: current().equals(last), "the last dump in the export")
         shop.backfills("reports")
         made = shop.data / "reports"
-        until(lambda: len(list(made.glob("*.json"))) == len(WEEK), "reports of a week")
-        until(shop.settles, "the end of all runs")
+        wait_until(lambda: len(list(made.glob("*.json"))) == len(WEEK), "reports of a week")
+        wait_until(shop.settles, "the end of all runs")
     joined = dict(shop.read("priced_orders").select("order_id", "price").iter_rows())
     assert joined == {order: expected[order] for order in joined}
     for day in WEEK:

@@ -116,7 +116,7 @@ def operators(orders: Stream, returns: Stream, rates: Table) -> list[Stream]:
     ]
 
 
-def some(chance: random.Random, hour: float) -> list[Landed]:
+def random_records(chance: random.Random, hour: float) -> list[Landed]:
     """Random records, out of order, many with a timestamp that another record has too."""
     return [
         (chance.choice("abc"), chance.choice([None, *range(9)]), hour + chance.randrange(8))
@@ -132,7 +132,10 @@ def chain(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Chai
         for number, (fixed, hour) in enumerate(((FIRST, 1), (SECOND, 6)), 1):
             found.land(
                 f"{number}.jsonl",
-                {name: [*first, *some(chance, hour), *last] for name, (first, last) in fixed.items()},
+                {
+                    name: [*first, *random_records(chance, hour), *last]
+                    for name, (first, last) in fixed.items()
+                },
             )
             for name, node in found.nodes.items():
                 if name not in ONCE or number == 2:
@@ -153,7 +156,7 @@ def logs_of(chain: Chain) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
     }
 
 
-def of_inputs(found: Explanation) -> Iterator[tuple[str, tuple[int, int]]]:
+def input_records(found: Explanation) -> Iterator[tuple[str, tuple[int, int]]]:
     for one in found.made_of:
         assert one.record is not None
         yield one.asset, (one.record.partition, one.record.offset)
@@ -227,7 +230,7 @@ class Alone:
     def take(self, name: str, told: Explanation, logs: Mapping[str, Any]) -> None:
         """Adds a case: the records that an explanation names, and the versions that it calls valid at
         other times (``other_time``)."""
-        places = list(of_inputs(told))
+        places = list(input_records(told))
         joined = {
             (c.record.asset, (c.record.partition, c.record.offset))
             for c in told.candidates

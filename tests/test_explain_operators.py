@@ -195,11 +195,11 @@ def place_of(asset: str, row: Row) -> Place:
     return asset, row["partition"], row["offset"]
 
 
-def at(row: Row) -> tuple[int, int]:
+def offset_of(row: Row) -> tuple[int, int]:
     return row["partition"], row["offset"]
 
 
-def named(told: Explanation) -> list[Place]:
+def named_places(told: Explanation) -> list[Place]:
     records = [(one.asset, one.record) for one in told.made_of if one.record is not None]
     return [(asset, record.partition, record.offset) for asset, record in records]
 
@@ -218,8 +218,8 @@ def test_named_records_alone_give_row(warehouse: Warehouse, name: str) -> None:
     asked = random.Random(name).sample(rows, min(ROWS, len(rows)))
     assert len(asked) >= 15
     for row in asked:
-        told = explainer.explain(name, offset=at(row))
-        places = set(named(told))
+        told = explainer.explain(name, offset=offset_of(row))
+        places = set(named_places(told))
         assert places, told
         assert told.made_of_in_all == len(told.made_of)
         wanted = case.value(row), millis(row["timestamp"])
@@ -244,8 +244,8 @@ def test_explain_group_names_all_records(warehouse: Warehouse) -> None:
     logs = logs_of(warehouse.path, ["of_clicks", "clicks"])
     explainer, few = Explainer(warehouse.path), Explainer(warehouse.path, most=2)
     for row in logs["of_clicks"]:
-        told = explainer.explain("of_clicks", offset=at(row))
-        mine = [logs["clicks"][offset] for _, _, offset in named(told)]
+        told = explainer.explain("of_clicks", offset=offset_of(row))
+        mine = [logs["clicks"][offset] for _, _, offset in named_places(told)]
         assert sum(r["n"] for r in mine) == row["sum"]
         assert max(r["timestamp"] for r in mine) == row["timestamp"]
         assert told.made_of_in_all == len(mine) == row["count"]
@@ -265,7 +265,7 @@ def test_explain_suppressed_updates(warehouse: Warehouse, name: str, source: str
     assert logs[name]
     for row in logs[name]:
         told = explainer.explain(name, offset=(0, row["offset"]))
-        ((asset, _, offset),) = named(told)
+        ((asset, _, offset),) = named_places(told)
         own = [c for c in logs[source][0] if c in row and c not in ("offset", "recorded_at", "old")]
         assert asset == source
         assert {c: logs[source][offset][c] for c in own} == {c: row[c] for c in own}
@@ -286,7 +286,7 @@ def test_explain_update_still_suppressed(warehouse: Warehouse) -> None:
     told = explainer.explain("final", key=key)
     assert told.record is None
     assert told.rules == ("suppressed",)
-    assert named(told) == [place_of("tumbling", waits[-1])]
+    assert named_places(told) == [place_of("tumbling", waits[-1])]
 
 
 def test_explain_dropped_late_records(warehouse: Warehouse) -> None:
@@ -298,7 +298,7 @@ def test_explain_dropped_late_records(warehouse: Warehouse) -> None:
     late = 0
     for row in last.values():
         told = explainer.explain("tumbling", offset=(0, row["offset"]))
-        inside = {offset for _, _, offset in named(told)}
+        inside = {offset for _, _, offset in named_places(told)}
         out = {c.record.offset for c in told.candidates if c.rule == "window_closed"}
         there = {
             r["offset"]
@@ -333,11 +333,11 @@ def test_explain_matched_version(warehouse: Warehouse, name: str) -> None:
     """The named version gives the row; the explanation of a corrected row names the cause."""
     logs, explainer = logs_of(warehouse.path, [name, "clicks", "left"]), Explainer(warehouse.path)
     seen: set[str] = set()
-    versions = {at(row): row for row in logs["left"]}
+    versions = {offset_of(row): row for row in logs["left"]}
     for row in logs[name]:
         told = explainer.explain(name, offset=(0, row["offset"]))
         seen |= set(told.rules)
-        parts = {asset: place for asset, *place in named(told)}
+        parts = {asset: place for asset, *place in named_places(told)}
         click = logs["clicks"][parts["clicks"][1]]
         assert (click["g"], click["n"], click["timestamp"]) == (row["lg"], row["ln"], row["timestamp"])
         if row["rn"] is None:

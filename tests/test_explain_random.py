@@ -19,7 +19,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.core.reference_model import complete
-from tests.explain_random_chains import Explained, drawn, explained
+from tests.explain_random_chains import Explained, random_chains, run_chains
 from vt_dagster import read
 from vt_dagster.conformance.scenario import millis
 from vt_dagster.provenance.explain import Explainer
@@ -179,7 +179,7 @@ def _input(name: str, node: Stream) -> dict[str, Any]:
     return {"id": name, "op": "table", "input": name, "table": table}
 
 
-def named(case: Case, told: Explanation) -> list[Arrived]:
+def named_records(case: Case, told: Explanation) -> list[Arrived]:
     """Returns the named records in order of arrival; of a stream-table join, the table's first."""
     sides = {up.name: side for side, up in enumerate(case.node.inputs)}
     places = {(sides[one.asset], one.record.offset) for one in told.made_of if one.record is not None}
@@ -188,9 +188,9 @@ def named(case: Case, told: Explanation) -> list[Arrived]:
     return [(side, row) for side, row in every if (side, row["offset"]) in places]
 
 
-def check(case: Case, told: Explanation) -> None:
+def require_exact_explanation(case: Case, told: Explanation) -> None:
     """The named records give the row, and no record that is not named changes it."""
-    parts, op = named(case, told), case.step["op"]
+    parts, op = named_records(case, told), case.step["op"]
     assert parts, told
     if op in ("suppress", "to_stream"):
         assert [(r["key"], _told(r)) for _, r in parts][-1] == (case.row["key"], _told(case.row)), told
@@ -256,7 +256,7 @@ def failures(made: Explained, count: int, least: int) -> list[str]:
     for case in every:
         told = explainer.explain(case.node.name, offset=(case.number, case.row["offset"]))
         try:
-            check(case, told)
+            require_exact_explanation(case, told)
         except AssertionError as error:
             about = made.layouts[case.number].scenario.name, case.node.name, case.row["offset"]
             found.append(f"{about}: {error}")
@@ -266,5 +266,5 @@ def failures(made: Explained, count: int, least: int) -> list[str]:
 @pytest.mark.endurance
 @pytest.mark.timeout(3600)
 def test_named_records_give_random_rows(spark: SparkSession, tmp_path: Path) -> None:
-    made = explained(drawn(SEEDS, WINDOWS), tmp_path, spark)
+    made = run_chains(random_chains(SEEDS, WINDOWS), tmp_path, spark)
     assert failures(made, ROWS, least=500) == []

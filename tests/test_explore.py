@@ -21,7 +21,7 @@ from deltalake.schema import Field, PrimitiveType
 from deltalake.transaction import AddAction, create_table_with_add_actions
 from starlette.testclient import TestClient
 
-from tests.log_writer import MICROS, Written, document, moment
+from tests.log_writer import MICROS, LogWriter, document, moment
 from tests.market import Market
 from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
 from vt_dagster.cli import main
@@ -50,13 +50,13 @@ def client(warehouse: Path | str, **about: Any) -> TestClient:
 def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prices of two runs, the second with a late record; and a stream whose values are HTML markup."""
     root = tmp_path_factory.mktemp("explore")
-    prices = Written(root)
+    prices = LogWriter(root)
     prices.run([("apple", "1", 0), ("pear", "9", 5), ("apple", "3", 20)], recorded=100)
     prices.run([("apple", "2", 10), ("pear", None, 30)], recorded=200)
-    again = Written(root, "prices_new")
+    again = LogWriter(root, "prices_new")
     again.run([("apple", "1", 0), ("pear", "9", 5), ("apple", "4", 20)], recorded=100)
     again.run([("apple", "2", 10), ("pear", None, 30)], recorded=200)
-    evil = Written(root, "evil", kind="stream")
+    evil = LogWriter(root, "evil", kind="stream")
     evil.run([(EVIL, EVIL, 0)], recorded=100)
     return root
 
@@ -175,7 +175,7 @@ def test_key_page_equals_read(seed: int, tmp_path: Path, monkeypatch: Any) -> No
     monkeypatch.setattr(lateness, "CHUNK", chance.choice([3, 7, 1000]))
     monkeypatch.setitem(key_history.newest.__kwdefaults__, "most", 6)
     retention = timedelta(minutes=chance.choice([20, 10_000]))
-    prices = Written(tmp_path, retention=retention)
+    prices = LogWriter(tmp_path, retention=retention)
     for run in range(1, 4):
         records = [
             (chance.choice("ab"), None if chance.random() < 0.2 else str(n), chance.randrange(60))
@@ -210,7 +210,7 @@ def test_key_page_equals_read(seed: int, tmp_path: Path, monkeypatch: Any) -> No
 
 
 def test_key_page_reports_omitted_rows(tmp_path: Path) -> None:
-    prices = Written(tmp_path)
+    prices = LogWriter(tmp_path)
     prices.run([("apple", str(n), n) for n in range(500)], recorded=1000)
     prices.run([("pear", str(n), n) for n in range(40)], recorded=1001)
     pages = client(tmp_path)
@@ -229,10 +229,10 @@ def test_key_page_reports_omitted_rows(tmp_path: Path) -> None:
 
 def test_links_between_assets_with_key_prefix(tmp_path: Path) -> None:
     """Links between assets contain the assets' folders."""
-    prices = Written(tmp_path, "shop/eu/prices")
+    prices = LogWriter(tmp_path, "shop/eu/prices")
     prices.run([("apple", "1", 0)], recorded=1)
     made_by = FilterSpec(source="prices", predicate="v < 2")
-    cheap = Written(tmp_path, "shop/eu/cheap", made_by=made_by, logs={"prices": "log of prices"})
+    cheap = LogWriter(tmp_path, "shop/eu/cheap", made_by=made_by, logs={"prices": "log of prices"})
     cheap.run([("apple", "1", 0)], recorded=2)
     pages = client(tmp_path)
     assert 'href="/table/shop/eu/prices"' in pages.get("/table/shop/eu/cheap").text
@@ -259,9 +259,9 @@ def test_table_comparison(warehouse: Path) -> None:
 
 
 def test_truncated_stream_comparison(tmp_path: Path) -> None:
-    whole = Written(tmp_path, "whole", kind="stream")
+    whole = LogWriter(tmp_path, "whole", kind="stream")
     cut = {"batch": 0, "recorded_at": 0, "next_offset": {}, "log_retention": 60_000_000}
-    rest = Written(tmp_path, "rest", kind="stream", truncation=cut)
+    rest = LogWriter(tmp_path, "rest", kind="stream", truncation=cut)
     for one in (whole, rest):
         one.run([("apple", "1", 0)], recorded=100)
         one.run([("apple", "2", 5)], recorded=200)
@@ -340,7 +340,7 @@ def test_axis_labels_are_thinned(warehouse: Path) -> None:
 
 def test_times_have_one_format_and_exact_title(tmp_path: Path) -> None:
     """Times have one form on each page, also those of records and runs at fractions of a second."""
-    prices = Written(tmp_path)
+    prices = LogWriter(tmp_path)
     exact, shown = "2024-01-01 00:00:07.500000", "2024-01-01 00:00:07"
     prices.run([("apple", exact, 0.125), ("apple", "2", 60)], recorded=100.125)
     pages = client(tmp_path)
@@ -399,7 +399,7 @@ def _windowed(window: Any) -> Any:
 def test_page_explains_unsupported_lateness(
     tmp_path: Path, node: Any, why: str, settings: list[str]
 ) -> None:
-    made = Written(tmp_path, "made", kind="table", made_by=node.operator.specification)
+    made = LogWriter(tmp_path, "made", kind="table", made_by=node.operator.specification)
     made.run([("apple", "1", 0)], recorded=100)
     pages = client(tmp_path)
     assert 'href="/lateness/made"' in pages.get("/table/made").text

@@ -16,7 +16,7 @@ from deltalake import DeltaTable, TableFeatures, write_deltalake
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructField, StructType, TimestampType
 
-from tests.market import RECORD, Market, lines, materialized, messages, record, run, unchanged
+from tests.market import RECORD, Market, lines, materialized, messages, observed, record, run
 from vt_dagster import FilesSource, TopologyError, VersionedTable, build_asset, build_export
 from vt_dagster.errors import StorageError
 from vt_dagster.orchestration.asset import data_version
@@ -34,11 +34,11 @@ def copy(market: Market, tmp_path: Path) -> Market:
     return market.copy(tmp_path / "copy")
 
 
-def exporting(market: Market, node: Any, what: Any, to: Path, **more: Any) -> ExportRun:
+def export_run(market: Market, node: Any, what: Any, to: Path, **more: Any) -> ExportRun:
     return ExportRun(export_of(node, what, str(to), **more), str(market.warehouse), market.spark)
 
 
-def require_plain(to: Path, spark: SparkSession) -> None:
+def require_readable_by_all(to: Path, spark: SparkSession) -> None:
     """All readers find the same rows. The table uses no feature that a reader may lack: no deletion
     vectors, and no column names other than those in the files."""
     table = DeltaTable(str(to))
@@ -65,7 +65,7 @@ def clock(moment: datetime | None) -> str | None:
 def test_exported_versions_are_readable_by_all(market: Market, tmp_path: Path) -> None:
     """The export has no row for the tombstone of a at 04:00, nor for p1 and p2, which have expired."""
     to = tmp_path / "it's" / "versions"
-    assert exporting(market, market.prices, "versions", to).run()
+    assert export_run(market, market.prices, "versions", to).run()
     there = [
         ("a", "p3", "1 06:00", "2 05:00"),
         ("a", "p4", "2 05:00", None),
@@ -83,13 +83,13 @@ def test_exported_versions_are_readable_by_all(market: Market, tmp_path: Path) -
     assert duckdb.from_arrow(arrow).order("k, valid_from").select("v").fetchall() == [
         (v,) for _, v, _, _ in there
     ]
-    require_plain(to, market.spark)
+    require_readable_by_all(to, market.spark)
     assert DeltaTable(str(to)).metadata().partition_columns == []
 
 
 def test_current_rows_are_overwritten_when_changed(copy: Market, tmp_path: Path) -> None:
     to = tmp_path / "current"
-    way = exporting(copy, copy.prices, None, to)
+    way = export_run(copy, copy.prices, None, to)
     assert way.run()
     assert set(pl.read_delta(str(to)).iter_rows()) == {
         ("a", "p4", datetime.fromisoformat("2024-01-02T05:00Z")),
@@ -108,12 +108,12 @@ def test_current_rows_are_overwritten_when_changed(copy: Market, tmp_path: Path)
     DeltaTable(str(to)).optimize.compact()
     assert way.run() is None
     longer = replace(copy.prices, history_retention=timedelta(days=2))
-    assert exporting(copy, longer, None, to).run()
-    more = exporting(copy, copy.prices, None, to, with_columns=["timestamp", "is_tombstone"])
+    assert export_run(copy, longer, None, to).run()
+    more = export_run(copy, copy.prices, None, to, with_columns=["timestamp", "is_tombstone"])
     assert more.run()
     with_deleted = pl.read_delta(str(to))
     assert with_deleted.columns == ["k", "v", "at", "timestamp", "is_tombstone"]
-    require_plain(to, copy.spark)
+    require_readable_by_all(to, copy.spark)
     assert set(with_deleted["v"]) == {"q2", "z1"}  # a deleted key has no current row
     assert way.run()
     assert pl.read_delta(str(to)).columns == ["k", "v", "at"]
@@ -123,7 +123,7 @@ def test_export_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.Monk
     """The export has the rows that are valid now, and its commit says until when: for example, p4 is
     the row of a from day 2, 05:00 on."""
     to = tmp_path / "now"
-    way = exporting(copy, copy.prices, None, to, as_of="now")
+    way = export_run(copy, copy.prices, None, to, as_of="now")
     told: list[str] = []
 
     def run_at(moment: str) -> tuple[int | None, set[str]]:
@@ -150,7 +150,7 @@ def test_export_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.Monk
     assert run_at("2 05:00") == (3, {"p4", "q2"})
     assert said() == (of("2 05:00"), None)
     assert run_at("9 00:00") == (None, {"p4", "q2"})
-    require_plain(to, copy.spark)
+    require_readable_by_all(to, copy.spark)
     # A record with a future timestamp causes a new batch, but is no row yet.
     copy.land("prices", "3.jsonl", record("a", "p5", "2 07:00"), record("b", None, "2 06:30"))
     copy.run([copy.prices])
@@ -159,12 +159,12 @@ def test_export_as_of_now(copy: Market, tmp_path: Path, monkeypatch: pytest.Monk
     assert run_at("2 06:30") == (5, {"p4"})
     assert run_at("2 07:00") == (6, {"p5"})
     # Removing the setting causes a new export, and so does setting it again.
-    assert exporting(copy, copy.prices, None, to).run()
+    assert export_run(copy, copy.prices, None, to).run()
     assert run_at("2 06:10") == (8, {"p4", "q2"})
     assert len({*told}) == len(told) == 7  # downstream sees a new data version each time
     monkeypatch.setattr("vt_dagster.runs.export.clock", lambda: of("1 06:59"))
     with pytest.raises(StorageError, match="expected a time from 2024-01-01T07:00:00Z on"):
-        exporting(copy, copy.prices, None, tmp_path / "old", as_of="now").run()
+        export_run(copy, copy.prices, None, tmp_path / "old", as_of="now").run()
 
 
 def test_export_as_of_now_with_valid_until(
@@ -197,7 +197,7 @@ def test_export_as_of_now_with_valid_until(
 def test_stream_export_appends(copy: Market, tmp_path: Path) -> None:
     to = tmp_path / "sales"
     assert export_of(copy.sales, None, str(to), columns="v").columns == ("v",)
-    way = exporting(copy, copy.sales, None, to, columns=["offset", "v"])
+    way = export_run(copy, copy.sales, None, to, columns=["offset", "v"])
     assert way.run()
     before = set(delta.files(str(to)))
     assert pl.read_delta(str(to)).sort("offset").rows() == [
@@ -212,7 +212,7 @@ def test_stream_export_appends(copy: Market, tmp_path: Path) -> None:
     assert set(delta.files(str(to))) > before
     assert new.rows == 1
     assert pl.read_delta(str(to)).height == 6
-    require_plain(to, copy.spark)
+    require_readable_by_all(to, copy.spark)
     # After a rebuild, the stream's offsets belong to other records: the whole export is written again.
     shutil.rmtree(copy.warehouse / "sales")
     copy.run([copy.sales])
@@ -223,11 +223,11 @@ def test_stream_export_appends(copy: Market, tmp_path: Path) -> None:
 
 
 def test_log_export_with_deletions(market: Market, tmp_path: Path) -> None:
-    assert exporting(market, market.prices, "log", tmp_path / "plain").run()
+    assert export_run(market, market.prices, "log", tmp_path / "plain").run()
     plain = pl.read_delta(str(tmp_path / "plain"))
     assert (plain.columns, plain.height) == (["k", "v", "at"], 7)
     asked: Any = {"columns": ["k", "v", "timestamp", "is_tombstone"]}
-    assert exporting(market, market.prices, "log", tmp_path / "all", **asked).run()
+    assert export_run(market, market.prices, "log", tmp_path / "all", **asked).run()
     told = pl.read_delta(str(tmp_path / "all"))
     assert told.filter("is_tombstone").select("k", "v").rows() == [("a", None)]
     assert told.height == 8
@@ -256,7 +256,7 @@ def test_export_in_dagster(copy: Market, tmp_path: Path, spark: SparkSession) ->
     assert lineage["v"] == [dg.TableColumnDep(dg.AssetKey("prices"), "v")]
     by_spark = spark.table("bi.prices").collect()
     assert sorted(row["v"] for row in by_spark) == ["p3", "p4", "q1", "q2"]
-    unchanged(run([export], copy.warehouse, **at), "prices_export")
+    observed(run([export], copy.warehouse, **at), "prices_export")
     idle = export_of(copy.prices, "versions", to)
     started = ExportRun(idle, str(copy.warehouse), lambda: pytest.fail("Spark was started"))
     assert started.run() is None
@@ -288,7 +288,7 @@ def test_overtaken_export_writes_remaining_rows(
 
     def overtaken(*args: Any) -> str:
         monkeypatch.setattr(ExportRun, "_write", write)
-        assert exporting(copy, copy.sales, "log", Path(to)).run() is not None
+        assert export_run(copy, copy.sales, "log", Path(to)).run() is not None
         copy.land("sales", "9.jsonl", record("a", "s9", "3 06:00"))
         run_once(copy.sales, stores)
         return write(*args)
@@ -333,7 +333,7 @@ def test_refused_when_definitions_load(
 def test_foreign_table_is_refused(market: Market, tmp_path: Path) -> None:
     def refused(to: Path, **more: Any) -> str:
         with pytest.raises(StorageError) as found:
-            exporting(market, market.rates, None, to, **more).run()
+            export_run(market, market.rates, None, to, **more).run()
         return str(found.value)
 
     write_deltalake(str(tmp_path / "theirs"), pl.DataFrame({"x": [1]}).to_arrow())
@@ -345,7 +345,7 @@ def test_foreign_table_is_refused(market: Market, tmp_path: Path) -> None:
     assert "got one that 'prices' writes" in refused(other)
     to = tmp_path / "rates"
     (to / f"1-{'0' * 32}").mkdir(parents=True)  # left by a killed run
-    way = exporting(market, market.rates, None, to)
+    way = export_run(market, market.rates, None, to)
     assert way.run()
     assert "got one that 'rates_export' writes" in refused(to, name="second")
     DeltaTable(str(to)).delete("k = 'a'")

@@ -22,7 +22,7 @@ from pyiceberg.utils.config import Config
 from pyspark.sql import SparkSession
 
 from tests.conftest import ROOT, ConnectServer
-from tests.market import Market, materialized, messages, record, run, unchanged
+from tests.market import Market, materialized, messages, observed, record, run
 from vt_dagster import TopologyError, build_export
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.erase import KEPT_ICEBERG, erase
@@ -50,13 +50,13 @@ def copy(market: Market, tmp_path: Path) -> Market:
     return market.copy(tmp_path / "copy")
 
 
-def exporting(market: Market, node: Any, what: Any, to: Path, **more: Any) -> ExportRun:
+def export_run(market: Market, node: Any, what: Any, to: Path, **more: Any) -> ExportRun:
     about: Any = {"format": "iceberg", "iceberg_catalog": "lake", "catalog_table": f"bi.{node.name}"}
     export = export_of(node, what, str(to), **{**about, **more})
     return ExportRun(export, str(market.warehouse), market.spark)
 
 
-def agreed(table: Table) -> list[dict[str, Any]]:
+def rows_by_both_readers(table: Table) -> list[dict[str, Any]]:
     """Returns the rows of a table; PyIceberg and Polars' native reader must agree on them."""
     found = table.scan().to_arrow()
     by_polars = pl.scan_iceberg(table, reader_override="native").collect()
@@ -67,7 +67,7 @@ def agreed(table: Table) -> list[dict[str, Any]]:
 
 
 def rows(table: Table) -> Counter[tuple[Any, ...]]:
-    return Counter(tuple(row.values()) for row in agreed(table))
+    return Counter(tuple(row.values()) for row in rows_by_both_readers(table))
 
 
 def as_delta(market: Market, node: Any, what: Any, to: Path) -> Counter[tuple[Any, ...]]:
@@ -87,7 +87,7 @@ def test_iceberg_export_equals_delta_export(copy: Market, lake: Catalog, tmp_pat
     records adds no snapshot."""
     asked = [(copy.prices, "versions"), (copy.rates, "current"), (copy.sales, "log")]
     to = tmp_path / "it's here"
-    ways = [exporting(copy, node, what, to / node.name) for node, what in asked]
+    ways = [export_run(copy, node, what, to / node.name) for node, what in asked]
     for way, (node, what) in zip(ways, asked, strict=True):
         assert way.run()
         found = lake.load_table(f"bi.{node.name}")
@@ -124,12 +124,12 @@ def test_export_without_rows(copy: Market, lake: Catalog, tmp_path: Path) -> Non
     each gives a snapshot."""
     none = copy.sales.flat_map_values("cast(array() AS array<string>)", column="word", name="none")
     copy.run([none])
-    way = exporting(copy, none, None, tmp_path / "none")
+    way = export_run(copy, none, None, tmp_path / "none")
     assert way.run()
     assert rows(lake.load_table("bi.none")) == Counter()
     assert way.run() is None
     prices, log = (
-        exporting(copy, copy.prices, what, tmp_path / what, catalog_table=f"bi.{what}")
+        export_run(copy, copy.prices, what, tmp_path / what, catalog_table=f"bi.{what}")
         for what in ("current", "log")
     )
     assert prices.run()
@@ -170,7 +170,7 @@ def test_exported_types(spark: SparkSession, lake: Catalog, tmp_path: Path) -> N
     about: Any = {"append": False, "before": lambda: None}
     table.write(made.coalesce(1), document=document, after=None, **about)
     found = lake.load_table("bi.types")
-    assert agreed(found) == made.toArrow().to_pylist()
+    assert rows_by_both_readers(found) == made.toArrow().to_pylist()
     assert table.rows() == 2
     assert list(table.types().values()) == [
         *("int", "int", "int", "long", "float", "double", "boolean", "string", "binary"),
@@ -247,7 +247,7 @@ import os, signal, sys
 from pathlib import Path
 import pyspark.sql.connect.session
 from tests.market import Market
-from tests.test_export_iceberg import exporting
+from tests.test_export_iceberg import export_run
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.iceberg import IcebergTable
 
@@ -261,7 +261,7 @@ def export(name, when):
         os.kill(os.getpid(), signal.SIGKILL)
     IcebergTable._commit = killed
     market = Market(Path(root), build_session(remote=address))
-    exporting(market, getattr(market, name), None, Path(to, name)).run()
+    export_run(market, getattr(market, name), None, Path(to, name)).run()
 
 for line in sys.stdin:
     if os.fork() == 0:
@@ -293,7 +293,7 @@ def test_killed_export_is_completed(
         return len([*(tmp_path / name / "data").glob(f"{batch}-*/*.parquet")])
 
     sales, rates = (
-        exporting(copy, node, None, tmp_path / node.name) for node in (copy.sales, copy.rates)
+        export_run(copy, node, None, tmp_path / node.name) for node in (copy.sales, copy.rates)
     )
     with forking:
         killed("sales", "before")
@@ -332,14 +332,14 @@ def test_export_in_dagster(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     assert spec.kinds == {"spark", "iceberg"}
     assert spec.metadata["vt_dagster/iceberg_catalog"] == "lake"
     assert spec.metadata["dagster/storage_kind"] == "iceberg"
-    assert exporting(copy, copy.prices, "versions", Path(to)).run()
+    assert export_run(copy, copy.prices, "versions", Path(to)).run()
     told = materialized(run([export], copy.warehouse, **at), "prices_export")
     assert (told["dagster/row_count"], told["dagster/uri"], told["versions"]) == (4, to, {"batch": 1})
     assert told["dagster/table_name"] == "bi.prices"
     columns = {c.name: c.type for c in told["dagster/column_schema"].columns}
     times = dict.fromkeys(("at", "valid_from", "valid_to"), "timestamptz")
     assert columns == {"k": "string", "v": "string", **times}
-    unchanged(run([export], copy.warehouse, **at), "prices_export")
+    observed(run([export], copy.warehouse, **at), "prices_export")
     columns = ["timestamp", "is_tombstone"]
     more = build_export(copy.prices, "versions", with_columns=columns, **about)
     told = materialized(run([more], copy.warehouse, **at), "prices_export")
@@ -377,7 +377,7 @@ def compacted(lake: Catalog, table: Table) -> None:
 
 def test_foreign_snapshots(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     to = tmp_path / "sales"
-    way = exporting(copy, copy.sales, None, to)
+    way = export_run(copy, copy.sales, None, to)
 
     def refused(way: ExportRun = way) -> str:
         with pytest.raises(StorageError) as found:
@@ -413,13 +413,13 @@ def test_foreign_snapshots(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     table.manage_snapshots().rollback_to_snapshot(last.snapshot_id).commit()
     assert f"a roll-back to the snapshot {last.snapshot_id} of batch 2" in refused()
     assert "got one that sales_export writes; give another" in refused(
-        exporting(copy, copy.sales, None, to, name="second")
+        export_run(copy, copy.sales, None, to, name="second")
     )
     assert f"expected the files of bi.sales in file://{tmp_path}/other, got file://{to};" in refused(
-        exporting(copy, copy.sales, None, tmp_path / "other")
+        export_run(copy, copy.sales, None, tmp_path / "other")
     )
     with pytest.raises(StorageError, match="expected the catalog mine of PyIceberg's configuration"):
-        exporting(copy, copy.sales, None, to, iceberg_catalog="mine").run()
+        export_run(copy, copy.sales, None, to, iceberg_catalog="mine").run()
     lake.purge_table("bi.sales")
     done = way.run()
     assert done is not None
@@ -428,13 +428,13 @@ def test_foreign_snapshots(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "report.csv").touch()
     assert "got ['report.csv']; give the export another directory" in refused(
-        exporting(copy, copy.rates, None, tmp_path / "files")
+        export_run(copy, copy.rates, None, tmp_path / "files")
     )
 
 
 def test_erase_without_new_records_is_exported(copy: Market, lake: Catalog, tmp_path: Path) -> None:
     """The next export has no rows of the erased key, although the log has no new records."""
-    way, place = exporting(copy, copy.sales, None, tmp_path / "sales"), "lake:bi.sales"
+    way, place = export_run(copy, copy.sales, None, tmp_path / "sales"), "lake:bi.sales"
     assert way.run()
     found = last_export(place)
     assert found is not None

@@ -51,7 +51,7 @@ JOINS: dict[str, dict[str, Any]] = {
 Row = dict[str, Any]
 
 
-def declared(table: Mapping[str, Any], stream: Mapping[str, Any]) -> tuple[Any, Any]:
+def declare_nodes(table: Mapping[str, Any], stream: Mapping[str, Any]) -> tuple[Any, Any]:
     rates = VersionedTable(
         "rates",
         key="k",
@@ -63,7 +63,7 @@ def declared(table: Mapping[str, Any], stream: Mapping[str, Any]) -> tuple[Any, 
     return rates, Stream("orders", key="k", schema=SCHEMA, **stream)
 
 
-RATES, ORDERS = declared({}, {"null_key": "keep"})
+RATES, ORDERS = declare_nodes({}, {"null_key": "keep"})
 
 
 # ------------------------------------------------------------------------------------- the reference
@@ -132,11 +132,11 @@ class Reference:
         return sorted((o["n"], self.match(o["k"], o["at"])) for o in out)
 
 
-def told(rows: Sequence[Row]) -> list[Any]:
+def matches(rows: Sequence[Row]) -> list[Any]:
     return sorted((r["n"], r["since"] and ((r["since"] - EPOCH) // MINUTE, r["rate"])) for r in rows)
 
 
-def drawn(chance: random.Random, now: int, number: int, first: int, back: int) -> list[Row]:
+def random_records(chance: random.Random, now: int, number: int, first: int, back: int) -> list[Row]:
     """Records around the time ``now``, some late, some of the same time; ``n`` counts up."""
     return [
         {
@@ -148,7 +148,7 @@ def drawn(chance: random.Random, now: int, number: int, first: int, back: int) -
     ]
 
 
-def timed(records: Sequence[Row]) -> list[Row]:
+def with_timestamps(records: Sequence[Row]) -> list[Row]:
     return [{"k": r["k"], "n": r["n"], "timestamp": EPOCH + r["at"] * MINUTE} for r in records]
 
 
@@ -165,16 +165,16 @@ def test_random_runs_equal_reference(spark: SparkSession, seed: int, runs: int) 
     models = {name: Reference(about) for name, about in JOINS.items()}
     now, matched, first = 10, dict.fromkeys(JOINS, 0), 0
     for _ in range(runs):
-        rates = drawn(chance, now, chance.randrange(9), 1_000 + first, 12)
+        rates = random_records(chance, now, chance.randrange(9), 1_000 + first, 12)
         for rate in rates:
             rate["n"] = None if chance.random() < 0.35 else rate["n"]
-        orders = drawn(chance, now, chance.randrange(1, 14), first, 30)
+        orders = random_records(chance, now, chance.randrange(1, 14), first, 30)
         first += len(orders)
         if orders and chance.random() < 0.3:
             orders[0]["k"] = None
-        driver.run({"rates": timed(rates), "orders": timed(orders)})
+        driver.run({"rates": with_timestamps(rates), "orders": with_timestamps(orders)})
         for name, model in models.items():
-            found = told(driver.read(name))
+            found = matches(driver.read(name))
             assert found == model.run(rates, orders), (name, now)
             matched[name] += sum(match is not None for _, match in found)
         now += chance.choice([0, 2, 6, 14])
@@ -194,11 +194,11 @@ def test_matched_version(spark: SparkSession) -> None:
     asked += [{"k": "d", "n": 100 + at, "at": at} for at in near] + [{"k": "c", "n": 99, "at": 40}]
     driver.run(
         {
-            "rates": timed([{"k": k, "n": n, "at": at} for k, n, at in rates]),
-            "orders": timed(asked),
+            "rates": with_timestamps([{"k": k, "n": n, "at": at} for k, n, at in rates]),
+            "orders": with_timestamps(asked),
         }
     )
-    every = {name: told(driver.read(name)) for name in JOINS}
+    every = {name: matches(driver.read(name)) for name in JOINS}
     found = {
         name: [match and match[1] for n, match in rows if n < len(orders)]
         for name, rows in every.items()
@@ -224,19 +224,21 @@ def source(root: Path, name: str) -> FilesSource:
 
 def land(root: Path, name: str, step: int, records: Sequence[Row]) -> None:
     (root / name).mkdir(exist_ok=True)
-    lines = [json.dumps(r, default=lambda t: t.isoformat()) for r in timed(records)]
+    lines = [json.dumps(r, default=lambda t: t.isoformat()) for r in with_timestamps(records)]
     (root / name / f"{step}.json").write_text("\n".join(lines), encoding="utf-8")
 
 
 def test_explain_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     """``explain`` names the version and the rule of each row. ``lateness`` refuses these joins."""
     warehouse = str(tmp_path / "warehouse")
-    rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
+    rates, orders = declare_nodes(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
     names = ("next", "nearest", "first")
     nodes = [orders.left_join(rates, name=n, select=SELECT, **JOINS[n]) for n in names]
     stores, chance = stores_of(warehouse, spark), random.Random(5)
     for node, first in ((rates, 1_000), (orders, 0)):
-        records = drawn(chance, 10, 12, first, 9) + drawn(chance, 16, 12, first + 100, 9)
+        records = random_records(chance, 10, 12, first, 9) + random_records(
+            chance, 16, 12, first + 100, 9
+        )
         for record in records if node is rates else ():
             record["n"] = None if chance.random() < 0.2 else record["n"]
         land(tmp_path, node.name, 0, records)
@@ -261,7 +263,7 @@ def test_restate_recomputes_results_changed_by_later_version(
     """A version that arrived after the joins ran matches records from before its start. A replay would
     find it, so joins that look ahead refuse the restatement; a join that looks back is restated."""
     warehouse = str(tmp_path / "warehouse")
-    rates, orders = declared(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
+    rates, orders = declare_nodes(*({"source": source(tmp_path, n)} for n in ("rates", "orders")))
     about = {"back": {"grace_period": 5 * MINUTE}, "next": JOINS["next"], "first": JOINS["first"]}
     nodes = [orders.left_join(rates, name=n, select=SELECT, **more) for n, more in about.items()]
     stores = stores_of(warehouse, spark)

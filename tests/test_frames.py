@@ -47,7 +47,7 @@ ARROW = pa.table(COLUMNS)
 PANDAS = pd.DataFrame(COLUMNS)
 
 
-def given(value: Any, *more: Any) -> Given:
+def frame_source(value: Any, *more: Any) -> Given:
     source = FunctionSource(function=lambda: None)
     node = Stream("made", key="k", schema=SCHEMA, timestamp="at", source=source)
     frames = [value, *more]
@@ -88,17 +88,17 @@ def test_record_order_of_frames(spark: SparkSession) -> None:
     """Records with equal times keep the order of a local DataFrame; those of a Spark DataFrame, which
     has no order, are sorted by key. Records of a later delivery come after those of an earlier one."""
     turned = PANDAS.iloc[[2, 1, 0]]
-    assert [k for k, _, _ in records(spark, given(turned))] == ["b", "a", "late"]
+    assert [k for k, _, _ in records(spark, frame_source(turned))] == ["b", "a", "late"]
     rows = spark.createDataFrame(turned[["k", "at"]]).withColumns(
         {"n": F.lit(None), "d": F.lit(1).cast("decimal(3,0)")}
     )
-    made = records(spark, given(PANDAS, rows))
+    made = records(spark, frame_source(PANDAS, rows))
     assert [k for k, _, _ in made] == ["a", "b", "late", "a", "b", "late"]
 
 
 def test_misfit_value_makes_one_bad_row(spark: SparkSession) -> None:
     wrong = PANDAS.assign(n=[2**40, 1, 1.5], d=[Decimal("1.001"), Decimal("2"), Decimal("2")])
-    assert records(spark, given(wrong)) == [
+    assert records(spark, frame_source(wrong)) == [
         ("a", 1, None),
         ("b", None, "unreadable"),
         ("late", None, "unreadable"),
@@ -200,7 +200,7 @@ def test_value_is_exact_or_row_is_bad(kind: T.DataType, values: Any, right: list
 )
 def test_refused_frames(value: Any, said: str) -> None:
     with pytest.raises(ContractError) as raised:
-        frame_of(given(None).node, value)
+        frame_of(frame_source(None).node, value)
     assert said in str(raised.value)
 
 
@@ -211,7 +211,7 @@ def test_refused_frames(value: Any, said: str) -> None:
 def test_spark_column_is_never_narrowed(spark: SparkSession, column: str, kind: str, said: str) -> None:
     rows = spark.createDataFrame([], SCHEMA).withColumn(column, F.lit(1).cast(kind))
     with pytest.raises(ContractError) as raised:
-        frame_of(given(None).node, rows)
+        frame_of(frame_source(None).node, rows)
     assert said in str(raised.value)
 
 
@@ -244,11 +244,11 @@ def test_local_column_of_other_type_is_refused(kind: T.DataType, values: Any) ->
 
 def test_empty_frame_is_no_new_input(spark: SparkSession) -> None:
     empty = [None, PANDAS.iloc[:0], pl.DataFrame(COLUMNS).clear(), spark.createDataFrame([], SCHEMA)]
-    assert given(*empty).pin(None).empty
+    assert frame_source(*empty).pin(None).empty
 
 
 def test_digest_ignores_row_order(spark: SparkSession) -> None:
-    node = given(None).node
+    node = frame_source(None).node
 
     def digest(value: Any) -> str:
         found = frame_of(node, value)
@@ -269,15 +269,15 @@ def test_digest_ignores_row_order(spark: SparkSession) -> None:
 def test_column_without_values_fits_any_type(spark: SparkSession) -> None:
     """pandas gives a column without values the type float."""
     none = pd.DataFrame({name: [float("nan")] * 2 for name in SCHEMA.names})
-    found = frame_of(given(None).node, none)
+    found = frame_of(frame_source(None).node, none)
     assert isinstance(found, LocalFrame)
     assert found.rows.column(REASON).null_count == found.count == 2
-    assert frame_of(given(None).node, none.iloc[:0]) is None
+    assert frame_of(frame_source(None).node, none.iloc[:0]) is None
 
 
 def test_extra_column_is_reported(spark: SparkSession) -> None:
-    pinned = given(PANDAS.assign(note="x")).pin(None)
+    pinned = frame_source(PANDAS.assign(note="x")).pin(None)
     assert pinned.describe(SCHEMA)[1] == "!left out columns that the schema lacks: note"
-    found = frame_of(given(None).node, PANDAS)
+    found = frame_of(frame_source(None).node, PANDAS)
     assert isinstance(found, LocalFrame)
     assert "note" not in found.rows.column_names

@@ -106,7 +106,7 @@ class Price(pa.DataFrameModel):
         return df.filter(~F.col("v").contains(F.col("k"))).limit(1).count() == 0
 
 
-def contracted(market: Market) -> VersionedTable:
+def with_contract(market: Market) -> VersionedTable:
     return VersionedTable(
         "prices",
         key="k",
@@ -120,7 +120,7 @@ def contracted(market: Market) -> VersionedTable:
 
 def test_broken_contract_fails_before_commit(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
-    table = contracted(market)
+    table = with_contract(market)
     market.land(
         "prices",
         "1.jsonl",
@@ -154,8 +154,8 @@ class Wide(Price):
         return df.agg(F.count_distinct("k")).collect()[0][0] <= 1
 
 
-def forgiving(market: Market, **about: Any) -> VersionedTable:
-    return replace(contracted(market), on_contract_break="quarantine", **about)
+def with_quarantine(market: Market, **about: Any) -> VersionedTable:
+    return replace(with_contract(market), on_contract_break="quarantine", **about)
 
 
 def landing(market: Market, share: float) -> FilesSource:
@@ -164,7 +164,7 @@ def landing(market: Market, share: float) -> FilesSource:
 
 def test_rows_failing_check_are_quarantined(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
-    table = forgiving(market, source=landing(market, 0.6))
+    table = with_quarantine(market, source=landing(market, 0.6))
     bad = [record("c", "pc", "1 01:00"), record("b", "xa", "9 00:00"), record("b", "pa", "1 02:00")]
     good = record("a", "pa", "1 00:00"), record("a", None, "1 03:00")
     market.land("prices", "1.jsonl", good[0], *bad, good[1])
@@ -196,7 +196,7 @@ def test_too_many_rows_failing_check_fail_run(spark: SparkSession, tmp_path: Pat
     market = Market(tmp_path, spark)
     rows = [record("a", f"pa{i}", "1 00:00") for i in range(8)]
     market.land("prices", "1.jsonl", *rows, "{broken", record("c", "pc", "1 01:00"))
-    table = forgiving(market, source=landing(market, 0.1))
+    table = with_quarantine(market, source=landing(market, 0.1))
     result = market.run([], build_asset(table))
     assert not result.success
     assert "2 of 10 records are bad (20.0%), expected at most 10.0%; nothing was" in messages(result)
@@ -209,7 +209,7 @@ def test_frame_level_check_fails_run(spark: SparkSession, tmp_path: Path) -> Non
     market = Market(tmp_path, spark)
     rows = record("a", "pa", "1 00:00"), record("c", "pc", "1 01:00")
     market.land("prices", "1.jsonl", *rows)
-    table = forgiving(market, schema=Wide, contract=Wide, source=landing(market, 0.5))
+    table = with_quarantine(market, schema=Wide, contract=Wide, source=landing(market, 0.5))
     assert market.run([], build_asset(table)).success, "the check sees only the rows that are applied"
     market.land("prices", "2.jsonl", rows[0], record("b", "pb", "1 01:00"))
     result = market.run([], build_asset(table))
@@ -256,7 +256,7 @@ def test_warning_only_check(spark: SparkSession, on_contract_break: Any) -> None
 
 def test_explain_names_broken_checks(spark: SparkSession, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)
-    table = forgiving(market, source=landing(market, 0.5))
+    table = with_quarantine(market, source=landing(market, 0.5))
     market.land("prices", "1.jsonl", record("a", "pa", "1 00:00"), record("b", "pa", "1 00:00"))
     assert market.run([], build_asset(table)).success
     (rejected,) = explain("prices", key="b", warehouse=str(market.warehouse)).rejected
@@ -374,7 +374,7 @@ def test_every_pandera_check_is_compared() -> None:
 
 
 def test_tombstones_skip_row_checks(spark: SparkSession, tmp_path: Path) -> None:
-    table = contracted(Market(tmp_path, spark))
+    table = with_contract(Market(tmp_path, spark))
     rules, probes = contract_of(table)
     rows = spark.createDataFrame(
         [("a", None, True), ("c", None, True), ("a", None, False), (None, None, True)],

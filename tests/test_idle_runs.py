@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from tests.market import Market, checks, materialized, record, run, unchanged
+from tests.market import Market, checks, materialized, observed, record, run
 from vt_dagster import (
     FeatureView,
     build_asset,
@@ -94,7 +94,7 @@ def test_idle_run_requests_no_downstream(copy: Market, instance: dg.DagsterInsta
     assert run([*sold, report], copy.warehouse, instance=instance).success
     _, cursor = asked()
     idle = run(sold, copy.warehouse, instance=instance)
-    unchanged(idle, "priced")
+    observed(idle, "priced")
     number, cursor = asked(cursor)
     assert number == 0
     copy.land("sales", "4.jsonl", record("a", "s10", "3 03:00"))
@@ -140,7 +140,7 @@ def test_idle_backfill_materializes_each_asset(copy: Market, instance: dg.Dagste
 def test_join_with_one_new_input_runs(copy: Market) -> None:
     copy.land("sales", "3.jsonl", record("a", "s9", "3 00:00"))
     result = copy.run()
-    unchanged(result, "prices")
+    observed(result, "prices")
     assert materialized(result, "priced")["records_in"] == 1
 
 
@@ -158,7 +158,7 @@ def test_data_version_follows_log(copy: Market, instance: dg.DagsterInstance) ->
     copy.land("prices", "4.jsonl", record("a", "far too late", "1 00:00"))
     result = run(made, copy.warehouse, instance=instance)
     assert materialized(result, "prices")["records_late"] == 1
-    unchanged(result, "priced")
+    observed(result, "priced")
     assert version("prices") == before
     copy.land("prices", "5.jsonl", record("a", "p10", "3 01:00"))
     run(made[:1], copy.warehouse, instance=instance)

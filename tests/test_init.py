@@ -32,7 +32,7 @@ pytestmark = [  # warnings of Dagster's own code when it loads a folder of defin
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty directory; the imported modules of projects in it are unloaded after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds the directory of its project
@@ -47,14 +47,14 @@ def init(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["init", *arguments])
 
 
-def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def enter_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the directory and the import path as for a command that runs in the project's directory."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.syspath_prepend(str(project / "tests"))
 
 
-def own_test() -> Any:
+def project_test() -> Any:
     (found,) = (v for k, v in vars(import_module("test_prices")).items() if k.startswith("test_"))
     return found
 
@@ -63,17 +63,17 @@ def prices_of(rows: Any) -> dict[int, float | None]:
     return {row["order_id"]: row["price"] for row in rows.to_pylist()}
 
 
-def test_yaml_project(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+def test_yaml_project(work_dir: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
     assert init("market_hall", "--yaml").exit_code == 0
-    inside(here / "market_hall", monkeypatch)
-    (here / "elsewhere").mkdir()
-    own_test()(here / "elsewhere", monkeypatch)
+    enter_project(work_dir / "market_hall", monkeypatch)
+    (work_dir / "elsewhere").mkdir()
+    project_test()(work_dir / "elsewhere", monkeypatch)
     found = prices_of(vt_dagster.read("priced_orders", warehouse="data/warehouse"))
     assert found == {1: 1.0, 2: 3.0, 3: 1.2, 4: 1.4}
-    of_plans(here, monkeypatch, spark)
+    require_equal_plan(work_dir, monkeypatch, spark)
 
 
-def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+def require_equal_plan(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
     """A plan finds the tables of a YAML file, and equals the plan of the same tables in Python."""
     project = here / "market_hall"
     declared = project / "market_hall" / "defs" / "prices" / "defs.yaml"
@@ -105,7 +105,7 @@ def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -
         assert planned("--file", str(place)) == (code, changed)
     monkeypatch.chdir(here)
     assert init("corner_shop").exit_code == 0
-    inside(here / "corner_shop", monkeypatch)
+    enter_project(here / "corner_shop", monkeypatch)
     monkeypatch.chdir(here / "elsewhere")
     python = here / "corner_shop" / "corner_shop" / "defs" / "prices.py"
     text = python.read_text().replace('"right.price",', '"right.price * 2 as price",')
@@ -134,12 +134,12 @@ def of_plans(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -
     assert said.output.startswith("orders: 5 in = 5 applied\n")
 
 
-def test_init_folder_in_existing_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_folder_in_existing_project(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder uses its project's resources; for a module with two warehouses, the user must choose."""
-    defs = here / "corner_shop" / "defs"
+    defs = work_dir / "corner_shop" / "defs"
     for name in ("orders", "returns"):
         (defs / name).mkdir(parents=True)
-        (here / name).mkdir()
+        (work_dir / name).mkdir()
         (defs / name / "defs.yaml").write_text(
             "type: vt_dagster.components.TopologyComponent\nattributes:\n"
             f"  assets: [{{name: {name}, stream: {{key: id, timestamp: at, "
@@ -149,8 +149,8 @@ def test_init_folder_in_existing_project(here: Path, monkeypatch: pytest.MonkeyP
         "import dagster as dg, vt_dagster\n\n"
         "defs = dg.Definitions(resources=vt_dagster.build_resources('here'))\n"
     )
-    (here / "pyproject.toml").write_text("[tool.dg.project]\nroot_module = 'corner_shop'\n")
-    (here / "two.py").write_text(
+    (work_dir / "pyproject.toml").write_text("[tool.dg.project]\nroot_module = 'corner_shop'\n")
+    (work_dir / "two.py").write_text(
         "import dagster as dg, vt_dagster\nfrom pathlib import Path\n"
         "from tests.test_plan import shop\n\n"
         "nodes = shop(Path('.'), of_orders={'source': vt_dagster.FilesSource('orders')})\n"
@@ -158,7 +158,7 @@ def test_init_folder_in_existing_project(here: Path, monkeypatch: pytest.MonkeyP
         "prices = vt_dagster.build_definitions(nodes[0], warehouse='there', resource_prefix='x')\n"
         "both = [dg.Definitions.merge(one, prices)]\ndel one, prices\ndefs = both.pop()\n"
     )
-    (here / "prices").mkdir()
+    (work_dir / "prices").mkdir()
 
     def planned(*options: str) -> Any:
         done = CliRunner().invoke(app, ["plan", "--json", *options])
@@ -168,27 +168,29 @@ def test_init_folder_in_existing_project(here: Path, monkeypatch: pytest.MonkeyP
         document = json.loads(done.stdout)
         return document["warehouse"], [(one["asset"], one["verdict"]) for one in document["assets"]]
 
-    place = str(here / "here")
+    place = str(work_dir / "here")
     assert planned() == (place, [("orders", "new"), ("returns", "new")])
     assert planned("--file", "corner_shop/defs/returns") == (place, [("returns", "new")])
     assert "expected a defs.yaml or a folder of a dg project" in planned("--file", "nowhere.yaml")
     text = (defs / "returns" / "defs.yaml").read_text()
     (defs / "returns" / "defs.yaml").write_text(text.replace("key: id", "key: nothing"))
     assert "key columns ['nothing'] are not in the schema" in planned()
-    assert f"got those of ['{place}', '{here / 'there'}']; choose one" in planned("-f", "two.py")
+    assert f"got those of ['{place}', '{work_dir / 'there'}']; choose one" in planned("-f", "two.py")
     assert planned("-f", "two.py", "--warehouse", "there") == ("there", [("prices", "new")])
 
 
-def test_python_project(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+def test_python_project(work_dir: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
     """A run reports its new rows, and the project's own test passes."""
     made = init("corner_shop")
     assert made.exit_code == 0, made.output
     for target in re.findall(r"make (\w+)", made.output):
-        assert re.search(rf"^{target}:", (here / "corner_shop" / "Makefile").read_text(), re.MULTILINE)
-    inside(here / "corner_shop", monkeypatch)
-    own_test()(lambda node: TopologyTestDriver(node, spark=spark))
+        assert re.search(
+            rf"^{target}:", (work_dir / "corner_shop" / "Makefile").read_text(), re.MULTILINE
+        )
+    enter_project(work_dir / "corner_shop", monkeypatch)
+    project_test()(lambda node: TopologyTestDriver(node, spark=spark))
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("DAGSTER_HOME", str(here))  # keeps the first run's events for the second run
+    monkeypatch.setenv("DAGSTER_HOME", str(work_dir))  # keeps the first run's events for the second run
     module = "-m", "corner_shop.definitions"
     said = CliRunner().invoke(app, ["run", *module, "--rows", "1"])
     assert said.exit_code == 0, said.output
@@ -225,12 +227,12 @@ def test_python_project(here: Path, monkeypatch: pytest.MonkeyPatch, spark: Spar
     assert isinstance(refused.exception, DefinitionsError)
 
 
-def test_definitions_list_fits_80_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_definitions_list_fits_80_columns(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of 80 columns, each check takes one line, and the whole list less than 80 lines."""
     assert init("corner_shop").exit_code == 0
-    monkeypatch.setenv("DAGSTER_HOME", str(here))
-    (here / "dagster.yaml").write_bytes((here / "corner_shop" / "dagster.yaml").read_bytes())
-    monkeypatch.chdir(here / "corner_shop")
+    monkeypatch.setenv("DAGSTER_HOME", str(work_dir))
+    (work_dir / "dagster.yaml").write_bytes((work_dir / "corner_shop" / "dagster.yaml").read_bytes())
+    monkeypatch.chdir(work_dir / "corner_shop")
     told = output_of("dg", "list", "defs", columns=80)
     rows = [
         row.splitlines()
@@ -242,17 +244,17 @@ def test_definitions_list_fits_80_columns(here: Path, monkeypatch: pytest.Monkey
     assert len(told.splitlines()) < 80
 
 
-def test_instance_disables_telemetry_and_nux(here: Path) -> None:
+def test_instance_disables_telemetry_and_nux(work_dir: Path) -> None:
     """Telemetry is off, and Dagster's form for an email address (``nux``) is off too."""
     assert init("corner_shop").exit_code == 0
-    with dg.DagsterInstance.from_config(str(here / "corner_shop")) as instance:
+    with dg.DagsterInstance.from_config(str(work_dir / "corner_shop")) as instance:
         assert not instance.telemetry_enabled
         assert not instance.nux_enabled
 
 
 @pytest.mark.jvm
 @pytest.mark.slow
-def test_project_commands_share_spark_server(here: Path, connect_server: ConnectServer) -> None:
+def test_project_commands_share_spark_server(work_dir: Path, connect_server: ConnectServer) -> None:
     """A run, checks and tests use the running server; Dagster's debug log goes to a file."""
     environment = {
         **connect_server.environment,
@@ -263,7 +265,7 @@ def test_project_commands_share_spark_server(here: Path, connect_server: Connect
     def make(*targets: str) -> str:
         done = subprocess.run(
             ["make", "--no-print-directory", *targets],
-            cwd=here / "corner_shop",
+            cwd=work_dir / "corner_shop",
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -274,7 +276,7 @@ def test_project_commands_share_spark_server(here: Path, connect_server: Connect
         return done.stdout
 
     assert init("corner_shop").exit_code == 0
-    landing = here / "corner_shop" / "data" / "landing"
+    landing = work_dir / "corner_shop" / "data" / "landing"
     (landing / "prices" / "2.csv").write_text("product,price,at\npear,2.5,2026-01-31T16:00:00Z\n")
     (landing / "orders" / "2.csv").write_text(
         "order_id,product,ordered_at\n6,apple,2026-01-31T18:00:00Z\n"
@@ -286,7 +288,7 @@ def test_project_commands_share_spark_server(here: Path, connect_server: Connect
     assert len(ran.splitlines()) < 25
     assert "DEBUG" not in ran
     assert re.search(r"^ +5 +pear +2026-01-31 16:30:00 +2\.5 +2026-01-31 16:00:00", ran, re.M)
-    log = (here / "corner_shop" / "data" / "dagster_home" / "debug.log").read_text()
+    log = (work_dir / "corner_shop" / "data" / "dagster_home" / "debug.log").read_text()
     assert "STEP_SUCCESS" in log
     assert "1 passed" in tested
     assert "failed" not in tested.rpartition("1 passed")[2]
@@ -294,9 +296,9 @@ def test_project_commands_share_spark_server(here: Path, connect_server: Connect
 
 
 @pytest.mark.parametrize("flavour", [[], ["--yaml"]])
-def test_no_template_placeholder_is_left(here: Path, flavour: list[str]) -> None:
+def test_no_template_placeholder_is_left(work_dir: Path, flavour: list[str]) -> None:
     assert init("corner_shop", *flavour).exit_code == 0
-    made = [p for p in (here / "corner_shop").rglob("*") if p.is_file()]
+    made = [p for p in (work_dir / "corner_shop").rglob("*") if p.is_file()]
     assert {p.suffix for p in made} <= {"", ".py", ".toml", ".csv", ".yaml"}
     assert len(made) == 13
     for path in made:
@@ -304,23 +306,23 @@ def test_no_template_placeholder_is_left(here: Path, flavour: list[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["Shop", "my-shop", "1shop", "class", "", "../shop", "shop/eu"])
-def test_invalid_project_name_is_refused(here: Path, name: str) -> None:
+def test_invalid_project_name_is_refused(work_dir: Path, name: str) -> None:
     refused = init(name)
     assert isinstance(refused.exception, DefinitionsError)
     assert f"got {name!r}: choose another name" in str(refused.exception)
-    assert list(here.iterdir()) == []
+    assert list(work_dir.iterdir()) == []
 
 
-def test_existing_directory_is_not_overwritten(here: Path) -> None:
-    (here / "corner_shop").mkdir()
+def test_existing_directory_is_not_overwritten(work_dir: Path) -> None:
+    (work_dir / "corner_shop").mkdir()
     refused = init("corner_shop")
     assert isinstance(refused.exception, DefinitionsError)
     assert "got 'corner_shop', which already exists" in str(refused.exception)
-    assert list((here / "corner_shop").iterdir()) == []
+    assert list((work_dir / "corner_shop").iterdir()) == []
 
 
-def test_name_of_importable_package_is_refused(here: Path) -> None:
+def test_name_of_importable_package_is_refused(work_dir: Path) -> None:
     refused = init("dagster")
     assert isinstance(refused.exception, DefinitionsError)
     assert "which can be imported here and would be hidden" in str(refused.exception)
-    assert list(here.iterdir()) == []
+    assert list(work_dir.iterdir()) == []

@@ -127,7 +127,7 @@ def second(moment: datetime | None) -> Any:
     return round((moment.astimezone(timezone.utc) - BEGIN).total_seconds())
 
 
-def asked(versions: Sequence[Version], key: str, moment: int) -> str | None:
+def value_as_of(versions: Sequence[Version], key: str, moment: int) -> str | None:
     """The value of a key as of a time, None if it has none."""
     found = [v for k, begin, end, v in versions if k == key and begin <= moment < end]
     assert len(found) <= 1
@@ -209,9 +209,9 @@ def test_snapshot_and_changes_equal_changes_alone(
     for key, (_, timed, own) in named.items():
         first = min((t for t, _, _ in own), default=99)
         for moment in range(first, 20):
-            assert asked(ours, key, moment) == asked(theirs, key, moment), (key, moment)
+            assert value_as_of(ours, key, moment) == value_as_of(theirs, key, moment), (key, moment)
         for moment in range(TAKEN, 20):
-            assert asked(ours, key, moment) == true(key, moment)[1], (key, moment)
+            assert value_as_of(ours, key, moment) == true(key, moment)[1], (key, moment)
         before = min((t for t, _, late in own if not late), default=99)
         if first <= TAKEN and (timed or before <= TAKEN):  # then each version is equal too
             assert [v for v in ours if v[0] == key] == [v for v in theirs if v[0] == key]

@@ -22,7 +22,7 @@ from vt_dagster.topology.durations import in_utc, parse_time
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 
-def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
+def run_reading_asset(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
     """Materializes an asset that reads a table; returns the run's result and the rows it read."""
     rows: list[Any] = []
 
@@ -51,7 +51,7 @@ def reading(market: Market, upstream: str, metadata: dict[str, str] | None = Non
 def test_asset_input_rows(
     market: Market, upstream: str, metadata: dict[str, str] | None, values: set[str]
 ) -> None:
-    result, rows = reading(market, upstream, metadata)
+    result, rows = run_reading_asset(market, upstream, metadata)
     assert result.success, messages(result)
     told = materialized(result, "mine")["vt_dagster/reads"]["table"]
     assert (told["asset"], sum(told["next_offset"].values()) > 0) == (upstream, True)
@@ -62,7 +62,7 @@ def test_asset_input_rows(
 def test_as_of_now_is_recorded_in_metadata(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     now = parse_time("2024-01-01T11:59:59.500000Z")
     monkeypatch.setattr("vt_dagster.topology.durations.clock", lambda: now)
-    result, rows = reading(market, "prices", {"vt_dagster/as_of": "now"})
+    result, rows = run_reading_asset(market, "prices", {"vt_dagster/as_of": "now"})
     assert result.success, messages(result)
     assert {r["v"] for r in rows} == {"p3", "q1"}
     told = materialized(result, "mine")["vt_dagster/reads"]["table"]
@@ -172,7 +172,7 @@ def test_non_time_partition_is_refused(market: Market) -> None:
     assert "prices: expected mine, which reads it as of 'partition_end', to be partitioned by time" in (
         messages(result)
     )
-    result, _ = reading(market, "prices", {"vt_dagster/as_of": "partition_end"})
+    result, _ = run_reading_asset(market, "prices", {"vt_dagster/as_of": "partition_end"})
     assert "got: it runs without a partition. Give it a partitions_def" in messages(result)
     defs = dg.Definitions(
         [*map(build_asset, market.nodes)], resources=build_resources(str(market.warehouse))
@@ -218,7 +218,7 @@ def test_as_known_at_metadata(market: Market) -> None:
 
 
 def test_log_of_a_table_has_every_record(market: Market) -> None:
-    result, rows = reading(market, "prices", {"vt_dagster/read": "log"})
+    result, rows = run_reading_asset(market, "prices", {"vt_dagster/read": "log"})
     assert result.success, messages(result)
     assert sorted(r["offset"] for r in rows) == list(range(8))
 
@@ -236,13 +236,13 @@ def test_log_of_a_table_has_every_record(market: Market) -> None:
 def test_invalid_metadata_is_refused(
     market: Market, upstream: str, metadata: dict[str, str], said: str
 ) -> None:
-    result, _ = reading(market, upstream, metadata)
+    result, _ = run_reading_asset(market, upstream, metadata)
     assert not result.success
     assert said in messages(result)
 
 
 def test_input_before_first_materialization(market: Market, tmp_path: Path) -> None:
-    result, _ = reading(Market(tmp_path, market.spark), "prices")
+    result, _ = run_reading_asset(Market(tmp_path, market.spark), "prices")
     assert not result.success
     assert "expected an asset 'prices' in the warehouse" in messages(result)
     assert "materialize it first" in messages(result)

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 from typer.testing import CliRunner
 
-from tests.log_writer import Written
+from tests.log_writer import LogWriter
 from vt_dagster import (
     FilesSource,
     HoppingWindow,
@@ -163,7 +163,7 @@ def lab(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return made
 
 
-def truth(lab: Lab) -> dict[int, int | None]:
+def true_matches(lab: Lab) -> dict[int, int | None]:
     """Returns what each order should find in all rates recorded so far, row by row."""
     rates = sorted(lab.rows("rates"), key=lambda r: r["offset"])
     found: dict[int, int | None] = {}
@@ -210,7 +210,7 @@ def assert_as_run(lab: Lab, name: str, choice: Choice, should: dict[int, int | N
 
 
 def test_lateness_of_grace_period_equals_run(lab: Lab) -> None:
-    found, should = lab.lateness("join0", grace=GRACES), truth(lab)
+    found, should = lab.lateness("join0", grace=GRACES), true_matches(lab)
     for grace, node in lab.joins.items():
         assert_as_run(lab, node.name, found.of(grace), should)
     wrong = [found.of(grace).wrong for grace in GRACES]
@@ -349,7 +349,7 @@ def test_lateness_command_and_check(lab: Lab, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_lengths_are_refused(tmp_path: Path, length: str | timedelta, said: str) -> None:
-    Written(tmp_path).run([("apple", "1", 0)], 1)
+    LogWriter(tmp_path).run([("apple", "1", 0)], 1)
     with pytest.raises((ContractError, TopologyError), match=said):
         lateness("prices", grace=["1m", length], warehouse=str(tmp_path))
     prices = VersionedTable(
@@ -365,7 +365,7 @@ def test_invalid_lengths_are_refused(tmp_path: Path, length: str | timedelta, sa
 
 
 def test_inner_join_skips_records_without_key(lab: Lab) -> None:
-    choice, should = lab.lateness("inner", grace=["0s"]).choices[0], truth(lab)
+    choice, should = lab.lateness("inner", grace=["0s"]).choices[0], true_matches(lab)
     keyed = {r["n"] for r in lab.rows("orders") if r["k"] is not None and not r["is_tombstone"]}
     there = {r["id"]: r["rate"] for r in lab.rows("inner")}
     assert choice.of == len(keyed) < len(should)

@@ -12,7 +12,7 @@ import dagster as dg
 import pytest
 
 from assets.topology import PUBLISHED, flights_with_weather, weather
-from tests.market import Market, materialized, record, run, unchanged
+from tests.market import Market, materialized, observed, record, run
 from vt_dagster import Stream, build_asset, build_checks
 from vt_dagster.orchestration import metadata
 from vt_dagster.orchestration.metadata import as_time, describe, summary
@@ -188,9 +188,9 @@ def test_idle_run_makes_no_commit(market: Market, tmp_path: Path) -> None:
     assert commits(copy) == before
     assert len(before) > 10
     for name in ("prices", "rates", "sales", "priced"):
-        assert unchanged(result, name)["versions"] == {"batch": 1 if name == "rates" else 2}
+        assert observed(result, name)["versions"] == {"batch": 1 if name == "rates" else 2}
     before = materialized(market.results[-1], "priced")
-    assert unchanged(result, "priced")["positions"] == before["positions"]
+    assert observed(result, "priced")["positions"] == before["positions"]
 
 
 def test_result_columns_are_described() -> None:

@@ -137,7 +137,7 @@ def as_of(versions: Sequence[Version], key: str, second: int, horizon: int) -> V
     return None
 
 
-def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
+def random_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
     """Random records with repeats, ties, deletions, nulls, and late ones."""
     found = list[Change]()
     for i in range(n):
@@ -148,7 +148,7 @@ def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
     return found
 
 
-def told(rows: Any) -> list[Version]:
+def version_rows(rows: Any) -> list[Version]:
     found = rows.toArrow() if isinstance(rows, DataFrame) else rows
     versions: list[Version] = [
         (
@@ -165,7 +165,7 @@ def test_partial_folds_equal_definition_for_any_order(spark: SparkSession) -> No
     """Records of many keys are folded in parts. Each fold gets only the existing rows that it needs."""
     random, arrived = Random(7), list[Change]()
     for n in range(50):
-        arrived += some_changes(random, f"k{n:03}", random.randint(1, 12), 60)
+        arrived += random_changes(random, f"k{n:03}", random.randint(1, 12), 60)
     random.shuffle(arrived)
     arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30]))
     columns = StructType([*SCHEMA.fields, *StructType.fromDDL(PLACE).fields])
@@ -207,13 +207,13 @@ def test_partial_folds_equal_definition_for_any_order(spark: SparkSession) -> No
         whole = rows if left is None else pa.concat_tables([left.select(rows.column_names), rows])
         view = versioned_table.drop_expired(spark.createDataFrame(whole), horizon).toArrow()
         model = expected([one for one, _ in accepted[:end]], 20)
-        found = told(versioned_table.collapse_repeats(spark.createDataFrame(view), ["k"], ON))
+        found = version_rows(versioned_table.collapse_repeats(spark.createDataFrame(view), ["k"], ON))
         assert found == model
         # Without Spark: from all existing rows, and from the smallest input.
         limits = {0: int(at(now - 20).timestamp() * 1e6)}
-        without = told(fold(earlier, part, ["k"], limits, ON))
+        without = version_rows(fold(earlier, part, ["k"], limits, ON))
         assert without == model
-        some = told(fold(before, part, ["k"], limits, ON))
+        some = version_rows(fold(before, part, ["k"], limits, ON))
         assert {*some} <= {*model}
         assert {one for one in model if one[5] is None} <= {*some}
     assert len(model) < len(accepted) / 2
@@ -314,7 +314,7 @@ def test_every_reader_returns_same_versions(
     monkeypatch.setattr(view_module, "SEGMENT_ROWS", 8)
     random, arrived = Random(3), list[Change]()
     for n in range(16):
-        arrived += some_changes(random, f"k{n:02}", random.randint(1, 10), 60)
+        arrived += random_changes(random, f"k{n:02}", random.randint(1, 10), 60)
     random.shuffle(arrived)
     arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30]))
     for name in ("accounts", "sales"):
@@ -341,12 +341,14 @@ def test_every_reader_returns_same_versions(
         live = [one for one in model if one[5] is None and not one[6]]
         then = [as_of(model, one[0], now - 10, now - 20) for one in model]
         asked = at(now - 10).isoformat()
-        assert told(store.read("versions")) == model
-        assert told(look_up(warehouse, "accounts", "versions")) == model
-        assert told(store.read("current")) == told(look_up(warehouse, "accounts")) == live
+        assert version_rows(store.read("versions")) == model
+        assert version_rows(look_up(warehouse, "accounts", "versions")) == model
+        assert (
+            version_rows(store.read("current")) == version_rows(look_up(warehouse, "accounts")) == live
+        )
         was = sorted({one for one in then if one is not None})
-        assert told(store.read("current", asked)) == was
-        assert told(look_up(warehouse, "accounts", as_of=asked)) == was
+        assert version_rows(store.read("current", asked)) == was
+        assert version_rows(look_up(warehouse, "accounts", as_of=asked)) == was
         assert [one.name for one in audit(store) if not one.passed] == []
     times = [(f"k{n:02}", second) for n in range(16) for second in (now - 15, now - 3, now + 1)]
     land("sales", 0, [{"k": k, "timestamp": at(second)} for k, second in times])
@@ -364,9 +366,9 @@ def test_every_reader_returns_same_versions(
     other = table(source=source, partitions=1, new_version_on=["city"])
     by_city = [replace(one, tier="") for one in arrived]
     tiers = [(*one[:1], *one[2:]) for one in expected(by_city, 20)]
-    assert [(*one[:1], *one[2:]) for one in told(stores(other).read("versions"))] == tiers
+    assert [(*one[:1], *one[2:]) for one in version_rows(stores(other).read("versions"))] == tiers
     stores(other).catch_up(now=True)
-    assert [(*one[:1], *one[2:]) for one in told(stores(other).read("versions"))] == tiers
+    assert [(*one[:1], *one[2:]) for one in version_rows(stores(other).read("versions"))] == tiers
     every = table(source=source, partitions=1, new_version_on=None)
     stores(every).catch_up(now=True)
     rows = stores(every).read("versions")
@@ -595,7 +597,7 @@ def test_joins_and_aggregates_use_versions(spark: SparkSession, left: bool) -> N
     driver, model = TopologyTestDriver(joined, counted, spark=spark), Followed(left)
     arrived: dict[str, list[Change]] = {}
     for name in ("accounts", "names"):
-        some = [one for n in range(6) for one in some_changes(random, f"k{n}", 9, 60)]
+        some = [one for n in range(6) for one in random_changes(random, f"k{n}", 9, 60)]
         random.shuffle(some)
         arrived[name] = sorted(some, key=lambda one: one.second + random.choice([0, 0, 10, 30]))
     for start in (0, 27):
@@ -652,7 +654,7 @@ def test_training_set_uses_versions(spark: SparkSession, tmp_path: Path) -> None
     age of the version, not of a record."""
     live, random = Live(tmp_path, spark), Random(11)
     accounts, sales = replace(live.table(), history_retention=RETENTION), live.sales()
-    arrived = some_changes(random, "a", 25, 60)
+    arrived = random_changes(random, "a", 25, 60)
     arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 15]))
     live.run(accounts, *[one.row for one in arrived])
     now = max(one.second for one in arrived)

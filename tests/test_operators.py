@@ -82,7 +82,7 @@ def windows(window: Any = None) -> Table:
     return stream().group_by().windowed_by(window or TumblingWindow(HOUR)).count(name="hourly")
 
 
-def odd() -> Table:
+def keyed_by_zeros() -> Table:
     fields = [*SCHEMA.fields, StructField("a-b", LongType()), StructField("null", LongType())]
     return Table("odd", key="k", schema=StructType(fields))
 
@@ -106,15 +106,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["m", "a key without 'timestamp'"],
     ),
     "an odd column in an expression": (
-        lambda: odd().map_values("a-b as x", name="m"),
+        lambda: keyed_by_zeros().map_values("a-b as x", name="m"),
         ["m", "'a-b' is the name of a column", "in backticks, '`a-b`'", "'(a-b)'"],
     ),
     "an odd column in an aggregate": (
-        lambda: odd().group_by("g").sum("null", name="m"),
+        lambda: keyed_by_zeros().group_by("g").sum("null", name="m"),
         ["m", "'null' is the name of a column", "in backticks"],
     ),
     "an odd foreign key": (
-        lambda: odd().join(versioned(key="n"), foreign_key="a-b", name="m"),
+        lambda: keyed_by_zeros().join(versioned(key="n"), foreign_key="a-b", name="m"),
         ["m", "'a-b' is the name of a column", "in backticks"],
     ),
     "a foreign key of a side": (

@@ -151,7 +151,7 @@ def log_of(store: Store) -> list[str]:
     return [str(columns), *sorted(texts)]
 
 
-def told(store: Store) -> dict[str, Any]:
+def commit_fields(store: Store) -> dict[str, Any]:
     """Returns the fields of the last commit except names, recording times and versions."""
     head = store.head()
     assert head is not None
@@ -231,7 +231,7 @@ def test_graph_commits_same_as_asset(spark: SparkSession, tmp_path: Path) -> Non
     for name in OVER_RUNS:
         one, twin = stores(assets[f"asset_{name}"]), market.store(graphs[f"graph_{name}"])
         assert log_of(one) == log_of(twin), name
-        assert told(one) == told(twin), name
+        assert commit_fields(one) == commit_fields(twin), name
     # s1 is released, s2 and s3 wait; s4 is late; at the end two records still wait.
     assert [one[:2] for one in seen] == [(1, 2), (4, 2), (0, 2)]
     assert seen[1][2] == {"applied", "late"}
@@ -258,7 +258,7 @@ def require_counts_add_up(node: Stream, commit: Commit, before: int = 0) -> bool
     return True
 
 
-def of_each_sequence(nodes: dict[str, Stream]) -> dict[str, Stream]:
+def one_per_op_sequence(nodes: dict[str, Stream]) -> dict[str, Stream]:
     """Picks a node of each sequence of ops and of each operator, and its inputs, but no ``OVER_RUNS``.
 
     Several operators, or several windows, use the same op function.
@@ -277,7 +277,7 @@ def test_graph_of_each_operator_equals_plain_run(spark: SparkSession, tmp_path: 
     stores = results_in_memory(market)
     for source in (market.prices, market.rates, market.sales):
         run_once(source, stores)
-    assets, graphs = (of_each_sequence(every_kind(market, sign)) for sign in ("asset_", "graph_"))
+    assets, graphs = (one_per_op_sequence(every_kind(market, sign)) for sign in ("asset_", "graph_"))
     summed = set[str]()
     for node in assets.values():
         commit = run_once(node, stores).commit
@@ -287,7 +287,7 @@ def test_graph_of_each_operator_equals_plain_run(spark: SparkSession, tmp_path: 
     for (name, node), twin in zip(assets.items(), graphs.values(), strict=True):
         one, other = stores(node), market.store(twin)
         assert log_of(one) == log_of(other), name
-        assert told(one) == told(other), name
+        assert commit_fields(one) == commit_fields(other), name
     everything = every_kind(market, "any_")
     shown = [*graphs.values(), *(everything[f"any_{name}"] for name in OVER_RUNS)]
     assert {type(node.operator) for node in shown} == set(PROCESSORS)

@@ -121,7 +121,7 @@ OF_STREAMS = ("null_key", "unique_by", "within")
 """Options of streams: a table has them too, but refuses them."""
 
 
-def with_its_pair(option: str) -> dict[str, Any]:
+def with_required_option(option: str) -> dict[str, Any]:
     """Returns an option's value, with that of the other option that it needs."""
     pair = ("unique_by", "within")
     return {name: VALUES[name] for name in (pair if option in pair else (option,) if option else ())}
@@ -136,7 +136,7 @@ def declared(option: str = "", **more: Any) -> Stream:
     """A node with one more option: a ``VersionedTable``, which has most options, if it allows this."""
     about: dict[str, Any] = {"key": "k", "schema": schema_for(option), "timestamp": "at", **more}
     about |= {"source": FilesSource("landing")} if "source" not in more else {}
-    about |= with_its_pair(option)
+    about |= with_required_option(option)
     if option == "broadcast":
         return Table("prices", **about)
     if option in OF_STREAMS:
@@ -333,7 +333,7 @@ def read_by(spine: bool, name: str) -> Stream | None:
     if name not in {f.name for f in fields(Stream)} - {"freshness"}:
         return None
     about: dict[str, Any] = {"key": "k", "schema": schema_for(name), "timestamp": "at"}
-    return Stream("prices", **(about | with_its_pair(name)))
+    return Stream("prices", **(about | with_required_option(name)))
 
 
 CELLS = [

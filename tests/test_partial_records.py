@@ -136,7 +136,7 @@ def expected(arrived: Sequence[Change], retention: int) -> list[tuple[Any, ...]]
     return found
 
 
-def told(driver: TopologyTestDriver) -> list[tuple[Any, ...]]:
+def version_rows(driver: TopologyTestDriver) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for r in driver.versions("members"):
         begin, end = (seconds(r[c]) for c in ("valid_from", "valid_to"))
@@ -149,7 +149,7 @@ def as_map(value: Any) -> Any:
     return None if value is None else dict(value)
 
 
-def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
+def random_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
     """Random changes of a key, with ties, deletions, nulls, and records that give no or all columns. A
     change may be late."""
     found: list[Change] = []
@@ -170,7 +170,7 @@ def test_versions_equal_fold_for_any_order_and_split(spark: SparkSession) -> Non
     the same if the records are split into two runs and the kernel gets few rows at a time."""
     random, arrived = Random(11), list[Change]()
     for n in range(50):
-        arrived += some_changes(random, f"k{n:03}", random.randint(1, 14), 60)
+        arrived += random_changes(random, f"k{n:03}", random.randint(1, 14), 60)
     random.shuffle(arrived)
     arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30, 50]))
     rows = [c.row_or_deletion for c in arrived]
@@ -181,7 +181,7 @@ def test_versions_equal_fold_for_any_order_and_split(spark: SparkSession) -> Non
         with batches_of(spark, at_once):
             for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
                 driver.pipe("members", *rows[start:end])
-                assert told(driver) == expected(arrived[:end], 40)
+                assert version_rows(driver) == expected(arrived[:end], 40)
         logs.append([{c: r[c] for c in r if c != "recorded_at"} for r in driver.read("members")])
     assert logs[0] == logs[1]
     assert any(r["propagated_from"] > 1 for r in logs[0])
@@ -405,7 +405,7 @@ def test_partial_records_with_new_version_on(spark: SparkSession) -> None:
     """``new_version_on`` compares whole rows, after partial records are applied."""
     random, arrived = Random(5), list[Change]()
     for n in range(25):
-        arrived += some_changes(random, f"k{n:03}", 8, 40)
+        arrived += random_changes(random, f"k{n:03}", 8, 40)
     random.shuffle(arrived)
     node = table(only_columns="given", deleted_when=GONE, new_version_on=["city"])
     driver = TopologyTestDriver(node, spark=spark)
@@ -420,7 +420,7 @@ def test_partial_records_with_new_version_on(spark: SparkSession) -> None:
             collapsed[-1] = (*last[:2], end, last[3])
         else:
             collapsed.append((k, begin, end, row))
-    assert told(driver) == collapsed
+    assert version_rows(driver) == collapsed
 
 
 # -- with a tie-break ---------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def tied_versions(arrived: Sequence[Change]) -> tuple[list[tuple[Any, ...]], int
 
 def tied_changes(random: Random, key: str, many: int) -> list[Change]:
     found: list[Change] = []
-    for one in some_changes(random, key, many, 4):
+    for one in random_changes(random, key, many, 4):
         n, until = random.choice([None, 0, 1, 2, 3]), random.choice([None, at(9)])
         given = None if one.given is None else tuple({*one.given, *random.sample(["given", "n"], 1)})
         found.append(replace(one, given=given, values=(*one.values, n, until)))
@@ -524,7 +524,7 @@ ALL_KINDS = StructType(
 )
 
 
-def made_of(source: VersionedTable) -> list[Stream]:
+def downstream_of(source: VersionedTable) -> list[Stream]:
     """A corrected join, a foreign-key join and an aggregate of a table."""
     orders = Stream("orders", key="k", schema=ORDER)
     names = VersionedTable("names", key="k", schema=NAME, history_retention=RETENTION)
@@ -570,7 +570,7 @@ def test_downstream_assets_equal_table_of_whole_rows(spark: SparkSession) -> Non
     ]
     whole = table(schema=ALL_KINDS)
     partial = replace(whole, only_columns="given", deleted_when=GONE, tie_break="Lsn#")
-    drivers = [TopologyTestDriver(*made_of(node), spark=spark) for node in (partial, whole)]
+    drivers = [TopologyTestDriver(*downstream_of(node), spark=spark) for node in (partial, whole)]
     logs: list[Any] = []
     for start, end in ((0, 40), (40, 60)):
         others = {"orders": orders[start // 4 : end // 3], "names": names[start // 4 : end // 3]}
@@ -698,7 +698,7 @@ class Members:
         return sorted(told)
 
 
-def some(k: str, second: int, changed: str | None = None, **values: Any) -> dict[str, Any]:
+def change(k: str, second: int, changed: str | None = None, **values: Any) -> dict[str, Any]:
     said = {} if changed is None else {"changed": changed.split()}
     return {"k": k, "timestamp": at(second), **said, **values}
 
@@ -710,15 +710,15 @@ def test_late_partial_record_corrects_join_and_is_explained(
     made.land(
         "members",
         "1",
-        some("a", 10, tier="gold", city="Rome"),
-        some("a", 30, "city", city="Oslo"),
-        some("b", 20, "tier", tier="tin"),
+        change("a", 10, tier="gold", city="Rome"),
+        change("a", 30, "city", city="Oslo"),
+        change("b", 20, "tier", tier="tin"),
     )
     made.land("orders", "1", {"k": "a", "n": 1, "timestamp": at(35)})
     assert made.run(made.table, made.orders, made.joined)["corrected"] == 0
     known = datetime.now(timezone.utc)
     before = made.versions()
-    made.land("members", "2", some("a", 20, "tier", tier="silver"), some("a", 40, "city"))
+    made.land("members", "2", change("a", 20, "tier", tier="silver"), change("a", 40, "city"))
     counts = made.run(made.table)
     assert (counts["in"], counts["applied"], counts["carried"]) == (2, 2, 1)
     assert made.versions() == [
@@ -761,9 +761,9 @@ def test_partial_records_after_initial_snapshot(tmp_path: Path, spark: SparkSess
     name = f"{at(0):%Y-%m-%dT%H%M%SZ}"
     whole = [{"k": "a", "tier": "gold", "city": "Rome"}, {"k": "b", "tier": "tin", "city": None}]
     (tmp_path / "dump" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, whole)))
-    made.land("members", "1", some("a", 10, city="Oslo"), some("b", 20, city="Bonn"))
+    made.land("members", "1", change("a", 10, city="Oslo"), change("b", 20, city="Bonn"))
     made.run(made.table)
-    made.land("members", "2", some("a", 5, tier="iron"), some("c", 6, tier="x"))
+    made.land("members", "2", change("a", 5, tier="iron"), change("c", 6, tier="x"))
     assert made.run(made.table)["carried"] == 1
     assert made.versions() == [
         ("a", 0, "gold", "Rome"),
@@ -779,10 +779,10 @@ def test_option_switched_on_and_off_in_live_table(tmp_path: Path, spark: SparkSe
     """The option holds for records that arrive after it is set; earlier records give their whole row.
     After a rename, a version still gives the column that it gave under the old name."""
     made = Members(tmp_path, spark)
-    made.land("members", "1", some("a", 10, tier="gold", city="Rome"), some("a", 30, city="Oslo"))
+    made.land("members", "1", change("a", 10, tier="gold", city="Rome"), change("a", 30, city="Oslo"))
     made.run(made.table)
     made.table = replace(made.table, ignore_null_updates=True)
-    rows = [some("a", 20, city="Kyiv"), some("a", 36, city="Bonn"), some("a", 40, tier="iron")]
+    rows = [change("a", 20, city="Kyiv"), change("a", 36, city="Bonn"), change("a", 40, tier="iron")]
     made.land("members", "2", *rows)
     with batches_of(spark, 1):
         made.run(made.table)
@@ -795,10 +795,10 @@ def test_option_switched_on_and_off_in_live_table(tmp_path: Path, spark: SparkSe
     ]
     renamed = [StructField("town", StringType()) if f.name == "city" else f for f in MEMBER.fields]
     table = replace(made.table, schema=StructType(renamed), renamed={"city": "town"})
-    made.land("members", "2b", some("a", 33, town="Riga"))
+    made.land("members", "2b", change("a", 33, town="Riga"))
     assert made.run(table)["carried"] == 0
     made.table = replace(table, ignore_null_updates=False)
-    made.land("members", "3", some("a", 35, city="Lima"))
+    made.land("members", "3", change("a", 35, city="Lima"))
     made.run(made.table)
     found = made.store().read("versions").collect()
     assert sorted(
@@ -843,16 +843,16 @@ def test_column_tie_break_on_delta(tmp_path: Path, spark: SparkSession) -> None:
 
     end = at(90).isoformat()
     made.land(
-        "members", "1", some("a", 10, tier="t1", n=9), some("a", 30, "city", city="c1", until=end)
+        "members", "1", change("a", 10, tier="t1", n=9), change("a", 30, "city", city="c1", until=end)
     )
     made.run(made.table)
     made.table = replace(made.table, tie_break="n")
     made.land(
         "members",
         "2",
-        some("a", 20, "tier", tier="t2", n=5),
-        some("a", 40, "tier", tier="t3", n=7),
-        some("a", 40, "tier city", tier="no", city="c2", n=3),
+        change("a", 20, "tier", tier="t2", n=5),
+        change("a", 40, "tier", tier="t3", n=7),
+        change("a", 40, "tier city", tier="no", city="c2", n=3),
     )
     counts = made.run(made.table)
     assert (counts["applied"], counts["carried"]) == (3, 1)
@@ -867,8 +867,10 @@ def test_column_tie_break_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     made.table = replace(made.table, **about)
     # Rebuild the view without the definition, as ``vt-dagster rebuild`` does.
     AssetStore.open(made.warehouse, "members", spark).rebuild_view()
-    made.land("members", "3", some("a", 40, "tier city", tier="no", city="c3", seq=5))
-    made.land("members", "3b", some("a", 40, "city", city="no", seq=4), some("a", 35, "plan", plan="p"))
+    made.land("members", "3", change("a", 40, "tier city", tier="no", city="c3", seq=5))
+    made.land(
+        "members", "3b", change("a", 40, "city", city="no", seq=4), change("a", 35, "plan", plan="p")
+    )
     counts = made.run(made.table)
     assert (counts["applied"], counts["lost_tie"], counts["carried"]) == (2, 1, 1)
     assert stored()[3:] == [(35, "t2", "c1", "p", None, None), (40, "t3", "c3", "p", 7, None)]
@@ -891,8 +893,8 @@ def test_column_tie_break_on_delta(tmp_path: Path, spark: SparkSession) -> None:
     made.land(
         "members",
         "4",
-        some("a", 40, "tier city", tier="no", city="c4", seq=6),
-        some("b", 40, "city", city="no", seq=1),
+        change("a", 40, "tier city", tier="no", city="c4", seq=6),
+        change("b", 40, "city", city="no", seq=1),
     )
     assert made.run(made.table)["applied"] == 2
     head = made.store().head()

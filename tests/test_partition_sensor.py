@@ -153,7 +153,7 @@ def test_requested_runs_restore_all_partitions(spark: SparkSession, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Partitions of days 2 to 7 are made. Then a late price comes, valid from day 3 until day 5."""
     reports = Reports(tmp_path_factory.mktemp("reports"), spark)
     reports.land(
@@ -174,57 +174,59 @@ def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Repor
     return reports
 
 
-def test_stale_partitions_and_reasons(made: Reports) -> None:
+def test_stale_partitions_and_reasons(reports: Reports) -> None:
     """A day reads as of the instant just before its end. So day 4 is stale: the late price ends when a5
     begins, which is the end of day 4."""
-    said = made.tick()
+    said = reports.tick()
     assert [one.partition_key for one in said.run_requests or []] == [day(3), day(4)]
     keys = {one.run_key for one in said.run_requests or []}
     assert all(str(key).startswith("report_partitions_of_prices:2024-01-0") for key in keys)
     assert {one.tags["vt_dagster/why"] for one in said.run_requests or []} == {"changed"}
-    assert made.tick(said.cursor).skip_message == "nothing new in prices: batch 2, 4 records"
+    assert reports.tick(said.cursor).skip_message == "nothing new in prices: batch 2, 4 records"
     told = json.loads(said.cursor or "")
     told["position"]["log"] = "old"
     for lost in ("somebody's own", "{}", json.dumps(told)):
-        assert {one.run_key for one in made.tick(lost).run_requests or []} == keys
+        assert {one.run_key for one in reports.tick(lost).run_requests or []} == keys
     # day 8 was never materialized, so it has read nothing
-    assert day(8) not in made.asked()
+    assert day(8) not in reports.asked()
 
 
-def test_partition_without_recorded_reads_is_requested(made: Reports) -> None:
-    made.reported("2024-02-01", None)
-    made.reported("2023-12-31", None)  # the definition has no such partition
-    said = made.tick()
+def test_partition_without_recorded_reads_is_requested(reports: Reports) -> None:
+    reports.reported("2024-02-01", None)
+    reports.reported("2023-12-31", None)  # the definition has no such partition
+    said = reports.tick()
     assert [one.partition_key for one in said.run_requests or []] == [day(3), day(4), "2024-02-01"]
     key = (said.run_requests or [])[-1].run_key
-    made.reported("2024-02-01", None)  # the requested run does not report what it read either
-    assert (made.tick().run_requests or [])[-1].run_key == key
-    made.make("2024-02-01")
-    assert made.asked() == [day(3), day(4)]
+    reports.reported("2024-02-01", None)  # the requested run does not report what it read either
+    assert (reports.tick().run_requests or [])[-1].run_key == key
+    reports.make("2024-02-01")
+    assert reports.asked() == [day(3), day(4)]
 
 
-def test_older_run_ending_last_is_stale(made: Reports) -> None:
+def test_older_run_ending_last_is_stale(reports: Reports) -> None:
     """If an older run ends last, the partition has the rows of an older position. The sensor requests
     the partition again."""
-    said = made.tick()
+    said = reports.tick()
     (first,) = [one for one in said.run_requests or [] if one.partition_key == day(3)]
-    before = made.instance.fetch_materializations(
-        dg.AssetRecordsFilter(made.report.key, asset_partitions=[day(3)]), limit=1
+    before = reports.instance.fetch_materializations(
+        dg.AssetRecordsFilter(reports.report.key, asset_partitions=[day(3)]), limit=1
     ).records[0]
     event: Any = before.asset_materialization
-    made.make(day(3))
-    assert made.asked() == [day(4)]
-    cursor = made.tick(said.cursor).cursor
-    made.reported(day(3), event.metadata[READS].value["prices"])
-    (again,) = made.tick(cursor).run_requests or []
+    reports.make(day(3))
+    assert reports.asked() == [day(4)]
+    cursor = reports.tick(said.cursor).cursor
+    reports.reported(day(3), event.metadata[READS].value["prices"])
+    (again,) = reports.tick(cursor).run_requests or []
     assert (again.partition_key, again.run_key != first.run_key) == (day(3), True)
 
 
-def test_partition_beyond_history_is_skipped(made: Reports, capfd: pytest.CaptureFixture[str]) -> None:
-    told = made.make("2024-01-02")[READS]["prices"]
-    made.reported("2024-02-02", {**told, "log": "another"})
-    made.reported("2024-01-02", {**told, "log": "another", "as_of": "2023-12-01T00:00:00Z"})
-    said = made.tick()
+def test_partition_beyond_history_is_skipped(
+    reports: Reports, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = reports.make("2024-01-02")[READS]["prices"]
+    reports.reported("2024-02-02", {**told, "log": "another"})
+    reports.reported("2024-01-02", {**told, "log": "another", "as_of": "2023-12-01T00:00:00Z"})
+    said = reports.tick()
     (request,) = [one for one in said.run_requests or [] if one.partition_key == "2024-02-02"]
     assert request.tags["vt_dagster/why"] == "another_log"
     assert "2024-01-02" not in {one.partition_key for one in said.run_requests or []}
@@ -255,7 +257,7 @@ def _asset(partitions: Any = DAYS, **metadata: Any) -> Any:
 
 
 @dg.asset(partitions_def=DAYS, deps=["prices"])
-def by_itself() -> None: ...
+def run_unpartitioned() -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def by_itself() -> None: ...
     [
         (_asset(None, **AS_OF), "prices", "report: expected one asset with partitions"),
         (_asset(), "prices", "expected an input that reads prices as of a time"),
-        (by_itself, "prices", "by_itself: expected an input that reads prices"),
+        (run_unpartitioned, "prices", "by_itself: expected an input that reads prices"),
         (
             _asset(**AS_OF, **{"vt_dagster/as_known_at": "partition_end"}),
             "prices",
@@ -280,19 +282,19 @@ def test_refused_when_declared(tmp_path: Path, report: Any, reads: str, said: st
 
 
 def test_sensor_reads_only_new_materializations(
-    made: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sensor reads only new materializations from Dagster's storage. Wiped ones, and those of
     another storage, do not count."""
-    instance, read = made.instance, list[int]()
-    reads = {one: made.make(one)[READS]["prices"] for one in (day(3), day(4), day(5))}
+    instance, read = reports.instance, list[int]()
+    reads = {one: reports.make(one)[READS]["prices"] for one in (day(3), day(4), day(5))}
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     try:
-        made.instance = dg.DagsterInstance.local_temp(str(tmp_path / "one"))
+        reports.instance = dg.DagsterInstance.local_temp(str(tmp_path / "one"))
         for one, told in reads.items():
-            made.reported(one, {**told, "log": "gone"})
-        assert made.asked() == [*reads]
+            reports.reported(one, {**told, "log": "gone"})
+        assert reports.asked() == [*reads]
         fetch = dg.DagsterInstance.fetch_materializations
 
         def counted(*args: Any, **more: Any) -> Any:
@@ -301,15 +303,15 @@ def test_sensor_reads_only_new_materializations(
             return found
 
         monkeypatch.setattr(dg.DagsterInstance, "fetch_materializations", counted)
-        made.reported(day(3), reads[day(3)])
-        assert made.asked() == [day(4), day(5)]
+        reports.reported(day(3), reads[day(3)])
+        assert reports.asked() == [day(4), day(5)]
         assert read == [2, 2]  # the last known one and the new one; then those of the requested days
-        made.instance.wipe_assets([made.report.key])
-        made.reported(day(5), {**reads[day(5)], "log": "gone"})
-        assert made.asked() == [day(5)]
-        made.instance = dg.DagsterInstance.local_temp(str(tmp_path / "other"))
-        assert made.asked() == []
-        made.reported(day(4), {**reads[day(4)], "log": "gone"})
-        assert made.asked() == [day(4)]
+        reports.instance.wipe_assets([reports.report.key])
+        reports.reported(day(5), {**reads[day(5)], "log": "gone"})
+        assert reports.asked() == [day(5)]
+        reports.instance = dg.DagsterInstance.local_temp(str(tmp_path / "other"))
+        assert reports.asked() == []
+        reports.reported(day(4), {**reads[day(4)], "log": "gone"})
+        assert reports.asked() == [day(4)]
     finally:
-        made.instance = instance
+        reports.instance = instance

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.market import Market, materialized, record, unchanged
+from tests.market import Market, materialized, observed, record
 from vt_dagster.drawing import BLUE, RED
 from vt_dagster.orchestration import metadata
 from vt_dagster.orchestration.metadata import (
@@ -30,7 +30,7 @@ from vt_dagster.storage import parquet
 HOUR = 3_600_000_000
 
 
-def drawn(markdown: str) -> ElementTree.Element:
+def svg_of(markdown: str) -> ElementTree.Element:
     """The SVG picture in a piece of markdown."""
     found = re.fullmatch(r"!\[\w+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
     assert found is not None, markdown[:100]
@@ -77,18 +77,18 @@ def test_histogram(seconds: float, label: str) -> None:
 
 def test_pictures_of_runs(market: Market) -> None:
     said = materialized(market.results[-1], "prices")
-    line = drawn(said["timeline"])
+    line = svg_of(said["timeline"])
     assert {"a", "b"} <= set(texts(line))
     assert {c.attrib["fill"] for c in parts(line, "circle")} == {BLUE}
     assert parts(line, "rect")
-    late = drawn(said["lateness"])
+    late = svg_of(said["lateness"])
     assert any("history retention 1 day" in text for text in texts(late))
 
     joined = materialized(market.results[-1], "priced")
-    colours = {c.attrib["fill"] for c in parts(drawn(joined["timeline"]), "circle")}
+    colours = {c.attrib["fill"] for c in parts(svg_of(joined["timeline"]), "circle")}
     assert RED in colours  # s4 arrived after the grace period
-    assert any("grace period 1:00:00" in text for text in texts(drawn(joined["lateness"])))
-    assert "timeline" not in unchanged(market.results[-1], "rates")
+    assert any("grace period 1:00:00" in text for text in texts(svg_of(joined["lateness"])))
+    assert "timeline" not in observed(market.results[-1], "rates")
 
 
 @pytest.mark.parametrize("select", [["left.*", "right.v as price"], ["left.at as sold", "right.v"]])
@@ -106,7 +106,7 @@ def test_picture_of_corrected_join_without_key(
     assert result.success
     logs = copy.instance.all_logs(result.run_id)
     assert not [e.user_message for e in logs if "no pictures" in e.user_message]
-    line = drawn(materialized(result, "corrected")["timeline"])
+    line = svg_of(materialized(result, "corrected")["timeline"])
     by_key = {"a", "b"} <= set(texts(line))
     assert by_key == bool(parts(line, "rect")) == ("left.*" in select)
 
@@ -175,9 +175,9 @@ def test_picture_of_many_files_and_records(
     hours = [record("a", f"h{n}", f"{3 + n // 24} {n % 24:02d}:00") for n in range(240)]
     copy.land("prices", "3.jsonl", *hours)
     said = materialized(copy.run([copy.prices]), "prices")
-    late = drawn(said["lateness"])
+    late = svg_of(said["lateness"])
     assert "lateness of 80 of 240 records: how far behind stream time they arrived" in texts(late)
-    line = drawn(said["timeline"])
+    line = svg_of(said["timeline"])
     assert any("dots: 30 of 240 records of this run" in text for text in texts(line))
     assert "30 of 240 records of this run." in said["at_a_glance_timeline"]
     assert said["at_a_glance_lateness"].startswith(

@@ -137,23 +137,23 @@ def copy(live: Path, tmp_path: Path) -> Path:
     return root
 
 
-def elsewhere(root: Path) -> Sequence[Stream]:
+def with_moved_source(root: Path) -> Sequence[Stream]:
     land(root, "moved", "1.jsonl", {"product": "a", "price": 2.5, "at": "10:00"})
     return shop(root, of_prices={"source": FilesSource(str(root / "moved"))})[:1]
 
 
-def only(nodes: Sequence[Stream], name: str) -> Sequence[Stream]:
+def node_with_inputs(nodes: Sequence[Stream], name: str) -> Sequence[Stream]:
     """The node of this name and its inputs, so that a test needs fewer runs."""
     (node,) = (one for one in nodes if one.name == name)
     return [*node.inputs, node]
 
 
-def with_cheap(root: Path) -> Sequence[Stream]:
+def with_added_filter(root: Path) -> Sequence[Stream]:
     nodes = shop(root)
     return [*nodes, nodes[0].filter("price <= 1", name="cheap")]
 
 
-def alike(root: Path) -> Sequence[Stream]:
+def with_name_in_other_case(root: Path) -> Sequence[Stream]:
     nodes = shop(root)
     return [*nodes, nodes[0].filter("price <= 1", name="Dear")]
 
@@ -181,7 +181,9 @@ CASES = {
         {},
     ),
     "history retention": Case(
-        lambda root: only(shop(root, of_prices={"history_retention": timedelta(days=2)}), "dear"),
+        lambda root: node_with_inputs(
+            shop(root, of_prices={"history_retention": timedelta(days=2)}), "dear"
+        ),
         dict.fromkeys(
             ("prices", "dear"),
             ("goes_on", "history_retention was 1 day, is 2 days; the next run rebuilds the view"),
@@ -202,7 +204,7 @@ CASES = {
         {"doubled": "dear"},
     ),
     "new column": Case(
-        lambda root: only(shop(root, more={"note": StringType()}), "dear"),
+        lambda root: node_with_inputs(shop(root, more={"note": StringType()}), "dear"),
         dict.fromkeys(("prices", "dear"), ("goes_on", "columns change: new, null in old rows: note")),
         {},
     ),
@@ -214,7 +216,9 @@ CASES = {
         {},
     ),
     "renamed column": Case(
-        lambda root: only(shop(root, price="cost", of_prices={"renamed": {"price": "cost"}}), "dear"),
+        lambda root: node_with_inputs(
+            shop(root, price="cost", of_prices={"renamed": {"price": "cost"}}), "dear"
+        ),
         dict.fromkeys(("prices", "dear"), ("goes_on", "renamed: price -> cost")),
         {},
     ),
@@ -223,7 +227,7 @@ CASES = {
         {"prices": ("needs_replay", "declare renamed={'price': 'cost'}")},
         {},
     ),
-    "source elsewhere": Case(elsewhere, {}, {}, ("prices",)),  # its files are new records
+    "source elsewhere": Case(with_moved_source, {}, {}, ("prices",)),  # its files are new records
     "source is missing": Case(
         lambda root: shop(root, of_prices={"source": FilesSource(str(root / "nowhere"))})[:1],
         {"prices": ("refused", "expected a directory")},
@@ -251,9 +255,9 @@ CASES = {
         {"orders": ("refused", "declared as table keyed by")},
         {},
     ),
-    "new asset": Case(with_cheap, {"cheap": ("new", "")}, {}),
+    "new asset": Case(with_added_filter, {"cheap": ("new", "")}, {}),
     "new asset, a name that differs in case": Case(
-        alike, {"Dear": ("refused", "the warehouse has an asset 'dear'")}, {}
+        with_name_in_other_case, {"Dear": ("refused", "the warehouse has an asset 'dear'")}, {}
     ),
     "removed asset": Case(lambda root: shop(root)[:-1], {"hourly": ("removed", "")}, {}),
 }
@@ -263,7 +267,7 @@ def text(one: Planned) -> str:
     return one.reason or "; ".join(one.changes)
 
 
-def concerned(nodes: Sequence[Stream], changed: set[str]) -> list[Stream]:
+def affected_nodes(nodes: Sequence[Stream], changed: set[str]) -> list[Stream]:
     """The changed nodes, the nodes downstream of them, and all nodes upstream of these, in order."""
 
     def made_of(node: Stream) -> set[str]:
@@ -289,7 +293,7 @@ def test_run_follows_plan_verdict(spark: SparkSession, copy: Path, name: str) ->
     assert [n for n, (_, part) in expected.items() if part not in text(said[n])] == [], said
     assert {n: one.cause for n, one in found.items() if one.cause} == case.causes
 
-    for node in concerned(nodes, {*case.runs} or {*said} or {*found}):
+    for node in affected_nodes(nodes, {*case.runs} or {*said} or {*found}):
         # the run does what the plan says of the asset
         one = found[node.name]
         run: Any = lambda node=node: run_once(node, stores_of(warehouse, spark))  # noqa: E731
@@ -487,7 +491,7 @@ def test_plan_before_first_run(tmp_path: Path) -> None:
         plan(str(tmp_path / "nothing yet"), shop(tmp_path), ["other"])
 
 
-def asked(module: str, warehouse: Path, *options: str) -> Result:
+def run_plan_command(module: str, warehouse: Path, *options: str) -> Result:
     arguments = ["plan", "--module", module, "--warehouse", str(warehouse), *options]
     return CliRunner().invoke(app, arguments)
 
@@ -509,9 +513,9 @@ def test_plan_command(
     (tmp_path / "plan_nothing.py").write_text("")
     warehouse = live / "warehouse"
 
-    same = asked("plan_as_it_is", warehouse)
+    same = run_plan_command("plan_as_it_is", warehouse)
     assert (same.exit_code, same.output) == (0, "6 unchanged\n")
-    longer = asked("plan_longer", warehouse)
+    longer = run_plan_command("plan_longer", warehouse)
     assert longer.exit_code == 0
     assert longer.output.splitlines() == [
         "priced: goes on",
@@ -520,7 +524,7 @@ def test_plan_command(
         "    window.grace was 1 hour, is 2 hours",
         "4 unchanged, 2 goes on",
     ]
-    other = asked("plan_other", warehouse, "--asset", "dear", "--asset", "doubled")
+    other = run_plan_command("plan_other", warehouse, "--asset", "dear", "--asset", "doubled")
     assert other.exit_code == 3
     lines = other.output.splitlines()
     about = AssetStore(str(warehouse), shop(live)[3])
@@ -540,7 +544,7 @@ def test_plan_command(
         "to replay and swap them all: vt-dagster replay --planned --module plan_"
     )
 
-    told = asked("plan_other", warehouse, "--json")
+    told = run_plan_command("plan_other", warehouse, "--json")
     assert told.exit_code == 3
     document = json.loads(told.output)
     assert document["stops"] is True
@@ -550,7 +554,7 @@ def test_plan_command(
     assert by_name["dear"]["downstream"] == ["doubled"]
     assert by_name["doubled"]["cause"] == "dear"
     assert by_name["priced"]["changes"] == ["grace_period was 1 hour, is 2 hours"]
-    assert isinstance(asked("plan_nothing", warehouse).exception, TopologyError)
+    assert isinstance(run_plan_command("plan_nothing", warehouse).exception, TopologyError)
 
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("vt_dagster.cli.tables.sys", terminal)

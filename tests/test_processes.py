@@ -39,7 +39,7 @@ def outcomes(
     return {(one["asset"], one["run"]): (one["did"], one["said"]) for one in found}
 
 
-def check(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
+def require_outcomes(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
     failed = {run: said for run, (did, said) in found.items() if did == "failed"}
     assert not failed
     for (name, run), (did, said) in found.items():
@@ -52,7 +52,7 @@ def check(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
 @pytest.mark.timeout(900)
 def test_some_asset_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
     found = outcomes(tmp_path / "runs", connect_server.environment, "server", *SOME)
-    check(found, len(SOME))
+    require_outcomes(found, len(SOME))
     lake = tmp_path / "runs" / "data" / "lake"
     files = [*(lake / "training").glob("*/*.parquet")]
     assert files, "the files are where the run's process is"
@@ -62,7 +62,7 @@ def test_some_asset_kinds_on_connect(connect_server: ConnectServer, tmp_path: Pa
     assert {row["batch"] for row in rejected} == {1, 2}
 
 
-def passes(server: ConnectServer, *modules: str) -> None:
+def require_modules_pass(server: ConnectServer, *modules: str) -> None:
     """Requires that these test modules pass on the server's Spark session."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *modules],
@@ -78,17 +78,17 @@ def passes(server: ConnectServer, *modules: str) -> None:
 @pytest.mark.timeout(3_600)
 def test_gates_checks_and_ops_on_connect(connect_server: ConnectServer) -> None:
     names = ("test_contracts", "test_ops", "test_gates", "test_checks")
-    passes(connect_server, *(f"tests/{name}.py" for name in names))
+    require_modules_pass(connect_server, *(f"tests/{name}.py" for name in names))
 
 
 @pytest.mark.endurance
 @pytest.mark.timeout(7_200)
 def test_all_asset_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
-    check(outcomes(tmp_path / "runs", connect_server.environment, "server"), 57)
+    require_outcomes(outcomes(tmp_path / "runs", connect_server.environment, "server"), 57)
 
 
 @pytest.mark.endurance
 @pytest.mark.timeout(7_200)
 def test_all_asset_kinds_on_local_session(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    check(outcomes(tmp_path / "runs", environment, "local"), 57)
+    require_outcomes(outcomes(tmp_path / "runs", environment, "local"), 57)

@@ -71,10 +71,10 @@ class World(Topology):
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> World:
+def after_three_runs(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> World:
     """The state after three runs. In the third, rates of minute 4 come late: orders of minutes 5 and 6
     are already joined."""
-    world = World(tmp_path_factory.mktemp("lived"), spark)
+    world = World(tmp_path_factory.mktemp("after_three_runs"), spark)
     world.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 0)])
     world.land("orders", "1.jsonl", [("a", 1, 1), ("b", 2, 3.5), ("a", 3, 3)])
     world.run_each()
@@ -88,17 +88,21 @@ def lived(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Worl
 
 
 @pytest.fixture
-def world(lived: World, tmp_path: Path, spark: SparkSession) -> World:
-    return World(shutil.copytree(lived.root, tmp_path / "copy"), spark)
+def world(after_three_runs: World, tmp_path: Path, spark: SparkSession) -> World:
+    return World(shutil.copytree(after_three_runs.root, tmp_path / "copy"), spark)
 
 
 Expected = tuple[World, list[str], dict[str, list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def expected(lived: World, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Expected:
+def expected(
+    after_three_runs: World, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
+) -> Expected:
     """The state after a restatement of the join, the lines it printed, and the logs of full replays."""
-    world = World(shutil.copytree(lived.root, tmp_path_factory.mktemp("restated") / "copy"), spark)
+    world = World(
+        shutil.copytree(after_three_runs.root, tmp_path_factory.mktemp("restated") / "copy"), spark
+    )
     lines: list[str] = []
     with small_run(spark):
         assert world.restate("joined", tell=lines.append) == ["joined", "moved", "counted"]
@@ -111,8 +115,8 @@ def rates_of(world: World, name: str) -> dict[int, int]:
     return {row["n"]: row["rate"] for row in world.rows(name)}
 
 
-def test_restate_of_join_includes_late_records(lived: World, expected: Expected) -> None:
-    before = rates_of(lived, "joined")
+def test_restate_of_join_includes_late_records(after_three_runs: World, expected: Expected) -> None:
+    before = rates_of(after_three_runs, "joined")
     assert before == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1, 8: 9}  # order 6 found no rate
     world, lines, replayed = expected
     assert rates_of(world, "joined") == {**before, 4: 9, 6: 8}

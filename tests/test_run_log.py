@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
 
-def told(market: Market, nodes: Any = None) -> dict[str, list[str]]:
+def logged_lines(market: Market, nodes: Any = None) -> dict[str, list[str]]:
     """The log lines of each step of a run, without durations and the start of Spark. Warnings and
     errors begin with their level."""
     result = market.run(nodes)
@@ -46,7 +46,7 @@ def copy(market: Market, tmp_path: Path) -> Market:
 def test_run_logs_each_step(copy: Market) -> None:
     copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"), record("b", "late", "1 01:00"), "{")
     copy.land("sales", "3.jsonl", record("a", "s6", "2 07:00"))
-    lines = told(copy)
+    lines = logged_lines(copy)
     quarantine = copy.warehouse / "prices" / "quarantine"
     size = (copy.root / "landing" / "prices" / "3.jsonl").stat().st_size
     assert lines.pop("prices") == [
@@ -76,7 +76,7 @@ def test_condition_column_is_not_reported_as_dropped(copy: Market) -> None:
     table = replace(
         copy.prices, name="deletions", source=source, tombstone=None, deleted_when="Op = 'D'"
     )
-    said = told(copy, [table])["deletions"]
+    said = logged_lines(copy, [table])["deletions"]
     (warned,) = [line for line in said if line.startswith("WARNING")]
     assert warned.endswith("columns that the schema lacks are left out: note (in 1.jsonl)")
     assert copy.store(table).read().collect() == [], "the deletion took effect"
@@ -96,12 +96,12 @@ def test_new_source_directory_warns_once(copy: Market) -> None:
     for file, lines in expected.items():
         node, name = (copy.prices, "prices") if file in "35" else (other, "more")
         copy.land(name, f"{file}.jsonl", record("b", file, "2 07:00"))
-        assert [line for line in told(copy, [node])["prices"] if "WARNING" in line] == lines
+        assert [line for line in logged_lines(copy, [node])["prices"] if "WARNING" in line] == lines
 
 
 def test_completed_work_of_killed_run_is_logged(copy: Market) -> None:
     shutil.rmtree(copy.warehouse / "prices" / "view")
-    lines = told(copy, [copy.prices])
+    lines = logged_lines(copy, [copy.prices])
     assert lines["prices"] == [
         "prices: view at version 0, of batch 2",
         "prices: nothing new since batch 2, so there is no commit",
@@ -128,7 +128,7 @@ def test_overtaken_run_retries_with_remaining_records(
     land("3.jsonl", record("a", "s6", "2 07:00"))
     monkeypatch.setattr(AssetStore, "commit", overtaken)
     first, again, *rest = [
-        line for line in told(copy, [copy.priced])["priced"] if "decided" not in line
+        line for line in logged_lines(copy, [copy.priced])["priced"] if "decided" not in line
     ]
     assert first == "priced: takes records: 1 of sales"
     assert again.startswith("tries again, because of: priced: expected to be the only run that writes")
@@ -139,7 +139,7 @@ def test_failed_check_logs_expectation(copy: Market) -> None:
     rates = copy.store(copy.rates)
     rows = parquet.read(copy.spark, rates.view_path)
     rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
-    lines = told(copy, [copy.rates])
+    lines = logged_lines(copy, [copy.rates])
     assert lines["check_rates"][0].startswith(
         "ERROR rates: expected that no key has two current rows, got 4 offending row(s): see the "
     )

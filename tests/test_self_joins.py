@@ -43,7 +43,7 @@ BY_BOSS = ["room", "boss"]
 Record = dict[str, Any]
 
 
-def staff(versioned: bool, **more: Any) -> Table:
+def employees(versioned: bool, **more: Any) -> Table:
     if versioned:
         kept = timedelta(days=1)
         return VersionedTable("versioned_staff", history_retention=kept, **{**ABOUT, **more})
@@ -147,7 +147,7 @@ def evaluated(records: Sequence[Record], on: str, kind: str, versioned: bool) ->
     return sides.log
 
 
-def as_told(row: Record) -> tuple[Any, ...]:
+def row_summary(row: Record) -> tuple[Any, ...]:
     at = row["timestamp"].replace(tzinfo=row["timestamp"].tzinfo or timezone.utc)
     value = None if row["is_tombstone"] else (row["n"], row["boss"], row["other"])
     return row["k"], value, int(at.timestamp() * 1000)
@@ -158,7 +158,7 @@ def logs_of(driver: TopologyTestDriver, node: Table) -> dict[int, list[tuple[Any
     found: dict[int, list[tuple[Any, ...]]] = {}
     for row in driver.read(node.name):
         assert row["partition"] == row["room"]
-        found.setdefault(row["room"], []).append(as_told(row))
+        found.setdefault(row["room"], []).append(row_summary(row))
     return found
 
 
@@ -202,7 +202,7 @@ def test_self_join_equals_kafka_streams_for_any_split(
     runs on one of both tables."""
     number, rooms = len(SCRIPT), range(9)
     arrived = {room: SCRIPT if room == 0 else any_records(room, number) for room in rooms}
-    tables = [staff(False), staff(True)]
+    tables = [employees(False), employees(True)]
     made = {
         (table.name, *how): node
         for number, table in enumerate(tables)
@@ -229,7 +229,10 @@ def test_self_join_equals_kafka_streams_for_any_split(
 def test_self_join_on_delta(spark: SparkSession, tmp_path: Path) -> None:
     """A self-join of a table that reads files, in two runs. For a self-join as a Dagster asset see
     ``itself`` in ``test_ops``."""
-    table, warehouse = staff(False, source=FilesSource(str(tmp_path / "landing"))), str(tmp_path / "w")
+    table, warehouse = (
+        employees(False, source=FilesSource(str(tmp_path / "landing"))),
+        str(tmp_path / "w"),
+    )
     node, stores = joins(table)["boss", "left"], stores_of(warehouse, spark)
     epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
     runs = [
@@ -247,4 +250,4 @@ def test_self_join_on_delta(spark: SparkSession, tmp_path: Path) -> None:
             run_once(each, stores)
     log = read(node.name, what="log", warehouse=warehouse).sort_by("offset").to_pylist()
     every = [r for records in runs for r in records]
-    assert [as_told(r) for r in log] == evaluated(every, "boss", "left", False)
+    assert [row_summary(r) for r in log] == evaluated(every, "boss", "left", False)

@@ -16,7 +16,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
-from tests.market import RECORD, Market, checks, materialized, record, unchanged
+from tests.market import RECORD, Market, checks, materialized, observed, record
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
 from vt_dagster.errors import RecordsGoneError
 from vt_dagster.kafka import KafkaCluster, KafkaSource
@@ -78,7 +78,7 @@ def test_sensor_run_request(market: Market, tmp_path: Path) -> None:
     # all files of the request are consumed: the run commits nothing, and says so
     result = copy.run([copy.prices], run_config=second.run_config)
     assert result.success
-    assert unchanged(result, "prices")["versions"] == {"batch": 4}
+    assert observed(result, "prices")["versions"] == {"batch": 4}
     assert all(check.passed for check in checks(result).values())
     assert "batch 4, 14 records consumed" in evaluate(copy)
     copy.land("prices", "6.jsonl", record("a", "p8", "2 09:00"))

@@ -40,7 +40,7 @@ QUICK = JVM + (f" -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else "")
 _NOT_INHERITED = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
 
 
-def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a new Python process and directory, because this process may have a session."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
     with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse there
@@ -57,7 +57,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def refusals(*cases: tuple[str, dict[str, str]]) -> list[str]:
     """The message with which ``build_session(arguments)`` refuses each case of arguments and
     environment. Nothing else is printed. All cases share one process: a refusal starts nothing."""
-    done = run(
+    done = run_python(
         f"""
         import os
         from vt_dagster.errors import SparkUnavailableError
@@ -481,7 +481,7 @@ def test_local_cores(master: str, cores: int | None):
 
 
 def test_import_starts_nothing():
-    done = run(
+    done = run_python(
         """
         import sys, vt_dagster.spark.session
         from pyspark import SparkContext
@@ -496,7 +496,7 @@ def test_import_starts_nothing():
 
 @pytest.mark.slow
 def test_session_has_delta_and_kafka_and_is_reused(tmp_path: Path):
-    done = run(
+    done = run_python(
         f"""
         import os, signal, sys, threading
         from vt_dagster.spark.session import build_session
@@ -531,7 +531,7 @@ def test_session_has_delta_and_kafka_and_is_reused(tmp_path: Path):
 def test_session_without_delta_is_refused():
     """An active session, a stopped session whose JVM stays, and a team's session that has all settings
     but the jars are refused."""
-    done = run(
+    done = run_python(
         f"""
         from dagster_pyspark import LazyPySparkResource
         from pyspark.sql import SparkSession

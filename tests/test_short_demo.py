@@ -47,7 +47,7 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert run.returncode == 0, run.stdout
         printed = run.stdout
     else:
-        data, printed = demo_subset.what_they_left(demo_subset.SHORT, tmp_path_factory)
+        data, printed = demo_subset.demo_results(demo_subset.SHORT, tmp_path_factory)
     # Java prints that it uses the tests' options.
     return data, re.sub(r"^NOTE: Picked up JDK_JAVA_OPTIONS: .*\n", "", printed, flags=re.MULTILINE)
 

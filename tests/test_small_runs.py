@@ -36,7 +36,7 @@ JOBS = ("collect", "count", "isEmpty", "persist", "toArrow")
 
 
 @pytest.fixture
-def general(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def actions_with_session_settings(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The Spark actions that are planned with the session's own settings, not those of a small run."""
     found: list[str] = []
 
@@ -59,7 +59,7 @@ def general(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def spent(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def call_counts(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts how often a run opens a Delta table and calls the JVM. With Spark Connect it counts no
     calls of the JVM. It leaves out the calls that release objects, because their number varies."""
     found = Counter[str]()
@@ -122,8 +122,8 @@ def test_small_run_jobs_are_planned_for_few_rows(
     source: str,
     spark: SparkSession,
     tmp_path: Path,
-    general: list[str],
-    spent: Counter[str],
+    actions_with_session_settings: list[str],
+    call_counts: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     land, made, calls = SOURCES[source]
@@ -140,14 +140,14 @@ def test_small_run_jobs_are_planned_for_few_rows(
     stores = stores_of(str(tmp_path / "warehouse"), spark)
     for day in (1, 2):
         land(place, day)
-        spent.clear()
+        call_counts.clear()
         receipt = run_once(table, stores)
         assert receipt.commit is not None
         assert receipt.commit.counts["applied"] >= 2
-    assert general == []
+    assert actions_with_session_settings == []
     # A run reads the log and view at the versions before its commits, and again after them.
-    assert spent["tables opened"] <= 5, spent
-    assert spent["calls of the JVM"] <= calls, spent
+    assert call_counts["tables opened"] <= 5, call_counts
+    assert call_counts["calls of the JVM"] <= calls, call_counts
     if source == "files":
         with monkeypatch.context() as patched:
             patched.setattr(pin, "MANY_ROWS", 3)  # as if the table had many keys: it has four
@@ -157,15 +157,15 @@ def test_small_run_jobs_are_planned_for_few_rows(
         assert receipt.commit is not None
         assert receipt.commit.counts["applied"] >= 2
         # Only the look-up of the records' keys in the table and the update of the view.
-        assert general == ["persist", "count", "parquet"]
-        general.clear()
+        assert actions_with_session_settings == ["persist", "count", "parquet"]
+        actions_with_session_settings.clear()
         # An erase does not depend on the kind of source.
         erase(str(tmp_path / "warehouse"), table, spark, key=["a"], reason="asked to", among=[table])
-        assert general == []
+        assert actions_with_session_settings == []
 
 
 def test_stream_join_computes_matches_once(
-    spark: SparkSession, tmp_path: Path, general: list[str]
+    spark: SparkSession, tmp_path: Path, actions_with_session_settings: list[str]
 ) -> None:
     """A join of streams computes the matches of a run once, before it corrects earlier results."""
     sides = []
@@ -189,4 +189,4 @@ def test_stream_join_computes_matches_once(
         receipt = run_once(paid, stores)
         assert receipt.commit is not None
         assert receipt.commit.counts["out"] > 0
-    assert general == []
+    assert actions_with_session_settings == []

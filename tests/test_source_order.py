@@ -129,7 +129,7 @@ def model(changes: Sequence[Change]) -> tuple[list[Any], list[Any], dict[str, in
     return log, sorted(found), {k: v for k, v in held.items() if v is not None}
 
 
-def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
+def random_changes(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
     """Random changes of many keys. Each key has its own clocks, which lead, lag and jump back."""
     random, found = Random(seed), list[Change]()
     state: dict[str, tuple[int, int] | None] = {}
@@ -169,7 +169,7 @@ def of_worlds(seed: int, worlds: int = 12, length: int = 25) -> list[Change]:
 )
 def test_last_change_in_source_order_wins(spark: SparkSession, seed: int, cut: Sequence[int]) -> None:
     """Random changes: log and versions are those of the definition, for each split into runs."""
-    changes, random = of_worlds(seed), Random(seed)
+    changes, random = random_changes(seed), Random(seed)
     log, versions, current = model(changes)
     node = VersionedTable(
         "rows", key="k", schema=SCHEMA, timestamp="changed_at", history_retention=RETENTION
@@ -249,7 +249,7 @@ def test_deletion_without_stated_time_yields(
 ) -> None:
     """Random changes of a topic. A record that is late by its own time stays late. But a deletion that
     has only its message's time does not end a record that arrives after it."""
-    changes, random = of_worlds(seed), Random(seed)
+    changes, random = random_changes(seed), Random(seed)
     log = yielding_model(changes, named != "timestamp")
     assert len(log) > len(changes) + 10
     fields = [StructField(named, f.dataType) if f.name == "changed_at" else f for f in SCHEMA.fields]

@@ -32,10 +32,12 @@ Copy = Callable[[], Reports]
 
 
 @pytest.fixture(scope="module")
-def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Any]:
+def reports_template(
+    spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Reports, Any]:
     """Key c has a value at the ends of days 2 and 3, key d at those of 6 and 7, and a3 is the value of
     key a at those of 3 and 4. ``made`` has what each partition has read."""
-    reports = Reports(tmp_path_factory.mktemp("made"), spark)
+    reports = Reports(tmp_path_factory.mktemp("reports"), spark)
     reports.land(
         record("a", "a1", "1 12:00"),
         record("a", "a5", "5 00:00"),
@@ -49,9 +51,9 @@ def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 @pytest.fixture
-def copy(made: tuple[Reports, Any], tmp_path: Path) -> Reports:
+def copy(reports_template: tuple[Reports, Any], tmp_path: Path) -> Reports:
     """A copy in another directory, with the partitions as they were made."""
-    before, reads = made
+    before, reads = reports_template
     shutil.copytree(before.market.root, tmp_path / "copy")
     reports = Reports(tmp_path / "copy", before.market.spark)
     reports.landed, reports.prices = before.landed, reports.prices
@@ -62,7 +64,7 @@ def copy(made: tuple[Reports, Any], tmp_path: Path) -> Reports:
     return reports
 
 
-def correct(reports: Reports) -> None:
+def correct_source(reports: Reports) -> None:
     """Changes the value of a3 in its source file."""
     folder = Path(reports.prices.source.path)  # pyright: ignore[reportAttributeAccessIssue]
     (folder / "002.jsonl").write_text(lines(record("a", "A3", "3 00:00")))
@@ -86,7 +88,7 @@ def test_restate_makes_partitions_stale(copy: Reports, capfd: pytest.CaptureFixt
     cursor = copy.tick().cursor
     restated(copy)
     assert copy.asked(cursor) == copy.asked() == []
-    correct(copy)
+    correct_source(copy)
     restated(copy)  # the log that the partitions have read was replaced twice
     said = copy.tick(cursor)
     assert [one.partition_key for one in said.run_requests] == [day(3), day(4)]
@@ -111,7 +113,7 @@ def test_restate_makes_partitions_stale(copy: Reports, capfd: pytest.CaptureFixt
 
 def test_swap_makes_partitions_stale(copy: Reports) -> None:
     cursor, warehouse = copy.tick().cursor, str(copy.market.warehouse)
-    correct(copy)
+    correct_source(copy)
     replay(warehouse, copy.prices, "prices_new", copy.market.spark)
     assert copy.asked(cursor) == []
     swap(warehouse, "prices", "prices_new")

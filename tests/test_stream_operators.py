@@ -54,7 +54,7 @@ def row(k: str | None, g: str | None, n: int | None, at: int, **more: Any) -> di
     return {"k": k, "g": g, "n": n, "timestamp": at, **more}
 
 
-def seen(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
+def as_tuples(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
     return [tuple(r[c] for c in columns) for r in rows]
 
 
@@ -117,14 +117,14 @@ def test_merge_of_streams_and_with_itself(spark: SparkSession) -> None:
     )
     rows = driver.read("everything")
     # The stream whose next record is older goes first: the record at 5 waits behind the one at 20.
-    assert seen(rows, "k", "n", "is_tombstone") == [
+    assert as_tuples(rows, "k", "n", "is_tombstone") == [
         ("a", 1, False),
         ("a", None, True),
         ("b", 3, False),
         (None, 2, False),
     ]
     assert [r["offset"] for r in rows] == [0, 1, 2, 3]
-    assert seen(driver.read("doubled"), "k", "n") == [("a", 1), ("a", 1), (None, 2), (None, 2)]
+    assert as_tuples(driver.read("doubled"), "k", "n") == [("a", 1), ("a", 1), (None, 2), (None, 2)]
 
 
 def test_merge_of_derived_streams(spark: SparkSession) -> None:
@@ -164,7 +164,7 @@ def test_select_key_repartitions_records(spark: SparkSession) -> None:
     driver.pipe("sales", row("a", "x", 1, 30), row("b", "y", 2, 20), row("c", None, 3, 10))
     driver.pipe("sales", row("d", "x", None, 5), row(None, "x", 4, 5))
     rows = driver.read("by_shop")
-    assert sorted(seen(rows, "shop", "k", "partition"), key=str) == [
+    assert sorted(as_tuples(rows, "shop", "k", "partition"), key=str) == [
         ("X", "a", 1),
         ("X", "d", 1),
         ("X", None, 1),
@@ -183,9 +183,19 @@ def test_record_without_key_goes_to_first_partition(spark: SparkSession) -> None
     driver.pipe("sales", row("a", "y", 1, 5), row(None, None, 2, 6))
     driver.pipe("sales", row(None, None, 3, 7), row("a", "y", 4, 8))
     columns = ("partition", "offset", "n")
-    assert sorted(seen(driver.read("sales"), *columns)) == [(0, 0, 2), (0, 1, 3), (1, 0, 1), (1, 1, 4)]
-    assert sorted(seen(driver.read("keyed"), *columns)) == [(0, 0, 2), (0, 1, 3), (1, 0, 1), (1, 1, 4)]
-    assert seen(driver.read("counts"), "h", "count") == [("y", 1), ("y", 2)]
+    assert sorted(as_tuples(driver.read("sales"), *columns)) == [
+        (0, 0, 2),
+        (0, 1, 3),
+        (1, 0, 1),
+        (1, 1, 4),
+    ]
+    assert sorted(as_tuples(driver.read("keyed"), *columns)) == [
+        (0, 0, 2),
+        (0, 1, 3),
+        (1, 0, 1),
+        (1, 1, 4),
+    ]
+    assert as_tuples(driver.read("counts"), "h", "count") == [("y", 1), ("y", 2)]
 
 
 def test_flat_map_values_emits_record_per_element(spark: SparkSession) -> None:
@@ -196,7 +206,7 @@ def test_flat_map_values_emits_record_per_element(spark: SparkSession) -> None:
     driver.pipe("sales", row("a", "x y", 1, 10), row("b", "~", 2, 5))
     rows = driver.read("words")
     columns = ("k", "word", "n", "is_tombstone", "offset")
-    assert seen(rows, *columns) == [
+    assert as_tuples(rows, *columns) == [
         ("a", "x", 1, False, 0),
         ("a", "y", 1, False, 1),
         ("b", None, 2, True, 2),
@@ -206,7 +216,7 @@ def test_flat_map_values_emits_record_per_element(spark: SparkSession) -> None:
     )
     other = TopologyTestDriver(sizes, spark=spark)
     other.pipe("sales", row("a", "x", 0, 10), row("b", "y", 1, 11))
-    assert seen(other.read("sizes"), "k", "x", "n", "is_tombstone") == [
+    assert as_tuples(other.read("sizes"), "k", "x", "n", "is_tombstone") == [
         ("a", "~", None, False),  # the expression gets a null value, whatever the columns have
         ("a", None, None, True),
         ("b", "y", 1, False),
@@ -216,7 +226,7 @@ def test_flat_map_values_emits_record_per_element(spark: SparkSession) -> None:
         driver.pipe("sales", row("c", "z", 3, 20), row("d", None, 4, 20))
     assert driver.read("words") == [], "the whole run is rolled back"
     driver.pipe("sales", row("c", "z", 3, 20))
-    assert seen(driver.read("words"), "word", "offset") == [("z", 3)]
+    assert as_tuples(driver.read("words"), "word", "offset") == [("z", 3)]
 
 
 def test_min_and_max_of_key(spark: SparkSession) -> None:
@@ -230,7 +240,7 @@ def test_min_and_max_of_key(spark: SparkSession) -> None:
     driver = TopologyTestDriver(ends, odd, hourly, spark=spark)
     driver.pipe("sales", row("a", "x", 5, 1), row("a", None, 3, 2), row("b", None, 8, 3))
     driver.pipe("sales", row("a", "w", 7, 4), row("a", "z", None, 5), row("b", "v", 9, 6))
-    assert seen(driver.read("ends"), "k", *what) == [
+    assert as_tuples(driver.read("ends"), "k", *what) == [
         ("a", 5, "x", 5),
         ("a", 3, "x", 8),
         ("b", 8, None, 8),
@@ -238,8 +248,8 @@ def test_min_and_max_of_key(spark: SparkSession) -> None:
         ("b", 8, "v", 17),
     ]
     sums = [(1, 5), (1, 8), (0, 8), (1, 15), (1, 24)]
-    assert seen(driver.read("odd"), "n", "total") == sums
-    assert seen(driver.read("hourly"), "n", "total") == sums
+    assert as_tuples(driver.read("odd"), "n", "total") == sums
+    assert as_tuples(driver.read("hourly"), "n", "total") == sums
 
 
 def test_unwindowed_aggregate_counts_records_of_any_time(spark: SparkSession) -> None:
@@ -257,7 +267,7 @@ def test_unwindowed_aggregate_counts_records_of_any_time(spark: SparkSession) ->
     driver = TopologyTestDriver(totals, kept, spark=spark)
     driver.pipe("sales", row("a", "x", 2, 30), row("a", "x", 4, 10), row(None, "x", 1, 50))
     driver.pipe("sales", row("a", "y", None, 40), row("b", "y", 5, 45))
-    assert seen(driver.read("totals"), "k", "n", "mean") == [
+    assert as_tuples(driver.read("totals"), "k", "n", "mean") == [
         ("a", 1, 2.0),
         ("a", 2, 3.0),
         ("b", 1, 5.0),
@@ -265,7 +275,7 @@ def test_unwindowed_aggregate_counts_records_of_any_time(spark: SparkSession) ->
     assert driver.metrics("totals") == {"applied": 3, "dropped": 2, "waiting": 0}
     assert [r["timestamp"].microsecond // 1000 for r in driver.table("totals")] == [30, 45]
     # The group x has the total 2, then 6 with the newest time of the group, then 7.
-    assert seen(driver.versions("kept"), "g", "total") == [("x", 6), ("x", 7), ("y", 5)]
+    assert as_tuples(driver.versions("kept"), "g", "total") == [("x", 6), ("x", 7), ("y", 5)]
 
 
 DAY = timedelta(days=1)

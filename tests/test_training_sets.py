@@ -21,7 +21,7 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType, 
 
 import vt_dagster
 from tests.core.test_spark_plans import count, plan
-from tests.test_as_known_joins import EPOCH, KEYS, Log, Row, at, drawn
+from tests.test_as_known_joins import EPOCH, KEYS, Log, Row, at, random_records
 from vt_dagster import FeatureView, FilesSource, Stream, VersionedTable, build_training_set
 from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.core.stream_table_join import Feature, with_features
@@ -74,8 +74,8 @@ def test_training_set_is_pinned_and_reproducible(spark: SparkSession, tmp_path: 
     for step in range(2):
         now = 40 + 15 * step
         for node in (rates, shops):
-            land(tmp_path, node, step, drawn(chance, 25, now, 20), spark)
-        some = [{**r, "shop": chance.choice(KEYS)} for r in drawn(chance, 25, now, 25)]
+            land(tmp_path, node, step, random_records(chance, 25, now, 20), spark)
+        some = [{**r, "shop": chance.choice(KEYS)} for r in random_records(chance, 25, now, 25)]
         some = [{n: r[n] for n in ("k", "shop", "timestamp")} for r in some]
         land(tmp_path, visits, step, [*some, *some[:5]], spark)
     way = TrainingRun(declared, to, warehouse, spark)
@@ -115,7 +115,7 @@ def test_training_set_is_pinned_and_reproducible(spark: SparkSession, tmp_path: 
     assert way.run() is None
     pinned = read_manifest(f"{to}/_manifests/1.json")
     assert pinned == made
-    land(tmp_path, rates, 9, drawn(chance, 25, 68, 20), spark)
+    land(tmp_path, rates, 9, random_records(chance, 25, 68, 20), spark)
     again = way.run()
     assert again is not None
     assert manifest_of(again).hash != made.hash

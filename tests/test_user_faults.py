@@ -80,7 +80,9 @@ Lines = tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
 """Results of a file: the applied records (k, n, v) and the quarantined lines (number, text)."""
 
 
-def taken(root: Path, spark: SparkSession, files: dict[str, bytes], **about: Any) -> dict[str, Lines]:
+def run_over_files(
+    root: Path, spark: SparkSession, files: dict[str, bytes], **about: Any
+) -> dict[str, Lines]:
     """Runs once over files; returns the results by file. In a good line ``v`` ends with the file's
     name."""
     source = FilesSource(str(landing(root, **files)), max_bad_share=1, **about)
@@ -168,7 +170,7 @@ def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) ->
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files_source, "_MANY_BYTES", 0)
-        return taken(tmp_path_factory.mktemp("json"), spark, files)
+        return run_over_files(tmp_path_factory.mktemp("json"), spark, files)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,7 @@ def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     latin = "\n".join(["k,n,v,at", *(f"{k},1,latin,{AT}" for k in LATIN)]).encode("latin-1")
     files = {"latin": latin, "quotes": "\n".join(IN_QUOTES).encode()}
     files["long"] = "\n".join(LONG).encode()
-    return taken(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
+    return run_over_files(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
 
 
 def test_line_must_be_one_json_object(json_lines: dict[str, Lines]) -> None:
@@ -266,7 +268,7 @@ def test_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any) 
 def test_csv_custom_escape(tmp_path: Path, spark: SparkSession) -> None:
     rows = ["at,k,n,v", f'{AT},a,1,"an inch \\" more"', f'{AT},b,2,"half']
     files, options = {"more": "\n".join(rows).encode()}, {"escape": "\\"}
-    applied, quarantined = taken(tmp_path, spark, files, format="csv", options=options)["more"]
+    applied, quarantined = run_over_files(tmp_path, spark, files, format="csv", options=options)["more"]
     assert applied == [("a", 1, 'an inch " more')]
     assert [position for position, _ in quarantined] == [3]
 
@@ -286,7 +288,7 @@ def sales(where: Path, **about: Any) -> Stream:
     )
 
 
-def keys(tmp_path: Path, node: Stream, spark: SparkSession) -> list[str]:
+def logged_keys(tmp_path: Path, node: Stream, spark: SparkSession) -> list[str]:
     rows = AssetStore(str(tmp_path / "warehouse"), node, spark).read("log").orderBy("offset")
     return [r["k"] for r in rows.collect()]
 
@@ -304,10 +306,10 @@ def test_consumed_file_is_identified_by_content(tmp_path: Path, spark: SparkSess
     assert go(sales(moved)).success
     os.utime(moved / "jan", (2, 2))
     assert go(sales(moved)).success
-    assert keys(tmp_path, sales(moved), spark) == ["b", "a"]
+    assert logged_keys(tmp_path, sales(moved), spark) == ["b", "a"]
     # With the same name and size in another directory: consumed.
     assert go(sales(landing(tmp_path / "other", jan=line("c").encode()))).success
-    assert keys(tmp_path, sales(moved), spark) == ["b", "a", "c"]
+    assert logged_keys(tmp_path, sales(moved), spark) == ["b", "a", "c"]
     assert go(sales(moved)).success, "the first directory is remembered as well"
     # Other contents of the same size: the run fails and names the file.
     (moved / "mar").write_text(line("e"))
@@ -336,7 +338,7 @@ def test_symlink_is_identified_by_target(tmp_path: Path, spark: SparkSession) ->
     node = sales(where)
     for _ in range(2):
         assert run([build_asset(node)], tmp_path / "warehouse").success
-    assert keys(tmp_path, node, spark) == ["a"]
+    assert logged_keys(tmp_path, node, spark) == ["a"]
 
 
 @pytest.mark.parametrize("what", ["grows", "goes", "is another"])
@@ -357,7 +359,7 @@ def test_file_changed_during_run_fails_it(tmp_path: Path, spark: SparkSession, w
     assert stores.head() is None
     if what != "goes":
         assert run([build_asset(node)], tmp_path / "warehouse").success
-        assert keys(tmp_path, node, spark) == (["a", "b"] if what == "grows" else ["c"])
+        assert logged_keys(tmp_path, node, spark) == (["a", "b"] if what == "grows" else ["c"])
 
 
 HEADER = "k,n,v,at\n"
@@ -395,7 +397,7 @@ def test_unreadable_file_fails_run_or_is_quarantined(
         assert "on_bad_file='quarantine'" in messages(result)
         return
     assert result.success, messages(result)
-    assert sorted(keys(tmp_path, node, spark)) == ["a", "b"]
+    assert sorted(logged_keys(tmp_path, node, spark)) == ["a", "b"]
     store = AssetStore(str(tmp_path / "warehouse"), node, spark)
     quarantine = store.quarantine()
     assert quarantine is not None
@@ -440,7 +442,7 @@ def test_parquet_files_with_unsupported_types(tmp_path: Path, spark: SparkSessio
     node = sales(where, format="parquet", on_bad_file="quarantine")
     result = run([build_asset(node)], tmp_path / "warehouse")
     assert result.success, messages(result)
-    assert keys(tmp_path, node, spark) == ["a", "gzip", "lz4", "b", "none", "zstd"]
+    assert logged_keys(tmp_path, node, spark) == ["a", "gzip", "lz4", "b", "none", "zstd"]
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     said = {r["source"]: r["raw"] for r in quarantine.collect()}
@@ -519,7 +521,7 @@ def test_parquet_invalid_utf_8_is_quarantined(tmp_path: Path, spark: SparkSessio
     node = Stream("sales", key="k", schema=shape, timestamp="timestamp'2024-01-01'", source=source)
     result = run([build_asset(node)], tmp_path / "warehouse")
     assert result.success, messages(result)
-    assert sorted(keys(tmp_path, node, spark)) == ["a", "café"]
+    assert sorted(logged_keys(tmp_path, node, spark)) == ["a", "café"]
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     found = sorted((r["position"], r["reason"]) for r in quarantine.collect())
@@ -528,7 +530,7 @@ def test_parquet_invalid_utf_8_is_quarantined(tmp_path: Path, spark: SparkSessio
 
 def test_multi_character_separator(tmp_path: Path, spark: SparkSession) -> None:
     content = f'at||"a||b"||k||n||v\n{AT}||1||a||7||x\n'.encode()
-    found = taken(tmp_path, spark, {"x": content}, format="csv", options={"sep": "||"})
+    found = run_over_files(tmp_path, spark, {"x": content}, format="csv", options={"sep": "||"})
     assert found == {"x": ([("a", 7, "x")], [])}
 
 
@@ -559,7 +561,7 @@ def test_failing_expression_quarantines_record(tmp_path: Path, spark: SparkSessi
     )
     result = run([build_asset(node)], tmp_path / "warehouse")
     assert result.success, messages(result)
-    assert sorted(keys(tmp_path, node, spark)) == ["a", "c"]
+    assert sorted(logged_keys(tmp_path, node, spark)) == ["a", "c"]
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     found = [(r["position"], r["reason"]) for r in quarantine.orderBy("position").collect()]
@@ -703,7 +705,7 @@ def test_invalid_asset_names_are_refused(market: Market, tmp_path: Path) -> None
     assert copy.store(copy.prices).read("log").count() > 0
 
 
-def reading(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResult:
+def run_reading_asset(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResult:
     """Materializes a user's own asset that reads prices."""
 
     @dg.asset(ins={"table": dg.AssetIn("prices", metadata=metadata)})
@@ -715,7 +717,7 @@ def reading(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResu
 
 @pytest.mark.parametrize("key", ["vt_dagster/reed", "vt_dagster/asof", "vt_dagster/"])
 def test_mistyped_metadata_key_is_refused(market: Market, key: str) -> None:
-    result = reading(market, {key: "2024-01-01T00:00:00Z"})
+    result = run_reading_asset(market, {key: "2024-01-01T00:00:00Z"})
     assert not result.success
     assert (
         "prices: expected 'vt_dagster/read', 'vt_dagster/as_of', 'vt_dagster/as_known_at'"
@@ -729,11 +731,11 @@ def test_read_before_history_is_refused_unless_partial(market: Market, tmp_path:
     copy.land("prices", "9.jsonl", record("zz", "new", "9 00:00"))
     assert run([build_asset(copy.prices)], copy.warehouse).success
     asked = {"vt_dagster/as_of": "2024-01-07T23:59:59Z"}
-    result = reading(copy, asked)
+    result = run_reading_asset(copy, asked)
     assert not result.success
     assert "expected a time from 2024-01-08T00:00:00Z on" in messages(result)
-    assert reading(copy, {"vt_dagster/as_of": "2024-01-08T00:00:00Z"}).success
-    assert reading(copy, {**asked, "vt_dagster/partial": True}).success
+    assert run_reading_asset(copy, {"vt_dagster/as_of": "2024-01-08T00:00:00Z"}).success
+    assert run_reading_asset(copy, {**asked, "vt_dagster/partial": True}).success
     get = ["get", "prices", "--key", "a", "--warehouse", str(copy.warehouse), "--as-of"]
     refused = CliRunner().invoke(app, [*get, "2024-01-07T23:59:59Z"])
     assert isinstance(refused.exception, StorageError)
@@ -856,7 +858,7 @@ def test_unwritable_warehouse_fails_run(tmp_path: Path, spark: SparkSession) -> 
         assert "expected to write to " in messages(result), blocked
         door.unlink()
     assert run([build_asset(node)], tmp_path / "warehouse").success
-    assert keys(tmp_path, node, spark) == ["a"]
+    assert logged_keys(tmp_path, node, spark) == ["a"]
 
 
 @pytest.mark.parametrize("blocked", ["view", "quarantine"])
@@ -883,7 +885,7 @@ def test_failed_write_after_commit_is_completed_by_next_run(
     )
     door.unlink()
     assert run([build_asset(node)], tmp_path / "warehouse").success
-    assert keys(tmp_path, node, spark) == ["a"]
+    assert logged_keys(tmp_path, node, spark) == ["a"]
     store = AssetStore(str(tmp_path / "warehouse"), node, spark)
     quarantine = store.quarantine()
     assert quarantine is not None

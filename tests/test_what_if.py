@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 LONG = timedelta(days=2)
 
 
-def remembering(market: Market) -> Stream:
+def with_long_history(market: Market) -> Stream:
     """The join of sales with prices, whose history retention covers all sales."""
     return market.sales.left_join(
         replace(market.prices, history_retention=LONG),
@@ -40,7 +40,7 @@ def remembering(market: Market) -> Stream:
     )
 
 
-def everything(market: Market) -> set[Path]:
+def all_files(market: Market) -> set[Path]:
     return {path for path in Path(market.warehouse).rglob("*") if path.is_file()}
 
 
@@ -62,10 +62,10 @@ def test_what_if_equals_full_replay(market: Market, tmp_path: Path) -> None:
     )
     # A killed process has left this directory: no process has this id.
     left = Path(warehouse) / f"what-if.{this_host()}.{2**30}.0a1b2c3d"
-    there = everything(copy)
+    there = all_files(copy)
     left.mkdir()
     found = what_if(warehouse, changed, copy.spark)
-    assert everything(copy) == there
+    assert all_files(copy) == there
     assert not left.exists()
     assert found.remade == ("prices", "priced")
     assert (found.columns_added, found.columns_removed) == (("since",), ())
@@ -100,14 +100,14 @@ def test_what_if_equals_full_replay(market: Market, tmp_path: Path) -> None:
 
 def test_failed_what_if_is_cleaned_up(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path)
-    there = everything(copy)
+    there = all_files(copy)
 
     def tell(line: str) -> None:
         raise KeyboardInterrupt(line)
 
     with pytest.raises(KeyboardInterrupt):
-        what_if(str(copy.warehouse), remembering(copy), copy.spark, tell=tell)
-    assert everything(copy) == there
+        what_if(str(copy.warehouse), with_long_history(copy), copy.spark, tell=tell)
+    assert all_files(copy) == there
     with pytest.raises(StorageError, match="expected also to name inputs to recompute, some of"):
         what_if(str(copy.warehouse), copy.priced, copy.spark, also=["nobody"])
 
@@ -116,7 +116,7 @@ def test_refused_if_versions_have_expired(market: Market, tmp_path: Path) -> Non
     """A replay cannot find prices that expired from the table's history after the live run joined them.
     what_if refuses such a replay instead of reporting these rows as differences."""
     copy = market.copy(tmp_path)
-    there, warehouse = everything(copy), str(copy.warehouse)
+    there, warehouse = all_files(copy), str(copy.warehouse)
     forgotten = (
         "the history of prices covers all records to join again, got records of sales from "
         "2024-01-01T03:00"
@@ -125,7 +125,7 @@ def test_refused_if_versions_have_expired(market: Market, tmp_path: Path) -> Non
         what_if(warehouse, with_settings(copy.priced, {"grace_period": "2h"}), copy.spark)
     with pytest.raises(StorageError, match="Declare a longer history_retention of the table too"):
         what_if(warehouse, copy.priced, copy.spark, also=["prices"])
-    assert everything(copy) == there
+    assert all_files(copy) == there
 
 
 def test_change_budget_fails_command(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:

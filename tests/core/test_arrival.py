@@ -64,7 +64,7 @@ FINE = 7
 
 
 @pytest.fixture(autouse=True)
-def fine(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fine_chunks(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arrival_order, "FINE", FINE)
     with settings(spark, INTERPRETED):
         yield
@@ -92,7 +92,7 @@ def records(spark: SparkSession, seed: int, late: float, waits: tuple[int, int])
     return spark.createDataFrame(rows, schema)
 
 
-def framed(spark: SparkSession, bounds: Bounds) -> Bounds:
+def with_bounds_frame(spark: SparkSession, bounds: Bounds) -> Bounds:
     return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
 
 
@@ -113,8 +113,10 @@ def test_bounds_give_same_lateness_as_per_record_pass(
     before = {0: micros(10), 2: micros(-100)}
     chunk, deadline, moves = F.floor(F.col(ARRIVAL) / FINE), F.col("deadline"), F.col("moves")
     chunks = time_by_chunk(Timed(rows, moves, deadline), chunk).collect()
-    found = framed(spark, Bounds.of(chunks, before))
-    told = framed(spark, found.only(undecided_chunks(rows, deadline, chunk, found).collect()))
+    found = with_bounds_frame(spark, Bounds.of(chunks, before))
+    told = with_bounds_frame(
+        spark, found.only(undecided_chunks(rows, deadline, chunk, found).collect())
+    )
     assert told.near == exact
     known = by_partition(before)
     by_bounds = passed(rows, deadline, known, moves, chunk=chunk, bounds=told)
@@ -123,7 +125,7 @@ def test_bounds_give_same_lateness_as_per_record_pass(
     assert by_bounds.count() == each.count() == rows.count()
     assert each.where(PASSED).isEmpty() != exact
     # If the undecided chunks are not read, the result differs: they matter.
-    blind = framed(spark, Bounds([replace(c, exact=False) for c in told.chunks]))
+    blind = with_bounds_frame(spark, Bounds([replace(c, exact=False) for c in told.chunks]))
     guessed = passed(rows, deadline, known, moves, chunk=chunk, bounds=blind)
     assert guessed.exceptAll(each).isEmpty() != (late > 0.1)
     # Without a stream time before the run, none of the records in order reaches its deadline.

@@ -20,10 +20,10 @@ from tests.core.reference.stream_join import Entry, Row, StreamJoin
 from tests.core.test_stream_stream_join import (
     Case,
     cases_of,
-    declared_anew,
-    pieces,
     records_of,
+    redeclared,
     scenario_of,
+    split_runs,
 )
 from vt_dagster import Stream
 from vt_dagster.conformance.runner import split_into_runs
@@ -109,7 +109,7 @@ def test_split_runs_equal_single_run(
 ) -> None:
     """The last number of a case is how much longer than the grace period ``corrected_for`` is. From
     some run on, all cases have other values of both, and runs use the plans of large runs."""
-    cases, others = [*map(sure, ("left", "right")), *cases], [(0, 12), (0, 12), *others]
+    cases, others = [*map(case_with_retraction, ("left", "right")), *cases], [(0, 12), (0, 12), *others]
     layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, *_) in enumerate(cases)]
     nodes = nodes_of(layouts)
     before = [(w[2], w[2] + longer) for w, *_, longer in cases]
@@ -128,7 +128,7 @@ def test_split_runs_equal_single_run(
     first, then = (corrected(plain, lengths) for lengths in (before, after))
     split, whole = (TopologyTestDriver(first, spark=spark) for _ in range(2))
     runs = [
-        pieces(split_into_runs(each, "run"), at)
+        split_runs(split_into_runs(each, "run"), at)
         for each, (_, _, at, _) in zip(layouts, cases, strict=True)
     ]
     steps = max(map(len, runs))
@@ -136,8 +136,8 @@ def test_split_runs_equal_single_run(
     with pytest.MonkeyPatch.context() as patch:
         for step in range(steps):
             if step == turn:
-                was = final_of(split.table("rows"))
-                declared_anew(split, *plain.inputs, then)
+                was = final_rows(split.table("rows"))
+                redeclared(split, *plain.inputs, then)
                 for module in (arrivals, gate):
                     patch.setattr(module, "CHUNK", -1)
             split.run(inputs_of({n: some[step] for n, some in enumerate(runs) if step < len(some)}))
@@ -146,7 +146,7 @@ def test_split_runs_equal_single_run(
         whole.run(inputs_of({n: range(len(each.scenario.records)) for n, each in enumerate(layouts)}))
         at_once = by_case(whole.table("rows"))
     joined_rows = split.table("rows")
-    found, late, final = by_case(joined_rows), listed(split), final_of(joined_rows)
+    found, late, final = by_case(joined_rows), quarantined_times(split), final_rows(joined_rows)
     waiting = Counter(row["partition"] for row in split.waiting("rows"))
     for number, (each, lengths) in enumerate(zip(layouts, before, strict=True)):
         records, some = records_of(each.scenario), runs[number]
@@ -171,10 +171,10 @@ def test_split_runs_equal_single_run(
         if turn >= steps:
             w = cases[number][0]
             edge = told.now - promise + max(0, *w[:2], w[0] + w[1])
-            assert young(rows, edge) == young(at_once[number], edge), about
+            assert rows_from(rows, edge) == rows_from(at_once[number], edge), about
 
 
-def sure(alone: str) -> Case:
+def case_with_retraction(alone: str) -> Case:
     """A case in which one side's record has a row without a match, which a later run takes back."""
     match = "left" if alone == "right" else "right"
     told = [(alone, "a", 5), (match, "b", 9), (match, "a", 6)]
@@ -193,24 +193,24 @@ def corrected(plain: Any, lengths: Sequence[tuple[int, int]]) -> Any:
 def by_case(rows: Sequence[dict[str, Any]]) -> dict[int, Counter[Any]]:
     found: dict[int, Counter[Any]] = {n: Counter() for n in range(CASES)}
     for row in rows:
-        found[row["scenario"]][told_of(row)] += 1
+        found[row["scenario"]][row_summary(row)] += 1
     return found
 
 
-def final_of(rows: Sequence[dict[str, Any]]) -> dict[int, set[Any]]:
+def final_rows(rows: Sequence[dict[str, Any]]) -> dict[int, set[Any]]:
     """The rows that can no longer change; no two rows have the same values."""
     found: dict[int, set[Any]] = {n: set() for n in range(CASES)}
     for row in rows:
         if row["is_final"]:
-            found[row["scenario"]].add(told_of(row))
+            found[row["scenario"]].add(row_summary(row))
     return found
 
 
-def told_of(row: dict[str, Any]) -> tuple[Any, ...]:
+def row_summary(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["key"], row["value"], millis(row["timestamp"])
 
 
-def listed(driver: TopologyTestDriver) -> dict[int, Counter[int]]:
+def quarantined_times(driver: TopologyTestDriver) -> dict[int, Counter[int]]:
     """The times of the records in quarantine."""
     found: dict[int, Counter[int]] = {n: Counter() for n in range(CASES)}
     rows = driver._stores["rows"].quarantine()  # pyright: ignore[reportPrivateUsage]
@@ -221,7 +221,7 @@ def listed(driver: TopologyTestDriver) -> dict[int, Counter[int]]:
     return found
 
 
-def young(rows: Counter[Any], edge: float) -> Counter[Any]:
+def rows_from(rows: Counter[Any], edge: float) -> Counter[Any]:
     return Counter({row: n for row, n in rows.items() if row[2] >= edge})
 
 

@@ -66,7 +66,7 @@ def numbered(blocks: list[Any]) -> list[Any]:
     ]
 
 
-def newest(rows: list[Record]) -> dict[int, int]:
+def stream_time_by_partition(rows: list[Record]) -> dict[int, int]:
     """Stream time of each partition, milliseconds."""
     times: dict[int, int] = {}
     for row in rows:
@@ -75,7 +75,7 @@ def newest(rows: list[Record]) -> dict[int, int]:
     return times
 
 
-def found(rows: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
+def matched_values(rows: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
     """The value found for each record of a join's table that is younger than ``corrected_for``."""
     return {
         (r["case"], r["left_offset"]): r["found"]
@@ -85,7 +85,9 @@ def found(rows: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
     }
 
 
-def told(driver: TopologyTestDriver, name: str, rows: list[Record]) -> dict[str, Any]:
+def split_independent_results(
+    driver: TopologyTestDriver, name: str, rows: list[Record]
+) -> dict[str, Any]:
     """The results that do not depend on the split into runs. A row's number of corrections does."""
     store = driver._stores[name]  # pyright: ignore[reportPrivateUsage]
     head, refused = store.head(), store.quarantine()
@@ -124,24 +126,29 @@ def test_split_runs_equal_single_run(
         finer.run({"stream": tails(records, second)})
     of_split = {name: split.table(name) for name in names}
     for name in names:
-        assert told(finer, name, finer.table(name)) == told(split, name, of_split[name])
+        assert split_independent_results(finer, name, finer.table(name)) == split_independent_results(
+            split, name, of_split[name]
+        )
     every: dict[str, list[Record]] = {"table": [], "stream": []}
     for rows, records, *_ in blocks:
         every["table"] += placed(rows)
         every["stream"] += placed(records)
     whole.run(every)
     table, stream = split.read("table"), split.read("stream")
-    known, seen = newest(table), newest([r for r in stream if not r["is_tombstone"]])
+    known, seen = (
+        stream_time_by_partition(table),
+        stream_time_by_partition([r for r in stream if not r["is_tombstone"]]),
+    )
     edges = {p: max(known.get(p, -PROMISE), seen.get(p, -PROMISE)) - PROMISE for p in range(PARTITIONS)}
     for name in names:
-        assert found(of_split[name], edges) == found(whole.table(name), edges)
+        assert matched_values(of_split[name], edges) == matched_values(whole.table(name), edges)
     if table and stream:
         expected = by_duckdb(table, stream, edges)
         matched = {k: v for k, v in expected.items() if v is not None}
         every_row = {"left": expected, "inner": matched, "keyed": matched}
         for name, kind in every_row.items():
             if name in names:
-                assert found(of_split[name], edges) == kind
+                assert matched_values(of_split[name], edges) == kind
 
 
 def by_duckdb(table: list[Record], stream: list[Record], edges: dict[int, int]) -> dict[Any, Any]:

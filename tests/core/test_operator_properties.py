@@ -31,7 +31,7 @@ from tests.core.test_split_invariance import (
     placed,
     tails,
 )
-from tests.core.test_stream_stream_join import MS, declared_anew
+from tests.core.test_stream_stream_join import MS, redeclared
 from vt_dagster.core import table_joins
 from vt_dagster.runs import gate, pin
 from vt_dagster.runs.pin import Arrival
@@ -316,7 +316,7 @@ def test_longer_grace_does_not_reopen_windows(spark: SparkSession, rows: str) ->
             for module in (pin, gate):
                 patched.setattr(module, "CHUNK", -1)
         before = run(driver, 100, 101, 103, 120)
-        declared_anew(driver, stream, *results(100))
+        redeclared(driver, stream, *results(100))
         # All windows of these had closed; the second run knows it from the first one's commit.
         assert run(driver, 104) == run(driver, 99, 105) == before
         after = run(driver, 119, 300)

@@ -31,7 +31,7 @@ def recorded(*directories: str) -> list[dict[str, Any]]:
     return [s | s.get("by_design", {}) for s in found]
 
 
-def where(error: dict[str, Any] | None) -> tuple[Any, ...] | None:
+def error_position(error: dict[str, Any] | None) -> tuple[Any, ...] | None:
     """When and at which record an error occurs, if there is one; its name and message may differ."""
     return (error["at"], error.get("trigger")) if error else None
 
@@ -45,7 +45,10 @@ def differences(found: Iterable[dict[str, Any]]) -> list[str]:
             for field in OUTCOME
             if field in scenario and ours.get(field) != scenario[field]
         ]
-        failed, failing = where(ours.get("expected_error")), where(scenario.get("expected_error"))
+        failed, failing = (
+            error_position(ours.get("expected_error")),
+            error_position(scenario.get("expected_error")),
+        )
         if failed != failing:
             told.append(f"{scenario['name']}: error {failed}, recorded {failing}")
     return told

@@ -126,13 +126,13 @@ def test_split_stream_join_gives_same_results(
     sources = {shape[1]: node.name for shape, node in nodes.items() if shape[0] == "stream"}
     joined = next(node.name for node in nodes.values() if node.inputs)
     runs = [
-        pieces(split_into_runs(each, "run"), at)
+        split_runs(split_into_runs(each, "run"), at)
         for each, (_, _, at, _) in zip(layouts, cases, strict=True)
     ]
     steps = max(map(len, runs))
     for step in range(steps):
         if step == turn:
-            declared_anew(driver, *nodes_of(others).values())
+            redeclared(driver, *nodes_of(others).values())
         inputs: dict[str, list[Entry]] = {name: [] for name in sources.values()}
         for number, some in enumerate(runs):
             for i in some[step] if step < len(some) else ():
@@ -159,7 +159,7 @@ def test_split_stream_join_gives_same_results(
         assert driver.metrics(joined, number).get("dropped", 0) == told.dropped
 
 
-def declared_anew(driver: TopologyTestDriver, *nodes: Stream) -> None:
+def redeclared(driver: TopologyTestDriver, *nodes: Stream) -> None:
     """Continues with the existing tables, as a newly deployed code location does."""
     stores = driver._stores  # pyright: ignore[reportPrivateUsage]
     driver.nodes = {node.name: node for node in nodes}
@@ -203,7 +203,7 @@ def records_of(scenario: Scenario) -> list[Entry]:
     return [dict(r) for r in scenario.records]
 
 
-def pieces(runs: Sequence[range], at: set[int]) -> list[range]:
+def split_runs(runs: Sequence[range], at: set[int]) -> list[range]:
     """The same runs, split further."""
     found: list[range] = []
     for one in runs:

@@ -11,7 +11,7 @@ import dagster as dg
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from tests.kafka.topics import Topics
-from tests.market import checks, materialized, messages, run, unchanged
+from tests.market import checks, materialized, messages, observed, run
 from vt_dagster import Stream, WarehouseResource, build_asset, build_checks, build_sensor
 from vt_dagster.kafka import KafkaSource
 from vt_dagster.storage.asset_store import AssetStore
@@ -41,7 +41,7 @@ class Pipeline:
 
     def runs_idle(self, node: Stream, **config: Any) -> None:
         """Requires that a run succeeds and finds no new records."""
-        unchanged(self._succeeds(node, config), node.name)
+        observed(self._succeeds(node, config), node.name)
 
     def _succeeds(self, node: Stream, config: dict[str, Any]) -> dg.ExecuteInProcessResult:
         result = self.execute(node, run_config=self._config(node, config))

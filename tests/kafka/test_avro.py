@@ -44,7 +44,7 @@ left out."""
 BIG = 2**40
 
 
-def whole(value: int) -> bytes:
+def avro_long(value: int) -> bytes:
     rest, found = (value << 1) ^ (value >> 63), bytearray()
     while rest > 0x7F:
         found.append(rest & 0x7F | 0x80)
@@ -52,17 +52,20 @@ def whole(value: int) -> bytes:
     return bytes([*found, rest])
 
 
-def text(value: str) -> bytes:
-    return whole(len(value)) + value.encode()
+def avro_text(value: str) -> bytes:
+    return avro_long(len(value)) + value.encode()
 
 
-def first(k: str, n: int, name: str) -> dict[str, Any]:
-    return {"key": k, "value": framed(11, text(k) + whole(n) + text("g") + text(name))}
+def first_schema_record(k: str, n: int, name: str) -> dict[str, Any]:
+    return {
+        "key": k,
+        "value": framed(11, avro_text(k) + avro_long(n) + avro_text("g") + avro_text(name)),
+    }
 
 
-def second(k: str, n: int, label: str, note: str | None) -> dict[str, Any]:
-    said = whole(0) if note is None else whole(1) + text(note)
-    return {"key": k, "value": framed(12, said + text(label) + text(k) + whole(n))}
+def second_schema_record(k: str, n: int, label: str, note: str | None) -> dict[str, Any]:
+    said = avro_long(0) if note is None else avro_long(1) + avro_text(note)
+    return {"key": k, "value": framed(12, said + avro_text(label) + avro_text(k) + avro_long(n))}
 
 
 @pytest.fixture
@@ -97,22 +100,22 @@ def test_avro_schema_change_on_live_table(
             run_once(node, stores)
 
     registry.subjects[f"{topic}-value"] = [V1]
-    topics.produce(topic, [first("a", 1, "x"), first("b", 2, "y")])
+    topics.produce(topic, [first_schema_record("a", 1, "x"), first_schema_record("b", 2, "y")])
     before = declared("orders", after=False, more="gone")
     run(before)
     # The producers change first: the table ignores fields that it does not declare.
     registry.subjects[f"{topic}-value"].append(V2)
-    topics.produce(topic, [second("a", 3, "z", "lost")])
+    topics.produce(topic, [second_schema_record("a", 3, "z", "lost")])
     run(before[:1])
     (row,) = AssetStore(str(tmp_path), before[0], spark).read().where("k = 'a'").collect()
     assert (row["n"], row["name"], row["gone"]) == (3, "z", None)
     # A column is removed in a separate run: beside a new column, it might be a rename.
-    topics.produce(topic, [first("b", 5, "y")])
+    topics.produce(topic, [first_schema_record("b", 5, "y")])
     live, anew = (declared(name, after=True, more="note") for name in ("orders", "anew"))
     with pytest.raises(StorageError, match="gone is missing and note is new"):
         run(live)
     run(declared("orders", after=False, more=""))
-    topics.produce(topic, [second("d", BIG, "z", "new")])
+    topics.produce(topic, [second_schema_record("d", BIG, "z", "new")])
     run(live)
     run(anew)
     for one, other in zip(live, anew, strict=True):

@@ -68,7 +68,7 @@ def ticks(pipeline: Pipeline, nodes: dict[str, Stream]) -> Iterator[str]:
 
 
 @pytest.fixture
-def children() -> Iterator[list[subprocess.Popen[str]]]:
+def child_processes() -> Iterator[list[subprocess.Popen[str]]]:
     running: list[subprocess.Popen[str]] = []
     yield running
     for child in running:
@@ -76,7 +76,7 @@ def children() -> Iterator[list[subprocess.Popen[str]]]:
         child.wait()
 
 
-def child(module: str, *arguments: str) -> subprocess.Popen[str]:
+def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", f"tests.kafka.{module}", *arguments],
         cwd=REPOSITORY,
@@ -89,7 +89,7 @@ def child(module: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def begins(worker: subprocess.Popen[str]) -> bool:
+def wait_for_run(worker: subprocess.Popen[str]) -> bool:
     """Waits for a worker's next run; False if the sensors request none."""
     assert worker.stdout is not None
     said: list[str] = []
@@ -100,7 +100,7 @@ def begins(worker: subprocess.Popen[str]) -> bool:
     raise AssertionError("".join(said))
 
 
-def tell(worker: subprocess.Popen[str]) -> None:
+def allow_tick(worker: subprocess.Popen[str]) -> None:
     """Lets a worker tick once more."""
     time.sleep(0.5)
     assert worker.stdin is not None
@@ -108,7 +108,7 @@ def tell(worker: subprocess.Popen[str]) -> None:
     worker.stdin.flush()
 
 
-def let_go_on(publisher: subprocess.Popen[str]) -> None:
+def release_publisher(publisher: subprocess.Popen[str]) -> None:
     """Lets a publisher publish its second half; a second call has no effect."""
     assert publisher.stdin is not None
     publisher.stdin.close()
@@ -124,7 +124,7 @@ def test_sensors_and_runs_survive_kills_without_loss(
     broker: KafkaBroker,
     tmp_path: Path,
     spark: SparkSession,
-    children: list[subprocess.Popen[str]],
+    child_processes: list[subprocess.Popen[str]],
     each: int,
     kills: int,
     share: float,
@@ -133,15 +133,15 @@ def test_sensors_and_runs_survive_kills_without_loss(
     are killed in their first run. Then this process consumes the rest, while the second half is
     published."""
     names, most = [topics.create(partitions=PARTITIONS) for _ in range(2)], int(each * share)
-    publisher = child("publisher", broker.bootstrap_servers, *names, str(each))
-    children.append(publisher)
+    publisher = start_child("publisher", broker.bootstrap_servers, *names, str(each))
+    child_processes.append(publisher)
     chance = random.Random(4)
     for _ in range(kills):
-        one = child("worker", str(tmp_path), broker.bootstrap_servers, *names, str(most))
-        children.append(one)
-        while not begins(one):  # all published records are consumed
-            let_go_on(publisher)
-            tell(one)
+        one = start_child("worker", str(tmp_path), broker.bootstrap_servers, *names, str(most))
+        child_processes.append(one)
+        while not wait_for_run(one):  # all published records are consumed
+            release_publisher(publisher)
+            allow_tick(one)
         time.sleep(chance.uniform(0, LONGEST))
         assert one.poll() is None
         os.killpg(one.pid, signal.SIGKILL)
@@ -154,10 +154,10 @@ def test_sensors_and_runs_survive_kills_without_loss(
     while asked or not published:
         published, asked = publisher.poll() is not None, False
         for _ in ticks(disturbed, few_at_a_time):
-            let_go_on(publisher)
+            release_publisher(publisher)
             asked = True
             meanwhile += publisher.poll() is None
-        let_go_on(publisher)
+        release_publisher(publisher)
     assert meanwhile > 0, "runs began while records were published"
     assert publisher.returncode == 0
     at_once = topology(topics, *names, most=None)

@@ -27,7 +27,7 @@ HEAD = "product,price,at\n"
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A store with an empty bucket, and the environment of ``deploy/lake.env.example``."""
     from moto.server import ThreadedMotoServer  # half a second, so not for other tests
 
@@ -47,7 +47,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def lake(topics: Topics, tmp_path: Path, store: Any) -> Iterator[subprocess.Popen[str]]:
+def lake_process(topics: Topics, tmp_path: Path, s3_store: Any) -> Iterator[subprocess.Popen[str]]:
     """The process that runs assets of the lake; it has the jars of the image."""
     (hadoop,) = (Path(pyspark.__file__).parent / "jars").glob("hadoop-client-api-*.jar")
     aws = resolve_maven_jars(f"org.apache.hadoop:hadoop-aws:{hadoop.stem.rpartition('-')[2]}")
@@ -75,19 +75,19 @@ def lake(topics: Topics, tmp_path: Path, store: Any) -> Iterator[subprocess.Pope
 
 
 @pytest.mark.endurance  # the SDK that S3A needs is a download of 686 MB
-def test_lake_runs_on_s3(topics: Topics, store: Any, lake: subprocess.Popen[str]) -> None:
+def test_lake_runs_on_s3(topics: Topics, s3_store: Any, lake_process: subprocess.Popen[str]) -> None:
     """A first, a second and an empty run; two assets at once, and two runs of one asset at once."""
 
     def run(*names: str) -> list[str]:
-        assert lake.stdin is not None
-        assert lake.stdout is not None
-        lake.stdin.write(json.dumps(names) + "\n")
-        lake.stdin.flush()
-        return json.loads(lake.stdout.readline())
+        assert lake_process.stdin is not None
+        assert lake_process.stdout is not None
+        lake_process.stdin.write(json.dumps(names) + "\n")
+        lake_process.stdin.flush()
+        return json.loads(lake_process.stdout.readline())
 
     def price(file: int, price: float, day: int) -> None:
         text = f"{HEAD}apple,{price},2026-01-{day:02d}T00:00:00Z\n"
-        store.pipe_file(f"lake/landing/prices/{file}.csv", text.encode())
+        s3_store.pipe_file(f"lake/landing/prices/{file}.csv", text.encode())
 
     def order(amount: int, day: int) -> None:
         value = {"product": "apple", "amount": amount, "ordered_at": f"2026-01-{day:02d}T12:00:00Z"}

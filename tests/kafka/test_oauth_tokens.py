@@ -70,7 +70,7 @@ def cluster(servers: str, provider: str = PROVIDER, **more: Any) -> KafkaCluster
 
 
 @pytest.fixture(scope="module")
-def published_late(broker: Broker) -> Iterator[Future[Any]]:
+def expired_publication(broker: Broker) -> Iterator[Future[Any]]:
     """The outcome of a record that is published after the token expired. Kafka's client waits ten
     seconds for another token, while other tests run."""
     target = Topics(broker.bootstrap_servers).create()
@@ -85,7 +85,7 @@ def published_late(broker: Broker) -> Iterator[Future[Any]]:
         yield beside.submit(publish)
 
 
-@pytest.mark.usefixtures("published_late")  # starts here, and waits while the tests run
+@pytest.mark.usefixtures("expired_publication")  # starts here, and waits while the tests run
 def test_token_function_serves_both_clients(
     broker: Broker,
     tmp_path: Path,
@@ -207,8 +207,8 @@ def test_refused_when_declared(change: dict[str, Any], told: str) -> None:
     assert told in str(refused.value)
 
 
-def test_token_expired_during_publication(published_late: Future[Any]) -> None:
-    ((failed,),) = (one.to_pylist() for one in published_late.result(60))
+def test_token_expired_during_publication(expired_publication: Future[Any]) -> None:
+    ((failed,),) = (one.to_pylist() for one in expired_publication.result(60))
     assert failed["records"] == 1
     assert failed["partition"] is None
     assert "lower max_records_per_run" in advice_for(failed["error"])

@@ -36,7 +36,7 @@ PASSWORD = "sesame-4711"
 
 
 @pytest.fixture
-def secure(broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch) -> KafkaCluster:
+def secure_cluster(broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch) -> KafkaCluster:
     monkeypatch.setenv("TEST_KAFKA_PASSWORD", PASSWORD)
     return KafkaCluster(
         broker.secure_servers,
@@ -48,12 +48,12 @@ def secure(broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch) -> KafkaCluster
     )
 
 
-def everything_said(instance: dg.DagsterInstance, run_id: str) -> str:
+def all_log_output(instance: dg.DagsterInstance, run_id: str) -> str:
     return "\n".join(str(record) for record in instance.all_logs(run_id))
 
 
 def test_password_is_in_no_file_log_or_message(
-    secure: KafkaCluster,
+    secure_cluster: KafkaCluster,
     topics: Topics,
     tmp_path: Path,
     spark: SparkSession,
@@ -64,17 +64,19 @@ def test_password_is_in_no_file_log_or_message(
     caplog.set_level(logging.INFO)  # at DEBUG, Py4J logs each call with its arguments
     origin, target = topics.create(), topics.create()
     topics.produce(origin, [*records(range(20)), {"value": b"poison"}])
-    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(secure, origin))
-    assets = [build_asset(node), build_publication(node, KafkaSink(secure, target))]
+    node = Stream(
+        "s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(secure_cluster, origin)
+    )
+    assets = [build_asset(node), build_publication(node, KafkaSink(secure_cluster, target))]
     home = tmp_path / "dagster_home"
     home.mkdir()
-    said = [repr(secure), repr(node), str(node.source)]
+    said = [repr(secure_cluster), repr(node), str(node.source)]
     with dg.DagsterInstance.local_temp(str(home)) as instance:
         done = run(assets, tmp_path / "warehouse", instance=instance)
         assert done.success, messages(done)
         assert materialized(done, "s")["records_applied"] == 20
         assert len(topics.consume(target)) == 20
-        said.append(everything_said(instance, done.run_id))
+        said.append(all_log_output(instance, done.run_id))
         # a wrong password, an unknown authority, a variable that is not set: messages without secrets
         monkeypatch.setattr(kafka_cluster, "_SECONDS", 3.0)  # no answer comes, however long it waits
         for wrong, said_of_it in (
@@ -82,15 +84,15 @@ def test_password_is_in_no_file_log_or_message(
             ({"ca_location": None}, "certificate verify failed"),
             ({"password": dg.EnvVar("NO_SUCH_VARIABLE")}, "NO_SUCH_VARIABLE"),
         ):
-            cluster = replace(secure, **wrong)
+            cluster = replace(secure_cluster, **wrong)
             source = KafkaSource(cluster, origin)
             broken = Stream("b", key="k", schema=SCHEMA, timestamp="at", source=source)
             failed = run([build_asset(broken)], tmp_path / "warehouse", instance=instance)
             assert not failed.success
             assert said_of_it in messages(failed)
-            said += [messages(failed), everything_said(instance, failed.run_id)]
+            said += [messages(failed), all_log_output(instance, failed.run_id)]
         said.append(str(tick(node, tmp_path)))
-    spark.read.format("kafka").options(**secure.spark_options()).option(
+    spark.read.format("kafka").options(**secure_cluster.spark_options()).option(
         "subscribe", origin
     ).load().explain(True)
     captured = capfd.readouterr()

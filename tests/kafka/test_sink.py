@@ -25,7 +25,7 @@ from tests.conftest import ConnectServer
 from tests.kafka.conftest import Broker
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
-from tests.market import materialized, messages, run, unchanged
+from tests.market import materialized, messages, observed, run
 from vt_dagster import Stream, Table, build_asset
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError
 from vt_dagster.kafka import Json, KafkaSink, Raw, build_publication
@@ -64,7 +64,7 @@ def run_publication(
     return result
 
 
-def place(message: Message) -> str:
+def log_position(message: Message) -> str:
     """The place of a record in its log, without the log's id."""
     ((name, value),) = message.headers() or []
     assert name == "vt_dagster"
@@ -87,7 +87,7 @@ def test_records_are_published_unchanged(topics: Topics, pipeline: Pipeline) -> 
     pipeline.run(node)
     sink = KafkaSink(topics.cluster, target)
     assert publish(pipeline, node, sink)["records_published"] == 3
-    found = {place(m): m for m in topics.consume(target, 3)}
+    found = {log_position(m): m for m in topics.consume(target, 3)}
     assert sorted(found) == ["t/0/0", "t/0/1", "t/1/0"]
     first, deleted = found["t/0/0"], found["t/0/1"]
     assert json.loads(first.value() or b"") == {"k": "a", "n": 1, "at": "2020-01-01T00:00:05.000000Z"}
@@ -96,7 +96,7 @@ def test_records_are_published_unchanged(topics: Topics, pipeline: Pipeline) -> 
     assert deleted.value() is None
     assert deleted.timestamp()[1] == 1_700_000_000_123
     assert (deleted.partition(), deleted.key()) == (first.partition(), first.key())
-    unchanged(run_publication(pipeline, node, sink), f"{node.name}_to_kafka")
+    observed(run_publication(pipeline, node, sink), f"{node.name}_to_kafka")
     # the published topic can be consumed as a source
     back = pipeline.source(topics, target, key=Json())
     again = Table("u", key="k", schema=SCHEMA, timestamp="at", source=back)
@@ -163,7 +163,7 @@ def test_killed_publication_repeats_no_record(
     for one, target in killed:
         assert len(topics.consume(target, 2)) == 100
         publish(one, node, KafkaSink(topics.cluster, target))
-        places = [place(m) for m in topics.consume(target, 2)]
+        places = [log_position(m) for m in topics.consume(target, 2)]
         assert sorted(places) == sorted(f"s/{p}/{o}" for p in (0, 1) for o in range(50))
     topics.produce(origin, records([7], partition=1))
     one, target = killed[-1]
@@ -172,7 +172,7 @@ def test_killed_publication_repeats_no_record(
     # in each topic partition, records of one log partition keep their order
     found = topics.consume(target, 2)
     for partition in (0, 1):
-        mine = [place(m).split("/") for m in found if m.partition() == partition]
+        mine = [log_position(m).split("/") for m in found if m.partition() == partition]
         for home in ("0", "1"):
             offsets = [int(offset) for _, p, offset in mine if p == home]
             assert offsets == sorted(offsets)

@@ -57,22 +57,22 @@ def moment(micros: int) -> str:
     return in_utc(micros)
 
 
-def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
+def sorted_rows(rows: pa.Table) -> list[tuple[Any, ...]]:
     columns = sorted(rows.column_names)
     values = [rows.column(c).to_pylist() for c in columns]
     return sorted(zip(*values, strict=True), key=repr)
 
 
-def answer(warehouse: str, name: str, known: str | None, **asked: Any) -> Any:
+def read_rows(warehouse: str, name: str, known: str | None, **asked: Any) -> Any:
     """The rows of a read, or the text of its error."""
     try:
         rows = vt_dagster.read(name, warehouse=warehouse, as_known_at=known, **asked)
     except StorageError as error:
         return str(error)
-    return in_order(rows)
+    return sorted_rows(rows)
 
 
-def questions(kind: str) -> list[dict[str, Any]]:
+def read_requests(kind: str) -> list[dict[str, Any]]:
     asked: list[dict[str, Any]] = [{"what": "log"}, {"what": "log", "key": "a"}]
     if kind != "stream":
         asked += [{}, {"key": "b"}]
@@ -164,7 +164,7 @@ QUIET = {"delta.enableExpiredLogCleanup": "false"}
 
 
 @contextmanager
-def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
+def temporary_log(kind: str, noted: bool = True) -> Iterator[Log]:
     with TemporaryDirectory() as root:
         yield Log(Path(root), kind, noted)
 
@@ -179,7 +179,7 @@ def test_as_known_at_equals_copy_of_that_time(
     """Records are out of order, late, deleted, replaced or expired. A read as known at the time of a
     run, or shortly before the next, gives the rows of then. The view is of any batch; maintenance has
     removed commits."""
-    with a_log(kind) as log:
+    with temporary_log(kind) as log:
         root, then = str(log.root), list[tuple[int, list[Any]]]()
         for number, (records, with_view) in enumerate(drawn):
             commit = log.run(records)
@@ -187,18 +187,18 @@ def test_as_known_at_equals_copy_of_that_time(
                 log.write_view(commit)
             if number == cleaned:
                 DeltaTable(log.root / "t" / "log").create_checkpoint()
-            then.append((log.recorded, [answer(root, "t", None, **q) for q in questions(kind)]))
+            then.append((log.recorded, [read_rows(root, "t", None, **q) for q in read_requests(kind)]))
         remove_commits(str(log.root / "t" / "log"), timedelta(0))
         left = delta.versions(str(log.root / "t" / "log"))
         assert left[0] == min(cleaned, len(drawn)) if cleaned < len(drawn) else not left[0]
         for recorded, answers in then:
             for known in (recorded, recorded + MINUTE - 1):
-                found = [answer(root, "t", moment(known), **q) for q in questions(kind)]
+                found = [read_rows(root, "t", moment(known), **q) for q in read_requests(kind)]
                 assert found == answers, moment(known)
-        assert "no data existed before it" in answer(root, "t", moment(then[0][0] - 1))
+        assert "no data existed before it" in read_rows(root, "t", moment(then[0][0] - 1))
 
 
-def versions_by_the_rules(rows: Sequence[dict[str, Any]], now: dict[int, int]) -> Counter[Any]:
+def expected_versions(rows: Sequence[dict[str, Any]], now: dict[int, int]) -> Counter[Any]:
     """The versions of a log by FORMAT 4.1: ``k, n, valid_from, valid_to`` (n is null: deleted)."""
     found = Counter[Any]()
     for k in {row["k"] for row in rows}:
@@ -210,7 +210,7 @@ def versions_by_the_rules(rows: Sequence[dict[str, Any]], now: dict[int, int]) -
     return found
 
 
-def gets_by_the_rules(versions: Counter[Any], at: int, now: dict[int, int]) -> Counter[Any]:
+def expected_gets(versions: Counter[Any], at: int, now: dict[int, int]) -> Counter[Any]:
     """The rows as of a time by FORMAT 4.1.4: before the horizon, only versions still current."""
     return Counter(
         (k, n, begin, end)
@@ -229,7 +229,7 @@ def test_versions_as_known_at_and_diffs_follow_format_rules(seed: int) -> None:
         times = [[micros_of(row[c]) for c in ("valid_from", "valid_to")] for row in rows]
         return Counter((row["k"], row["n"], *of) for row, of in zip(rows, times, strict=True))
 
-    with a_log("versioned") as log:
+    with temporary_log("versioned") as log:
         root, records = str(log.root), list[dict[str, Any]]()
         for run in range(4):
             some = [
@@ -241,7 +241,7 @@ def test_versions_as_known_at_and_diffs_follow_format_rules(seed: int) -> None:
             records = [{**row, "timestamp": micros_of(row["timestamp"])} for row in records]
             records.sort(key=lambda row: (row["partition"], row["offset"]))
             now = dict(log.stream_time)
-            then.append((log.recorded, now, versions_by_the_rules(records, now)))
+            then.append((log.recorded, now, expected_versions(records, now)))
             if chance.random() < 0.5:
                 log.write_view(commit)
         for recorded, now, versions in then:
@@ -249,7 +249,7 @@ def test_versions_as_known_at_and_diffs_follow_format_rules(seed: int) -> None:
             edges = {h + more for h in (t - RETENTION for t in now.values()) for more in (-1, 0, 1)}
             for at in edges | {t for _, _, t, _ in versions}:
                 about: dict[str, Any] = {"as_of": moment(at), "partial": True}
-                assert known(recorded, **about) == gets_by_the_rules(versions, at, now)
+                assert known(recorded, **about) == expected_gets(versions, at, now)
             for other, _, others in then:
                 told = table_diff(root, Side("t", moment(recorded)), Side("t", moment(other)))
                 assert told.rows == (versions.total(), others.total())
@@ -321,7 +321,7 @@ def land_all(topology: Topology) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def told(
+def recorded_log(
     spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Topology, list[tuple[int, list[Any]]]]:
     """``rates`` and a plain table of the same records, with the answers after each run."""
@@ -338,7 +338,7 @@ def told(
                 run_once(plain, stores_of(topology.warehouse, spark))
             head = topology.store("rates", spark).head()
             assert head is not None
-            then.append((head.commit.recorded_at, answers_of(topology)))
+            then.append((head.commit.recorded_at, read_all_requests(topology)))
     return topology, then
 
 
@@ -348,8 +348,8 @@ def plain_of(topology: Topology) -> Table:
     return Table("plain", key="k", schema=topology.rates.schema, **about)
 
 
-def answers_of(topology: Topology, known: str | None = None) -> list[Any]:
-    return [answer(topology.warehouse, "rates", known, **q) for q in questions("versioned")]
+def read_all_requests(topology: Topology, known: str | None = None) -> list[Any]:
+    return [read_rows(topology.warehouse, "rates", known, **q) for q in read_requests("versioned")]
 
 
 def as_of_8(topology: Topology, known: int) -> list[int]:
@@ -358,8 +358,10 @@ def as_of_8(topology: Topology, known: int) -> list[int]:
     return rows.column("n").to_pylist()
 
 
-def test_late_record_changes_past_reads(told: tuple[Topology, list[tuple[int, list[Any]]]]) -> None:
-    topology, then = told
+def test_late_record_changes_past_reads(
+    recorded_log: tuple[Topology, list[tuple[int, list[Any]]]],
+) -> None:
+    topology, then = recorded_log
     before, after = then[1][0], then[2][0]
     assert (as_of_8(topology, before), as_of_8(topology, after)) == ([2], [9])
     assert as_of_8(topology, after - 1) == [2]
@@ -376,9 +378,9 @@ def test_late_record_changes_past_reads(told: tuple[Topology, list[tuple[int, li
 
 
 def test_each_row_has_its_system_time(
-    told: tuple[Topology, list[tuple[int, list[Any]]]],
+    recorded_log: tuple[Topology, list[tuple[int, list[Any]]]],
 ) -> None:
-    topology, then = told
+    topology, then = recorded_log
     rows = vt_dagster.read("rates", warehouse=topology.warehouse, what="log")
     times = {int(t.timestamp() * 1e6 + 0.5) for t in rows.column(RECORDED_AT).to_pylist()}
     assert times == {t for t, _ in then}
@@ -390,18 +392,21 @@ def test_each_row_has_its_system_time(
 
 
 def test_replay_keeps_system_times(
-    told: tuple[Topology, list[tuple[int, list[Any]]]], spark: SparkSession, tmp_path: Path
+    recorded_log: tuple[Topology, list[tuple[int, list[Any]]]], spark: SparkSession, tmp_path: Path
 ) -> None:
     """A replay keeps ``recorded_at`` of each record, unless ``keep_recorded=False``. Here maintenance
     has removed some commits of the original."""
-    topology, then = told
+    topology, then = recorded_log
     warehouse = shutil.copytree(topology.warehouse, tmp_path / "copy")
     DeltaTable(warehouse / "rates" / "log").create_checkpoint()
     remove_commits(str(warehouse / "rates" / "log"), timedelta(0))
     again = replay(str(warehouse), topology.rates, "again", spark)
     assert [one.recorded_at for one in commit_log.commits(again.root)] == [t for t, _ in then]
     for recorded, answers in then:
-        found = [answer(str(warehouse), "again", moment(recorded), **q) for q in questions("versioned")]
+        found = [
+            read_rows(str(warehouse), "again", moment(recorded), **q)
+            for q in read_requests("versioned")
+        ]
         assert [str(one).replace("again", "rates") for one in found] == [str(one) for one in answers]
     now = replay(str(warehouse), topology.rates, "now", spark, keep_recorded=False)
     (commit,) = commit_log.commits(now.root)
@@ -410,13 +415,13 @@ def test_replay_keeps_system_times(
 
 @pytest.mark.parametrize("maintained", [False, True])
 def test_spark_equals_arrow(
-    told: tuple[Topology, list[tuple[int, list[Any]]]],
+    recorded_log: tuple[Topology, list[tuple[int, list[Any]]]],
     spark: SparkSession,
     tmp_path: Path,
     maintained: bool,
 ) -> None:
     """Spark and Arrow give the same answers, also after compaction and the removal of commits."""
-    topology, then = told
+    topology, then = recorded_log
     if maintained:
         topology = Topology(Path(shutil.copytree(topology.root, tmp_path / "copy")))
         for part in ("log", "view"):
@@ -430,16 +435,16 @@ def test_spark_equals_arrow(
         assert len(delta.versions(f"{topology.warehouse}/rates/log")) < 5
     store = topology.store("rates", spark)
     for recorded, answers in then:
-        assert answers_of(topology, moment(recorded)) == answers
+        assert read_all_requests(topology, moment(recorded)) == answers
     for recorded, answers in then[1::2] if maintained else then[::2]:
-        for asked, expected in list(zip(questions("versioned"), answers, strict=True))[::3]:
+        for asked, expected in list(zip(read_requests("versioned"), answers, strict=True))[::3]:
             if isinstance(expected, str) or "key" in asked:
                 continue
             asked = {"what": None, "as_of": None, "partial": False, **asked}
-            assert in_order(store.read(**asked, as_known_at=moment(recorded)).toArrow()) == expected
+            assert sorted_rows(store.read(**asked, as_known_at=moment(recorded)).toArrow()) == expected
     known = {"warehouse": topology.warehouse, "as_known_at": moment(then[2][0])}
     by_spark = vt_dagster.read("plain", into="spark", **known)
-    assert in_order(by_spark.toArrow()) == in_order(vt_dagster.read("plain", **known))
+    assert sorted_rows(by_spark.toArrow()) == sorted_rows(vt_dagster.read("plain", **known))
 
 
 def test_log_without_recorded_at_uses_delta_time(tmp_path: Path, spark: SparkSession) -> None:
@@ -451,7 +456,7 @@ def test_log_without_recorded_at_uses_delta_time(tmp_path: Path, spark: SparkSes
     shutil.copytree(tmp_path / "made" / "t", tmp_path / "warehouse" / "rates")
     first, second = commit_log.commits(f"{topology.warehouse}/rates")
     assert first.recorded_at <= second.recorded_at
-    then = answers_of(topology)
+    then = read_all_requests(topology)
     topology.land("rates", "1.jsonl", [("a", 9, 2), ("c", 1, 4)])
     receipt = topology.run("rates", spark)
     assert receipt.commit is not None
@@ -459,7 +464,7 @@ def test_log_without_recorded_at_uses_delta_time(tmp_path: Path, spark: SparkSes
     rows = vt_dagster.read("rates", warehouse=topology.warehouse, what="versions")
     noted = {(r["k"], r["n"]): r[RECORDED_AT] is not None for r in rows.to_pylist()}
     assert noted == {("a", 1): False, ("a", 9): True, ("a", 2): False, ("b", 1): False, ("c", 1): True}
-    now = answers_of(topology, moment(receipt.commit.recorded_at - 1))
+    now = read_all_requests(topology, moment(receipt.commit.recorded_at - 1))
     # The old rows now have the column, with null.
     assert [len(one) for one in now] == [len(one) for one in then]
     in_stream = topology.store("rates", spark).read("versions", as_known_at=moment(second.recorded_at))
@@ -481,9 +486,9 @@ def test_recorded_at_never_goes_back(tmp_path: Path, spark: SparkSession) -> Non
 
 
 def test_key_lookup_as_known_at_needs_no_jvm(
-    told: tuple[Topology, list[tuple[int, list[Any]]]],
+    recorded_log: tuple[Topology, list[tuple[int, list[Any]]]],
 ) -> None:
-    topology, then = told
+    topology, then = recorded_log
     code = (
         "import sys, vt_dagster\n"
         f"rows = vt_dagster.read('rates', warehouse={topology.warehouse!r}, key='a', "

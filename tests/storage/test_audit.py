@@ -28,9 +28,9 @@ THIRD = [("a", 1, 2.7), ("c", 2, 2.8)]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def two_runs(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     """``rates`` after two runs whose records are in order, in segments of a few versions."""
-    topology = Topology(tmp_path_factory.mktemp("two"))
+    topology = Topology(tmp_path_factory.mktemp("two_runs"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
         topology.land("rates", "1.jsonl", [("a", i, i / 10) for i in range(20)])
@@ -41,9 +41,9 @@ def two(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(two: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def three_runs(two_runs: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     """``rates`` after a third run, in order too."""
-    topology = Topology(Path(shutil.copytree(two, tmp_path_factory.mktemp("ran") / "copy")))
+    topology = Topology(Path(shutil.copytree(two_runs, tmp_path_factory.mktemp("three_runs") / "copy")))
     topology.land("rates", "3.jsonl", THIRD)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
@@ -52,16 +52,20 @@ def ran(two: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
 
 
 @pytest.fixture
-def after_three(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
+def topology_after_third_run(
+    three_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Topology:
     monkeypatch.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
-    return Topology(Path(shutil.copytree(ran, tmp_path / "copy")))
+    return Topology(Path(shutil.copytree(three_runs, tmp_path / "copy")))
 
 
 @pytest.fixture
-def three(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
+def topology_before_third_run(
+    two_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Topology:
     """``rates`` after two runs; the third file has landed, but no run has consumed it."""
     monkeypatch.setattr(view, "SEGMENT_ROWS", SEGMENT_ROWS)
-    topology = Topology(Path(shutil.copytree(two, tmp_path / "copy")))
+    topology = Topology(Path(shutil.copytree(two_runs, tmp_path / "copy")))
     topology.land("rates", "3.jsonl", THIRD)
     return topology
 
@@ -78,7 +82,7 @@ def findings(store: AssetStore) -> dict[str, Finding]:
     return {f.name: f for f in audit(store, f"run of {store.node.name}")}
 
 
-def bad(found: list[Finding] | dict[str, Finding]) -> set[str]:
+def failed_checks(found: list[Finding] | dict[str, Finding]) -> set[str]:
     return {f.name for f in (found.values() if isinstance(found, dict) else found) if not f.passed}
 
 
@@ -106,61 +110,67 @@ def view_of(store: AssetStore) -> DataFrame:
 FIRST = f"{SEGMENT} = 0"
 
 
-def spoiled(rows: DataFrame) -> DataFrame:
+def with_duplicate_version(rows: DataFrame) -> DataFrame:
     """The rows of the first segment, one version of which is there twice."""
     first = rows.where(FIRST)
     again = first.orderBy("valid_from").limit(1)
     return first.unionByName(again)
 
 
-def test_unchanged_segments_are_not_audited_again(three: Topology, spark: SparkSession) -> None:
+def test_unchanged_segments_are_not_audited_again(
+    topology_before_third_run: Topology, spark: SparkSession
+) -> None:
     """The audit of a run skips segments that the run left unchanged, after another program's compaction
     too. An audit of everything finds the fault in such a segment."""
-    store = three.store("rates", spark)
+    store = topology_before_third_run.store("rates", spark)
     spark.sql(f"OPTIMIZE delta.`{store.view_path}`")
-    overwrite(store.view_path, spoiled(view_of(store)), 0)
-    found = findings(run(three, three.rates, spark))
-    assert bad(found) == set()
+    overwrite(store.view_path, with_duplicate_version(view_of(store)), 0)
+    found = findings(run(topology_before_third_run, topology_before_third_run.rates, spark))
+    assert failed_checks(found) == set()
     assert {f.looked_at for f in found.values()} == {"changes of batch 3"}
     assert found["every_record_is_accounted_for"].numbers["rows_in_log"] == 24
     everything = audit(store)
-    assert bad(everything) == {"one_version_per_key_and_timestamp"}
+    assert failed_checks(everything) == {"one_version_per_key_and_timestamp"}
     assert {f.looked_at for f in everything} == {"everything"}
     # an empty run commits nothing: its audit checks everything
-    assert bad(audit(store, "another run")) == bad(everything)
+    assert failed_checks(audit(store, "another run")) == failed_checks(everything)
 
 
 def test_segments_rewritten_by_out_of_order_run_are_audited(
-    three: Topology, spark: SparkSession
+    topology_before_third_run: Topology, spark: SparkSession
 ) -> None:
-    three.land("rates", "3.jsonl", [("a", 1, 0.05)])
-    store = run(three, three.rates, spark)
-    assert bad(findings(store)) == set()
-    overwrite(store.view_path, spoiled(view_of(store)), 0)
+    topology_before_third_run.land("rates", "3.jsonl", [("a", 1, 0.05)])
+    store = run(topology_before_third_run, topology_before_third_run.rates, spark)
+    assert failed_checks(findings(store)) == set()
+    overwrite(store.view_path, with_duplicate_version(view_of(store)), 0)
     found = findings(store)
-    assert bad(found) == {"one_version_per_key_and_timestamp"}
+    assert failed_checks(found) == {"one_version_per_key_and_timestamp"}
     assert {f.looked_at for f in found.values()} == {"changes of batch 3"}
 
 
-def test_foreign_write_triggers_full_audit(three: Topology, spark: SparkSession) -> None:
-    store = three.store("rates", spark)
-    rows = spoiled(view_of(store))
+def test_foreign_write_triggers_full_audit(
+    topology_before_third_run: Topology, spark: SparkSession
+) -> None:
+    store = topology_before_third_run.store("rates", spark)
+    rows = with_duplicate_version(view_of(store))
     writer = rows.write.format("delta").mode("overwrite").option("replaceWhere", FIRST)
     writer.save(store.view_path)
-    found = findings(run(three, three.rates, spark))
-    assert bad(found) == {"one_version_per_key_and_timestamp"}
+    found = findings(run(topology_before_third_run, topology_before_third_run.rates, spark))
+    assert failed_checks(found) == {"one_version_per_key_and_timestamp"}
     assert {f.looked_at for f in found.values()} == {"everything"}
 
 
-def test_run_with_only_late_records_skips_view(after_three: Topology, spark: SparkSession) -> None:
+def test_run_with_only_late_records_skips_view(
+    topology_after_third_run: Topology, spark: SparkSession
+) -> None:
     """The run commits a batch without rows. The view is unchanged, so the audit does not read it."""
-    after_three.land("rates", "4.jsonl", [("a", 1, -60)])
-    store = run(after_three, after_three.rates, spark)
+    topology_after_third_run.land("rates", "4.jsonl", [("a", 1, -60)])
+    store = run(topology_after_third_run, topology_after_third_run.rates, spark)
     head = store.head()
     assert head is not None
     assert (head.commit.batch, head.commit.counts["late"]) == (4, 1)
     found = findings(store)
-    assert bad(found) == set()
+    assert failed_checks(found) == set()
     assert {f.looked_at for f in found.values()} == {
         "changes of batch 4",
         "nothing: the view is unchanged since the last audit",
@@ -169,8 +179,10 @@ def test_run_with_only_late_records_skips_view(after_three: Topology, spark: Spa
     assert found["every_record_is_accounted_for"].numbers["rows_in_quarantine_late"] == 1
 
 
-def test_lost_or_duplicated_record_is_found(after_three: Topology, spark: SparkSession) -> None:
-    store = after_three.store("rates", spark)
+def test_lost_or_duplicated_record_is_found(
+    topology_after_third_run: Topology, spark: SparkSession
+) -> None:
+    store = topology_after_third_run.store("rates", spark)
     log = store.read("log").localCheckpoint()
     overwrite(store.log_path, log.where("k != 'c'"))
     found = findings(store)["every_record_is_accounted_for"]
@@ -204,14 +216,14 @@ def test_results_contradicting_previous_run_are_found(tmp_path: Path, spark: Spa
         for node in (topology.orders, topology.priced, counts, final):
             run(topology, node, spark)
     priced, released = topology.store("priced", spark), AssetStore(topology.warehouse, final, spark)
-    assert bad(findings(priced)) == bad(findings(released)) == set()
+    assert failed_checks(findings(priced)) == failed_checks(findings(released)) == set()
     log = priced.read("log").localCheckpoint()
     assert log.count() == 4
     early = F.lit((EPOCH + timedelta(minutes=2)).isoformat()).cast("timestamp")
     moment = F.when(F.col("n") == 12, early).otherwise(F.col("timestamp"))
     overwrite(priced.log_path, log.withColumn("timestamp", moment))
     found = findings(priced)
-    assert bad(found) == {"timestamps_do_not_decrease"}
+    assert failed_checks(found) == {"timestamps_do_not_decrease"}
     assert found["timestamps_do_not_decrease"].looked_at == "changes of batch 2"
     log = released.read("log").localCheckpoint()
     assert log.count() == 3
@@ -219,5 +231,5 @@ def test_results_contradicting_previous_run_are_found(tmp_path: Path, spark: Spa
     again = log.where("`offset` = 0").drop("offset").crossJoin(last.select("offset"))
     overwrite(released.log_path, log.where("`offset` < 2").unionByName(again))
     found = findings(released)
-    assert bad(found) == {"one_result_per_window"}
+    assert failed_checks(found) == {"one_result_per_window"}
     assert found["one_result_per_window"].looked_at == "changes of batch 2"

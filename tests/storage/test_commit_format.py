@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vt_dagster
-from tests.log_writer import Written, document
+from tests.log_writer import LogWriter, document
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.warehouse_overview import overview
 from vt_dagster.provenance.explain import explain
@@ -33,7 +33,7 @@ def edit(log: Path, version: int, **changes: Any) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    prices = Written(tmp_path)
+    prices = LogWriter(tmp_path)
     prices.run([("apple", "1", 0)], recorded=1)
     prices.run([("apple", "2", 5)], recorded=6)
     return prices.path
@@ -69,7 +69,7 @@ def test_other_commit_format_is_refused(
 
 
 def test_other_assets_stay_readable(log: Path) -> None:
-    Written(log.parent.parent, "rates").run([("usd", "1", 0)], recorded=1)
+    LogWriter(log.parent.parent, "rates").run([("usd", "1", 0)], recorded=1)
     edit(log, 1, format=2, release="9.9.0")
     found = {one.name: one.trouble for one in overview(str(log.parent.parent))}
     assert found["rates"] == ""

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from tests.storage.test_erase import ERIN, left
+from tests.storage.test_erase import ERIN, files_with_key
 from vt_dagster import FilesSource, Stream
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain import Explainer
@@ -96,7 +96,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def shop_template(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     """Most of the first orders and payments have a row without a match; then a late payment lands."""
     shop = Shop(tmp_path_factory.mktemp("shop"))
     shop.land(
@@ -110,8 +110,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
 
 
 @pytest.fixture
-def shop(made: Path, tmp_path: Path) -> Shop:
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+def shop(shop_template: Path, tmp_path: Path) -> Shop:
+    shutil.copytree(shop_template, tmp_path, dirs_exist_ok=True)
     return Shop(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_restate_and_erase_of_corrected_stream_join(shop: Shop, spark: SparkSess
     assert [shop.sum_of(k) for k in (ERIN, "bob")] == [[(1, 21)], [(1, 25)]]
     before = shop.known()
     erase(shop.warehouse, shop.payments, spark, **about)
-    assert left(Path(shop.warehouse), "orders") == []
+    assert files_with_key(Path(shop.warehouse), "orders") == []
     assert shop.rows(ERIN) == set()
     assert shop.known() == before
     assert shop.findings(spark) == []

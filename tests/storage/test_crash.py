@@ -36,9 +36,9 @@ MADE = ("priced", "corrected", "counts")
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def before_kill(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     """The state before the killed run: each asset has one batch, and the second files have landed."""
-    root = tmp_path_factory.mktemp("prepared")
+    root = tmp_path_factory.mktemp("before_kill")
     topology = Topology(root)
     land_first(topology)
     # an order whose row is corrected later, and one for which a rate comes too late
@@ -52,25 +52,29 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> P
 
 
 @pytest.fixture(scope="module")
-def rated(prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def after_rates_run(
+    before_kill: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
+) -> Path:
     """The state after the second run of ``rates``: the derived assets have new input."""
-    topology = _copy(prepared, tmp_path_factory.mktemp("rated"))
+    topology = _copy(before_kill, tmp_path_factory.mktemp("after_rates_run"))
     topology.run("rates", spark)
     return topology.root
 
 
 @pytest.fixture(scope="module")
-def finished(rated: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def after_all_runs(
+    after_rates_run: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
+) -> Path:
     """The state after an undisturbed run of each derived asset."""
-    topology = _copy(rated, tmp_path_factory.mktemp("finished"))
+    topology = _copy(after_rates_run, tmp_path_factory.mktemp("after_all_runs"))
     for name in MADE:
         topology.run(name, spark)
     return topology.root
 
 
 @pytest.fixture(scope="module")
-def undisturbed(finished: Path, spark: SparkSession) -> dict[str, Any]:
-    topology = Topology(finished)
+def undisturbed_tables(after_all_runs: Path, spark: SparkSession) -> dict[str, Any]:
+    topology = Topology(after_all_runs)
     found = {name: topology.tables(name, spark) for name in ("rates", *MADE)}
     totals = found["corrected"]["commit"][-1]
     assert (totals["corrected"], totals["corrections_too_late"]) == (1, 1)
@@ -128,14 +132,14 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(
-    prepared: Path,
-    rated: Path,
-    finished: Path,
+    before_kill: Path,
+    after_rates_run: Path,
+    after_all_runs: Path,
     tmp_path_factory: pytest.TempPathFactory,
     connect_server: ConnectServer,
 ) -> Killed:
     """One process forks for all cases, because the imports take longer than a run."""
-    states = prepared, rated, finished
+    states = before_kill, after_rates_run, after_all_runs
     found = Killed(tmp_path_factory.mktemp("killed"), states, connect_server.address)
     sources = [("rates", point) for point in SOURCE_POINTS]
     found.kill([*sources, *MADE_POINTS, READ_AFTER])
@@ -147,11 +151,11 @@ def killed(
     [*SOURCE_POINTS, *(pytest.param(one, marks=pytest.mark.endurance) for one in MORE_SOURCE_POINTS)],
 )
 def test_killed_source_run_leaves_no_trace(
-    point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
+    point: str, killed: Killed, undisturbed_tables: dict[str, Any], spark: SparkSession
 ) -> None:
     topology = killed.at("rates", point)
     topology.run("rates", spark)
-    assert topology.tables("rates", spark) == undisturbed["rates"]
+    assert topology.tables("rates", spark) == undisturbed_tables["rates"]
     assert topology.run("rates", spark).commit is None
 
 
@@ -160,28 +164,28 @@ def test_killed_source_run_leaves_no_trace(
     [*MADE_POINTS, *(pytest.param(*one, marks=pytest.mark.endurance) for one in MORE_POINTS)],
 )
 def test_killed_derived_run_leaves_no_trace(
-    asset: str, point: str, killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
+    asset: str, point: str, killed: Killed, undisturbed_tables: dict[str, Any], spark: SparkSession
 ) -> None:
     topology = killed.at(asset, point)
     topology.run(asset, spark)
-    assert topology.tables(asset, spark) == undisturbed[asset]
+    assert topology.tables(asset, spark) == undisturbed_tables[asset]
     assert topology.run(asset, spark).commit is None
 
 
 def test_reader_completes_killed_run(
-    killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
+    killed: Killed, undisturbed_tables: dict[str, Any], spark: SparkSession
 ) -> None:
     """The run of ``rates`` is killed right after its commit, so quarantine and view lack the batch. The
     next run of the join reads the committed rows nevertheless."""
     topology = killed.at(*READ_AFTER)
     topology.run("priced", spark)
-    assert topology.tables("priced", spark) == undisturbed["priced"]
-    assert topology.tables("rates", spark) == undisturbed["rates"]
+    assert topology.tables("priced", spark) == undisturbed_tables["priced"]
+    assert topology.tables("rates", spark) == undisturbed_tables["rates"]
 
 
 @pytest.mark.endurance  # test_erase.py stops one at four steps, by an exception that nothing handles
 def test_killed_erase_is_completed_by_next_erase(
-    killed: Killed, undisturbed: dict[str, Any], spark: SparkSession
+    killed: Killed, undisturbed_tables: dict[str, Any], spark: SparkSession
 ) -> None:
     """At the kill, only the log of the stream has lost the key. A second erase completes the first."""
     topology = killed.at(*ERASED)
@@ -196,7 +200,7 @@ def test_killed_erase_is_completed_by_next_erase(
         assert "b" not in keys
         assert (None in keys) == (name == "corrected")  # its rows have another key, and stay
         assert [f for f in audit(store) if not f.passed] == []
-    others = [r for r in undisturbed["corrected"]["view"] if r["k"] != "b"]
+    others = [r for r in undisturbed_tables["corrected"]["view"] if r["k"] != "b"]
     assert topology.tables("corrected", spark)["view"] == others
 
 

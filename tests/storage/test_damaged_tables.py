@@ -40,7 +40,7 @@ NAMES = ("rates", "orders", "priced")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def template(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     """Two batches of each of ``NAMES``; ``backup`` is the warehouse after the first."""
     topology = Topology(tmp_path_factory.mktemp("damage"))
     topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 1), (None, 1, 1)])
@@ -56,8 +56,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
 
 
 @pytest.fixture
-def topology(made: Path, tmp_path: Path) -> Topology:
-    shutil.copytree(made, tmp_path / "copy")
+def topology(template: Path, tmp_path: Path) -> Topology:
+    shutil.copytree(template, tmp_path / "copy")
     return Topology(tmp_path / "copy")
 
 
@@ -80,7 +80,7 @@ def rows(topology: Topology, name: str, what: str = "log") -> list[Any]:
     return sorted(map(repr, found.drop_columns(["recorded_at", "partition", "offset"]).to_pylist()))
 
 
-def empty(path: Path) -> None:
+def truncate_to_nothing(path: Path) -> None:
     path.write_bytes(b"")
 
 
@@ -88,7 +88,7 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def another(path: Path) -> None:
+def write_other_columns(path: Path) -> None:
     """A valid file with other columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -114,7 +114,7 @@ def test_damaged_data_file_is_reported_by_each_reader(
     consumer = topology.priced if table == "log" else topology.rates
     topology.land("rates", "3.jsonl", [("a", 5, 8)])
     before, content = topology.store(reader, spark).head(), file.read_bytes()
-    for damage in (empty, cut_in_half, another, Path.unlink):
+    for damage in (truncate_to_nothing, cut_in_half, write_other_columns, Path.unlink):
         file.write_bytes(content)
         damage(file)
         for use in (
@@ -140,7 +140,7 @@ def test_damaged_state_is_reported(topology: Topology, spark: SparkSession) -> N
     content = state.read_bytes()
     topology.land("orders", "3.jsonl", [("b", 1, 8)])
     topology.run("orders", spark)
-    for damage in (empty, cut_in_half, Path.unlink):
+    for damage in (truncate_to_nothing, cut_in_half, Path.unlink):
         damage(state)
         with pytest.raises(
             StorageError, match=r"counts: expected the data that batch 1 staged.*replay"
@@ -158,7 +158,7 @@ def test_damaged_consumed_file_list_is_reported(topology: Topology, spark: Spark
     consumed = folder(topology, "orders", "attempts", head.commit.attempt, "files.json.gz")
     content = consumed.read_bytes()
     topology.land("orders", "3.jsonl", [("a", 5, 8)])
-    for damage in (empty, cut_in_half, Path.unlink):
+    for damage in (truncate_to_nothing, cut_in_half, Path.unlink):
         damage(consumed)
         with pytest.raises(StorageError, match=r"orders: expected the data that batch 2 staged"):
             topology.run("orders", spark)
@@ -178,7 +178,7 @@ def test_damaged_base_of_truncated_log_is_reported(topology: Topology, spark: Sp
     for crc in file.parent.glob(".*.crc"):
         crc.unlink()
     topology.land("rates", "3.jsonl", [("a", 9, 9)])
-    for damage in (empty, cut_in_half, Path.unlink):
+    for damage in (truncate_to_nothing, cut_in_half, Path.unlink):
         damage(file)
         for use in (
             lambda: run_once(rates, stores_of(topology.warehouse, spark)),
@@ -254,7 +254,7 @@ def test_files_of_uncommitted_task_attempt_are_ignored(
 # ----------------------------------------------------------------------------------- restored backups
 
 
-def put_back(topology: Topology, *names: str) -> None:
+def restore(topology: Topology, *names: str) -> None:
     for name in names:
         shutil.rmtree(folder(topology, name))
         shutil.copytree(topology.root / "backup" / name, folder(topology, name))
@@ -270,7 +270,7 @@ def test_consumers_refuse_restored_log(topology: Topology, spark: SparkSession) 
     )
     export.run()
     current.run()
-    put_back(topology, "orders", "rates")
+    restore(topology, "orders", "rates")
     consumers: list[Callable[[], object]] = [
         lambda: topology.run("priced", spark),
         export.run,
@@ -307,7 +307,7 @@ def test_consumers_refuse_restored_log(topology: Topology, spark: SparkSession) 
 
 def test_restored_warehouse_continues(topology: Topology, spark: SparkSession) -> None:
     wanted = {name: rows(topology, name) for name in NAMES}
-    put_back(topology, *NAMES)
+    restore(topology, *NAMES)
     for name in NAMES:
         topology.run(name, spark)
     assert {name: rows(topology, name) for name in NAMES} == wanted
@@ -387,7 +387,7 @@ def test_truncated_newest_commit(
 
 def test_truncated_newest_commit_of_view(topology: Topology, spark: SparkSession) -> None:
     wanted = rows(topology, "rates", "versions")
-    empty(newest_commit(folder(topology, "rates", "view")))
+    truncate_to_nothing(newest_commit(folder(topology, "rates", "view")))
     with pytest.raises(StorageError, match=r"is truncated.*vt-dagster rebuild rates"):
         topology.run("rates", spark)
     topology.store("rates", spark).rebuild_view()
@@ -484,8 +484,8 @@ def test_rewrite_suspended_past_maintenance_is_refused(
     assert topology.run("rates", spark).commit is not None
 
 
-def put_orders_back(topology: Topology, _: SparkSession) -> None:
-    put_back(topology, "orders")
+def restore_orders(topology: Topology, _: SparkSession) -> None:
+    restore(topology, "orders")
 
 
 def swap_orders(topology: Topology, spark: SparkSession) -> None:
@@ -500,7 +500,7 @@ def restate_orders(topology: Topology, spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     "exchange",
     [
-        put_orders_back,
+        restore_orders,
         *(pytest.param(one, marks=pytest.mark.endurance) for one in (restate_orders, swap_orders)),
     ],
 )
@@ -530,9 +530,11 @@ def test_log_swapped_during_run(
 
 
 @pytest.fixture(scope="module")
-def made_twice(made: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def template_with_rates2(
+    template: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
+) -> Path:
     """``rates2`` has the records of ``rates`` and one more, from a single run."""
-    root = shutil.copytree(made, tmp_path_factory.mktemp("twice") / "copy")
+    root = shutil.copytree(template, tmp_path_factory.mktemp("with_rates2") / "copy")
     topology = Topology(root)
     topology.land("rates", "3.jsonl", [("a", 3, 8)])
     run_once(replace(topology.rates, name="rates2"), stores_of(topology.warehouse, spark))
@@ -540,14 +542,16 @@ def made_twice(made: Path, tmp_path_factory: pytest.TempPathFactory, spark: Spar
 
 
 @pytest.fixture
-def twice(made_twice: Path, tmp_path: Path) -> Topology:
-    return Topology(shutil.copytree(made_twice, tmp_path / "copy"))
+def topology_with_rates2(template_with_rates2: Path, tmp_path: Path) -> Topology:
+    return Topology(shutil.copytree(template_with_rates2, tmp_path / "copy"))
 
 
-def test_log_swapped_during_read(twice: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_swapped_during_read(
+    topology_with_rates2: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A read returns rows of one log only. The same version has other rows in the other log, because
     that has fewer runs."""
-    topology = twice
+    topology = topology_with_rates2
     head_of = arrow_reader.head_of
 
     def exchanged(warehouse: str, name: str) -> Any:
@@ -567,9 +571,9 @@ def test_log_swapped_during_read(twice: Topology, monkeypatch: pytest.MonkeyPatc
 
 
 def test_log_swapped_during_spark_read(
-    twice: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+    topology_with_rates2: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology = twice
+    topology = topology_with_rates2
     read_rows, store = parquet.read, topology.store("rates", spark)
 
     def exchanged(*args: Any, **more: Any) -> Any:
@@ -784,7 +788,10 @@ def test_checkpoint_without_commits_stops_run(topology: Topology, spark: SparkSe
 
 @pytest.mark.parametrize(
     "damage",
-    [cut_in_half, *(pytest.param(d, marks=pytest.mark.endurance) for d in (empty, Path.unlink))],
+    [
+        cut_in_half,
+        *(pytest.param(d, marks=pytest.mark.endurance) for d in (truncate_to_nothing, Path.unlink)),
+    ],
 )
 def test_damaged_checkpoint_is_reported(
     topology: Topology, spark: SparkSession, damage: Callable[[Path], None]

@@ -123,7 +123,7 @@ TEXTS = [
 # -- the expected values -----------------------------------------------------------------------------
 
 
-def plain(text: str, kind: DataType, base64_too: bool) -> set[Any]:
+def values_of_text(text: str, kind: DataType, base64_too: bool) -> set[Any]:
     """The values that a text may correctly be read as; empty if it is unreadable."""
     if isinstance(kind, StringType):
         return {text}
@@ -138,7 +138,7 @@ def plain(text: str, kind: DataType, base64_too: bool) -> set[Any]:
     if isinstance(kind, BooleanType):
         return {text.lower() == "true"} if text.lower() in ("true", "false") else set()
     if isinstance(kind, DateType | TimestampType | TimestampNTZType):
-        return moments(text, kind)
+        return times_of_text(text, kind)
     if isinstance(kind, FloatType | DoubleType) and text.strip("+-").lower() in (
         "nan",
         "inf",
@@ -184,7 +184,7 @@ def number(exact: Decimal, kind: DataType, of_text: bool = True) -> set[Any]:
     return {int(exact)} if whole and -(2 ** (bits - 1)) <= exact < 2 ** (bits - 1) else set()
 
 
-def moments(text: str, kind: DataType) -> set[Any]:
+def times_of_text(text: str, kind: DataType) -> set[Any]:
     if isinstance(kind, DateType) and re.fullmatch(r"\d{4}-\d\d-\d\dZ", text, re.ASCII):
         text = text[:-1]
     found = re.fullmatch(
@@ -210,7 +210,7 @@ def moments(text: str, kind: DataType) -> set[Any]:
     return set() if zone and isinstance(kind, TimestampNTZType) else {moment}
 
 
-def counted(count: int | Decimal, kind: DataType, unit: str | None) -> set[Any]:
+def time_of_count(count: int | Decimal, kind: DataType, unit: str | None) -> set[Any]:
     """The time that a number means in a unit."""
     if unit is None:
         return set()
@@ -344,7 +344,7 @@ def test_json_values(spark: SparkSession, unit: Any) -> None:
         if token == "null":
             return {None}
         if token in ("NaN", "Infinity", "-Infinity", "true", "false"):
-            return plain(token, kind, True) | (
+            return values_of_text(token, kind, True) | (
                 {f'"{token}"'} if isinstance(kind, StringType) else set()
             )
         if token in ("[1]", "{}"):
@@ -354,10 +354,10 @@ def test_json_values(spark: SparkSession, unit: Any) -> None:
         except ValueError:
             return set()
         if isinstance(value, str):
-            return plain(value, kind, True)
+            return values_of_text(value, kind, True)
         if is_time(kind):
-            return counted(value, kind, unit) if abs(value) < 10**30 else set()
-        return set() if isinstance(kind, BinaryType) else plain(token, kind, True)
+            return time_of_count(value, kind, unit) if abs(value) < 10**30 else set()
+        return set() if isinstance(kind, BinaryType) else values_of_text(token, kind, True)
 
     kinds = KINDS if unit is None else {k: v for k, v in KINDS.items() if is_time(v)}
     reading: dict[str, tuple[Format, StructType]] = {
@@ -372,7 +372,7 @@ def test_raw_and_csv_values(spark: SparkSession) -> None:
     messages = [(repr(text), text.encode()) for text in texts]
 
     def right(i: int, kind: DataType) -> set[Any]:
-        return plain(texts[i], kind, False)
+        return values_of_text(texts[i], kind, False)
 
     reading: dict[str, tuple[Format, StructType]] = {n: (Raw("v"), of(k)) for n, k in KINDS.items()}
     require(judged(spark, messages, reading, right), 1400)
@@ -454,8 +454,8 @@ def binary(name: str, value: Any, kind: DataType, unit: str | None) -> set[Any]:
     """The values that a value of Avro or Protobuf may correctly be read as."""
     if isinstance(value, str):
         if unit and is_time(kind) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", value, re.ASCII):
-            return counted(Decimal(value), kind, unit)
-        return plain(value, kind, False)
+            return time_of_count(Decimal(value), kind, unit)
+        return values_of_text(value, kind, False)
     if isinstance(value, bytes):
         try:
             text = {value.decode()}
@@ -468,7 +468,7 @@ def binary(name: str, value: Any, kind: DataType, unit: str | None) -> set[Any]:
         names = {str(value).lower()} if isinstance(kind, StringType) else set[Any]()
         return {value} if isinstance(kind, BooleanType) else names
     if is_time(kind):
-        return counted(value, kind, unit) if isinstance(value, int) else set()
+        return time_of_count(value, kind, unit) if isinstance(value, int) else set()
     if isinstance(kind, StringType):
         return {str(value)} if isinstance(value, int) else {ANY}
     if isinstance(value, float) and not math.isfinite(value):

@@ -180,7 +180,7 @@ def _of_others(rows: pa.Table) -> list[Any]:
     return sorted(map(repr, found))
 
 
-def left(folder: Path, *without: str) -> list[str]:
+def files_with_key(folder: Path, *without: str) -> list[str]:
     """The files below a folder that contain the key or a value of hers, as bytes or after decoding."""
     found: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -198,7 +198,7 @@ def left(folder: Path, *without: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
+def shop_template(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
     shop, chance = Shop(tmp_path_factory.mktemp("shop")), random.Random(7)
     shop.land_some(chance, 0)
     shop.run(spark)
@@ -210,8 +210,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
 
 
 @pytest.fixture
-def shop(made: Shop, tmp_path: Path) -> Shop:
-    return _copy(made, tmp_path)
+def shop(shop_template: Shop, tmp_path: Path) -> Shop:
+    return _copy(shop_template, tmp_path)
 
 
 def _copy(made: Shop, root: Path) -> Shop:
@@ -237,8 +237,10 @@ class Erased:
 
 
 @pytest.fixture(scope="module")
-def erased(made: Shop, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Erased:
-    shop = _copy(made, tmp_path_factory.mktemp("erased"))
+def erased(
+    shop_template: Shop, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
+) -> Erased:
+    shop = _copy(shop_template, tmp_path_factory.mktemp("erased"))
     exports = [
         export_of(shop.customers, "versions", str(shop.root / "exported" / "customers")),
         export_of(shop.placed, "log", str(shop.root / "exported" / "placed")),
@@ -247,7 +249,8 @@ def erased(made: Shop, tmp_path_factory: pytest.TempPathFactory, spark: SparkSes
         ExportRun(export, shop.warehouse, spark).run()
     exported = {e.to: _of_others(delta.require_table(e.to).to_pyarrow_table()) for e in exports}
     assert any(
-        place.startswith("customers/quarantine/_delta_log") for place in left(shop.root / "warehouse")
+        place.startswith("customers/quarantine/_delta_log")
+        for place in files_with_key(shop.root / "warehouse")
     )
     before = shop.answers()
     done = shop.erase(spark, shop.customers, exports=[exports[0].to])
@@ -289,8 +292,8 @@ def test_erase_leaves_no_byte_and_changes_no_other_read(erased: Erased, spark: S
     shop, exports, warehouse = erased.shop, erased.exports, Path(erased.shop.warehouse)
     assert erased.done.finished
     assert shop.erase(spark, shop.orders, exports=[exports[1].to]).finished
-    assert left(warehouse, "items") == []
-    assert left(shop.root / "exported") == []
+    assert files_with_key(warehouse, "items") == []
+    assert files_with_key(shop.root / "exported") == []
     for export in exports:
         table = delta.require_table(export.to)
         assert _of_others(table.to_pyarrow_table()) == erased.exported[export.to]
@@ -314,7 +317,7 @@ def test_erase_leaves_no_byte_and_changes_no_other_read(erased: Erased, spark: S
     shop.land("orders", "2.jsonl", [{"customer": "ada", "note": "of ada", "timestamp": 40}])
     shop.run(spark, shop.orders, shop.hourly)
     assert shop.findings(spark, shop.orders, shop.hourly) == []
-    assert left(warehouse, "items") == []
+    assert files_with_key(warehouse, "items") == []
 
 
 def test_dry_run_matches_erase(shop: Shop, spark: SparkSession) -> None:
@@ -420,7 +423,7 @@ def test_killed_erase_continues(
     for name in ("orders", "placed"):
         gone = head_of(shop.warehouse, name)[1].erased
         assert done.searched[f"{name}/log"].erased == gone[0] > 0
-    assert left(shop.root / "warehouse", "items", "customers", "owned") == []
+    assert files_with_key(shop.root / "warehouse", "items", "customers", "owned") == []
     assert shop.answers() == before
     assert shop.findings(spark, shop.orders, shop.placed, shop.hourly) == []
 
@@ -502,7 +505,7 @@ def test_erase_conflicts_with_first_run_of_consumer(
         patch.setattr(rewrite, "find", consumed)
         done = shop.erase(spark, shop.orders, among=[shop.placed])
     assert done.searched["placed/log"].erased > 0
-    assert left(shop.root / "warehouse", "items") == []
+    assert files_with_key(shop.root / "warehouse", "items") == []
 
 
 def test_refused_erases(shop: Shop, spark: SparkSession) -> None:

@@ -51,7 +51,7 @@ HOUR = 3_600_000_000
 WHAT = ("log", "current", "versions")
 
 
-def answers(warehouse: str, node: Stream, spark: SparkSession) -> dict[str, list[str]]:
+def read_answers(warehouse: str, node: Stream, spark: SparkSession) -> dict[str, list[str]]:
     """All rows that reads return for keys other than ``a``, now and as known at each run."""
     runs = [c for c in commits(f"{warehouse}/{node.name}") if not (c.run_id or "").startswith("erase:")]
     store, found = AssetStore(warehouse, node, spark), dict[str, list[str]]()
@@ -67,7 +67,7 @@ def answers(warehouse: str, node: Stream, spark: SparkSession) -> dict[str, list
     return found
 
 
-def failed(store: AssetStore) -> list[str]:
+def failed_checks(store: AssetStore) -> list[str]:
     return [one.name for one in audit(store) if not one.passed]
 
 
@@ -108,18 +108,18 @@ def test_erase_with_new_version_on(spark: SparkSession, tmp_path: Path) -> None:
     for one in exports:
         one.run()
     require_exported()
-    before = [answers(live.warehouse, node, spark) for node in nodes]
+    before = [read_answers(live.warehouse, node, spark) for node in nodes]
     about: dict[str, Any] = {"key": ["a"], "reason": "asked to", "among": nodes}
     about["exports"] = [one.export.to for one in exports]
     done = erase(live.warehouse, accounts, spark, **about)
     assert done.searched["accounts/log"].erased == done.searched["names/log"].erased == 4
     assert not any("have the key in" in line for line in done.elsewhere)
-    assert [answers(live.warehouse, node, spark) for node in nodes] == before
+    assert [read_answers(live.warehouse, node, spark) for node in nodes] == before
     require_exported()
     stores = stores_of(live.warehouse, spark)
     for node in nodes:
         assert look_up(live.warehouse, node.name, "log", key="a").num_rows == 0
-        assert failed(stores(node)) == []
+        assert failed_checks(stores(node)) == []
     assert [one.run() for one in exports] == [None] * len(exports)
     # Later records, also of the erased key, are put as if there had been no erase.
     run(3, change("z", 9, 36, **b), change("x", 1, 12))
@@ -131,7 +131,7 @@ def test_erase_with_new_version_on(spark: SparkSession, tmp_path: Path) -> None:
     require_exported()
     for node in nodes:
         stores(node).rebuild_view()
-        assert failed(stores(node)) == []
+        assert failed_checks(stores(node)) == []
     assert live.versions(accounts) == versions
 
 
@@ -165,7 +165,7 @@ def test_restate_of_derived_assets_includes_late_records(
     assert restate(live.warehouse, node, start, spark, nodes) == [name]
     again = replay(live.warehouse, node, f"{name}_again", spark)
     assert rows(stores(node)) == rows(again)
-    assert failed(stores(node)) == []
+    assert failed_checks(stores(node)) == []
     if node is names:
         assert live.versions(names) == versions
         return
@@ -175,9 +175,9 @@ def test_restate_of_derived_assets_includes_late_records(
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Accounts:
+def accounts_template(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Accounts:
     """``a`` and ``d`` are in the snapshot alone, ``b`` has changes after it, ``c`` before it."""
-    accounts = Accounts(tmp_path_factory.mktemp("begun"), spark)
+    accounts = Accounts(tmp_path_factory.mktemp("accounts"), spark)
     accounts.land("1", ("b", 12, "b12"), ("c", 4, "c4"), ("e", 3, "e3"), ("e", 7, None))
     accounts.snapshot(("a", "a0"), ("b", "b0"), ("c", "c4"), ("d", "d0"))
     accounts.take(recorded_at=HOUR)
@@ -187,36 +187,36 @@ def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Acco
 
 
 @pytest.fixture
-def started(begun: Accounts, tmp_path: Path, spark: SparkSession) -> Accounts:
-    return Accounts(shutil.copytree(begun.root, tmp_path / "copy"), spark)
+def accounts(accounts_template: Accounts, tmp_path: Path, spark: SparkSession) -> Accounts:
+    return Accounts(shutil.copytree(accounts_template.root, tmp_path / "copy"), spark)
 
 
-def test_what_if_rereads_snapshot(started: Accounts) -> None:
-    table, spark = started.table, started.spark
-    warehouse = str(started.root / "warehouse")
-    there = set(started.root.rglob("*"))
+def test_what_if_rereads_snapshot(accounts: Accounts) -> None:
+    table, spark = accounts.table, accounts.spark
+    warehouse = str(accounts.root / "warehouse")
+    there = set(accounts.root.rglob("*"))
     # A replay takes the snapshot after all changes: b's change at 8 replaces b's row of the snapshot.
     same = what_if(warehouse, replace(table, history_retention=timedelta(days=2)), spark)
     assert (same.added, same.removed, same.changed, same.keys) == (0, 1, 1, 1)
-    assert same.rows_before == len(started.versions()) == same.rows_after + 1
-    assert set(started.root.rglob("*")) == there
+    assert same.rows_before == len(accounts.versions()) == same.rows_after + 1
+    assert set(accounts.root.rglob("*")) == there
 
 
 @pytest.mark.endurance  # a replay of changes alone, as in test_what_if.py
-def test_what_if_without_snapshot(started: Accounts) -> None:
+def test_what_if_without_snapshot(accounts: Accounts) -> None:
     """Versions of ``a`` and ``d`` that come only from the snapshot count as removed too."""
-    table, spark = started.table, started.spark
-    warehouse = str(started.root / "warehouse")
-    there = set(started.root.rglob("*"))
+    table, spark = accounts.table, accounts.spark
+    warehouse = str(accounts.root / "warehouse")
+    there = set(accounts.root.rglob("*"))
     alone = what_if(warehouse, replace(table, start=None), spark)
     assert (alone.added, alone.removed, alone.changed, alone.keys) == (0, 3, 1, 3)
-    assert set(started.root.rglob("*")) == there
+    assert set(accounts.root.rglob("*")) == there
 
 
-def test_erase_reports_key_in_initial_snapshot(started: Accounts) -> None:
-    table, spark = started.table, started.spark
-    warehouse = str(started.root / "warehouse")
-    before = answers(warehouse, table, spark)
+def test_erase_reports_key_in_initial_snapshot(accounts: Accounts) -> None:
+    table, spark = accounts.table, accounts.spark
+    warehouse = str(accounts.root / "warehouse")
+    before = read_answers(warehouse, table, spark)
     done = erase(warehouse, table, spark, key=["a"], reason="asked to")
     assert done.searched["accounts/log"].erased == 2
     (dump,) = [line for line in done.unreachable if line.startswith("the snapshot that accounts")]
@@ -226,15 +226,15 @@ def test_erase_reports_key_in_initial_snapshot(started: Accounts) -> None:
     assert [line.split(",")[0] for line in files] == [files[0].split(",")[0]]
     assert "1 of 2" in files[0]
     assert "2.jsonl (1 rows)" in files[0]
-    assert answers(warehouse, table, spark) == before
-    assert failed(started.store()) == []
+    assert read_answers(warehouse, table, spark) == before
+    assert failed_checks(accounts.store()) == []
     # The snapshot is not consumed again, and its keys take later changes.
-    assert started.take() == {}
-    started.land("3", ("d", 21, "d21"))
-    assert started.take()["in"] == 1
-    versions = [v for v in started.versions() if v[0] == "d"]
+    assert accounts.take() == {}
+    accounts.land("3", ("d", 21, "d21"))
+    assert accounts.take()["in"] == 1
+    versions = [v for v in accounts.versions() if v[0] == "d"]
     assert versions == [("d", 10, 21, "d0"), ("d", 21, 22, "d21"), ("d", 22, float("inf"), None)]
-    assert failed(started.store()) == []
+    assert failed_checks(accounts.store()) == []
 
 
 def stream_of(tmp_path: Path, spark: SparkSession, name: str, kind: DataType, *values: Any) -> Stream:

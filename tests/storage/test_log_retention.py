@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import vt_dagster
-from tests.storage.test_as_known_at import FIRST, MINUTE, answer, in_order, moment, questions
+from tests.storage.test_as_known_at import FIRST, MINUTE, moment, read_requests, read_rows, sorted_rows
 from tests.storage.topology import SCHEMA, Topology
 from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
@@ -109,9 +109,9 @@ def copy_of(topology: Topology, place: Path) -> Kept:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Kept:
+def two_rounds(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Kept:
     """The topology after two rounds, with whole logs."""
-    topology = Kept(tmp_path_factory.mktemp("begun"))
+    topology = Kept(tmp_path_factory.mktemp("two_rounds"))
     chance = random.Random(7)
     for number in range(2):
         land_round(topology, number, chance)
@@ -121,18 +121,18 @@ def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Kept
 
 def rows_of(topology: Kept, name: str, what: str | None = None) -> list[Any]:
     rows = vt_dagster.read(name, warehouse=topology.warehouse, what=what)
-    return in_order(rows.drop_columns([RECORDED_AT]))
+    return sorted_rows(rows.drop_columns([RECORDED_AT]))
 
 
-def kept_rows(topology: Kept, name: str, whole: Kept, known: str | None) -> list[Any]:
+def expected_rows(topology: Kept, name: str, whole: Kept, known: str | None) -> list[Any]:
     """The rows of the whole log of another copy, without those that are truncated here."""
     rows = vt_dagster.read(name, warehouse=whole.warehouse, what="log", as_known_at=known)
     commit = topology.commit(name)
     places = zip(rows.column("partition").to_pylist(), rows.column("offset").to_pylist(), strict=True)
-    return in_order(rows.filter([o >= commit.kept_from(p) for p, o in places]))
+    return sorted_rows(rows.filter([o >= commit.kept_from(p) for p, o in places]))
 
 
-def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
+def require_same_reads(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
     """Compares the reads of both copies as known at each round. Returns how many reads gave the same
     rows and how many were refused."""
     same = refused = 0
@@ -140,17 +140,17 @@ def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
         since = topology.commit(name).truncation
         for number in range(rounds):
             for known in (FIRST + number * ROUND, FIRST + (number + 1) * ROUND - 1):
-                for asked in questions(kind)[number % 2 :: 2] if name != "fixed" else [{}]:
+                for asked in read_requests(kind)[number % 2 :: 2] if name != "fixed" else [{}]:
                     if "key" in asked and name == "orders":
                         continue
-                    found = answer(topology.warehouse, name, moment(known), **asked)
+                    found = read_rows(topology.warehouse, name, moment(known), **asked)
                     if since is not None and known < since.recorded_at:
                         assert f"expected a time from {moment(since.recorded_at)} on" in found
                         refused += 1
                         continue
-                    wanted = answer(whole.warehouse, name, moment(known), **asked)
+                    wanted = read_rows(whole.warehouse, name, moment(known), **asked)
                     if asked.get("what") == "log" and "key" not in asked:
-                        wanted = kept_rows(topology, name, whole, moment(known))
+                        wanted = expected_rows(topology, name, whole, moment(known))
                     elif asked.get("what") == "log":
                         continue
                     assert found == wanted, (name, moment(known), asked)
@@ -159,11 +159,11 @@ def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
 
 
 def test_truncation_keeps_reads_within_limit_and_refuses_earlier(
-    begun: Kept, tmp_path: Path, spark: SparkSession
+    two_rounds: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:
     """With random arrivals, truncations between runs change no result of a consumer. The consumers
     re-read logs: a join with grace, a corrected join, and a join of a stream with itself."""
-    whole, topology = copy_of(begun, tmp_path / "whole"), copy_of(begun, tmp_path / "cut")
+    whole, topology = copy_of(two_rounds, tmp_path / "whole"), copy_of(two_rounds, tmp_path / "cut")
     done, told = topology.cut(1, spark, keep=timedelta(0))
     assert set(done) <= {"rates", "orders"}
     assert done["rates"] > 0, told
@@ -181,7 +181,7 @@ def test_truncation_keeps_reads_within_limit_and_refuses_earlier(
         assert rows_of(topology, name, "log") == rows_of(whole, name, "log")
     for what in ("current", "versions"):
         assert rows_of(topology, "rates", what) == rows_of(whole, "rates", what)
-    same, refused = same_answers(topology, whole, 4)
+    same, refused = require_same_reads(topology, whole, 4)
     assert (same > 20, refused > 20) == (True, True)
     for node in topology.nodes[:2]:
         assert [f for f in audit(AssetStore(topology.warehouse, node, spark)) if not f.passed] == []
@@ -191,19 +191,19 @@ def test_truncation_keeps_reads_within_limit_and_refuses_earlier(
 
 
 @pytest.fixture
-def alone(begun: Kept, tmp_path: Path) -> Kept:
+def rates_only(two_rounds: Kept, tmp_path: Path) -> Kept:
     """``rates`` by itself, after two runs."""
-    shutil.copytree(begun.root / "rates", tmp_path / "alone" / "rates")
-    shutil.copytree(f"{begun.warehouse}/rates", tmp_path / "alone" / "warehouse" / "rates")
+    shutil.copytree(two_rounds.root / "rates", tmp_path / "alone" / "rates")
+    shutil.copytree(f"{two_rounds.warehouse}/rates", tmp_path / "alone" / "warehouse" / "rates")
     topology = Kept(tmp_path / "alone")
     topology.nodes = [topology.rates]
     return topology
 
 
-def answers(topology: Kept) -> list[Any]:
+def read_all(topology: Kept) -> list[Any]:
     known = [moment(FIRST), moment(FIRST + ROUND), None]
     return [
-        answer(topology.warehouse, "rates", at, what=w) for at in known for w in ("log", "versions")
+        read_rows(topology.warehouse, "rates", at, what=w) for at in known for w in ("log", "versions")
     ]
 
 
@@ -223,71 +223,73 @@ def failing(patched: pytest.MonkeyPatch, whose: Any, name: str, call: int, after
     patched.setattr(whose, name, wrapped)
 
 
-def test_killed_truncation_is_atomic(alone: Kept, spark: SparkSession) -> None:
+def test_killed_truncation_is_atomic(rates_only: Kept, spark: SparkSession) -> None:
     """Before the commit, a killed truncation has no effect; after it, the whole truncation. The next
     truncation cleans up."""
-    before = answers(alone)
+    before = read_all(rates_only)
     steps = [(parquet, "write", 1), (AssetStore, "stage_files", 1), (parquet, "write", 2)]
     for whose, name, call in [*steps, (AssetStore, "remove_staged_before", 1)]:
         for after in (False, True):
             with pytest.MonkeyPatch.context() as patched:
                 failing(patched, whose, name, call, after)
                 with pytest.raises(RuntimeError, match="killed"):
-                    alone.cut(1, spark)
-            if alone.commit("rates").truncation is not None:
+                    rates_only.cut(1, spark)
+            if rates_only.commit("rates").truncation is not None:
                 break
-            assert answers(alone) == before
+            assert read_all(rates_only) == before
         else:
             continue
         break
-    commit = alone.commit("rates")
+    commit = rates_only.commit("rates")
     assert (commit.batch, commit.upkeep) == (3, True)
-    assert answers(alone)[2:4] == [
-        kept_rows(alone, "rates", alone, moment(FIRST + ROUND)),
+    assert read_all(rates_only)[2:4] == [
+        expected_rows(rates_only, "rates", rates_only, moment(FIRST + ROUND)),
         before[3],
     ]
-    assert len(list(Path(alone.warehouse, "rates", "bases").iterdir())) > 1
-    assert alone.cut(1, spark, keep=timedelta(0)) == ({}, [])
-    assert [p.name for p in Path(alone.warehouse, "rates", "bases").iterdir()] == [
+    assert len(list(Path(rates_only.warehouse, "rates", "bases").iterdir())) > 1
+    assert rates_only.cut(1, spark, keep=timedelta(0)) == ({}, [])
+    assert [p.name for p in Path(rates_only.warehouse, "rates", "bases").iterdir()] == [
         commit.truncation.base
     ]
-    land_round(alone, 2, random.Random(3))
-    alone.round(2, spark)
-    assert alone.commit("rates").batch == 4
-    assert not any(f.offending for f in audit(AssetStore(alone.warehouse, alone.rates, spark)))
+    land_round(rates_only, 2, random.Random(3))
+    rates_only.round(2, spark)
+    assert rates_only.commit("rates").batch == 4
+    assert not any(
+        f.offending for f in audit(AssetStore(rates_only.warehouse, rates_only.rates, spark))
+    )
 
 
-def test_concurrent_run_and_truncation_have_one_winner(alone: Kept, spark: SparkSession) -> None:
+def test_concurrent_run_and_truncation_have_one_winner(rates_only: Kept, spark: SparkSession) -> None:
     """Of a run and a truncation at the same time, the first commit wins; the other must be repeated."""
-    land_round(alone, 2, random.Random(3))
-    run = Run.pin(alone.rates, stores_of(alone.warehouse, spark))
+    land_round(rates_only, 2, random.Random(3))
+    run = Run.pin(rates_only.rates, stores_of(rates_only.warehouse, spark))
     results = run.operate(run.read())
-    assert alone.cut(1, spark)[0]
+    assert rates_only.cut(1, spark)[0]
     with pytest.raises(ConcurrentRunError, match="another run committed at the same time"):
         run.commit(results)
-    alone.round(2, spark)
-    assert alone.commit("rates").batch == 4
+    rates_only.round(2, spark)
+    assert rates_only.commit("rates").batch == 4
     with pytest.MonkeyPatch.context() as patched:
         real = AssetStore.stage_files
 
         def slow(store: AssetStore, *about: Any) -> None:
             patched.undo()
-            land_round(alone, 3, random.Random(4))
-            alone.round(3, spark)
+            land_round(rates_only, 3, random.Random(4))
+            rates_only.round(3, spark)
             real(store, *about)
 
         patched.setattr(AssetStore, "stage_files", slow)
-        done, (told,) = alone.cut(3, spark)
+        done, (told,) = rates_only.cut(3, spark)
     assert done == {}
     assert "rates: its log was not truncated, a later maintenance will" in told
-    assert alone.commit("rates").batch == 5
-    assert alone.cut(3, spark)[0]
+    assert rates_only.commit("rates").batch == 5
+    assert rates_only.cut(3, spark)[0]
 
 
 def test_log_is_held_for_unknown_and_later_consumers(
-    begun: Kept, tmp_path: Path, spark: SparkSession
+    two_rounds: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:
-    topology = copy_of(begun, tmp_path / "cut")
+    topology = copy_of(two_rounds, tmp_path / "cut")
     every = topology.nodes
     topology.nodes = every[:2]
     done, told = topology.cut(1, spark)
@@ -338,17 +340,17 @@ def test_log_is_held_for_unknown_and_later_consumers(
     assert (found.missing, found.extra) == (0, 0)
 
 
-def test_longer_retention_after_truncation(alone: Kept, spark: SparkSession) -> None:
+def test_longer_retention_after_truncation(rates_only: Kept, spark: SparkSession) -> None:
     """Versions that had expired at the truncation are lost; the others are rebuilt from the base."""
-    assert alone.cut(1, spark)[0]
-    store = AssetStore(alone.warehouse, alone.rates, spark)
-    then = answers(alone)
+    assert rates_only.cut(1, spark)[0]
+    store = AssetStore(rates_only.warehouse, rates_only.rates, spark)
+    then = read_all(rates_only)
     # A record that a version still has is explained; for others, a note says that they may be removed.
     base = pq.read_table(
-        f"{store.root}/bases/{alone.commit('rates').truncation.base}", columns=["offset"]
+        f"{store.root}/bases/{rates_only.commit('rates').truncation.base}", columns=["offset"]
     )
     there = {*base.column("offset").to_pylist()}
-    asked: dict[str, Any] = {"warehouse": alone.warehouse}
+    asked: dict[str, Any] = {"warehouse": rates_only.warehouse}
     found = vt_dagster.explain("rates", offset=(0, min(there)), **asked)
     assert found.record is not None
     assert "true from" in str(found.notes)
@@ -356,33 +358,35 @@ def test_longer_retention_after_truncation(alone: Kept, spark: SparkSession) -> 
     assert (found.record, "its log was truncated at" in str(found.notes)) == (None, True)
     fs, view = delta.filesystem(store.view_path)
     fs.rm(view, recursive=True)
-    assert answers(alone) == then
+    assert read_all(rates_only) == then
     store.rebuild_view()
-    assert answers(alone) == then
-    longer = replace(alone.rates, history_retention=timedelta(minutes=60))
+    assert read_all(rates_only) == then
+    longer = replace(rates_only.rates, history_retention=timedelta(minutes=60))
     with pytest.raises(StorageError, match="expected a history_retention of at most "):
-        AssetStore(alone.warehouse, longer, spark).catch_up()
-    cut = alone.commit("rates").truncation
-    grown = (alone.commit("rates").stream_time[0] - cut.stream_time[0]) // MINUTE
+        AssetStore(rates_only.warehouse, longer, spark).catch_up()
+    cut = rates_only.commit("rates").truncation
+    grown = (rates_only.commit("rates").stream_time[0] - cut.stream_time[0]) // MINUTE
     assert grown > 0
-    longer = replace(alone.rates, history_retention=timedelta(minutes=10 + grown))
-    now = AssetStore(alone.warehouse, longer, spark)
+    longer = replace(rates_only.rates, history_retention=timedelta(minutes=10 + grown))
+    now = AssetStore(rates_only.warehouse, longer, spark)
     now.catch_up()
     # A read by the last commit uses the retention in that commit.
     assert now.read("versions").count() >= len(then[-1])
 
 
-def test_erase_after_truncation(alone: Kept, spark: SparkSession) -> None:
+def test_erase_after_truncation(rates_only: Kept, spark: SparkSession) -> None:
     """The erase removes the key from the base too."""
-    assert alone.cut(1, spark)[0]
-    erase(alone.warehouse, alone.rates, spark, reason="asked for", key=["a"])
-    files = [*Path(alone.warehouse, "rates").rglob("*.parquet")]
+    assert rates_only.cut(1, spark)[0]
+    erase(rates_only.warehouse, rates_only.rates, spark, reason="asked for", key=["a"])
+    files = [*Path(rates_only.warehouse, "rates").rglob("*.parquet")]
     data = [f for f in files if "_delta_log" not in f.parts and "attempts" not in f.parts]
     assert {f.parts[-3] for f in data} >= {"log"}
     assert any("bases" in f.parts for f in data)
     assert not any("a" in pq.read_table(f, columns=["k"]).column("k").to_pylist() for f in data)
-    assert not any(f.offending for f in audit(AssetStore(alone.warehouse, alone.rates, spark)))
-    known = {"warehouse": alone.warehouse, "as_known_at": moment(FIRST), "what": "versions"}
+    assert not any(
+        f.offending for f in audit(AssetStore(rates_only.warehouse, rates_only.rates, spark))
+    )
+    known = {"warehouse": rates_only.warehouse, "as_known_at": moment(FIRST), "what": "versions"}
     assert "a" not in vt_dagster.read("rates", **known).column("k").to_pylist()
 
 
@@ -472,17 +476,17 @@ def test_longer_window_after_truncation_is_refused() -> None:
     require_reach(near, kept.orders, before, longer)
 
 
-def test_lagging_export_holds_log_back(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:
+def test_lagging_export_holds_log_back(rates_only: Kept, spark: SparkSession, tmp_path: Path) -> None:
     """The export holds the log back if maintenance is given it. Otherwise its next run fails, and the
     error names the missing offsets."""
     to = str(tmp_path / "export")
-    exporting = ExportRun(export_of(alone.rates, "log", to), alone.warehouse, spark)
+    exporting = ExportRun(export_of(rates_only.rates, "log", to), rates_only.warehouse, spark)
     assert exporting.run() is not None
-    land_round(alone, 2, random.Random(3))
-    alone.round(2, spark)
-    _, told = alone.cut(100, spark, exports=[to])
+    land_round(rates_only, 2, random.Random(3))
+    rates_only.round(2, spark)
+    _, told = rates_only.cut(100, spark, exports=[to])
     assert told[0] == f"rates: its log is held for {to}"
-    assert alone.commit("rates").truncation.batch == 2
-    alone.cut(100, spark)
+    assert rates_only.commit("rates").truncation.batch == 2
+    rates_only.cut(100, spark)
     with pytest.raises(StorageError, match="rates_export: expected the log of rates from 0:"):
         exporting.run()

@@ -42,11 +42,11 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 
-def by_spark(store: AssetStore, *asked: Any) -> list[tuple[Any, ...]]:
-    return in_order(store.read(*asked).toArrow())
+def spark_rows(store: AssetStore, *asked: Any) -> list[tuple[Any, ...]]:
+    return sorted_tuples(store.read(*asked).toArrow())
 
 
-def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
+def sorted_tuples(rows: pa.Table) -> list[tuple[Any, ...]]:
     """The rows as tuples; the order of rows and columns does not depend on the reader."""
     columns = sorted(rows.column_names)
     values = [rows.column(c).to_pylist() for c in columns]
@@ -56,7 +56,7 @@ def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
 def without_spark(topology: Topology, name: str, *asked: Any, **more: Any) -> list[tuple[Any, ...]]:
     what, as_of, partial = (*asked, None, None, False)[:3]
     about = {"what": what, "as_of": as_of, "partial": bool(partial), **more}
-    return in_order(vt_dagster.read(name, warehouse=topology.warehouse, **about))
+    return sorted_tuples(vt_dagster.read(name, warehouse=topology.warehouse, **about))
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.endurance)])
@@ -97,14 +97,14 @@ def test_lookups_equal_spark_for_random_tables(
         asked: list[tuple[Any, ...]] = [("log",), ("versions",), ("current",), ()]
         asked += [("current", (EPOCH + timedelta(minutes=m)).isoformat(), True) for m in times]
         for one in asked:
-            expected = by_spark(store, *one)
+            expected = spark_rows(store, *one)
             assert without_spark(topology, "rates", *one) == expected
             for key in "af":
                 of_key = [row for row in expected if key in row]
                 assert without_spark(topology, "rates", *one, key=key) == of_key
         others = AssetStore(topology.warehouse, plain, spark)
         for one in ((), ("log",)):
-            assert without_spark(topology, "plain", *one) == by_spark(others, *one)
+            assert without_spark(topology, "plain", *one) == spark_rows(others, *one)
     assert max(behind) > 0
 
 
@@ -122,7 +122,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def of_all_kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def table_of_all_key_types(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table whose key has a column of each allowed type, with two keys, one of which has two
     versions; and a table with a key of one type. Endurance tests have a table for each other type."""
     root = tmp_path_factory.mktemp("kinds")
@@ -137,7 +137,7 @@ def of_all_kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) 
     typed.coalesce(1).write.parquet(str(root / "made"))
     next((root / "made").glob("*.parquet")).rename(root / "landing" / "1.parquet")
     for name in (EACH, ALONE):
-        by_kind(root, name, spark)
+        run_table_with_key_type(root, name, spark)
     return root
 
 
@@ -145,7 +145,7 @@ EACH, ALONE = "each", "moment"
 """The key of all types, and the single-column key that `make test` tests, not only `make endurance`."""
 
 
-def by_kind(root: Path, name: str, spark: SparkSession) -> str:
+def run_table_with_key_type(root: Path, name: str, spark: SparkSession) -> str:
     """Runs a table whose key is of that type, and returns the warehouse."""
     columns = ", ".join(f"`{name}` {kind}" for name, (kind, _, _) in KINDS.items())
     table = VersionedTable(
@@ -166,8 +166,10 @@ def by_kind(root: Path, name: str, spark: SparkSession) -> str:
     "name",
     [EACH, ALONE, *(pytest.param(n, marks=pytest.mark.endurance) for n in KINDS if n != ALONE)],
 )
-def test_lookup_by_key_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) -> None:
-    warehouse = by_kind(of_all_kinds, name, spark)
+def test_lookup_by_key_of_any_type(
+    table_of_all_key_types: Path, spark: SparkSession, name: str
+) -> None:
+    warehouse = run_table_with_key_type(table_of_all_key_types, name, spark)
     expected = AssetStore.open(warehouse, f"by_{name}", spark).read("versions").count()
     about: dict[str, Any] = {"warehouse": warehouse, "what": "versions"}
     kinds = [*KINDS.values()] if name == EACH else [KINDS[name]]
@@ -190,8 +192,10 @@ def test_lookup_by_key_of_any_type(of_all_kinds: Path, spark: SparkSession, name
         ("moment", "2024-02-29T25:00:00Z", "as a timestamp for moment"),
     ],
 )
-def test_lookup_refuses_value_of_wrong_type(of_all_kinds: Path, name: str, key: str, said: str) -> None:
-    warehouse = str(of_all_kinds / "warehouse")
+def test_lookup_refuses_value_of_wrong_type(
+    table_of_all_key_types: Path, name: str, key: str, said: str
+) -> None:
+    warehouse = str(table_of_all_key_types / "warehouse")
     asked = [key if kind == name else text for kind, (_, _, text) in KINDS.items()]
     intos: list[Into] = ["arrow", "spark"]
     for into in intos:

@@ -54,7 +54,7 @@ WORKS = 40.0
 REPOSITORY = Path(__file__).parents[2]
 
 
-def differing(
+def differences(
     chains: Sequence[RandomChain], root: Path, spark: SparkSession, maintained: float = 0
 ) -> list[str]:
     """The differences between the results of chains and the model; each with its seed.
@@ -69,10 +69,10 @@ def differing(
         for name in runs.warehouse.nodes:
             if chance.random() < maintained and runs.warehouse.commit(name) is not None:
                 maintain(str(runs.warehouse.path), name, spark, timedelta(0))
-    return told(runs)
+    return difference_lines(runs)
 
 
-def told(runs: RandomRuns) -> list[str]:
+def difference_lines(runs: RandomRuns) -> list[str]:
     """The differences of all chains as lines; those of a chain follow its seed."""
     found = runs.differences(counted=True)
     assert len(found) == len(runs.layouts)
@@ -91,7 +91,7 @@ def test_random_chains_in_two_runs_equal_model(
     assert all(c.content["expected"] for c in chains)
     assert {step["op"] for c in chains for step in c.content["config"]["steps"]} == OF_CHAINS
     assert {len(c.runs) for c in chains} == {2}
-    assert differing(chains, tmp_path, spark) == []
+    assert differences(chains, tmp_path, spark) == []
 
 
 @pytest.mark.endurance
@@ -111,7 +111,7 @@ def test_many_random_chains_with_maintenance(
             (scenario,) = as_scenarios([chain], tmp_path / "refused")
             with pytest.raises(TopologyError):
                 nodes_of([layout(scenario)])
-    assert differing([c for c in chains if not c.refused], tmp_path, spark, MAINTAINED) == []
+    assert differences([c for c in chains if not c.refused], tmp_path, spark, MAINTAINED) == []
 
 
 @pytest.mark.endurance
@@ -137,7 +137,7 @@ def test_random_chains_with_truncation_and_erase(
         about: dict[str, Any] = {"key": [-1, "nobody"], "reason": "asked to", "among": nodes}
         erase(warehouse, chance.choice(begun), spark, **about)
     assert cut > 0
-    assert told(runs) == []
+    assert difference_lines(runs) == []
 
 
 def _start(root: Path) -> subprocess.Popen[str]:
@@ -173,4 +173,4 @@ def test_random_chains_with_kills_and_maintenance(spark: SparkSession, tmp_path:
 
     runs = RandomRuns([random_chain(seed) for seed in KILLED_SEEDS], tmp_path, spark)
     assert list(runs.left) == []
-    assert told(runs) == []
+    assert difference_lines(runs) == []

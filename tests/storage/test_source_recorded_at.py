@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType, TimestampType
 
 import vt_dagster
-from tests.storage.test_as_known_at import START, answer, in_order, moment, questions
+from tests.storage.test_as_known_at import START, moment, read_requests, read_rows, sorted_rows
 from tests.storage.topology import EPOCH, SCHEMA, Topology
 from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, RECORDED_AT
 from vt_dagster.core.arrival_order import Outcome
@@ -76,7 +76,7 @@ def micros(known: datetime) -> int:
     return (known.replace(tzinfo=timezone.utc) - EPOCH) // timedelta(microseconds=1) + START
 
 
-def a_commit_a_time(warehouse: str, name: str, copy: str) -> None:
+def copy_with_one_run_per_time(warehouse: str, name: str, copy: str) -> None:
     """Copies a log as one run per recording time would have written it."""
     log = vt_dagster.read(name, warehouse=warehouse, what="log")
     last = list(commit_log.commits(f"{warehouse}/{name}"))[-1]
@@ -102,12 +102,12 @@ def a_commit_a_time(warehouse: str, name: str, copy: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(
+def table_and_stream(
     tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
 ) -> tuple[VersionedTable, Stream, str, str]:
     """A table with its files' times and a stream with the times of a column, after two runs each; and
     their copies with one commit per time."""
-    topology = Topology(tmp_path_factory.mktemp("told"))
+    topology = Topology(tmp_path_factory.mktemp("table_and_stream"))
     for file, (hours, records) in RATES.items():
         topology.land("rates", f"{file}.jsonl", records)
         os.utime(topology.root / "rates" / f"{file}.jsonl", ns=(0, at(hours) * 1000))
@@ -142,12 +142,12 @@ def both(
             run_once(node, stores_of(topology.warehouse, spark), only=only)
     copy = str(topology.root / "copy")
     for node in (rates, orders):
-        a_commit_a_time(topology.warehouse, node.name, copy)
+        copy_with_one_run_per_time(topology.warehouse, node.name, copy)
     return rates, orders, topology.warehouse, copy
 
 
-def test_rows_are_recorded_at_file_time(both: tuple[Any, Any, str, str]) -> None:
-    *_, warehouse, _ = both
+def test_rows_are_recorded_at_file_time(table_and_stream: tuple[Any, Any, str, str]) -> None:
+    *_, warehouse, _ = table_and_stream
     first, second = commit_log.commits(f"{warehouse}/rates")
     assert [step.recorded_at for step in first.steps] == [at(0), at(4), at(8)]
     assert first.recorded_at == at(9)
@@ -163,9 +163,9 @@ def test_rows_are_recorded_at_file_time(both: tuple[Any, Any, str, str]) -> None
 
 
 def test_rows_are_recorded_at_column_time(
-    both: tuple[Any, Stream, str, str], spark: SparkSession
+    table_and_stream: tuple[Any, Stream, str, str], spark: SparkSession
 ) -> None:
-    _, orders, warehouse, _ = both
+    _, orders, warehouse, _ = table_and_stream
     first, second = commit_log.commits(f"{warehouse}/orders")
     assert [step.recorded_at for step in first.steps] == [at(h) for h in (2, 4, 5, 8, 10)]
     assert [step.next_offset for step in first.steps[:2]] == [{0: 1}, {0: 3}]
@@ -181,28 +181,28 @@ def test_rows_are_recorded_at_column_time(
 
 @pytest.mark.parametrize("name", ["rates", "orders"])
 def test_reads_equal_one_run_per_recorded_time(
-    both: tuple[Any, Any, str, str], spark: SparkSession, name: str
+    table_and_stream: tuple[Any, Any, str, str], spark: SparkSession, name: str
 ) -> None:
-    table, stream, warehouse, copy = both
+    table, stream, warehouse, copy = table_and_stream
     kind = "versioned" if name == "rates" else "stream"
     times = sorted({at(*t) for t in TIMES} | {at(h) for h in SEEN.values()})
     every = [at(0) - 1, *times, *(later - 1 for _, later in pairwise(times)), at(14)]
     for number, known in enumerate(every):
-        for asked in questions(kind)[number % 2 :: 2]:
-            found, expected = (answer(w, name, moment(known), **asked) for w in (warehouse, copy))
+        for asked in read_requests(kind)[number % 2 :: 2]:
+            found, expected = (read_rows(w, name, moment(known), **asked) for w in (warehouse, copy))
             assert found == expected, (known - START, asked)
     store = AssetStore(warehouse, table if name == "rates" else stream, spark)
     what: Any = "versions" if kind == "versioned" else "log"
     by_spark = store.read(what, as_known_at=moment(at(5)))
-    assert in_order(by_spark.toArrow()) == answer(copy, name, moment(at(5)), what=what)
+    assert sorted_rows(by_spark.toArrow()) == read_rows(copy, name, moment(at(5)), what=what)
 
 
 def test_as_known_joins_follow_recorded_times(
-    both: tuple[VersionedTable, Stream, str, str], spark: SparkSession
+    table_and_stream: tuple[VersionedTable, Stream, str, str], spark: SparkSession
 ) -> None:
     """A join of a backfill by what was known at each record's time; versions that had expired by then
     are not found."""
-    rates, orders, warehouse, copy = both
+    rates, orders, warehouse, copy = table_and_stream
     joined = orders.left_join(
         rates, name="known", select=["left.*", "right.n as rate"], as_known="when_recorded"
     )

@@ -30,7 +30,7 @@ def at(minutes: float) -> int:
     return parse_time((EPOCH + timedelta(minutes=minutes)).isoformat())
 
 
-def looked(topology: Topology, minutes: float) -> Read:
+def read_as_of(topology: Topology, minutes: float) -> Read:
     """A read as of a time, made now."""
     _, commit = head_of(topology.warehouse, "rates")
     return Read.of("rates", commit, None, in_utc(at(minutes)), None)
@@ -45,7 +45,7 @@ def log_of(topology: Topology) -> list[Row]:
     return [(r["k"], parse_time(r["timestamp"].isoformat()), r["partition"], r["offset"]) for r in rows]
 
 
-def valid(log: list[Row], upto: Offsets, moment: int) -> dict[str, tuple[int, int]]:
+def valid_records(log: list[Row], upto: Offsets, moment: int) -> dict[str, tuple[int, int]]:
     """By key, the partition and offset of the record that is valid at a time, from the log alone."""
     found = dict[str, tuple[Any, ...]]()
     for key, time, home, offset in log:
@@ -93,11 +93,11 @@ def test_read_is_stale_iff_valid_rows_changed(
                 assert why is None or why.forgotten == (moment < horizon)
                 if moment < horizon:
                     continue
-                before = valid(log, read.next_offset, moment)
-                changed = before != valid(log, commit.next_offset, moment)
+                before = valid_records(log, read.next_offset, moment)
+                changed = before != valid_records(log, commit.next_offset, moment)
                 assert (why is not None) == changed, (run, read, before)
                 wrong_ones, right_ones = wrong_ones + changed, right_ones + (not changed)
-        reads += [looked(topology, m) for m in MINUTES if now - 9 <= m <= now + 1]
+        reads += [read_as_of(topology, m) for m in MINUTES if now - 9 <= m <= now + 1]
         looked_at = [read.looked_at(Position.after(commit)) for read in reads]
     assert wrong_ones > 20
     assert right_ones > 20

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
+def two_batches(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
     """The topology after two batches of each asset."""
-    topology = Topology(tmp_path_factory.mktemp("done"))
+    topology = Topology(tmp_path_factory.mktemp("two_batches"))
     land_first(topology)
     for name in ("rates", "orders", "priced"):
         topology.run(name, spark)
@@ -48,8 +48,8 @@ def _minutes(row: Any, column: str) -> float | None:
     return None if moment is None else (moment.hour * 60 + moment.minute)
 
 
-def test_table_versions(done: Topology, spark: SparkSession) -> None:
-    rows = done.store("rates", spark).read("versions").orderBy("k", "valid_from").collect()
+def test_table_versions(two_batches: Topology, spark: SparkSession) -> None:
+    rows = two_batches.store("rates", spark).read("versions").orderBy("k", "valid_from").collect()
     # stream time 14, retention 10: versions that ended at or before minute 4 have expired
     assert [
         (r.k, r.n, _minutes(r, "valid_from"), _minutes(r, "valid_to"), r.is_tombstone) for r in rows
@@ -62,8 +62,8 @@ def test_table_versions(done: Topology, spark: SparkSession) -> None:
     ]
 
 
-def test_log_has_accepted_records_in_arrival_order(done: Topology, spark: SparkSession) -> None:
-    rows = done.store("rates", spark).read("log").orderBy("offset").collect()
+def test_log_has_accepted_records_in_arrival_order(two_batches: Topology, spark: SparkSession) -> None:
+    rows = two_batches.store("rates", spark).read("log").orderBy("offset").collect()
     assert [r.offset for r in rows] == list(range(7))
     assert [(r.k, r.n, r.is_latest, r.is_tombstone) for r in rows] == [
         ("a", 1, True, False),
@@ -76,8 +76,10 @@ def test_log_has_accepted_records_in_arrival_order(done: Topology, spark: SparkS
     ]
 
 
-def test_rejected_records_are_quarantined_with_origin(done: Topology, spark: SparkSession) -> None:
-    quarantine = done.store("rates", spark).quarantine()
+def test_rejected_records_are_quarantined_with_origin(
+    two_batches: Topology, spark: SparkSession
+) -> None:
+    quarantine = two_batches.store("rates", spark).quarantine()
     assert quarantine is not None
     rows = quarantine.orderBy("position").collect()
     assert [(r.reason, r.source, r.position, r.batch) for r in rows] == [
@@ -87,8 +89,8 @@ def test_rejected_records_are_quarantined_with_origin(done: Topology, spark: Spa
     assert '"n": 9' in rows[0].raw
 
 
-def test_join_results(done: Topology, spark: SparkSession) -> None:
-    rows = done.store("priced", spark).read("log").orderBy("offset").collect()
+def test_join_results(two_batches: Topology, spark: SparkSession) -> None:
+    rows = two_batches.store("priced", spark).read("log").orderBy("offset").collect()
     assert [(r.n, r.rate, r.is_late) for r in rows] == [
         (1, 1, False),
         (3, 3, False),  # the same minute: a leaves before b
@@ -134,35 +136,35 @@ def test_join_of_many_records_picks_cheaper_lookup(
     assert rows == expected
 
 
-def test_idle_run_makes_no_commit(done: Topology, spark: SparkSession) -> None:
+def test_idle_run_makes_no_commit(two_batches: Topology, spark: SparkSession) -> None:
     for name in ("rates", "orders", "priced"):
-        before = done.store(name, spark).head()
-        assert done.run(name, spark).commit is None
-        assert done.store(name, spark).head() == before
+        before = two_batches.store(name, spark).head()
+        assert two_batches.run(name, spark).commit is None
+        assert two_batches.store(name, spark).head() == before
 
 
-def test_rebuilt_view_equals_view(done: Topology, spark: SparkSession) -> None:
-    before = done.tables("rates", spark)
-    done.store("rates", spark).rebuild_view()
-    assert done.tables("rates", spark) == before
+def test_rebuilt_view_equals_view(two_batches: Topology, spark: SparkSession) -> None:
+    before = two_batches.tables("rates", spark)
+    two_batches.store("rates", spark).rebuild_view()
+    assert two_batches.tables("rates", spark) == before
 
 
-def test_asset_opens_by_name(done: Topology, spark: SparkSession) -> None:
-    store = AssetStore.open(done.warehouse, "rates", spark)
+def test_asset_opens_by_name(two_batches: Topology, spark: SparkSession) -> None:
+    store = AssetStore.open(two_batches.warehouse, "rates", spark)
     assert store.node.key == ("k",)
-    assert store.node.history_retention == done.rates.history_retention  # type: ignore[attr-defined]
+    assert store.node.history_retention == two_batches.rates.history_retention  # type: ignore[attr-defined]
     assert {r.k: r.n for r in store.read().collect()} == {"a": 2, "c": 2}
     as_of = store.read(as_of="2020-01-01T00:04:30Z").collect()
     assert {r.k: r.n for r in as_of} == {"a": 3, "b": 1}
 
 
-def test_invalid_reads_are_refused(done: Topology, spark: SparkSession) -> None:
+def test_invalid_reads_are_refused(two_batches: Topology, spark: SparkSession) -> None:
     with pytest.raises(StorageError, match=r"'nowhere'.*rates"):
-        AssetStore.open(done.warehouse, "nowhere", spark)
+        AssetStore.open(two_batches.warehouse, "nowhere", spark)
     with pytest.raises(StorageError, match="as_of needs a VersionedTable"):
-        done.store("orders", spark).read(as_of="2020-01-01")
+        two_batches.store("orders", spark).read(as_of="2020-01-01")
     with pytest.raises(ContractError, match="expected a time like"):
-        done.store("rates", spark).read(as_of="")
+        two_batches.store("rates", spark).read(as_of="")
 
 
 def test_spark_error_has_no_cyclic_cause(tmp_path: Path, spark: SparkSession) -> None:
@@ -212,15 +214,15 @@ def test_concurrent_runs_have_one_winner(tmp_path: Path, spark: SparkSession) ->
     assert store.read("log").count() == 3
 
 
-def test_older_view_never_replaces_newer_view(done: Topology, spark: SparkSession) -> None:
+def test_older_view_never_replaces_newer_view(two_batches: Topology, spark: SparkSession) -> None:
     """A slow process that updates the view to an older commit changes nothing."""
-    store = done.store("rates", spark)
+    store = two_batches.store("rates", spark)
     head = store.head()
     assert head is not None
-    before = done.tables("rates", spark)
+    before = two_batches.tables("rates", spark)
     older = head.commit.model_copy(update={"batch": 1, "next_offset": {0: 3}})
     store._update_view(type(head)(0, older))
-    assert done.tables("rates", spark) == before
+    assert two_batches.tables("rates", spark) == before
 
 
 def test_foreign_delta_table_is_refused(tmp_path: Path, spark: SparkSession) -> None:
@@ -230,8 +232,8 @@ def test_foreign_delta_table_is_refused(tmp_path: Path, spark: SparkSession) -> 
         delta.last_commit(path)
 
 
-def test_missing_table_version_is_reported(done: Topology, spark: SparkSession) -> None:
-    path = done.store("rates", spark).log_path
+def test_missing_table_version_is_reported(two_batches: Topology, spark: SparkSession) -> None:
+    path = two_batches.store("rates", spark).log_path
     assert parquet.read(spark, path, 0).count() == 3
     with pytest.raises(ConcurrentRunError, match="expected version 7 of"):
         parquet.read(spark, path, 7)
@@ -317,10 +319,10 @@ def test_join_with_table_without_commits(tmp_path: Path, spark: SparkSession) ->
 
 
 def test_newer_view_is_not_overwritten(
-    done: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+    two_batches: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run does not write a view that another run has meanwhile updated to a later batch."""
-    store = done.store("rates", spark)
+    store = two_batches.store("rates", spark)
     head = store.head()
     assert head is not None
     first = type(head)(0, next(iter(commits(store.root))))

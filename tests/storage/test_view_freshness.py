@@ -29,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
+def large_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treats a small table as one of many millions of rows, whose view is not written by each run."""
     monkeypatch.setattr(view, "EACH_RUN", 0)
 
 
-def declared(topology: Topology, **more: Any) -> Topology:
+def redeclared(topology: Topology, **more: Any) -> Topology:
     """The topology with ``rates`` declared otherwise."""
     topology.rates = replace(topology.rates, **more)
     topology.priced = topology.orders.left_join(
@@ -43,7 +43,7 @@ def declared(topology: Topology, **more: Any) -> Topology:
     return topology
 
 
-def of_batch(store: AssetStore) -> int:
+def view_batch(store: AssetStore) -> int:
     """The batch in the document of the view."""
     base = store._view.base()
     assert base is not None
@@ -55,16 +55,16 @@ def rows_of(store: AssetStore, what: str, as_of: str | None = None) -> list[Any]
     return sorted(rows.select(*sorted(rows.columns)).collect(), key=repr)
 
 
-def everything(store: AssetStore) -> list[list[Any]]:
+def all_reads(store: AssetStore) -> list[list[Any]]:
     """All rows that reads of a versioned table return, also as of some times."""
     times = [f"2020-01-01T00:{minute:02}:00Z" for minute in (0, 3, 7, 12)]
     return [rows_of(store, "versions"), *(rows_of(store, "current", time) for time in (None, *times))]
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def after_first_run(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
     """One run of thirty keys; a second file, with two of these keys, has landed."""
-    topology = Topology(tmp_path_factory.mktemp("begun"))
+    topology = Topology(tmp_path_factory.mktemp("after_first_run"))
     topology.land("rates", "0.jsonl", [(f"k{i}", i, 1) for i in range(30)])
     topology.run("rates", spark)
     topology.land("rates", "1.jsonl", [("k3", 100, 5), ("k4", None, 6), ("k3", 50, 3), (None, 1, 2)])
@@ -72,46 +72,50 @@ def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path
 
 
 @pytest.fixture
-def one_run(begun: Path, tmp_path: Path) -> Topology:
-    return Topology(Path(shutil.copytree(begun, tmp_path / "copy")))
+def topology_after_first_run(after_first_run: Path, tmp_path: Path) -> Topology:
+    return Topology(Path(shutil.copytree(after_first_run, tmp_path / "copy")))
 
 
-def grown(topology: Topology, spark: SparkSession) -> AssetStore:
+def run_second_file(topology: Topology, spark: SparkSession) -> AssetStore:
     """Runs the second file, and returns the store."""
     topology.run("rates", spark)
     return topology.store("rates", spark)
 
 
 @pytest.fixture(scope="module")
-def made(begun: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+def after_second_run(
+    after_first_run: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
+) -> Path:
     """After the second run of a table that counts as large: its view is that of the first run."""
-    root = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "copy")
+    root = shutil.copytree(after_first_run, tmp_path_factory.mktemp("after_second_run") / "copy")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(view, "EACH_RUN", 0)
-        grown(Topology(root), spark)
+        run_second_file(Topology(root), spark)
     return root
 
 
 @pytest.fixture
-def behind(made: Path, tmp_path: Path, large: None) -> Topology:
-    return Topology(Path(shutil.copytree(made, tmp_path / "copy")))
+def lagging(after_second_run: Path, tmp_path: Path, large_table: None) -> Topology:
+    return Topology(Path(shutil.copytree(after_second_run, tmp_path / "copy")))
 
 
-def test_small_view_is_written_by_each_run(one_run: Topology, spark: SparkSession) -> None:
-    assert of_batch(grown(one_run, spark)) == 2
+def test_small_view_is_written_by_each_run(
+    topology_after_first_run: Topology, spark: SparkSession
+) -> None:
+    assert view_batch(run_second_file(topology_after_first_run, spark)) == 2
 
 
-def test_readers_fold_the_tail_of_the_log(behind: Topology, spark: SparkSession) -> None:
-    topology, store = behind, behind.store("rates", spark)
-    assert of_batch(store) == 1
-    found = everything(store)
+def test_readers_fold_the_tail_of_the_log(lagging: Topology, spark: SparkSession) -> None:
+    topology, store = lagging, lagging.store("rates", spark)
+    assert view_batch(store) == 1
+    found = all_reads(store)
     # the table's next run, a join, checks and the quarantine see the same rows
     topology.land("rates", "2.jsonl", [("k4", 7, 5.5), ("k5", 8, 8)])
     topology.run("rates", spark)
     topology.land("orders", "0.jsonl", [("k3", 1, 4), ("k4", 2, 6), ("k3", 3, 5), ("k5", 4, 20)])
     topology.run("orders", spark)
     receipt = topology.run("priced", spark)
-    assert of_batch(store) == 1
+    assert view_batch(store) == 1
     assert receipt.commit is not None
     assert receipt.commit.reads == {"orders/log": 0, "rates/view": 0, "rates/log": 2}
     rates = {row.n: row.rate for row in topology.store("priced", spark).read("log").collect()}
@@ -123,24 +127,24 @@ def test_readers_fold_the_tail_of_the_log(behind: Topology, spark: SparkSession)
     assert quarantine.count() == 1
     assert [one.name for one in audit(store) if not one.passed] == []
     # these rows equal a rebuild from the whole log
-    now = everything(store)
+    now = all_reads(store)
     assert now != found
     store.rebuild_view()
-    assert (of_batch(store), everything(store)) == (3, now)
+    assert (view_batch(store), all_reads(store)) == (3, now)
 
 
-def test_reads_write_nothing(behind: Topology, spark: SparkSession) -> None:
-    store = behind.store("rates", spark)
-    before = sorted(behind.root.rglob("*"))
-    everything(store)
+def test_reads_write_nothing(lagging: Topology, spark: SparkSession) -> None:
+    store = lagging.store("rates", spark)
+    before = sorted(lagging.root.rglob("*"))
+    all_reads(store)
     store.quarantine()
     audit(store)
-    assert sorted(behind.root.rglob("*")) == before
+    assert sorted(lagging.root.rglob("*")) == before
 
 
-def test_other_engines_read_the_checkpoint(behind: Topology, spark: SparkSession) -> None:
+def test_other_engines_read_the_checkpoint(lagging: Topology, spark: SparkSession) -> None:
     """Other engines read the view of an earlier batch; its document names that batch."""
-    store = behind.store("rates", spark)
+    store = lagging.store("rates", spark)
     by_polars = pl.read_delta(store.view_path).filter(pl.col("valid_to").is_null())
     assert dict(zip(by_polars["k"], by_polars["n"], strict=True)) == {f"k{i}": i for i in range(30)}
     by_spark = spark.read.format("delta").load(store.view_path)
@@ -166,26 +170,26 @@ def is_due(topology: Topology, spark: SparkSession, rows: int = 0) -> bool:
     [("every_run", True), (timedelta(0), True), (timedelta(hours=1), False), ("on_growth", False)],
 )
 def test_freshness_option_decides_when_view_is_written(
-    behind: Topology, spark: SparkSession, freshness: Any, due: bool
+    lagging: Topology, spark: SparkSession, freshness: Any, due: bool
 ) -> None:
-    assert is_due(declared(behind, freshness=freshness), spark) == due
+    assert is_due(redeclared(lagging, freshness=freshness), spark) == due
 
 
-def test_view_is_due_when_log_grows_by_fifth(behind: Topology, spark: SparkSession) -> None:
-    assert not is_due(behind, spark, 2)
-    assert is_due(behind, spark, 3), "six of 30 rows are a fifth"
+def test_view_is_due_when_log_grows_by_fifth(lagging: Topology, spark: SparkSession) -> None:
+    assert not is_due(lagging, spark, 2)
+    assert is_due(lagging, spark, 3), "six of 30 rows are a fifth"
 
 
 def test_view_is_due_after_many_batches(
-    behind: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+    lagging: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(view, "BATCHES", 1)
-    assert is_due(behind, spark)
+    assert is_due(lagging, spark)
 
 
 @pytest.mark.endurance  # test_view_segments and test_lookup have random runs, the above such views
 def test_view_plus_log_tail_equals_rebuild(
-    tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, spark: SparkSession, large_table: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view and the log rows after it give what a rebuild gives. Records of several batches are out of
     order in any segment, replaced, deleted or expired. Reads need all or a part of the history."""
@@ -206,7 +210,7 @@ def test_view_plus_log_tail_equals_rebuild(
         store = topology.store("rates", spark)
         head, at = store.head(), store.snapshot()
         assert head is not None
-        behind.add(head.commit.batch - of_batch(store))
+        behind.add(head.commit.batch - view_batch(store))
         if run % 3 != 2:
             continue
         copy = AssetStore(str(tmp_path / f"anew{run}"), topology.rates, spark)

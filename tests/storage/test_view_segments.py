@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> int:
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> int:
     """Segments of a few versions, where a table of many millions has segments of many thousands."""
     monkeypatch.setattr(view_module, "SEGMENT_ROWS", 6)
     return 6
@@ -39,7 +39,7 @@ def layout(store: AssetStore) -> Segments:
     return base.checkpoint.segments
 
 
-def stored(store: AssetStore) -> Counter[int | None]:
+def rows_per_segment(store: AssetStore) -> Counter[int | None]:
     """The number of rows in each segment."""
     rows = parquet.read(store.spark, store.view_path, parted=True)
     return Counter(
@@ -52,7 +52,7 @@ def files(store: AssetStore) -> set[str]:
     return {file.place for file in delta.files(store.view_path) if file.segment is not None}
 
 
-def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[object]:
+def rebuilt_versions(topology: Topology, spark: SparkSession, to: str) -> list[object]:
     """The versions that a rebuild from the whole log gives."""
     store = topology.store("rates", spark)
     head = store.head()
@@ -69,7 +69,9 @@ def rows_of(store: AssetStore) -> list[object]:
     return sorted(rows.select(*sorted(rows.columns)).collect(), key=repr)
 
 
-def test_incremental_view_equals_rebuild(tmp_path: Path, spark: SparkSession, small: int) -> None:
+def test_incremental_view_equals_rebuild(
+    tmp_path: Path, spark: SparkSession, small_segments: int
+) -> None:
     """Records are out of order, replaced, deleted or expired, in runs of any size."""
     dice = random.Random(889)
     topology = Topology(tmp_path)
@@ -88,16 +90,18 @@ def test_incremental_view_equals_rebuild(tmp_path: Path, spark: SparkSession, sm
         assert {f.name: f.sample for f in found if not f.passed} == {}
         assert {f.looked_at for f in found} == {f"changes of batch {run + 1}" if run else "everything"}
         if run == 3:
-            assert rows_of(store) == as_made_anew(topology, spark, f"anew{run}")
+            assert rows_of(store) == rebuilt_versions(topology, spark, f"anew{run}")
         now_there = layout(store)
         forgotten = now_there.first
-        assert all(n is None or n >= forgotten for n in stored(store))
+        assert all(n is None or n >= forgotten for n in rows_per_segment(store))
     assert forgotten > 0, "segments were forgotten on the way"
     wrong = {f.name: f.sample for f in audit(topology.store("rates", spark)) if not f.passed}
     assert wrong == {}
 
 
-def test_in_order_run_rewrites_no_history(tmp_path: Path, spark: SparkSession, small: int) -> None:
+def test_in_order_run_rewrites_no_history(
+    tmp_path: Path, spark: SparkSession, small_segments: int
+) -> None:
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(20)])
     topology.run("rates", spark)
@@ -162,7 +166,9 @@ def test_rows_reached_by_time() -> None:
     assert [view.reach(19), view.reach(-1)] == [57, 157]
 
 
-def test_join_reads_only_needed_history(tmp_path: Path, spark: SparkSession, small: int) -> None:
+def test_join_reads_only_needed_history(
+    tmp_path: Path, spark: SparkSession, small_segments: int
+) -> None:
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(40)])
     topology.run("rates", spark)

@@ -34,7 +34,7 @@ def environment(
     tmp_path_factory: pytest.TempPathFactory, connect_server: ConnectServer
 ) -> dict[str, str]:
     """The environment of a process that uses the instance, which is a copy with a damaged table."""
-    made, _ = demo_subset.what_they_left(demo_subset.ALL, tmp_path_factory)
+    made, _ = demo_subset.demo_results(demo_subset.ALL, tmp_path_factory)
     data = shutil.copytree(made, tmp_path_factory.mktemp("ui") / "data")
     about = {
         **connect_server.environment,

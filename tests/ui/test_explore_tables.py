@@ -12,7 +12,7 @@ import pytest
 from deltalake import CommitProperties, write_deltalake
 from playwright.sync_api import Browser, Page, expect
 
-from tests.log_writer import MICROS, Written, document, moment
+from tests.log_writer import MICROS, LogWriter, document, moment
 from tests.ui.conftest import exploring
 from vt_dagster.topology.specification import FilterSpec
 
@@ -56,12 +56,12 @@ def written_wide(warehouse: Path) -> None:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a ``vt-dagster explore``."""
     root = tmp_path_factory.mktemp("tables")
-    prices = Written(root, "prices_of_products_in_each_shop_by_the_hour")
+    prices = LogWriter(root, "prices_of_products_in_each_shop_by_the_hour")
     for run in range(1, 3):
         records = [("apple", f"value {n}", 60 * n + run) for n in range(40)]
         prices.run([*records, ("pear", None, 7)], recorded=2000 * run)
     made_by = FilterSpec(source=prices.name, predicate="v < 2")
-    cheap = Written(root, "cheap", made_by=made_by, logs={prices.name: f"log of {prices.name}"})
+    cheap = LogWriter(root, "cheap", made_by=made_by, logs={prices.name: f"log of {prices.name}"})
     cheap.run([("apple", "1", 0), ("pear", "2", 0)], recorded=3)
     written_wide(root)
     with exploring(str(root)) as found:
