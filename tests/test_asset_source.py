@@ -193,7 +193,7 @@ def test_new_partitions_of_partitioned_asset_are_consumed(
     assert 'expected type "str for texts"' in messages(run("texts"))
 
 
-def test_upstream_partitions_that_are_not_there(
+def test_missing_upstream_partition_is_named(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A partition that is mapped to no upstream partition has no records, like the first day of an
@@ -217,12 +217,12 @@ def test_upstream_partitions_that_are_not_there(
         nodes = (typed, plain, newest)
         return materialize(tmp_path, instance, *nodes, assets=[raw], partition_key=day, **chosen)
 
-    assert made(run("typed", "plain", day="2024-01-01")) == {"typed", "plain"}
+    assert materialized_assets(run("typed", "plain", day="2024-01-01")) == {"typed", "plain"}
     for day in answers:
-        assert made(run("raw", day=day)) == {"raw"}
-    assert made(run("typed", "plain", day="2024-01-02")) == {"typed", "plain"}
+        assert materialized_assets(run("raw", day=day)) == {"raw"}
+    assert materialized_assets(run("typed", "plain", day="2024-01-02")) == {"typed", "plain"}
     assert values(tmp_path, "typed") == values(tmp_path, "plain") == ["of 1"]
-    assert made(run("plain", day="2024-01-03")) == {"plain"}
+    assert materialized_assets(run("plain", day="2024-01-03")) == {"plain"}
     assert (
         "typed: expected a DataFrame of raw (partition 2024-01-02), got None; return an empty DataFrame"
         in messages(run("typed", day="2024-01-03"))

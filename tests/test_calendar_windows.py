@@ -424,7 +424,7 @@ def newer_zone(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_a_zone_that_java_does_not_know(tmp_path: Path, newer_zone: str) -> None:
+def test_zone_unknown_to_java_is_named(tmp_path: Path, newer_zone: str) -> None:
     land(tmp_path / "landing", "1", visits(CLOCKS["Europe/Berlin"][:1], 3, 8, 7))
     source = stream(source=FilesSource(str(tmp_path / "landing")))
     daily = windowed(source, TumblingWindow("1 day", zone=newer_zone), "daily")

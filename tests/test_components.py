@@ -666,7 +666,7 @@ attributes:
     assert "attributes.catalog: WarehouseResource: expected catalog to be a schema" in said
 
 
-def test_wrong_resources_are_shown_in_the_file() -> None:
+def test_invalid_resources_name_their_line() -> None:
     text = """\
 type: vt_dagster.components.TopologyComponent
 attributes:

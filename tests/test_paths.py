@@ -108,7 +108,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_a_wrong_path_is_refused_when_definitions_load(path: str) -> None:
+def test_invalid_path_is_refused_when_definitions_load(path: str) -> None:
     about: dict[str, Any] = {"key": "k", "schema": RECORD, "timestamp": "at"}
     sales = Stream("sales", source=FilesSource("landing"), **about)
     prices = VersionedTable("prices", source=FilesSource("landing"), history_retention=DAY, **about)
@@ -129,7 +129,7 @@ def test_a_wrong_path_is_refused_when_definitions_load(path: str) -> None:
             source(path)
 
 
-def test_a_wrong_path_of_the_environment_or_the_launchpad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_path_of_environment_or_launchpad_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value of a variable, and the config of a run, are checked before anything is read."""
     monkeypatch.setenv("LAKE", "")
     sales = Stream("sales", key="k", schema=RECORD, timestamp="at", source=FilesSource("landing"))
@@ -150,12 +150,12 @@ def test_a_wrong_path_of_the_environment_or_the_launchpad(monkeypatch: pytest.Mo
         warehouse_of(context, "vt_dagster")
 
 
-def test_a_wrong_warehouse_of_a_command() -> None:
+def test_invalid_warehouse_of_command_is_refused() -> None:
     with pytest.raises(StorageError, match="only a shell resolves a tilde"):
         load_topology(None, "tests.test_components", "~/lake")
 
 
-def test_protocols_that_need_a_package() -> None:
+def test_protocols_that_need_a_package_are_accepted() -> None:
     """They are accepted when definitions load; the error without the package names it."""
     for url in (
         *("s3://lake/x", "s3a://lake/x", "s3n://lake/x", "gs://lake/x", "abfss://lake@one.net/x"),

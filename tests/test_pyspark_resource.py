@@ -228,7 +228,7 @@ def test_resources_with_process_per_step(spark: SparkSession, tmp_path: Path) ->
     assert [row["v"] for row in market.store(market.prices).read().collect()] == ["p1"]
 
 
-def test_settings_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_spark_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Booleans have Spark's spelling, a variable of the environment its value; a setting that is a list
     or a mapping, or a parameter with another name, is refused."""
     monkeypatch.setenv("MEMORY", "3g")

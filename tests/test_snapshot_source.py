@@ -285,7 +285,7 @@ def test_snapshot_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None
     assert "is older than the last one" in tick()
 
 
-def test_a_dump_that_is_not_there(spark: SparkSession, tmp_path: Path) -> None:
+def test_unknown_dump_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     """A run that names a dump which does not exist, for example by a typing error, fails."""
     shop = Shop(tmp_path, spark)
     source: Any = shop.node.source

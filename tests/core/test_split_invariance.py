@@ -149,7 +149,7 @@ def test_split_join_gives_same_results_for_same_table_contents(
 
 
 @pytest.mark.slow
-def test_a_grace_period_emits_in_the_order_of_record_by_record_processing(
+def test_grace_join_emits_in_kafka_order_for_any_split(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late record follows the waiting records that are due when it arrives; a record exactly at the
@@ -198,7 +198,7 @@ def test_a_grace_period_emits_in_the_order_of_record_by_record_processing(
 
 
 @pytest.mark.slow
-def test_a_join_of_streams_emits_in_the_order_of_record_by_record_processing(
+def test_stream_join_emits_in_kafka_order_for_any_split(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record without a match is emitted before the matches of the record that moves stream time past
