@@ -18,7 +18,7 @@ from pyspark.sql.types import StructType
 
 from tests.market import RECORD, Market, checks, materialized, observed, record
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
-from vt_dagster.errors import RecordsGoneError
+from vt_dagster.errors import RecordsGoneError, TopologyError
 from vt_dagster.kafka import KafkaCluster, KafkaSource
 from vt_dagster.orchestration import sensors
 from vt_dagster.sources.kafka_cluster import TopicState
@@ -280,6 +280,22 @@ assert SparkContext._gateway is None, "a JVM was started"
     )
     assert done.returncode == 0, done.stderr
     assert "batch 2, 11 records consumed" in done.stdout
+
+
+def test_sensor_target_without_its_asset_is_refused(market: Market) -> None:
+    """The run config of a request is that of the asset, so a run without it would be invalid."""
+
+    @dg.asset
+    def other() -> None: ...
+
+    node = Stream("prices", key="k", schema=RECORD, timestamp="at", source=market.prices.source)
+    made = build_definitions(node, warehouse=str(market.root / "nothing yet"))
+    defs = dg.Definitions.merge(made, dg.Definitions(assets=[other]))
+    tick = dg.build_sensor_context(repository_def=defs.get_repository_def(), resources=defs.resources)
+    for target, got in (("other", "other"), ("key:none", "no asset")):
+        sensor = build_sensor(node, target=dg.AssetSelection.from_string(target))
+        with pytest.raises(TopologyError, match=f"to contain the asset prices.* got {got};"):
+            sensor(tick)
 
 
 def test_sensor_omits_partitioned_downstream(market: Market) -> None:

@@ -430,7 +430,9 @@ def publish_op(
         way = Publication(warehouse_of(context, resource_prefix), publication, node, sink, spark)
         commit = retried(context, way.head, lambda: way.run(context.run_id, config.from_start))
         seconds = time.monotonic() - started
-        last, key = commit or way.head(), dg.AssetKey(publication)
+        last = commit or way.head()
+        # The loaders of Dagster may have given the asset another key.
+        (key,) = context.assets_def.keys if context.has_assets_def else [dg.AssetKey(publication)]
         if commit is None:
             context.log.info(f"{publication}: nothing new in the log of {node.name}")
             if last is None or not needs_materialization(context, key, last):

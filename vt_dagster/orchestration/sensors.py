@@ -196,7 +196,7 @@ def build_sensor(
         waits = _after_failures(context, tags, minimum_interval_seconds)
         if waits is not None:
             return dg.SkipReason(f"{news.description}: {waits}")
-        chosen = _without_partitions(context, selection)
+        chosen = _without_partitions(context, node, selection)
         request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         while _consumed_before(context, node, batch, request):
             # The cursor did not see it, as when it was lost: Dagster would ignore the request.
@@ -216,13 +216,24 @@ def build_sensor(
 
 
 def _without_partitions(
-    context: dg.SensorEvaluationContext, selection: dg.AssetSelection
+    context: dg.SensorEvaluationContext, node: Stream, selection: dg.AssetSelection
 ) -> list[dg.AssetKey] | None:
-    """Returns the assets of a selection that a run without a partition can make; None = all of them."""
+    """Returns the assets of a selection that a run without a partition can make; None = all of them.
+
+    Raises:
+        TopologyError: the selection lacks the asset that reads the source.
+    """
     if context.repository_def is None:  # a test calls the sensor without one
         return None
-    graph = context.repository_def.asset_graph
+    graph, key = context.repository_def.asset_graph, dg.AssetKey(node.path)
     chosen = {key for key in selection.resolve(graph) if graph.get(key).is_executable}
+    if key not in chosen:
+        raise TopologyError(
+            f"{node.name}: expected the target of its sensor to contain the asset "
+            f"{key.to_user_string()}, which reads the new input, got "
+            f"{', '.join(sorted(one.to_user_string() for one in chosen)) or 'no asset'}; add "
+            f"dg.AssetSelection.assets({key.to_user_string()!r}) to target, or leave target out"
+        )
     parted = [key for key in chosen if graph.get(key).partitions_def is not None]
     if not parted:
         return None
