@@ -423,7 +423,7 @@ def newer_zone(tmp_path: Path) -> Iterator[str]:
     durations._zones.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("spark", "few_rows")
 def test_zone_unknown_to_java_is_named(tmp_path: Path, newer_zone: str) -> None:
     land(tmp_path / "landing", "1", visits(CLOCKS["Europe/Berlin"][:1], 3, 8, 7))
     source = stream(source=FilesSource(str(tmp_path / "landing")))

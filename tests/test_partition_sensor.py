@@ -265,7 +265,7 @@ def run_unpartitioned() -> None: ...
     [
         (_asset(None, **AS_OF), "prices", "report: expected one asset with partitions"),
         (_asset(), "prices", "expected an input that reads prices as of a time"),
-        (run_unpartitioned, "prices", "by_itself: expected an input that reads prices"),
+        (run_unpartitioned, "prices", "run_unpartitioned: expected an input that reads prices"),
         (
             _asset(**AS_OF, **{"vt_dagster/as_known_at": "partition_end"}),
             "prices",
