@@ -337,9 +337,13 @@ def test_backfilled_partition_is_consumed_once(
     }
     assert materialized_assets(of("2024-01-01")) == {"raw"}
     assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3", "a1, mended"]
-    alone: Any = {"asset_selection": [dg.AssetKey("daily")]}
-    without = materialize(tmp_path, instance, daily, assets=[raw], **alone)
-    assert "daily: expected a run of one partition, got none; choose one when you" in messages(without)
+
+    @versioned_table(partitions_def=DAYS, history_retention=MONTH, **ABOUT)
+    def alone() -> Any:
+        return rows(("a", "a1", 1))
+
+    without = messages(materialize(tmp_path, instance, alone))
+    assert "alone: expected a run of one partition, got none; choose one when you" in without
     with pytest.raises(SourceError, match=r"which provides what .*daily returns; got none"):
         replay(str(tmp_path), daily, "anew", spark)
 
