@@ -177,9 +177,10 @@ def test_non_time_partition_is_refused(market: Market) -> None:
     defs = dg.Definitions(
         [*map(build_asset, market.nodes)], resources=build_resources(str(market.warehouse))
     )
-    loader = defs.get_asset_value_loader(dg.DagsterInstance.ephemeral())
-    with pytest.raises(ContractError) as raised:
-        loader.load_asset_value("prices", input_definition_metadata=BY_PARTITION.metadata)
+    with dg.DagsterInstance.ephemeral() as instance:
+        loader = defs.get_asset_value_loader(instance)
+        with pytest.raises(ContractError) as raised:
+            loader.load_asset_value("prices", input_definition_metadata=BY_PARTITION.metadata)
     assert "got: it is loaded outside of a run; set a time to read" in str(raised.value)
 
 
