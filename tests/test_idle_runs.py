@@ -34,13 +34,13 @@ import sys
 from pathlib import Path
 import dagster as dg
 from pyspark import SparkContext
-from tests.market import Market, checks, unchanged
+from tests.market import Market, checks, observed
 
 market = Market(Path({root!r}), None)
 with dg.DagsterInstance.local_temp({home!r}) as instance:
     result = market.run(instance=instance, raise_on_error=True)
     for node in market.nodes:
-        unchanged(result, node.name)
+        observed(result, node.name)
     assert len(checks(result)) > 10
     assert SparkContext._active_spark_context is None
 assert "dagster_pyspark" not in sys.modules
