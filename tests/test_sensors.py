@@ -210,25 +210,14 @@ def test_assets_with_same_name_and_other_prefix(spark: SparkSession, tmp_path: P
             instance.delete_run(run.run_id)
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("missing", "expected a directory"),
-        ("x" * 300, "expected a directory"),
-        ("nowhere://bucket/folder", "nowhere"),
-    ],
-)
-def test_unreadable_directory_is_skip_reason(
-    spark: SparkSession, tmp_path: Path, path: str, said: str
-) -> None:
+@pytest.mark.parametrize("path", ["missing", "x" * 300])
+def test_unreadable_directory_is_skip_reason(spark: SparkSession, tmp_path: Path, path: str) -> None:
     market = Market(tmp_path, spark)
-    where = path if "://" in path else str(tmp_path / path)
-    node = Stream(
-        "sales", key="k", schema=market.sales.schema, timestamp="at", source=FilesSource(where)
-    )
+    source = FilesSource(str(tmp_path / path))
+    node = Stream("sales", key="k", schema=market.sales.schema, timestamp="at", source=source)
     reason = evaluate(market, node)
     assert isinstance(reason, str)
-    assert said in reason
+    assert "expected a directory" in reason
 
 
 def test_changed_file_is_skip_reason(market: Market, tmp_path: Path) -> None:

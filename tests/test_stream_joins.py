@@ -251,9 +251,9 @@ def test_late_match_retracts_unmatched_row(spark: SparkSession) -> None:
     assert (gone["is_tombstone"], gone["revision"], gone["old"]["n"], gone["n"]) == (True, 1, 1, None)
     assert gone["cause"] == {"table": "payments", "partition": 0, "offset": 0}
     assert [(r["k"], r["amount"], r["revision"], r["is_late"]) for r in new] == [
-        ("c", None, 0, False),
         ("a", 7, 0, False),
         ("a", 8, 0, False),
+        ("c", None, 0, False),
     ]
     assert [(r["k"], r["rows"], r["paid"]) for r in driver.table("sums")] == [
         ("a", 2, 15),
