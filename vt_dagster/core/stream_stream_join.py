@@ -511,11 +511,10 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         )
         found = self._results(matches(sides, earlier, on=on, width=width).withColumn(PHASE, F.lit(1)))
         parts = [found, self.rejected(new)]
-        emitting = new.where(F.col(VALID) & (F.col(AT) == F.col(NOW))).select(PARTITION, AT)
         for i in self.preserved_sides:
             records = union(sides[i], self.pending_unmatched(earlier[i], i, context))
             alone = without_match(records, sides[1 - i], earlier[1 - i], on=on, width=width)
-            parts += [*self.unmatched_rows(alone, i, emitting, context), self._keyless(new, i)]
+            parts += [*self.unmatched_rows(alone, i, new, context), self._keyless(new, i)]
             parts += self.retractions(earlier[i], sides[1 - i], i, context)
         return reduce(union, parts)
 
@@ -545,18 +544,18 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return rows.join(kept, [PARTITION, OFFSET])
 
     def unmatched_rows(
-        self, rows: DataFrame, place: int, emitting: DataFrame, context: RunContext
+        self, rows: DataFrame, place: int, new: DataFrame, context: RunContext
     ) -> list[DataFrame]:
         """Returns unmatched records: those to emit, and those that still wait for a match.
 
         Args:
-            emitting: the run's records that emit unmatched ones: ``partition, _at``.
+            new: the run's records of both sides.
         """
         over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
             SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)
         )
-        leaving = self.with_emission(rows.where(F.col(ONCE) | over), F.col(END), emitting)
+        leaving = self.with_emission(rows.where(F.col(ONCE) | over), F.col(END), new)
         return [self.leaving(leaving, F.col(ONCE), place), wait]
 
     def is_over(self, moment: Column, context: RunContext) -> Column:
@@ -565,18 +564,19 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             moment < context.watermarks_after.get(LOOK_WATERMARK, null_long()), F.lit(False)
         )
 
-    def with_emission(self, rows: DataFrame, end: Column, emitting: DataFrame) -> DataFrame:
+    def with_emission(self, rows: DataFrame, end: Column, new: DataFrame) -> DataFrame:
         """Adds the time of the run's record that emits each unmatched record: of the first one after
         the end of its window; that end if there is none, after a change of the grace period.
 
         Plan: that of ``running_max``, over the unmatched records and the times of the run's records.
 
         Args:
-            emitting: see ``unmatched_rows``.
+            new: see ``unmatched_rows``.
         """
         # Backwards in time, the next record is the last one so far.
         nothing = {c: F.lit(0) for c in (INPUT, HOME, SEQUENCE)}
         backwards = rows.withColumn(_PLACE, F.struct(*ORDER)).withColumns({ARRIVAL: -end, **nothing})
+        emitting = new.where(F.col(VALID) & (F.col(AT) == F.col(NOW)))
         times = emitting.select(PARTITION, (-F.col(AT)).alias(ARRIVAL)).withColumns(
             {**nothing, INPUT: F.lit(1)}
         )
@@ -794,7 +794,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     # -- unmatched rows and their retraction -----------------------------------------------------
 
     def unmatched_rows(
-        self, rows: DataFrame, place: int, emitting: DataFrame, context: RunContext
+        self, rows: DataFrame, place: int, new: DataFrame, context: RunContext
     ) -> list[DataFrame]:
         """Returns unmatched records: those to emit now, and those that may still find a match."""
         if _EMITTED not in rows.columns:
@@ -806,7 +806,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)),
             (emitted | leaves).alias(_EMITTED),
         )
-        leaving = self.with_emission(rows.where(leaves), over, emitting)
+        leaving = self.with_emission(rows.where(leaves), over, new)
         return [self.leaving(leaving, F.col(ONCE), place), kept]
 
     def retractions(

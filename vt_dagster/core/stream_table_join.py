@@ -114,7 +114,7 @@ from vt_dagster.core.stream_time import (
     Timed,
     exact_chunks,
     with_stream_time,
-    with_time_in_bounds,
+    with_time_where_needed,
 )
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.errors import RefusedRecordsError
@@ -165,9 +165,8 @@ def hold_back(
 ) -> DataFrame:
     """Decides for each record whether it is joined in this run, and its place among the results.
 
-    Plan: none without a grace period; otherwise stream time of the records that arrived: with bounds
-    ``with_time_in_bounds``, without records that are emitted on arrival nothing, else
-    ``with_stream_time``.
+    Plan: none without a grace period, or if by the bounds no record is emitted on arrival; otherwise
+    ``with_time_where_needed`` over the records that arrived.
 
     Args:
         arrived: the stream's log rows of this run, with ``_arrival``.
@@ -192,13 +191,10 @@ def hold_back(
     if grace is None:
         return union(arrived, waiting).withColumn(OUTCOME, outcome.otherwise(Outcome.APPLIED))
     counts = moves_stream_time(key)
-    if bounds is None:
-        seen = with_stream_time(arrived, before, counts, chunk=chunk)
-    elif bounds.none_passed:
+    if bounds is not None and bounds.none_passed:
         seen = arrived.withColumn(STREAM_TIME, F.lit(None).cast("timestamp"))
     else:
-        assert chunk is not None
-        seen = with_time_in_bounds(arrived, counts, chunk=chunk, bounds=bounds)
+        seen = with_time_where_needed(arrived, before, counts, chunk=chunk, bounds=bounds)
     now, at = F.unix_micros(STREAM_TIME), F.unix_micros(TIMESTAMP)
     # A longer grace period than before never reopens a time up to which records were emitted.
     emitted = F.greatest(F.try_subtract(now, micros(grace)), F.unix_micros(emitted_before))

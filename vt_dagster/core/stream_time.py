@@ -283,32 +283,37 @@ def passed(
         return records.withColumn(PASSED, passed_in_one_task(records, deadline, before, moves))
     if bounds is not None and bounds.none_passed:
         return records.withColumn(PASSED, F.lit(False))
-    if bounds is None:
-        seen = with_stream_time(records, before, moves, chunk=chunk)
-    else:
-        assert chunk is not None
-        seen = with_time_in_bounds(records, moves, chunk=chunk, bounds=bounds)
+    seen = with_time_where_needed(records, before, moves, chunk=chunk, bounds=bounds)
     now = F.unix_micros(STREAM_TIME)
     return seen.withColumn(PASSED, F.coalesce(deadline <= now, F.lit(False))).drop(STREAM_TIME)
 
 
-def with_time_in_bounds(
-    records: DataFrame, moves: Column, *, chunk: Column, bounds: Bounds
+def with_time_where_needed(
+    records: DataFrame,
+    before: Column,
+    moves: Column,
+    *,
+    chunk: Column | None,
+    bounds: Bounds | None,
 ) -> DataFrame:
     """Adds stream time as of each record, including the record itself, where it is needed: in undecided
     chunks. In the others, a lower bound of it, which decides the same.
 
-    Plan: a broadcast, and a shuffle and sort of the undecided chunks.
+    Plan: with bounds a broadcast, and a shuffle and sort of the undecided chunks; without bounds that
+    of ``with_stream_time``.
 
     Args:
-        records: ``partition, timestamp, ORDER, …``.
-        moves: whether a record advances stream time.
-        chunk: that of ``bounds``.
+        records, before, moves: see ``with_stream_time``.
+        chunk: that of ``bounds``; without bounds see ``with_stream_time``.
+        bounds: None = compute stream time for every record.
 
     Returns:
         the records with ``_stream_time`` (TIMESTAMP; null until a record counts).
     """
+    if bounds is None:
+        return with_stream_time(records, before, moves, chunk=chunk)
     assert bounds.frame is not None
+    assert chunk is not None
     each = F.broadcast(bounds.frame)
     bounded = records.withColumn(_CHUNK, chunk.cast("long")).join(each, [PARTITION, _CHUNK])
     own = F.when(moves, F.unix_micros(TIMESTAMP))

@@ -80,7 +80,7 @@ from vt_dagster.core.stream_time import (
     passed,
     undecided_chunks,
     with_stream_time,
-    with_time_in_bounds,
+    with_time_where_needed,
 )
 from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME, Calendar, length_at
 from vt_dagster.topology.expressions import Accumulator, Aggregates
@@ -897,10 +897,9 @@ def aggregate(
     Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of undecided
     chunks), then one shuffle and sort by key and window of the run's records and the open windows; with
     ``once``, if the order of rows does not change the numbers, a shuffle and a hash aggregate.
-    Sessions: ``with_stream_time``, or with bounds ``with_time_in_bounds``, then a shuffle and sort by
-    key alone, and a Python kernel (see ``merge_sessions``). Sliding windows: the plan of sessions with
-    ``merge_sliding_windows``; if their retention hides windows, the plan runs once more before, to
-    compute the hidden ones.
+    Sessions: ``with_time_where_needed``, then a shuffle and sort by key alone, and a Python kernel (see
+    ``merge_sessions``). Sliding windows: the plan of sessions with ``merge_sliding_windows``; if their
+    retention hides windows, the plan runs once more before, to compute the hidden ones.
 
     Args:
         records: the stream's log rows, ``key columns, accumulators, timestamp, partition``, and
@@ -938,17 +937,13 @@ def aggregate(
         earlier = state.select(*key, PARTITION, TIMESTAMP, *ends, F.lit(False).alias(FRESH), *own)
     place = place_in(records)
     fresh = [*key, PARTITION, *place, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
+    timed_by = chunk if bounds is None else fine_chunk
     if isinstance(window, (TumblingWindow, HoppingWindow)):
         rows = placed(records.select(*fresh), key, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
-        chunk = chunk if bounds is None else fine_chunk
-        judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
+        judged = passed(rows, deadline, before, F.col(KEYED), chunk=timed_by, bounds=bounds)
         return _fixed(judged, earlier, key, window, aggregates, closed, once)
-    if bounds is None:
-        seen = with_stream_time(records, before, counts, chunk=chunk)
-    else:
-        assert fine_chunk is not None
-        seen = with_time_in_bounds(records, counts, chunk=fine_chunk, bounds=bounds)
+    seen = with_time_where_needed(records, before, counts, chunk=timed_by, bounds=bounds)
     seen = seen.select(*fresh, STREAM_TIME)
     if isinstance(window, SessionWindow):
         return _sessions(seen, earlier, key, window, aggregates, closed)
