@@ -21,6 +21,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
 
 DAYS = dg.DailyPartitionsDefinition("2024-01-01", end_date="2024-03-01")
+SHOPS = dg.StaticPartitionsDefinition(["x", "y"])
 AS_OF = {"vt_dagster/as_of": "partition_end"}
 FIRST, LAST = 2, 7
 """The first and last day with a partition in the tests."""
@@ -236,9 +237,7 @@ def test_partition_beyond_history_is_skipped(
 # The warning is about tags that Dagster itself gives a run of several dimensions.
 @pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning")
 def test_multi_partitions(spark: SparkSession, tmp_path: Path) -> None:
-    both = dg.MultiPartitionsDefinition(
-        {"day": DAYS, "shop": dg.StaticPartitionsDefinition(["x", "y"])}
-    )
+    both = dg.MultiPartitionsDefinition({"day": DAYS, "shop": SHOPS})
     reports = Reports(tmp_path, spark, both)
     assert reports.tick().skip_message.startswith("cannot look at prices: expected an asset 'prices'")
     reports.land(record("a", "a1", "1 12:00"), record("a", "a5", "5 00:00"))
@@ -273,6 +272,16 @@ def run_unpartitioned() -> None: ...
         ),
         (_asset(**AS_OF, **{"vt_dagster/read": "log"}), "prices", "a read as of now always does"),
         (_asset(**AS_OF), "rates", "expected a versioned table in reads, got the Table 'rates'"),
+        (
+            _asset(dg.DynamicPartitionsDefinition(name="shops"), **AS_OF),
+            "prices",
+            "as of 'partition_end', got a DynamicPartitionsDefinition",
+        ),
+        (
+            _asset(dg.MultiPartitionsDefinition({"a": SHOPS, "b": SHOPS}), **AS_OF),
+            "prices",
+            "expected partitions by time, since prices reads prices",
+        ),
     ],
 )
 def test_refused_when_declared(tmp_path: Path, report: Any, reads: str, said: str) -> None:

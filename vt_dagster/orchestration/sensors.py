@@ -17,7 +17,7 @@ import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.decorators import reported_batch
-from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
+from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, PARTITION_END, READ, READS
 from vt_dagster.orchestration.resources import PREFIX, asset_op, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of, start_waits
 from vt_dagster.sources.base import News, Watched
@@ -405,7 +405,8 @@ def build_partition_sensor(
         resource_prefix: as in :func:`build_asset`; needs only the warehouse resource.
 
     Raises:
-        TopologyError: the asset has no partitions, or does not read the table as of a time.
+        TopologyError: the asset has no partitions, does not read the table as of a time, or reads it as
+            of the end of a partition that is not one of time.
     """
     key, partitions, inputs = _require_reader(report, reads)
     table = "/".join(reads.path)
@@ -488,7 +489,20 @@ def _require_reader(
             f'got {got}; give it dagster.AssetIn(metadata={{"{AS_OF}": "partition_end"}}). A read '
             "as known at a time never changes, and a read as of now always does"
         )
+    until_end = [one for one in wanted if metadata[one][AS_OF] == PARTITION_END]
+    if until_end and not _of_time(report.partitions_def):
+        raise TopologyError(
+            f"{named}: expected partitions by time, since {until_end[0]} reads {path} as of "
+            f"{PARTITION_END!r}, got a {type(report.partitions_def).__name__}; give it a "
+            "partitions_def such as dagster.DailyPartitionsDefinition, or set a time to read as of"
+        )
     return key, report.partitions_def, wanted
+
+
+def _of_time(partitions: dg.PartitionsDefinition[Any]) -> bool:
+    if isinstance(partitions, dg.MultiPartitionsDefinition):
+        return partitions.has_time_window_dimension
+    return isinstance(partitions, dg.TimeWindowPartitionsDefinition)
 
 
 # --------------------------------------------------------------------- Dagster's materializations
