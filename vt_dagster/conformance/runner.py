@@ -220,8 +220,6 @@ def differences(
     got = out.entries
     if granularity == "run":
         expected = [{**e, "trigger": ends[e["trigger"]]} for e in expected]
-        if each.holds_back and not each.one_by_one:
-            expected, got = _as_set(expected), _as_set(got)
     found = compare("entry", expected, got)
     return found + compare_state(each.scenario, final_store(out.store), out.dropped, out.failed_at)
 
@@ -325,16 +323,6 @@ def entry(row: Entry, value: str, trigger: int) -> Entry:
     }
     ends = ("window_start", "window_end")
     return found | {end: millis(row[end]) for end in ends if end in row}
-
-
-def _as_set(entries: Iterable[Entry]) -> list[Entry]:
-    """Returns the entries of each run sorted, so that equal sets are equal lists."""
-
-    def order(one: Entry) -> tuple[Any, ...]:
-        ends = (one.get("window_start", 0), one.get("window_end", 0))
-        return (one["trigger"], one["timestamp"], one["key"] or "", one["value"] or "", *ends)
-
-    return sorted(entries, key=order)
 
 
 # Runner

@@ -76,11 +76,6 @@ class Layout:
         return windows[0] if windows else "value"
 
     @property
-    def holds_back(self) -> bool:
-        """Whether results are held back. A run of many records then emits them in another order."""
-        return any(s["op"] == "suppress" for s in self.steps.values())
-
-    @property
     def one_by_one(self) -> bool:
         """Whether each record needs its own run: if a buffer's limit applies after each record, if a
         failing record must not fail others, or if two paths of a record join again, which must not see

@@ -1,9 +1,9 @@
 """suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
 
 Each key has one *place* in the buffer; an update replaces value and timestamp but keeps the place.
-Stream time T is the largest timestamp of an update that has reached suppress, per partition. A run
-is one arrival: due updates are emitted at its end, ordered as in Kafka Streams' buffer: by place, then
-key.
+Stream time T is the largest timestamp of an update that has reached suppress, per partition. Updates
+are emitted in the order of Kafka Streams' buffer: by place, then key. One that is due on arrival
+follows those that are due at the same T. So the split of an arrival order into runs does not show.
 
 With a limit and ``emit_early``, it emits after each update, as in Kafka Streams. A record may give
 several updates (a merged session and its tombstone, sliding windows). Which of them leave a full
