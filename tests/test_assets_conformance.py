@@ -2,8 +2,7 @@
 operators run; the other ones run with the marker ``endurance``.
 
 ``tests/asset_scenarios.py`` runs the scenarios. ``side_by_side`` compares the records that each run
-emits (in order, or as a set where results are held back), the final store, and the numbers of dropped
-and waiting records.
+emits, in order, the final store, and the numbers of dropped and waiting records.
 """
 
 from __future__ import annotations

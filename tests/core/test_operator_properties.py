@@ -283,7 +283,8 @@ def test_longer_grace_does_not_reopen_windows(spark: SparkSession, rows: str) ->
         counts = [
             stream.group_by().windowed_by(window).count(name=name) for name, window in windows.items()
         ]
-        return [*counts, counts[0].suppress(UntilWindowCloses(), name="final")]
+        final = [one.suppress(UntilWindowCloses(), name=f"{one.name}_final") for one in counts]
+        return [*counts, *final]
 
     def run(driver: TopologyTestDriver, *times: int) -> dict[str, Counter[tuple[int, int, int]]]:
         told = [{"case": 0, "key": "a", "value": "x", "timestamp": time} for time in times]
@@ -314,5 +315,5 @@ def test_longer_grace_does_not_reopen_windows(spark: SparkSession, rows: str) ->
     assert after["sessions"] == before["sessions"] - Counter([(1, 120, 120)]) + sessions
     sliding = Counter([(2, 115, 120), (1, 120, 125), (1, 295, 300)])
     assert after["sliding"] == before["sliding"] - Counter([(1, 115, 120)]) + sliding
-    log = log_of(driver, "final")[0]
+    log = log_of(driver, "tumbling_final")[0]
     assert [row["count"] for row in log] == [3, 1]

@@ -24,7 +24,7 @@ from vt_dagster.topology.windows import HoppingWindow
 
 Record = dict[str, Any]
 PARTITIONS = 12
-LENGTH = 10
+LENGTH = 14
 MS = timedelta(milliseconds=1)
 
 # Each partition is a separate experiment: its number is part of every key, and it has its own
@@ -174,7 +174,7 @@ def test_grace_join_emits_in_kafka_order_for_any_split(
             {
                 "key": choose.choice(["a", "b", "b", None]),
                 "value": choose.choice(["x", "y", "z", None]),
-                "timestamp": max(0, 2 * number + choose.randrange(-12, 4)),
+                "timestamp": max(0, number + choose.randrange(-12, 4)),
             }
             for number in range(LENGTH)
         ]
@@ -186,8 +186,8 @@ def test_grace_join_emits_in_kafka_order_for_any_split(
         if whole is large:
             for module, name, n in ((processor, "FINE", 4), (pin, "CHUNK", -1), (gate, "CHUNK", -1)):
                 monkeypatch.setattr(module, name, n)
-        whole.pipe("stream", *heads(cases, [5] * PARTITIONS))
-        whole.pipe("stream", *tails(cases, [5] * PARTITIONS))
+        whole.pipe("stream", *heads(cases, [6] * PARTITIONS))
+        whole.pipe("stream", *tails(cases, [6] * PARTITIONS))
     one_by_one = {name: each.read(name) for name in ("left", "inner", "counted")}
     for name, rows in one_by_one.items():
         assert by_case(small.read(name)) == by_case(large.read(name)) == by_case(rows), name
@@ -218,7 +218,7 @@ def test_stream_join_emits_in_kafka_order_for_any_split(
                 {
                     "key": choose.choice(["a", "b", "c", None] if usable else ["a", "b", "c"]),
                     "value": choose.choice(["x", "y", None] if usable else ["x", "y"]),
-                    "timestamp": max(0, 5 * number + choose.randrange(-12, 4)),
+                    "timestamp": max(0, 3 * number + choose.randrange(-12, 4)),
                 }
                 for number in range(LENGTH // 2)
             ]
