@@ -280,7 +280,12 @@ def run_unpartitioned() -> None: ...
         (
             _asset(dg.MultiPartitionsDefinition({"a": SHOPS, "b": SHOPS}), **AS_OF),
             "prices",
-            "expected partitions by time, since prices reads prices",
+            "expected partitions by one time, since prices reads prices",
+        ),
+        (
+            _asset(dg.MultiPartitionsDefinition({"a": DAYS, "b": DAYS}), **AS_OF),
+            "prices",
+            "as of 'partition_end', got a MultiPartitionsDefinition",
         ),
     ],
 )

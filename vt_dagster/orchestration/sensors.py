@@ -492,7 +492,7 @@ def _require_reader(
     until_end = [one for one in wanted if metadata[one][AS_OF] == PARTITION_END]
     if until_end and not _of_time(report.partitions_def):
         raise TopologyError(
-            f"{named}: expected partitions by time, since {until_end[0]} reads {path} as of "
+            f"{named}: expected partitions by one time, since {until_end[0]} reads {path} as of "
             f"{PARTITION_END!r}, got a {type(report.partitions_def).__name__}; give it a "
             "partitions_def such as dagster.DailyPartitionsDefinition, or set a time to read as of"
         )
@@ -500,9 +500,10 @@ def _require_reader(
 
 
 def _of_time(partitions: dg.PartitionsDefinition[Any]) -> bool:
-    if isinstance(partitions, dg.MultiPartitionsDefinition):
-        return partitions.has_time_window_dimension
-    return isinstance(partitions, dg.TimeWindowPartitionsDefinition)
+    """Whether a partition ends at one time: of several dimensions, exactly one is a window of time."""
+    multi = isinstance(partitions, dg.MultiPartitionsDefinition)
+    dimensions = [one.partitions_def for one in partitions.partitions_defs] if multi else [partitions]
+    return sum(isinstance(one, dg.TimeWindowPartitionsDefinition) for one in dimensions) == 1
 
 
 # --------------------------------------------------------------------- Dagster's materializations
