@@ -1,9 +1,8 @@
-"""Loading the worked example is quick, starts no process, and uses only stable APIs."""
+"""Loading the worked example imports few modules, starts no process, and uses only stable APIs."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -32,16 +31,21 @@ def run_python(code: str, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_definitions_load_quickly() -> None:
-    """Loading takes less than 3 seconds longer than Dagster alone. The test measures both alternately,
-    so that load of the machine affects both."""
-    timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
-    pairs = [
-        [float(run_python(timed.format(m))) for m in ("dagster", "assets.definitions")]
-        for _ in range(3)
-    ]
-    alone, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
-    assert ours - alone < 3, f"import dagster {alone:.1f} s, assets.definitions {ours:.1f} s"
+def test_definitions_load_few_modules() -> None:
+    """Dagster loads definitions for each step, and most of that time is the import of modules. The test
+    counts them, since the time depends on the machine."""
+    code = """
+import sys, dagster
+before = {*sys.modules}
+import assets.definitions
+loaded = {*sys.modules} - before
+print(len(loaded), *sorted({name.split(".")[0] for name in loaded}))
+"""
+    count, *packages = run_python(code).split()
+    assert int(count) < 1_200, "pandera imports 800 of them, with pandas and PySpark"
+    of_a_run = {"confluent_kafka", "dagster_pyspark", "jgo", "polars", "pyiceberg"}
+    of_commands = {"jinja2", "rich", "starlette", "typer", "uvicorn"}
+    assert not {*packages} & (of_a_run | of_commands)
 
 
 def test_definitions_load_without_spark_or_warnings() -> None:

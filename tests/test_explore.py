@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -502,9 +501,7 @@ def test_start_page_opens_no_data_file(tmp_path: Path) -> None:
     path = str(tmp_path / "prices" / "log")
     create_table_with_add_actions(path, schema, adds, commit_properties=about)
     pages = client(tmp_path)
-    start = time.perf_counter()
     page = pages.get("/")
-    assert time.perf_counter() - start < 3
     assert page.status_code == 200
     assert "10,000,000" in page.text
     assert "200.0 MB" in page.text
