@@ -169,7 +169,7 @@ def json_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) ->
         ),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_source, "_MANY_BYTES", 0)
+        patch.setattr(files_source, "MANY_BYTES", 0)
         return run_over_files(tmp_path_factory.mktemp("json"), spark, files)
 
 

@@ -4,8 +4,10 @@ process with recorded answers of Confluent's API. Spark encodes Avro, Google's l
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
+import shutil
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,8 +51,10 @@ from vt_dagster.kafka import (
     SchemaRegistry,
 )
 from vt_dagster.sources import kafka_source
+from vt_dagster.sources.consumed_files import files_in
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.message_formats import Decoded, Format
-from vt_dagster.sources.text_formats import parse, read_object
+from vt_dagster.sources.text_formats import may_be_enveloped, parse, read_object
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 ROW = StructType().add("id", "long").add("name", "string")
@@ -153,26 +157,72 @@ def test_json(spark: SparkSession) -> None:
     none = {"id": None, "name": None, "at": None}
     doubled, latin = good + good, '{"id": 7, "name": "é"}'.encode("latin-1")
     texts += [doubled, good + b" x", latin, b'{"id": 7, "id": 8}', rb'{"id": 7, "name": "\ud83d"}']
+    named = ["public", 5, None, ["a"], {"fields": ["a"]}, {"name": {"id": 8}}, {"id": 8}]
+    beside = [(name, value) for name in ("schema", "payload", "Payload") for value in named]
+    texts += [json.dumps({**json.loads(good), name: value}).encode() for name, value in beside]
     row = StructType().add("x", "integer").add("y", "integer")
     wanted = StructType().add("id", "integer").add("s", StructType().add("in", row))
     wanted = wanted.add("rows", ArrayType(row)).add("by", MapType(StringType(), row))
     parts = ['"s": {"in": %s}', '"rows": [{}, %s]', '"by": {"k": %s}']
     nested = [f'{{"id": 1, {part % named}}}' for named in NAMED for part in parts]
-    nested = [*nested, f'{{"schema": {{}}, "payload": {nested[1]}}}']
+    more = f'{{"payload": {nested[9]}, {nested[0][1:]}'  # a column more, with a field twice
+    nested = [*nested, more, f'{{"schema": {{}}, "payload": {nested[1]}}}']
     plain, packed, within = each_decoded(
         spark,
         (Json(), texts, WANTED),
         (Json(framed=True), [framed(3, good), good, b""], WANTED),
         (Json(), [text.encode() for text in nested], wanted),
     )
-    assert plain == [ORDER, *(bad, bad, bad, bad), none, *[bad] * 5]
+    assert plain == [ORDER, *(bad, bad, bad, bad), none, *[bad] * 5, *[ORDER] * len(beside)]
     assert packed == [ORDER, bad, bad]
     right, nothing = Row(x=1, y=None), Row(x=None, y=None)
     parts = [within[0]["s"]["in"], within[1]["rows"][1], within[2]["by"]["k"], within[-1]["rows"][1]]
     assert parts == [right] * 4
     for one, two, three in (within[3:6], within[6:9]):
         assert [one["s"]["in"], *two["rows"], three["by"]["k"]] == [nothing] * 4
-    assert within[9:-1] == [bad] * 6
+    assert within[9:-2] == [bad] * 6
+    assert within[-2]["s"]["in"] == right
+
+
+ENVELOPE = '{"schema": null, "payload": {"id": 7}}'
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "expected"),
+    [
+        (['{"id": 7, "name": "\\u00e9"}', ""], {}, False),
+        (['{"id": 7}', ENVELOPE], {}, True),
+        ([ENVELOPE.replace("payload", r"p\u0061yload")], {}, True),
+        ([ENVELOPE.replace("payload", r"payloa\u0064")], {}, True),
+        (['{"id": 7}'], {"encoding": "utf-16"}, True),
+        (['{"id": 7}'], {"allowBackslashEscapingAnyCharacter": "true"}, True),
+        (['{"id": 7}'] * 17, {}, True),
+        (["gzip"], {}, True),
+    ],
+)
+def test_envelope_in_files(
+    tmp_path: Path, texts: list[str], options: dict[str, str], expected: bool
+) -> None:
+    """Small files are read before a run is planned: without the name, no line is an envelope. Otherwise
+    a line may be one."""
+    for number, text in enumerate(texts):
+        zipped = text == "gzip"
+        content = gzip.compress(b'{"id": 7}') if zipped else text.encode()
+        (tmp_path / f"{number}.jsonl{'.gz' if zipped else ''}").write_bytes(content)
+    files = files_in(str(tmp_path), "*", "JSON lines")
+    assert len(files) == len(texts)
+    assert may_be_enveloped(files, options) is expected
+    shutil.rmtree(tmp_path)
+    assert may_be_enveloped(files, options), "Spark's error about a file that is gone is clear"
+
+
+def test_envelope_in_file_is_unwrapped(spark: SparkSession, tmp_path: Path) -> None:
+    path = tmp_path / "orders.jsonl"
+    names = "payload", r"p\u0061yload", r"payloa\u0064"
+    path.write_text("\n".join(ENVELOPE.replace("payload", name) for name in names), encoding="utf-8")
+    source = FilesSource(str(tmp_path))
+    rows = source.read(spark, files_in(str(tmp_path), "*", "JSON lines"), WANTED).collect()
+    assert [(row["id"], row["_reason"]) for row in rows] == [(7, None)] * len(names)
 
 
 class WithoutPattern(Json):
@@ -865,9 +915,17 @@ def test_protobuf_well_known_types(spark: SparkSession, tmp_path: Path) -> None:
     ids=str,
 )
 def test_message_is_parsed_once(spark: SparkSession, value: Format, reader: str) -> None:
-    """The plan parses a message once for all columns: parsing takes most of a run's time."""
+    """The plan parses a message once for all columns: parsing takes most of a run's time. JSON has two
+    parsers, one for envelopes and one for other messages."""
     source = KafkaSource(KafkaCluster("localhost:1"), "orders", value=value)
     rows = source.read(spark, {"orders": {0: (0, 9)}}, key=["id"], schema=WANTED)
     frame: Any = rows
     plan = frame._jdf.queryExecution().optimizedPlan().toString()
-    assert plan.count(reader) == 1, plan
+    parsers = plan.split(reader)[1:]
+    if reader == "from_avro(":
+        assert len(parsers) == 1, plan
+        return
+    asked = [
+        one for parser in parsers for one in re.findall(r"CASE WHEN (.{0,30}_inside)#", parser)[:1]
+    ]
+    assert asked == ["_read_value_inside", "NOT _read_value_inside"], plan

@@ -65,6 +65,7 @@ from vt_dagster.sources.consumed_files import (
 from vt_dagster.sources.text_formats import (
     FILE,
     LINE_OPTIONS,
+    MANY_BYTES,
     START,
     UNDECODED,
     UTF_8,
@@ -74,6 +75,7 @@ from vt_dagster.sources.text_formats import (
     file_name,
     first_lines,
     header_of,
+    may_be_enveloped,
     nullable,
     numbered_lines,
     one_record,
@@ -487,9 +489,6 @@ def require_flat(name: str, format: FileFormat, schema: StructType) -> None:
 
 
 _LINE = "_line"
-_MANY_BYTES = 1 << 22
-"""Size in bytes from which on JSON lines are first read by a pattern. The pattern is fast, but takes
-time to plan."""
 
 
 def parquet_rows(
@@ -551,9 +550,10 @@ def text_rows(
         row = F.col("__row")
     else:
         kept = {k: v for k, v in options.items() if k not in LINE_OPTIONS}
-        many = sum(f.size for f in files) > _MANY_BYTES
+        many = sum(f.size for f in files) > MANY_BYTES
         usual = columns_of(files[0], format, options) if many else None
-        parsed_line = parse(F.col(RAW), schema, kept, "_", usual=usual)
+        enveloped = may_be_enveloped(files, options)
+        parsed_line = parse(F.col(RAW), schema, kept, "_", usual=usual, enveloped=enveloped)
         columns, row = read_object(parsed_line, schema, how, "_")
         parsed = given
         own = F.json_object_keys(RAW)

@@ -38,7 +38,7 @@ from pyspark.sql.types import (
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW, are_once
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.consumed_files import FileInfo, byte_order, chunks_of
+from vt_dagster.sources.consumed_files import FileInfo, byte_order, chunks_of, is_compressed
 from vt_dagster.sources.value_reader import (
     DECIMALS,
     FLOATS,
@@ -597,6 +597,9 @@ def running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:
 # Json text
 
 
+MANY_BYTES = 1 << 22
+"""Size in bytes of files from which on JSON lines are first read by a pattern. The pattern is fast, but
+takes time to plan."""
 _CORRUPT = "_corrupt"
 _JSON_ALL, _END = f"_all_{uuid4().hex}", f"_end_{uuid4().hex}"
 NUMBER = f"#{uuid4().hex[:12]}"
@@ -617,10 +620,12 @@ class Parsed(NamedTuple):
             it, so that a text is parsed once, however many columns refer to it.
         texts: a struct with the columns as texts, and Connect's ``schema``; null if the text is not one
             whole object with the expected names.
+        enveloped: whether a text may be in Connect's envelope.
     """
 
     columns: dict[str, Column]
     texts: Column
+    enveloped: bool
 
 
 def parse(
@@ -631,8 +636,10 @@ def parse(
     alone: bool = False,
     bare_payload: bool = False,
     usual: Sequence[str] | None = None,
+    enveloped: bool = True,
 ) -> Parsed:
-    """Parses a text as one JSON object of texts, and unwraps Connect's envelope.
+    """Parses a text as one JSON object of texts, and unwraps Connect's envelope: an object that has a
+    schema and a payload, and nothing else.
 
     Spark reads only the first value of a text and ignores the rest. The text is therefore wrapped as
     the first element of an array with an end marker as the second. An object that has a field twice,
@@ -648,6 +655,7 @@ def parse(
             objects are then not checked: Kafka Connect generates them.
         usual: the names that most objects have, in order: such an object is read by one regular
             expression, see :func:`_usual_pattern`, which takes a third of the time. None = unknown.
+        enveloped: whether an envelope is expected, if no wanted column has the name of a part of it.
     """
     columns, tokens = dict[str, Column](), None
     pattern = None if usual is None else _usual_pattern(wanted, usual)
@@ -662,24 +670,35 @@ def parse(
         by_itself = ~F.rlike(text, F.lit(r"\A\s*\{"))
         only = F.concat(F.lit(f'{{"{wanted.names[0]}":'), text, F.lit("}"))
         text = F.when(by_itself, only).otherwise(text)
-    one = StructType([*_columns_to_parse(wanted).fields, StructField(_END, BooleanType())])
-    schema = StructType([StructField(_JSON_ALL, ArrayType(one)), StructField(_CORRUPT, StringType())])
     whole = F.concat(
         F.lit(f'{{"{_JSON_ALL}":['), _marked(text, options), F.lit(f',{{"{_END}":true}}]}}')
     )
     options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    keys, sound = f"{into}_keys", ~has_half_pair(text)
-    columns |= {into: F.from_json(whole, schema, options), keys: F.json_object_keys(text)}
+    name, enveloped = f"{into}_keys", enveloped and not {PAYLOAD, SCHEMA} & {*wanted.names}
+    keys, inside, packed = F.col(name), F.col(f"{into}_inside"), F.col(f"{into}_packed")
+    columns[name] = F.json_object_keys(text)
+    if enveloped:
+        columns[f"{into}_inside"] = _is_envelope(keys, bare_payload)
+        schema = _in_array(_envelope_of(wanted))
+        columns[f"{into}_packed"] = F.from_json(F.when(inside, whole), schema, options)
+        whole = F.when(~inside, whole)
+    columns[into] = F.from_json(whole, _in_array(texts_of(wanted)), options)
+    sound = ~has_half_pair(text)
     if not bare_payload and any(_has_objects(f.dataType) for f in wanted.fields):
-        columns[f"{into}_sound"] = sound & _has_proper_names(text, F.col(keys), wanted)
+        proper = _has_proper_names(text, wanted, inside if enveloped else None)
+        columns[f"{into}_sound"] = sound & proper
         sound = F.col(f"{into}_sound")
-    texts = F.when(sound, _texts(F.col(into), F.col(keys), text, wanted, bare_payload, by_itself))
+    texts = _texts(F.col(into), keys, wanted, by_itself)
+    if enveloped:
+        unpacked = _unpacked(packed, keys, text, wanted, bare_payload)
+        texts = F.when(inside, unpacked).otherwise(texts)
+    texts = F.when(sound, texts)
     if tokens is not None:
         in_order = [name for name in usual or () if name in wanted.names]
         found = {name: tokens[n] for n, name in enumerate(in_order, 1)}
         texts = F.when(tokens.isNotNull(), _texts_of_tokens(found, wanted)).otherwise(texts)
     columns[f"{into}_texts"] = texts
-    return Parsed(columns, F.col(f"{into}_texts"))
+    return Parsed(columns, F.col(f"{into}_texts"), enveloped)
 
 
 _TOKEN_END = "\x1f"
@@ -699,8 +718,7 @@ def _usual_pattern(wanted: StructType, usual: Sequence[str]) -> str | None:
     """
     lowered = {name.lower() for name in wanted.names}
     odd = [n for n in usual if (n not in wanted.names and n.lower() in lowered) or _ODD_NAME.search(n)]
-    around = {PAYLOAD, SCHEMA} & {*usual} if _enveloped(wanted) else set[str]()
-    if odd or around or {*wanted.names} - {*usual} or len({*usual}) < len(usual):
+    if odd or {*wanted.names} - {*usual} or len({*usual}) < len(usual):
         return None
     if any(isinstance(f.dataType, StructType | ArrayType | MapType) for f in wanted.fields):
         return None
@@ -769,20 +787,19 @@ def _has_objects(kind: DataType) -> bool:
     return isinstance(kind, StructType) or (isinstance(kind, MapType) and _has_objects(kind.valueType))
 
 
-def _has_proper_names(text: Column, keys: Column, wanted: StructType) -> Column:
+def _has_proper_names(text: Column, wanted: StructType, inside: Column | None) -> Column:
     """Returns whether each object in a column has each field once, and no name that differs from a
     wanted one only in case; never null. An object may have none of the wanted fields: it may be of
     another kind.
 
     Args:
-        keys: the names in the text.
+        inside: whether the columns are in Connect's envelope; None = they never are.
     """
     found = F.lit(True)
     for f in wanted.fields:
         if _has_objects(f.dataType):
             one = _part(text, f.name)
-            if _enveloped(wanted):
-                inside = F.array_contains(keys, PAYLOAD)
+            if inside is not None:
                 one = F.when(inside, _part(_part(text, PAYLOAD), f.name)).otherwise(one)
             found = found & _is_proper(one, f.dataType)
     return found
@@ -827,17 +844,47 @@ def _are_alike(keys: Column, wanted: StructType) -> Column:
     return F.size(F.array_intersect(F.transform(keys, F.lower), lowered)) <= _known(keys, wanted)
 
 
-def _texts(
-    parsed: Column,
-    keys: Column,
-    text: Column,
-    wanted: StructType,
-    bare_payload: bool,
-    by_itself: Column | None,
-) -> Column:
+_SPELLED = re.compile(rb"payload|\\u00[67]")
+"""The name in an envelope, or a letter of it as an escape sequence."""
+_FEW_FILES = 16
+
+
+def may_be_enveloped(files: Sequence[FileInfo], options: Mapping[str, str]) -> bool:
+    """Returns whether a line of JSON may be Connect's envelope, by the text of the files. To plan for
+    envelopes doubles the time of a small run. Does not use Spark.
+
+    Returns:
+        true also if it is not known: large, compressed and many files are not read, and other encodings
+        or escape sequences spell the name in other ways.
+    """
+    ways = "allowbackslashescapinganycharacter"
+    if encoding_of(options) != UTF_8 or any(k.lower() == ways for k in options):
+        return True
+    if len(files) > _FEW_FILES or any(is_compressed(f.name) for f in files):
+        return True
+    if sum(f.size for f in files) > MANY_BYTES:
+        return True
+    try:
+        return any(_SPELLED.search(b"".join(chunks_of(f))) for f in files)
+    except OSError:  # the run fails with a clear error when it reads the file
+        return True
+
+
+def _in_array(fields: StructType) -> StructType:
+    """Returns the type of an array of an object and the end marker, see :func:`parse`."""
+    one = StructType([*fields.fields, StructField(_END, BooleanType())])
+    return StructType([StructField(_JSON_ALL, ArrayType(one)), StructField(_CORRUPT, StringType())])
+
+
+def _only_row(parsed: Column) -> tuple[Column, Column]:
+    """Returns the object before the end marker, and whether it is all that the text has."""
     found = parsed[_JSON_ALL]
     row, last = F.get(found, 0), F.get(found, 1)[_END]
-    whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
+    return row, parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
+
+
+def _texts(parsed: Column, keys: Column, wanted: StructType, by_itself: Column | None) -> Column:
+    row, whole = _only_row(parsed)
     # ``json_object_keys`` returns null for JSON that only options allow, such as comments: then the
     # columns decide.
     unnamed = keys.isNull()
@@ -847,21 +894,29 @@ def _texts(
     if by_itself is not None:
         whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
     no_schema = F.lit(None).cast(_connect(wanted)).alias(SCHEMA_OF)
-    plain = F.struct(*[row[n].alias(n) for n in wanted.names], no_schema)
     some = any_of([row[n].isNotNull() for n in wanted.names])
     ours = F.when(unnamed, some).otherwise((_known(keys, wanted) > 0) & _are_alike(keys, wanted))
-    plain = F.when(whole & (same | ours), plain)
-    if not _enveloped(wanted):
-        return plain
-    around = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
-    both = F.array_contains(keys, PAYLOAD) if bare_payload else (around == 2)
+    return F.when(whole & (same | ours), F.struct(*[row[n].alias(n) for n in wanted.names], no_schema))
+
+
+def _is_envelope(keys: Column, bare_payload: bool) -> Column:
+    """Returns whether an object has the names of Connect's envelope and no others; never null. In an
+    object with other names too, these are columns like others, which are ignored."""
+    parts = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
+    there = F.array_contains(keys, PAYLOAD) if bare_payload else (parts == 2)
+    return F.coalesce(there & (F.size(keys) == parts), F.lit(False))
+
+
+def _unpacked(
+    parsed: Column, keys: Column, text: Column, wanted: StructType, bare_payload: bool
+) -> Column:
+    row, whole = _only_row(parsed)
     payload = _payload(row, wanted)
     some = any_of([payload[n].isNotNull() for n in wanted.names])
     if not bare_payload:
         some = some & has_names_of(_part(text, PAYLOAD), wanted)
     inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
-    inside = ~same & both & (F.size(keys) == around)
-    return F.when(inside, F.when(whole & some, inner)).otherwise(plain)
+    return F.when(whole & are_once(keys) & some, inner)
 
 
 def read_object(
@@ -885,7 +940,7 @@ def read_object(
     schema = parsed.texts[SCHEMA_OF] if schema is None else schema
     columns, named = dict(parsed.columns), f"{into}_named"
     exact = dict[tuple[str, ...], str]()  # the values whose field in Connect's schema is looked up
-    for path, kind in leaves(wanted) if _enveloped(wanted) else ():
+    for path, kind in leaves(wanted) if parsed.enveloped else ():
         alone = path[1:] == () and kind == wanted[path[0]].dataType
         if isinstance(kind, (*TIMES, DecimalType) if alone else _LOGICAL):
             exact[path] = f"_{len(exact)}"
@@ -895,7 +950,7 @@ def read_object(
 
     plain, numbers, own = f"{into}_plain", f"{into}_numbers", {n: texts[n] for n in wanted.names}
     others = [f.name for f in wanted.fields if isinstance(f.dataType, (StringType, *INTEGERS, *FLOATS))]
-    if others and _enveloped(wanted):
+    if others and parsed.enveloped:
         columns[numbers] = _with_decimals({name: texts[name] for name in others}, schema)
         found = F.col(numbers)
         for n, name in enumerate(others):
@@ -996,17 +1051,10 @@ def _counted(number: Column, kind: DataType, unit: str | None, field: Column | N
     return F.when(named.isNotNull(), of_number(number, kind, named)).otherwise(counted)
 
 
-def _enveloped(wanted: StructType) -> bool:
-    return not {PAYLOAD, SCHEMA} & {*wanted.names}
-
-
-def _columns_to_parse(wanted: StructType) -> StructType:
+def _envelope_of(wanted: StructType) -> StructType:
     own = texts_of(wanted)
-    assert isinstance(own, StructType)
-    if not _enveloped(wanted):
-        return own
     inner = own if len(own.fields) > 1 else StringType()
-    return StructType([*own.fields, StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(wanted))])
+    return StructType([StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(wanted))])
 
 
 def _connect(kind: DataType) -> StructType:
