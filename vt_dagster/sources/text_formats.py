@@ -904,7 +904,8 @@ def _is_envelope(keys: Column, bare_payload: bool) -> Column:
     object with other names too, these are columns like others, which are ignored."""
     parts = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
     there = F.array_contains(keys, PAYLOAD) if bare_payload else (parts == 2)
-    return F.coalesce(there & (F.size(keys) == parts), F.lit(False))
+    # The number of names is fast to compare, and decides for most objects.
+    return F.coalesce((F.size(keys) <= 2) & there & (F.size(keys) == parts), F.lit(False))
 
 
 def _unpacked(
