@@ -386,6 +386,13 @@ def test_renamed_column_keeps_remembered_values(shop: Shop) -> None:
     assert shop.take("2", again, node=named) == {"in": 1, "duplicate": 1}
 
 
+def test_longer_within_keeps_remembered_values(shop: Shop) -> None:
+    """A value that a duplicate has kept remembered is no older with a longer ``within``."""
+    shop.take("1", paid("p1", at(0)), paid("p1", at(50)), paid("p2", at(100)))
+    longer = replace(shop.payments, within=HOUR + timedelta(minutes=1))
+    assert shop.take("2", paid("p1", at(100)), node=longer) == {"in": 1, "duplicate": 1}
+
+
 def test_erased_key_is_forgotten(shop: Shop, spark: SparkSession) -> None:
     own, other = paid("p1", at(0), account="erin"), paid("p2", at(0), account="bob")
     shop.take("1", own, other, own, {**other, "account": "erin"})

@@ -97,14 +97,17 @@ def remembered_after(
     return _latest_of(node, union(_values(node, counted), remembered), stream_time)
 
 
-def remembered_of_log(node: Stream, log: DataFrame, stream_time: Column) -> DataFrame:
+def remembered_of_log(
+    node: Stream, log: DataFrame, stored: DataFrame | None, stream_time: Column
+) -> DataFrame:
     """Returns the state computed from the records of a log, for a new ``unique_by`` or a longer
     ``within``: no run has stored that state. Duplicates are not in the log, so they do not count.
 
     Args:
+        stored: the state for a shorter ``within``, in which duplicates do count; None = there is none.
         stream_time: that of a row's partition at the end of the log.
     """
-    return _latest_of(node, _values(node, log), stream_time)
+    return _latest_of(node, union(_values(node, log), stored), stream_time)
 
 
 def _values(node: Stream, rows: DataFrame) -> DataFrame:

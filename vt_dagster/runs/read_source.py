@@ -162,16 +162,18 @@ def state_of(arrival: Arrival, store: Store) -> DataFrame | None:
     """Returns the state that the processor stored in the last run; None = there is none.
 
     For a stream with ``unique_by`` the state is computed from the log if the last run stored no values
-    of these columns, or stored them for a shorter time than ``within``."""
+    of these columns, or stored them for a shorter time than ``within``. Stored values still count: a
+    duplicate that has kept one is not in the log, and its record may be truncated."""
     node, at = arrival.node, arrival.previous
     if at is None or node.unique_by is None or node.within is None:
         return store.state(at)
     then = at.commit.shape
     now = {old: new for new, before in node.earlier.items() for old in before}
     same = [now.get(c, c) for c in then.unique_by or ()] == [*node.unique_by]
-    if same and then.within is not None and node.within <= then.within:
-        return store.state(at)
-    return remembered_of_log(node, store.log({}, at), by_partition(at.commit.stream_time))
+    stored = store.state(at) if same and then.within is not None else None
+    if then.within is not None and stored is not None and node.within <= then.within:
+        return stored
+    return remembered_of_log(node, store.log({}, at), stored, by_partition(at.commit.stream_time))
 
 
 def reads_twice(records: DataFrame, arrival: Arrival) -> bool:
