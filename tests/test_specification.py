@@ -216,8 +216,8 @@ def test_lengths_per_partition() -> None:
     ]
 
 
-def counted(window: Any, what: str = "count(*)", by: str = "k", **more: Any) -> Any:
-    return stream().group_by(by).windowed_by(window).aggregate({"rows": what}, name="x", **more)
+def counted(window: Any, what: str = "count(*)", by: str = "k", name: str = "x", **more: Any) -> Any:
+    return stream().group_by(by).windowed_by(window).aggregate({"rows": what}, name=name, **more)
 
 
 CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
@@ -280,6 +280,11 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
             "window was tumbling windows of 1 day in Europe/Berlin, "
             "is tumbling windows of 1 day in Europe/Paris"
         ],
+    ),
+    "end of suppress": (
+        counted(TumblingWindow(HOUR), name="rows").suppress(UntilTimeLimit(HOUR), name="x"),
+        counted(TumblingWindow(HOUR), name="rows").suppress(UntilWindowCloses(), name="x"),
+        ["until was a time limit, is the close of a window"],
     ),
     "length and calendar": (
         counted(TumblingWindow(DAY)),

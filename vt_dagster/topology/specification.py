@@ -161,11 +161,10 @@ class Specification(BaseModel, frozen=True, extra="forbid"):
         ``until.duration``."""
         found: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
-            value, changes = getattr(self, name), _MAY_CHANGE in field.metadata
+            value = getattr(self, name)
             if isinstance(value, Specification):
-                parts = dict(value) if changes else value.settings()
-                found |= {f"{name}.{inner}": one for inner, one in parts.items()}
-            elif changes:
+                found |= {f"{name}.{inner}": one for inner, one in value.settings().items()}
+            elif _MAY_CHANGE in field.metadata:
                 found[name] = value
         return found
 
@@ -613,22 +612,28 @@ class WindowedAggregateSpec(_Aggregate, frozen=True):
 
 class TimeLimitSpec(Specification, frozen=True):
     kind: Literal["time_limit"] = "time_limit"
-    duration: Lengths
-    max_records: Limits = None
-    max_bytes: Limits = None
-    when_full: str = "emit_early"
+    duration: Annotated[Lengths, _MAY_CHANGE]
+    max_records: Annotated[Limits, _MAY_CHANGE] = None
+    max_bytes: Annotated[Limits, _MAY_CHANGE] = None
+    when_full: Annotated[str, _MAY_CHANGE] = "emit_early"
+
+    def __str__(self) -> str:
+        return "a time limit"
 
 
 class WindowClosesSpec(Specification, frozen=True):
     kind: Literal["window_closes"] = "window_closes"
-    max_records: Limits = None
-    max_bytes: Limits = None
-    when_full: str = "unbounded"
+    max_records: Annotated[Limits, _MAY_CHANGE] = None
+    max_bytes: Annotated[Limits, _MAY_CHANGE] = None
+    when_full: Annotated[str, _MAY_CHANGE] = "unbounded"
+
+    def __str__(self) -> str:
+        return "the close of a window"
 
 
 class SuppressSpec(_OneInput, frozen=True):
     operator: Literal["suppress"] = "suppress"
-    until: Annotated[TimeLimitSpec | WindowClosesSpec, Field(discriminator="kind"), _MAY_CHANGE]
+    until: Annotated[TimeLimitSpec | WindowClosesSpec, Field(discriminator="kind")]
 
 
 OperatorSpec = Annotated[
