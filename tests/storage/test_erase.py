@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from vt_dagster import FilesSource, Stream, TumblingWindow, VersionedTable
 from vt_dagster.cli import app
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, NeedsReplayError, StorageError
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import FOLDER, Certificate, Key, erase, in_statistics
@@ -519,6 +519,19 @@ def test_refused_erases(shop: Shop, spark: SparkSession) -> None:
         shop.erase(spark, shop.customers, key=["a", "b"])
     with pytest.raises(StorageError, match="expected a reason"):
         shop.erase(spark, shop.customers, reason=" ")
+
+
+def test_erase_with_changed_definition_downstream_changes_nothing(
+    shop: Shop, spark: SparkSession
+) -> None:
+    """The declaration of a derived asset does not tell where its tables have the key."""
+    changed = shop.orders.left_join(shop.customers, name="placed", select=["left.note"])
+    before = [head_of(shop.warehouse, node.name) for node in shop.nodes]
+    among = [changed, *(node for node in shop.nodes if node.name != "placed")]
+    for dry_run in (True, False):
+        with pytest.raises(NeedsReplayError, match="placed: the declaration differs from the one"):
+            shop.erase(spark, shop.orders, among=among, dry_run=dry_run)
+    assert [head_of(shop.warehouse, node.name) for node in shop.nodes] == before
 
 
 def test_erase_by_condition_on_command_line(

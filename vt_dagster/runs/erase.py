@@ -906,7 +906,7 @@ def erase(
 
     Raises:
         StorageError: the asset has never run or has no such key; an asset that consumes it is not in
-            ``among``; a restatement is in progress.
+            ``among``, or needs a replay first; a restatement is in progress.
         ConcurrentRunError: another run committed meanwhile. Run the erase again.
     """
     exports = [*map(address, exports)]
@@ -939,6 +939,8 @@ class _Erase:
         self.plan = derived(warehouse, node, self.nodes)
         for one in self.plan:
             require_free(warehouse, one.name)
+            # A declaration that its tables refuse does not tell which of their columns have the key.
+            AssetStore(warehouse, one.node).snapshot()
         self.exports = {path: exported(self.plan, path) for path in exports}
         name = posixpath.join(*node.path)
         request = [name, self.key.values, where]
