@@ -135,6 +135,31 @@ def test_training_set_is_pinned_and_reproducible(spark: SparkSession, tmp_path: 
         )
 
 
+@pytest.mark.usefixtures("few_rows")
+def test_set_is_rebuilt_when_table_keeps_other_versions(spark: SparkSession, tmp_path: Path) -> None:
+    rates = table(tmp_path, "rates")
+    visits = Stream("visits", key="k", schema=schema("k"), source=FilesSource(str(tmp_path / "visits")))
+    minute = timedelta(minutes=1)
+    versions = [{"k": "a", "n": n, "timestamp": EPOCH + 10 * n * minute} for n in (0, 1, 4)]
+    land(tmp_path, rates, 0, versions, spark)
+    land(tmp_path, visits, 0, [{"k": "a", "timestamp": EPOCH + 5 * minute}], spark)
+
+    def made(rates: VersionedTable) -> list[Any] | None:
+        views = (FeatureView(rates, as_known="now"),)
+        run = TrainingRun(
+            TrainingSet("examples", visits, views), f"{tmp_path}/set", f"{tmp_path}/warehouse", spark
+        )
+        return None if run.run() is None else pl.read_delta(f"{tmp_path}/set")["n"].to_list()
+
+    assert made(rates) == [None]  # it has expired by minute 40
+    longer = replace(rates, history_retention=60 * minute)
+    assert made(longer) == [0]
+    assert made(longer) is None
+    by_partition = replace(rates, history_retention={0: 25 * minute})
+    assert made(by_partition) == [None]
+    assert made(by_partition) is None
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

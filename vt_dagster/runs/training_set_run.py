@@ -33,7 +33,7 @@ from vt_dagster.storage.commit_log import Commit, Offsets, consumed_commits, req
 from vt_dagster.storage.delta import place_of
 from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
-from vt_dagster.topology.model import Stream
+from vt_dagster.topology.model import Stream, VersionedTable
 
 _KIND = "training_set"
 
@@ -54,6 +54,14 @@ class Position(BaseModel):
         return known == other
 
 
+class Versions(BaseModel):
+    """The options of a table that decide which versions its log has at a time, see ``Shape``."""
+
+    history_retention: int | dict[int, int] | None
+    valid_until: str | None
+    new_version_on: list[str] | None
+
+
 class Manifest(BaseModel):
     """The inputs and the result of a training set."""
 
@@ -61,6 +69,8 @@ class Manifest(BaseModel):
     declared: dict[str, Any]
     pinned: dict[str, Position]
     """Positions by asset: the spine, and each table."""
+    versions: dict[str, Versions] = {}
+    """By table. Empty in older manifests."""
     rows: int = 0
     hash: str = ""
     """Hash of all rows and columns, regardless of order."""
@@ -68,8 +78,9 @@ class Manifest(BaseModel):
     """By feature view: the number of rows for which a version was found. Empty in older manifests."""
 
     def is_of(self, other: Manifest) -> bool:
-        """Whether the other manifest has the same declaration and positions."""
-        same = self.declared == other.declared and self.pinned.keys() == other.pinned.keys()
+        """Whether the other manifest has the same declaration, tables and positions."""
+        same = self.declared == other.declared and self.versions == other.versions
+        same = same and self.pinned.keys() == other.pinned.keys()
         return same and all(one.is_at(other.pinned[name]) for name, one in self.pinned.items())
 
 
@@ -138,6 +149,7 @@ class TrainingRun:
             name=declared.name,
             declared=declared.declared(),
             pinned={name: position_of(at) for name, at in found.items() if at.head is not None},
+            versions={view.table.name: versions_of(view.table) for view in declared.features},
         )
         last = None if before is None else manifest_of(before)
         if last is not None and last.is_of(made):
@@ -156,8 +168,9 @@ class TrainingRun:
                     raise StorageError(
                         f"{declared.name}: expected the {pinned.rows} rows with hash {pinned.hash} "
                         f"that the manifest has, got {made.rows} with {made.hash} from the same "
-                        "positions: a log was changed, or another version of the library made the set; "
-                        "make the set without a manifest"
+                        "positions: a log was changed, a table has another history_retention, "
+                        "valid_until or new_version_on, or another version of the library made the "
+                        "set; make the set without a manifest"
                     )
                 commit = self._document(found, made, before, run_id)
                 self._write(rows, commit, lambda: require_inputs_unchanged(declared.name, heads))
@@ -277,6 +290,11 @@ def position_of(at: Snapshot) -> Position:
     commit = at.head.commit
     fields = {n: getattr(commit, n) for n in ("log", "batch", "attempt", "recorded_at", "next_offset")}
     return Position(**fields)
+
+
+def versions_of(table: VersionedTable) -> Versions:
+    """Returns the options of a table that decide which versions it has."""
+    return Versions.model_validate(shape_of(table), from_attributes=True)
 
 
 def manifest_of(commit: Commit) -> Manifest:
