@@ -412,6 +412,17 @@ def change(tier: str, n: int, second: int, **more: Any) -> dict[str, Any]:
     return {"tier": tier, "n": n, "timestamp": at(second), **more}
 
 
+def test_explain_repeat_that_a_repeat_replaced(spark: SparkSession, tmp_path: Path) -> None:
+    live = Live(tmp_path, spark)
+    live.run(live.table(), change("x", 0, 10), change("x", 1, 20), change("x", 2, 20))
+    found = explain("accounts", warehouse=live.warehouse, offset="0:1")
+    last = found.decisions[-1]
+    assert (last.rule, last.because) == (
+        "replaced",
+        "offset 0:2 has the same timestamp and came later",
+    )
+
+
 def test_explain_repeated_record(spark: SparkSession, tmp_path: Path) -> None:
     live = Live(tmp_path, spark)
     accounts, sales = live.table(), live.sales()

@@ -211,8 +211,7 @@ class History:
         Args:
             forgotten: whether to leave out expired versions.
         """
-        ends = values_by_partition(self._rows, commit.next_offset, 0)
-        rows = self._rows.filter(pa.array(self._rows.column(OFFSET).to_numpy() < ends))
+        rows = self._as_of(commit)
         if not rows.num_rows:
             return [], set(), set()
         versioned, limits = self.log.versioned, None
@@ -230,6 +229,17 @@ class History:
             found = found.slice(first, max(2 * AROUND + 4, valid + ahead - first))
             found = clip_at_valid_until(found, self._valid_until)
         return self._listed(found), places, repeats
+
+    def last_at(self, commit: Commit, record: Record) -> Place:
+        """Returns the place of the key's last record with a record's timestamp, as of a commit; it may
+        repeat a version."""
+        rows = self._as_of(commit)
+        same = rows.filter(pa.array(micros(rows, TIMESTAMP) == record.micros))
+        return places_of(fold(None, same, self.log.key, {}))[-1]
+
+    def _as_of(self, commit: Commit) -> pa.Table:
+        ends = values_by_partition(self._rows, commit.next_offset, 0)
+        return self._rows.filter(pa.array(self._rows.column(OFFSET).to_numpy() < ends))
 
     def _listed(self, rows: pa.Table) -> list[Version]:
         deleted = rows.column(IS_TOMBSTONE).to_pylist()
@@ -314,7 +324,7 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
         reasoning.decide(rules.REPEATED, f"offset {first} began its version, with the same {columns}")
         return
     if here is None:
-        same = [v for v in others if v.begin == record.timestamp][-1].place
+        same = history.last_at(log.commit, record)
         reasoning.decide(rules.REPLACED, f"offset {same} has the same timestamp and came later")
         return
     horizon = horizons_of(log, log.commit).get(record.partition)
