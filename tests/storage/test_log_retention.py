@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StructField, StructType
 
 import vt_dagster
 from tests.storage.test_as_known_at import FIRST, MINUTE, moment, read_requests, read_rows, sorted_rows
@@ -338,6 +339,30 @@ def test_log_is_held_for_unknown_and_later_consumers(
     assert again.head().commit.truncation is None
     found = compare(AssetStore(topology.warehouse, topology.rates, spark), again)
     assert (found.missing, found.extra) == (0, 0)
+
+
+def test_explain_after_truncation_and_rename(rates_only: Kept, spark: SparkSession) -> None:
+    """The rows as of the truncation have the earlier names."""
+    assert rates_only.cut(1, spark)[0]
+    renamed = {"k": "currency", "n": "rate"}
+    schema = StructType([StructField(renamed.get(f.name, f.name), f.dataType) for f in SCHEMA])
+    about: dict[str, Any] = {"schema": schema, "key": "currency", "tombstone": "rate is null"}
+    rates = replace(rates_only.rates, **about, renamed=renamed)
+    rates_only.land("rates", "9.jsonl", [("a", 7, 14)])
+    run_once(rates, stores_of(rates_only.warehouse, spark))
+    asked: dict[str, Any] = {"warehouse": rates_only.warehouse}
+    cut = rates_only.commit("rates").truncation
+    assert cut is not None
+    base = f"{rates_only.warehouse}/rates/bases/{cut.base}"
+    old = pq.read_table(base, columns=["k", "n", "offset"]).to_pylist()
+    new = vt_dagster.read("rates", what="log", **asked).to_pylist()
+    told = {row["offset"]: (row["currency"], row["rate"]) for row in new}
+    told |= {row["offset"]: (row["k"], row["n"]) for row in old}
+    assert len(told) == len(old) + len(new)
+    for offset, (currency, rate) in told.items():
+        found = vt_dagster.explain("rates", offset=(0, offset), **asked).record
+        assert found is not None
+        assert (found.values["currency"], found.values["rate"]) == (currency, rate)
 
 
 def test_longer_retention_after_truncation(rates_only: Kept, spark: SparkSession) -> None:

@@ -458,7 +458,9 @@ class Log:
         if cut is None or not cut.base:
             return rows
         found = base_of(self.name, self.root, cut)
-        like = pa.schema([f for f in rows.schema if f.name not in (OLD, IS_LATEST)])
+        # Of the log's columns, which have their earlier names: the base may be older than a new name.
+        names = {*rows.column_names} - {OLD, IS_LATEST}
+        like = pa.schema([f for f in self.columns if f.name in names])
         base = rows_of(base_path(self.root, cut.base), found.version, condition, like=like)
         base = base.select([c for c in base.column_names if c in like.names])
         return pa.concat_tables([base, rows], promote_options="default")
