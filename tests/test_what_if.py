@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StructField, StructType
 from typer.testing import CliRunner
 
 from tests.market import RECORD, Market, lines
@@ -96,6 +97,17 @@ def test_what_if_equals_full_replay(market: Market, tmp_path: Path) -> None:
         (True, False),
     }
     assert 0 < found.share <= 1
+
+
+def test_renamed_columns_are_compared(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path)
+    names = {"k": "product", "v": "price"}
+    schema = StructType([StructField(names.get(f.name, f.name), f.dataType) for f in RECORD])
+    about: dict[str, Any] = {"schema": schema, "key": "product", "tombstone": "price is null"}
+    renamed = replace(copy.prices, **about, renamed=names)
+    found = what_if(copy.warehouse, renamed, copy.spark)
+    assert (found.columns_added, found.columns_removed) == ((), ())
+    assert found.share == 0
 
 
 def test_failed_what_if_is_cleaned_up(market: Market, tmp_path: Path) -> None:

@@ -259,13 +259,15 @@ def _is_running(process: str) -> bool:
 
 def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) -> Changes:
     """Compares two assets. Plan: two shuffles of both; for differing rows a window and a join."""
-    if before.node.key != after.node.key:
+    now = {then: name for name, some in after.node.earlier.items() for then in some}
+    if [now.get(k, k) for k in before.node.key] != [*after.node.key]:
         raise StorageError(
             f"{after.node.name}: expected the key {list(before.node.key)} of the live table, which "
             f"identifies the rows to compare, got {list(after.node.key)}; replay it under another "
             "name, and compare"
         )
     sides = [comparable(one, "versions" if one.node.versioned else None) for one in (before, after)]
+    sides[0] = sides[0].withColumnsRenamed(now)
     names = [one.columns for one in sides]
     common = [c for c in names[0] if c in names[1]]
     key = [c for c in after.node.key if c in common]
