@@ -584,6 +584,17 @@ def test_invalid_duration_texts_are_refused(text: str) -> None:
         as_duration(text)
 
 
+def test_negative_bound_of_stream_join_in_yaml(shop: str) -> None:
+    """One of ``before`` and ``after`` may be negative, in Python and in YAML."""
+    text = f"""{shop}    - name: answered
+      join: {{left: orders, right: clicks, before: 2h, after: -1h, select: [left.amount, right.n]}}
+"""
+    with project(text) as defs:
+        answered = defs.resolve_asset_graph().get(dg.AssetKey("answered"))
+        bounds = [answered.metadata[f"vt_dagster/{name}"] for name in ("before", "after")]
+        assert bounds == ["2 hours", "minus 1 hour"]
+
+
 def test_yaml_has_every_python_parameter() -> None:
     """YAML has all settings of Python, also those that are added later."""
     for name, kind in (("stream", Stream), ("table", Table), ("versioned_table", VersionedTable)):

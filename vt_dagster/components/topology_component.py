@@ -98,8 +98,9 @@ def as_duration(value: Any) -> Any:
 
 def as_signed_duration(value: Any) -> Any:
     """As ``as_duration``, but the duration may be negative: ``-5m``."""
-    text = str(value).strip()
-    return -as_duration(text[1:]) if text.startswith("-") else as_duration(value)
+    if isinstance(value, str) and value.strip().startswith("-"):
+        return -as_duration(value.strip()[1:])
+    return as_duration(value)
 
 
 def _as_list(value: Any) -> Any:
