@@ -503,6 +503,7 @@ def test_equivalent_value_types_are_accepted() -> None:
     assert (type(files.max_files_per_run), files.max_bad_share) == (int, 0.5)
     cluster = KafkaCluster(
         "localhost:9092",
+        security_protocol="SSL",
         ca_location=Path("ca.pem"),
         options={"session.timeout.ms": 45_000, "allow.auto.create.topics": False},
     )

@@ -985,6 +985,27 @@ def test_key_with_excess_precision_is_refused(tmp_path: Path, spark: SparkSessio
         assert f"for {name}, got '{text}'" in str(got.exception)
 
 
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        (
+            {"url": "registry:8081"},
+            "expected url to be an address like https://registry:8081, got",
+        ),
+        ({"url": ""}, "got ''; correct it"),
+        ({"url": None}, "expected url to be a text, got a value of type NoneType"),
+        ({"url": "user:SECRET@registry"}, "got 'registry'; correct it"),
+        ({"username": "u"}, "expected both username and password, got only one"),
+        ({"password": "SECRET"}, "expected both username and password, got only one"),
+    ],
+)
+def test_registry_is_checked_when_declared(about: dict[str, Any], said: str) -> None:
+    with pytest.raises(SourceError) as refused:
+        SchemaRegistry(**{"url": "https://registry:8081", **about})
+    assert said in str(refused.value)
+    assert "SECRET" not in str(refused.value)
+
+
 def test_registry_password_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the client retries after seconds
     registry = SchemaRegistry("http://user:SECRET@127.0.0.1:1")

@@ -115,6 +115,58 @@ def test_missing_password_is_refused() -> None:
         KafkaCluster("localhost:9092", security_protocol="SASL_SSL")
 
 
+TLS: dict[str, Any] = {"security_protocol": "SSL"}
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"username": "u", "password": "p"}, "'SASL_PLAINTEXT' beside username and password, got 'PLA"),
+        ({**TLS, "username": "u"}, "'SASL_SSL' or 'SASL_PLAINTEXT' beside username, got 'SSL'"),
+        ({"ca_location": "ca.pem"}, "'SSL' or 'SASL_SSL' beside ca_location, got 'PLAINTEXT'"),
+        ({**TLS, "key_location": "k.pem"}, "certificate_location and key_location, got only key_loc"),
+        ({**TLS, "certificate_location": "c.pem"}, "got only certificate_location"),
+        ({**TLS, "key_password": "p"}, "expected key_location beside key_password, got none"),
+        ({"bootstrap_servers": ""}, "expected bootstrap_servers to be host:port"),
+        ({"bootstrap_servers": "a:9092,b"}, "got 'a:9092,b'; correct it"),
+        ({"bootstrap_servers": "http://a:9092"}, "got 'http://a:9092'; correct it"),
+    ],
+)
+def test_settings_without_effect_are_refused(about: dict[str, Any], said: str) -> None:
+    with pytest.raises(SourceError) as refused:
+        KafkaCluster(**{"bootstrap_servers": "a:9092", **about})
+    assert said in str(refused.value)
+
+
+def test_addresses_of_a_cluster() -> None:
+    for servers in ("a:9092", "a:9092, b.example-1.com:9093", "[::1]:9092", "SASL_SSL://a:9092"):
+        assert KafkaCluster(servers).servers == servers
+    assert KafkaCluster(dg.EnvVar("SERVERS")).bootstrap_servers == dg.EnvVar("SERVERS")
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        (
+            {"options": {"no.such": "x"}},
+            'got: No such configuration property: "no.such"; correct',
+        ),
+        ({"options": {"socket.timeout.ms": "soon"}}, "Invalid value for configuration property"),
+        ({**TLS, "ca_location": "nowhere.pem"}, "ca_location: cannot read nowhere.pem: No such file"),
+        ({**TLS, "certificate_location": "a.pem", "key_location": "b.pem"}, "cannot read a.pem"),
+        ({**TLS, "ca_location": "/bin/sh"}, "ca_location: expected /bin/sh to be in PEM"),
+        (
+            {"security_protocol": "SASL_PLAINTEXT", "username": "", "password": ""},
+            "sasl.username and sasl.password must be set",
+        ),
+    ],
+)
+def test_settings_that_client_refuses(about: dict[str, Any], said: str) -> None:
+    with pytest.raises(SourceError) as refused:
+        KafkaCluster("127.0.0.1:9", **about).topics(["t"])
+    assert said in str(refused.value)
+
+
 def test_password_change_during_run(
     broker: KafkaBroker, topics: Topics, tmp_path: Path, spark: SparkSession
 ) -> None:

@@ -20,7 +20,7 @@ from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
 from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable
 from vt_dagster.errors import SourceError
-from vt_dagster.kafka import KafkaCluster, KafkaSource, Raw
+from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, Raw
 from vt_dagster.runs import gate
 from vt_dagster.sources import kafka_cluster, kafka_source
 from vt_dagster.sources.kafka_source import HEADERS
@@ -327,14 +327,32 @@ def test_aborted_and_open_transactions_are_not_read(
     ("change", "said"),
     [
         ({"key": Raw("id")}, "the message's key is read as Raw"),
-        ({"headers": "n"}, "expected a column 'n' of type array<struct<key:string,value:binary>>"),
-        ({"headers": "nowhere"}, "got no such column"),
+        ({"headers": "n"}, "expected headers to name a column of type array<struct<key:string,value"),
+        ({"headers": "nowhere"}, "got 'nowhere', no such column"),
     ],
 )
 def test_refused_when_definitions_load(change: dict[str, Any], said: str) -> None:
     cluster = Topics.nowhere()
     with pytest.raises(TopologyError, match=said.replace("(", r"\(")):
         Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, "t", **change))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [{"t": 5}, {"t": [5]}, {"t": {"0": 5}}, {"t": {0: -5}}, {"t": {0: 1.5}}, {"t": {-1: 5}}, {"u": {}}],
+)
+def test_start_must_be_offsets(start: Any) -> None:
+    with pytest.raises(SourceError, match=r"offsets like \{'t': \{0: 100\}\}, from 0 on, got"):
+        KafkaSource(Topics.nowhere(), "t", start=start)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "prices.*x", "a,b", "..", "x" * 250])
+def test_impossible_topic_is_refused(name: str) -> None:
+    said = "a name of a topic has up to 249 letters"
+    with pytest.raises(SourceError, match=said):
+        KafkaSource(Topics.nowhere(), ["t", name])
+    with pytest.raises(TopologyError, match=said):
+        KafkaSink(Topics.nowhere(), name)
 
 
 def test_missing_topic_and_unreachable_broker(

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
-from vt_dagster.errors import SourceError
+from vt_dagster.errors import SourceError, VtDagsterError
 from vt_dagster.sources.avro import with_types
 from vt_dagster.sources.base import of_id
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
@@ -35,6 +35,10 @@ Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 _OAUTH = "OAUTHBEARER"
+_LOGIN = ("username", "password")
+_FILES = ("ca_location", "certificate_location", "key_location", "key_password")
+_ADDRESS = re.compile(r"([A-Z_]+://)?[^\s/,]+:\d+")
+_TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 _JAVA_SECURITY = "org.apache.kafka.common.security"
 _MILLIS_FROM = 1e11
 """An expiry of this number or more is in milliseconds: in seconds it would be after the year 5000."""
@@ -120,6 +124,9 @@ class KafkaCluster:
                 f"expected sasl_mechanism to be one of {', '.join(get_args(Mechanism))}, got "
                 f"{self.sasl_mechanism!r}; correct it"
             )
+        if not hasattr(self.bootstrap_servers, "get_value"):
+            _require_addresses(self.bootstrap_servers)
+        self._require_used()
         if self._oauth:
             self._check_tokens()
         elif self.token_endpoint or self.token_provider or self.token_scope:
@@ -133,6 +140,30 @@ class KafkaCluster:
             raise SourceError(
                 f"expected username and password with security_protocol={self.security_protocol!r}, "
                 "got none; give them, for example as dagster.EnvVar('KAFKA_PASSWORD')"
+            )
+
+    def _require_used(self) -> None:
+        """Raises SourceError for a login or a file that a connection would not use."""
+        for names, uses, wanted in (
+            (_LOGIN, self._sasl, "'SASL_SSL' or 'SASL_PLAINTEXT'"),
+            (_FILES, self.security_protocol.endswith("SSL"), "'SSL' or 'SASL_SSL'"),
+        ):
+            given = [name for name in names if getattr(self, name) is not None]
+            if given and not uses:
+                raise SourceError(
+                    f"expected security_protocol={wanted} beside {' and '.join(given)}, got "
+                    f"{self.security_protocol!r}, which does not use them; set it, or remove them"
+                )
+        pair = [name for name in _FILES[1:3] if getattr(self, name) is not None]
+        if len(pair) == 1:
+            raise SourceError(
+                f"expected both certificate_location and key_location, got only {pair[0]}; set the "
+                "other one too (of a file that has both, the same path), or remove it"
+            )
+        if self.key_password is not None and not pair:
+            raise SourceError(
+                "expected key_location beside key_password, got none; set the file of the key, or "
+                "remove the password"
             )
 
     def _check_tokens(self) -> None:
@@ -217,14 +248,12 @@ class KafkaCluster:
         if self._sasl:
             settings["sasl.mechanism"] = self.sasl_mechanism
             settings |= self._python_login()
-        for name, value in (
-            ("ssl.ca.location", self.ca_location),
-            ("ssl.certificate.location", self.certificate_location),
-            ("ssl.key.location", self.key_location),
-            ("ssl.key.password", self.key_password),
-        ):
-            if value is not None:
-                settings[name] = setting(value, name)
+        for name in _FILES[:3]:
+            if (path := getattr(self, name)) is not None:
+                _file(path, name)  # librdkafka does not say that there is none
+                settings[f"ssl.{name.replace('_', '.')}"] = setting(path, name)
+        if self.key_password is not None:
+            settings["ssl.key.password"] = setting(self.key_password, "key_password")
         return {**settings, "logger": _log, "log_level": 4}
 
     def _python_login(self) -> dict[str, Any]:
@@ -344,7 +373,13 @@ class KafkaCluster:
                 reasons.append(error.str())
 
         settings = {**self.client_settings(), "error_cb": noticed, "log_level": 0}
-        admin = confluent.admin.AdminClient(settings)
+        try:
+            admin = confluent.admin.AdminClient(settings)
+        except confluent.KafkaException as error:
+            raise SourceError(
+                f"expected settings of the Kafka cluster {self.servers} that its client knows, got: "
+                f"{error.args[0].str()}; correct the options, the files or the login of KafkaCluster"
+            ) from None
         try:
             return question(admin)
         except confluent.KafkaException as error:
@@ -357,6 +392,27 @@ class KafkaCluster:
                 f"Kafka at {self.servers} did not answer as expected: {why}; check that it runs, that "
                 "it can be reached from here, and that the security settings match the cluster"
             ) from None
+
+
+def _require_addresses(servers: str) -> None:
+    if not all(_ADDRESS.fullmatch(one.strip()) for one in servers.split(",")):
+        raise SourceError(
+            "expected bootstrap_servers to be host:port, several ones separated by commas, got "
+            f"{servers!r}; correct it"
+        )
+
+
+def require_topic(name: str, error: type[VtDagsterError] = SourceError) -> None:
+    """Checks the name of a topic, when definitions load.
+
+    Raises:
+        VtDagsterError: no topic can have this name.
+    """
+    if not _TOPIC.fullmatch(name):
+        raise error(
+            f"expected topic to be the name of a Kafka topic, got {name!r}; correct it: a name of a "
+            "topic has up to 249 letters, digits, '.', '_' and '-'"
+        )
 
 
 def _confluent() -> Any:
@@ -485,6 +541,11 @@ def _file(path: Any, name: str) -> str:
         return Path(where).read_text(encoding="utf-8")
     except OSError as error:
         raise SourceError(f"{name}: cannot read {where}: {error.strerror}; correct the path") from None
+    except UnicodeDecodeError:
+        raise SourceError(
+            f"{name}: expected {where} to be in PEM, a text, got other bytes; convert it, for example "
+            "with openssl x509 -inform der"
+        ) from None
 
 
 # Schema registry
@@ -504,6 +565,18 @@ class SchemaRegistry:
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
     ca_location: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, type(self).__name__, SourceError)
+        if not hasattr(self.url, "get_value") and not re.match(r"https?://\S", self.url):
+            raise SourceError(
+                "SchemaRegistry: expected url to be an address like https://registry:8081, got "
+                f"{self.url.rpartition('@')[2]!r}; correct it"
+            )
+        if (self.username is None) != (self.password is None):
+            raise SourceError(
+                "SchemaRegistry: expected both username and password, got only one; set both, or none"
+            )
 
     def schemas(self, subject: str) -> dict[int, str]:
         """Returns all versions of a subject's schema by schema id, oldest version first.

@@ -33,6 +33,7 @@ from vt_dagster.sources.kafka_cluster import (
     advice_on_reading,
     read_messages,
     reason_of,
+    require_topic,
 )
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
@@ -217,7 +218,7 @@ class KafkaSink:
             sends a record. ``one_millisecond_later``: sends it with the timestamp 00:00:00.001.
 
     Raises:
-        TopologyError: ``at_epoch`` or ``max_records_per_run`` is not valid.
+        TopologyError: ``topic``, ``at_epoch`` or ``max_records_per_run`` is not valid.
     """
 
     cluster: KafkaCluster
@@ -227,6 +228,7 @@ class KafkaSink:
 
     def __post_init__(self) -> None:
         check_types(self, type(self).__name__)
+        require_topic(self.topic, TopologyError)
         if self.at_epoch not in ("refuse", "one_millisecond_later"):
             raise TopologyError(
                 f"{self.describe()}: at_epoch must be 'refuse' or 'one_millisecond_later', got "

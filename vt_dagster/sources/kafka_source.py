@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -53,6 +53,7 @@ from vt_dagster.sources.kafka_cluster import (
     reached,
     read_messages,
     reason_of,
+    require_topic,
 )
 from vt_dagster.sources.message_formats import Decoded, Format, Json
 from vt_dagster.sources.value_reader import any_of, require_units
@@ -299,16 +300,20 @@ class KafkaSource:
         topics = (self.topic,) if isinstance(self.topic, str) else tuple(self.topic)
         object.__setattr__(self, "topic", topics)
         if not topics or len(set(topics)) < len(topics):
-            raise SourceError(f"expected one or several different topics, got {list(topics)}")
+            raise SourceError(f"expected topic to be one or several different ones, got {list(topics)}")
+        for topic in topics:
+            require_topic(topic)
         require_limits(self.max_bad_share, self.max_clock_skew)
         if self.max_records_per_run is not None and self.max_records_per_run < 1:
             raise SourceError(f"max_records_per_run must be 1 or more, got {self.max_records_per_run}")
         timed = isinstance(self.start, datetime) and self.start.tzinfo is not None
-        placed = isinstance(self.start, Mapping) and set(self.start) <= set(topics)
+        given = self.start if isinstance(self.start, Mapping) else None
+        placed = given is not None and {*given} <= {*topics} and all(map(_are_offsets, given.values()))
         if not (timed or placed) and self.start not in ("earliest", "latest"):
             raise SourceError(
-                "start must be 'earliest', 'latest', a datetime with a time zone or offsets of the "
-                f"topics {list(topics)}, got {self.start!r}"
+                "start must be 'earliest', 'latest', a datetime with a time zone or, for topics of "
+                f"{list(topics)}, offsets like {{{topics[0]!r}: {{0: 100}}}}, from 0 on, got "
+                f"{self.start!r}"
             )
 
     @property
@@ -342,8 +347,8 @@ class KafkaSource:
         if there is None or there.simpleString() != HEADERS.simpleString():
             got = "no such column" if there is None else there.simpleString()
             raise TopologyError(
-                f"{name}: expected a column {self.headers!r} of type {HEADERS.simpleString()} for the "
-                f"headers, got {got}"
+                f"{name}: expected headers to name a column of type {HEADERS.simpleString()}, got "
+                f"{self.headers!r}, {got}; correct it, or declare the column"
             )
 
     def _require_types(self, name: str, part: str, format_: Format, wanted: StructType) -> None:
@@ -586,6 +591,14 @@ class KafkaSource:
             ),
             self.topics,
         )
+
+
+def _are_offsets(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        type(number) is int and number >= 0
+        for place in cast("Mapping[Any, Any]", given).items()
+        for number in place
+    )
 
 
 def _moves(before: Column, after: Column, key: Sequence[str]) -> Column:
