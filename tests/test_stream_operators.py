@@ -355,6 +355,42 @@ def test_failing_expression_is_reported(spark: SparkSession, expression: str, go
     driver.run({"sales": [{"k": "a", "g": "x", "n": 1, "timestamp": 1}]})
 
 
+SALES = Table("sales", **{**ABOUT, "schema": SUMMED})
+UNSOUND: dict[str, tuple[Stream, str]] = {
+    "unknown column": (
+        SALES.filter("nothing > 1", name="made"),
+        "got 'nothing > 1', which Spark refuses: A column, variable, or function parameter with name "
+        "`nothing` cannot be resolved. Nothing was committed; correct it",
+    ),
+    "syntax": (SALES.filter("n >", name="made"), "got 'n >', which Spark refuses: Syntax error"),
+    "no condition": (SALES.filter("n", name="made"), 'Cannot resolve "(NOT n)" due to data type'),
+    "select": (SALES.map_values("nothing * 2 as x", name="made"), "expected select to be SQL over"),
+    "group": (
+        SALES.group_by("upper(nothing) as g").count(name="made"),
+        "got 'upper(nothing) as g', wh",
+    ),
+    "aggregate": (
+        SALES.group_by("g").aggregate({"n": "sum(n + nothing)"}, name="made"),
+        "got 'sum(n + nothing)', which Spark refuses: A column",
+    ),
+    "key": (
+        Table("sales", **{**ABOUT, "partitions": 2, "partition_by": "abs(nothing)"}),
+        "sales: expected partition_by to be SQL over the columns ['k', ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_refused_expression_is_named(spark: SparkSession, name: str) -> None:
+    """The message names the setting, without Spark's plan and its names of columns."""
+    made, said = UNSOUND[name]
+    driver = TopologyTestDriver(*({SALES.name: SALES, made.name: made}.values()), spark=spark)
+    with pytest.raises(TopologyError) as refused:
+        driver.run({"sales": [{"k": "a", "g": "x", "n": 1, "timestamp": 1}]})
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
 @pytest.mark.parametrize("file", ["/home/me/shop/functions.py", "/home/me/vt_dagster/functions.py"])
 def test_failing_udf_is_reported(spark: SparkSession, file: str) -> None:
     """The message names the function's error, whatever the directory of the function's code."""

@@ -20,7 +20,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from typing import Any, cast
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException, PySparkException
@@ -354,22 +355,80 @@ def _empty(node: Stream, spark: SparkSession) -> DataFrame:
 def _deterministic(rows: DataFrame, one: Expression) -> bool:
     """Returns whether Spark accepts the expression inside an aggregate, which must be deterministic.
     Any other error of the expression is left to the run that computes it."""
+    fault = _fault(rows, one)
+    return fault is None or fault.getCondition() != _REFUSED
+
+
+def _fault(rows: DataFrame, one: Expression) -> AnalysisException | None:
+    """Returns the error of Spark about an expression inside an aggregate; None = it accepts it."""
     text = one.text
     aggregate = _CALL.fullmatch(text) if one.setting == "aggregates" else None
     alias = next((m for m in _ALIAS.finditer(text) if m.end() == len(text)), None)
     expression = aggregate[1] if aggregate else text[: alias.start()] if alias else text
+    if one.setting == "predicate":
+        expression = f"not ({expression})"
     try:
         with without_spark_logs():
             _ = rows.agg(F.count(F.expr(expression))).schema
     except AnalysisException as error:
-        return error.getCondition() != _REFUSED
-    return True
+        return error
+    return None
+
+
+_SENTENCE = re.compile(r"(?:\[[\w.]+\] )?(.*?)(?: Did you mean .*)?(?: SQLSTATE: .*)?")
+
+
+def refused_expression(
+    node: Stream, spark: SparkSession, error: AnalysisException
+) -> TopologyError | None:
+    """Returns an error that names the expression of a node that Spark refuses; None if no expression
+    has the same fault as the given error."""
+    about = _kind_of(error)
+    for one in expressions_of(node):
+        rows = _columns(node, spark, one)
+        fault = _fault(rows, one)
+        if fault is not None and _kind_of(fault) == about:
+            first = next(line for line in str(fault).splitlines() if line)
+            said = _SENTENCE.fullmatch(first)
+            return TopologyError(
+                f"{node.name}: expected {one.setting} to be SQL over the columns {rows.columns}, got "
+                f"{one.text!r}, which Spark refuses: {said[1] if said else first} Nothing was "
+                "committed; correct it"
+            )
+    return None
+
+
+def _kind_of(error: AnalysisException) -> tuple[str, str]:
+    """Returns the kind of an error of Spark, and the unknown name in it, if that is the error."""
+    kind = (error.getCondition() or "").partition(".")[0]
+    return kind, (error.getMessageParameters() or {}).get("objectName", "")
 
 
 # Run
 
 
 _LAST = datetime.max.replace(tzinfo=timezone.utc)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _naming_expressions(
+    step: Callable[Concatenate[Run, P], R],
+) -> Callable[Concatenate[Run, P], R]:
+    """Makes a step of a run name the expression of its node that Spark refuses."""
+
+    @wraps(step)
+    def named(self: Run, *args: P.args, **given: P.kwargs) -> R:
+        try:
+            return step(self, *args, **given)
+        except AnalysisException as error:
+            refused = refused_expression(self.node, self.store.spark, error)
+            if refused is None:
+                raise
+            raise refused from None
+
+    return named
 
 
 @dataclass(frozen=True)
@@ -462,6 +521,7 @@ class Run:
 
     # -- read ------------------------------------------------------------------------------------
 
+    @_naming_expressions
     def read(self, now: datetime | None = None) -> list[DataFrame]:
         """Returns the run's input: a source's prepared records, or the log rows of each consumed input.
 
@@ -594,6 +654,7 @@ class Run:
 
     # -- operate ---------------------------------------------------------------------------------
 
+    @_naming_expressions
     def operate(self, read: Sequence[DataFrame]) -> Results:
         """Returns the operator's results with their counts.
 
@@ -770,6 +831,7 @@ class Run:
 
     # -- commit ----------------------------------------------------------------------------------
 
+    @_naming_expressions
     def commit(
         self, results: Results, run_id: str | None = None, recorded_at: int | None = None
     ) -> Receipt:
