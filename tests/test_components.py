@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
 from vt_dagster.components import TopologyComponent
 from vt_dagster.components.topology_component import CONCEPTS, as_duration
+from vt_dagster.orchestration.resources import declared_nodes
+from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 # Dagster's components warn that they are a beta or a preview.
@@ -449,6 +451,29 @@ BROKEN = {
         "column 'at' has the type 'timestam'; expected string, boolean,",
     ),
     "check of column": ("ge: 0", "gee: 0", "'gee' is not known here; did you mean 'ge'?"),
+    "digits": ("decimal(10,2)", "decimal(5,9)", "expected decimal(p,s) with 1 to 38 digits, of which"),
+    "too many digits": (
+        "decimal(10,2)",
+        "decimal(39,2)",
+        "column 'amount' has the type 'decimal(39,2)'",
+    ),
+    "half a range": (
+        "ge: 0",
+        "in_range: [1]",
+        "checks of the column 'price' that pandera takes, got",
+    ),
+    "empty range": ("ge: 0", "in_range: [5, 1]", "max_value = 1 defines an empty interval!; correct"),
+    "no number": (
+        "ge: 0",
+        "ge: zero",
+        "expected ge of the column 'price' to compare with numbers, got ",
+    ),
+    "no numbers": ("ge: 0", "isin: [1, a]", "expected isin of the column 'price' to compare with"),
+    "start of topics": (
+        "start: latest",
+        "start: now",
+        "expected earliest, latest or a time like 2024-06-01T00:00:00Z, got 'now'",
+    ),
     "until": (
         "until: window_closes",
         "until: never",
@@ -593,6 +618,23 @@ def test_negative_bound_of_stream_join_in_yaml(shop: str) -> None:
         answered = defs.resolve_asset_graph().get(dg.AssetKey("answered"))
         bounds = [answered.metadata[f"vt_dagster/{name}"] for name in ("before", "after")]
         assert bounds == ["2 hours", "minus 1 hour"]
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ("2024-06-01T00:00:00Z", datetime(2024, 6, 1, tzinfo=timezone.utc)),
+        ("{clicks: {0: 5}, taps: {0: 7, 1: 0}}", {"clicks": {0: 5}, "taps": {0: 7, 1: 0}}),
+        ('{clicks: {"0": 5}}', {"clicks": {0: 5}}),
+        ("earliest", "earliest"),
+    ],
+)
+def test_start_of_topics_in_yaml(shop: str, given: str, start: Any) -> None:
+    """A source of topics begins at a word, a time or offsets, as in Python."""
+    with project(shop.replace("start: latest", f"start: {given}")) as defs:
+        sources = {node.name: node.source for node, _ in declared_nodes(defs)}
+        assert isinstance(clicks := sources["clicks"], KafkaSource)
+        assert clicks.start == start
 
 
 def test_yaml_has_every_python_parameter() -> None:

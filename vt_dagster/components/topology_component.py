@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from decimal import Decimal, InvalidOperation
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -115,6 +116,22 @@ def _text_as(kind: Any, convert: Callable[[Any], Any]) -> Any:
 def _duration_or(*words: str) -> Any:
     """Makes the YAML type of a duration, or one of some words."""
     return _text_as(timedelta, lambda value: value if value in words else as_duration(value))
+
+
+def _time_or(*words: str) -> Callable[[Any], Any]:
+    """Makes a converter of a time, or one of some words; other values are unchanged."""
+
+    def converted(value: Any) -> Any:
+        if not isinstance(value, str) or value in words or is_template(value):
+            return value
+        try:
+            return datetime.fromisoformat(value.replace("Z", "+00:00"))
+        except ValueError:
+            raise ValueError(
+                f"expected {', '.join(words)} or a time like 2024-06-01T00:00:00Z, got {value!r}"
+            ) from None
+
+    return converted
 
 
 DurationText = _text_as(timedelta, as_duration)
@@ -361,11 +378,11 @@ CHECKS = (
     *("str_contains", "str_startswith", "str_endswith"),
 )
 """The pandera checks for PySpark, by their names in ``pandera.pyspark.Field``."""
+_OF_LISTS = ("in_range", "isin", "notin")
 
 
 def _fields() -> dict[str, Any]:
     kinds = {n: p.annotation for n, p in inspect.signature(pa.Field).parameters.items()}
-    lists = {"in_range", "isin", "notin"}
     return {
         "type": (
             str,
@@ -373,7 +390,7 @@ def _fields() -> dict[str, Any]:
         ),
         "nullable": (bool, Field(default=False, description="Whether the column may be null.")),
         "description": (optional(str), Field(default=None, description="Shown in Dagster.")),
-        **{c: (optional(list[Any]) if c in lists else Any, None) for c in CHECKS if c in kinds},
+        **{c: (optional(list[Any]) if c in _OF_LISTS else Any, None) for c in CHECKS if c in kinds},
     }
 
 
@@ -400,7 +417,13 @@ def spark_type(name: str, column: str, text: str) -> T.DataType:
     if plain in _TYPES:
         return _TYPES[plain]()
     if found := _DECIMAL.fullmatch(plain):
-        return T.DecimalType(int(found[1]), int(found[2]))
+        precision, scale = int(found[1]), int(found[2])
+        if not max(1, scale) <= precision <= 38:
+            raise TopologyError(
+                f"{name}: column {column!r} has the type {text!r}; expected decimal(p,s) with 1 to 38 "
+                "digits, of which at most p are after the point; correct it"
+            )
+        return T.DecimalType(precision, scale)
     if found := _ARRAY.fullmatch(plain):
         return T.ArrayType(spark_type(name, column, found[1]))
     raise TopologyError(
@@ -423,8 +446,30 @@ def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
         given |= {check: list(given[check]) for check in ("isin", "notin") if check in given}
         plain = type(kind) in _TYPES.values()
         annotations[f"column_{number}"] = type(kind) if plain else kind
-        members[f"column_{number}"] = pa.Field(alias=column, **given)
+        if isinstance(kind, T.NumericType):
+            _require_numbers(name, column, given)
+        try:
+            members[f"column_{number}"] = pa.Field(alias=column, **given)
+        except (TypeError, ValueError) as error:
+            raise TopologyError(
+                f"{name}: expected checks of the column {column!r} that pandera takes, got: {error}; "
+                "correct them"
+            ) from None
     return type(name, (pa.DataFrameModel,), members)
+
+
+def _require_numbers(name: str, column: str, given: Mapping[str, Any]) -> None:
+    """Raises TopologyError for a check that compares a column of numbers with something else."""
+    for check in (c for c in CHECKS if c in given and not c.startswith("str_")):
+        value = given[check]
+        for one in value if check in _OF_LISTS else (value,):
+            try:
+                Decimal(str(one))
+            except InvalidOperation:
+                raise TopologyError(
+                    f"{name}: expected {check} of the column {column!r} to compare with numbers, got "
+                    f"{one!r}; correct it"
+                ) from None
 
 
 # Yaml assets
@@ -461,6 +506,17 @@ _format = choice(
     },
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
+_TOPICS_START: Any = (
+    optional(
+        Annotated[
+            datetime | str | dict[str, dict[int, int]],
+            BeforeValidator(
+                _time_or("earliest", "latest"), json_schema_input_type=str | dict[str, dict[str, int]]
+            ),
+        ]
+    ),
+    Field(default=None, description=described(KafkaSource, "start")),
+)
 _START = Field(default=None, description="current, earliest, or a version to start from.")
 _states = {
     "delta": _part("Delta", DeltaSource, start=(optional(int | str), _START)),
@@ -477,7 +533,7 @@ _source = choice(
     "Where records come from.",
     {
         "files": _part("Files", FilesSource),
-        "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
+        "kafka": _part("Kafka", KafkaSource, types=_kafka_types, start=_TOPICS_START),
         **_states,
         "asset": _part(
             "UpstreamAsset",
@@ -520,17 +576,6 @@ _until = choice(
 )
 
 
-def _as_ready(value: Any) -> Any:
-    if not isinstance(value, str) or value == "initial_load" or is_template(value):
-        return value
-    try:
-        return datetime.fromisoformat(value.replace("Z", "+00:00"))
-    except ValueError:
-        raise ValueError(
-            f"expected initial_load or a time like 2024-06-01T00:00:00Z, got {value!r}"
-        ) from None
-
-
 _AS_KNOWN: Any = (
     optional(_duration_or("now", "when_recorded")),
     Field(
@@ -546,7 +591,10 @@ _NODE: Any = (
 )
 
 
-_TYPES_OF_OPTIONS: dict[Any, Any] = {datetime: _text_as(datetime, _as_ready), Source: _whole}
+_TYPES_OF_OPTIONS: dict[Any, Any] = {
+    datetime: _text_as(datetime, _time_or("initial_load")),
+    Source: _whole,
+}
 """YAML types of the options of streams and tables that are no plain texts, numbers or lists."""
 
 
