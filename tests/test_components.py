@@ -539,6 +539,16 @@ BROKEN = {
         "partitions: 1",
         "expected either columns or schema, got neither",
     ),
+    "interval": (
+        "minimum_interval_seconds: 60",
+        "minimum_interval_seconds: -60",
+        "prices: expected minimum_interval_seconds of its sensor to be 0 or more, got -60; correct it",
+    ),
+    "group of asset": (
+        "- name: prices\n",
+        "- name: prices\n      group: a b\n",
+        'prices: "a b" is not a valid asset group name',
+    ),
     "sensor": ("minimum_interval_seconds: 60", "interval: 60", "'interval' is not known here; "),
     "a part of a setting": (
         "minimum_interval_seconds: 60",

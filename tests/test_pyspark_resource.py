@@ -251,6 +251,11 @@ def test_invalid_spark_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
             SparkResource(spark_config={name: "4g"})
     with pytest.raises(TopologyError, match="expected master to be a Spark master"):
         SparkResource(master=" ")
+    for remote in ("localhost:15002", "spark://host:7077", " ", "local[2]"):
+        with pytest.raises(TopologyError, match="expected remote to be 'server' or a Spark Connect"):
+            SparkResource(remote=remote)
+    for remote in ("server", "sc://host:15002/;use_ssl=true", dg.EnvVar("REMOTE"), None):
+        SparkResource(remote=remote)
     other: Any = {"spark_conf": {"spark.driver.memory": "4g"}}
     for kind in (SparkResource, WarehouseResource):
         with pytest.raises(ValidationError, match="Extra inputs are not permitted"):

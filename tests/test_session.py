@@ -280,6 +280,12 @@ def test_jars_from_a_directory(
     ]
 
 
+def test_missing_directory_of_jars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(jars.JARS_ENV, str(tmp_path / "nowhere"))
+    with pytest.raises(SparkUnavailableError, match=r"nowhere, found none; correct the path, fill it"):
+        session.resolve_jars()
+
+
 def test_jars_of_other_series_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Delta Lake's jars for another Spark series are refused. Only their file names have the series."""
     monkeypatch.setenv(jars.JARS_ENV, str(tmp_path))

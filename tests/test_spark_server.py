@@ -114,6 +114,10 @@ def test_commands_without_server(environment: dict[str, str], monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
     with pytest.raises(SparkUnavailableError, match="start it: vt-dagster spark start"):
         session_of(SparkResource(remote="server"))
+    for value in ("localhost:15002", "Server", "local[2]"):
+        monkeypatch.setenv("VT_DAGSTER_SPARK", value)
+        with pytest.raises(SparkUnavailableError, match="Expected VT_DAGSTER_SPARK to be 'server' or"):
+            session_of(SparkResource())
 
 
 @pytest.mark.timeout(600)

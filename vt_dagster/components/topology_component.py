@@ -934,20 +934,14 @@ class TopologyComponent(dg.Component):
                 )
             require_names(nodes.values())
         made = dg.Definitions(
-            assets=[build_asset(node) for node in nodes.values()],
-            asset_checks=[build_checks(node) for node in nodes.values()],
             sensors=[
-                build_sensor(node, **builder.sensors[name])
-                for name, node in nodes.items()
-                if has_sensor(node)
-            ]
-            + [
                 builder.partition_sensor(number, about)
                 for number, about in enumerate(self.attributes.partition_sensors or ())
             ],
             resources=resources,
         )
-        more = [
+        more = [builder.definitions(name, node) for name, node in nodes.items()]
+        more += [
             builder.alerts(number, about) for number, about in enumerate(self.attributes.alerts or ())
         ]
         if self.attributes.maintenance is not None:
@@ -1032,6 +1026,21 @@ class _Builder:
             self._made[name] = made
             self._open.pop()
         return self._made[name]
+
+    def definitions(self, name: str, node: Stream) -> dg.Definitions:
+        """Makes the asset of an entry, its checks, and its sensor if its source has one."""
+        entry, path = self.entries[name], self._paths[name]
+        try:
+            return dg.Definitions(
+                assets=[build_asset(node)],
+                asset_checks=[build_checks(node)],
+                sensors=[build_sensor(node, **self.sensors[name])] if has_sensor(node) else [],
+            )
+        except VtDagsterError as error:
+            place = self._nearest(path, vars(entry)[entry.chosen], str(error))
+            raise self._error(place, str(error)) from None
+        except dg.DagsterInvalidDefinitionError as error:
+            raise self._error(path[:2], f"{name}: {error}; correct it") from None
 
     def partition_sensor(self, number: int, about: Part) -> dg.SensorDefinition:
         """Makes the sensor of an entry of ``partition_sensors``."""

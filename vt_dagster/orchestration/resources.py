@@ -4,6 +4,7 @@ Their keys have a prefix, so that a code location can have its own ``spark``, an
 warehouse under another prefix.
 """
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from vt_dagster.spark.session import (
     connect_settings,
     lacking,
     session_settings,
+    shown,
     silence_connect,
 )
 from vt_dagster.storage.asset_store import AssetStore, stores_of
@@ -95,6 +97,17 @@ class SparkResource(dg.ConfigurableResource[None]):
                 f"spark://host:7077, got {master!r}; set it, or leave it out"
             )
         return master
+
+    @field_validator("remote")
+    @classmethod
+    def _addressed(cls, remote: str | None) -> str | None:
+        # A word is "server", or the name of an environment variable.
+        if remote and not re.fullmatch(r"\w+|sc://.*", remote):
+            raise TopologyError(
+                "SparkResource: expected remote to be 'server' or a Spark Connect address like "
+                f"sc://host:15002, got {shown(remote)!r}; correct it: a Spark master is set as master"
+            )
+        return remote
 
     _spark_session: Any = PrivateAttr(default=None)
     _few_rows: bool = PrivateAttr(default=False)

@@ -144,6 +144,14 @@ def build_sensor(
             "give its asset an automation_condition or a schedule instead"
         )
     check_duration(node.name, "maximum_wait", maximum_wait)
+    for what, least in (
+        ("minimum_interval_seconds", minimum_interval_seconds),
+        ("minimum_records", minimum_records),
+    ):
+        if least < 0:
+            raise TopologyError(
+                f"{node.name}: expected {what} of its sensor to be 0 or more, got {least}; correct it"
+            )
     source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 

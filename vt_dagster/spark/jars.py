@@ -193,6 +193,11 @@ def _artifact(file_name: str) -> str:
 
 def _jars_in(directory: Path, coordinates: Sequence[str]) -> list[Path]:
     """Returns the jars of a user's directory, without those that PySpark ships."""
+    if not directory.is_dir():
+        raise SparkUnavailableError(
+            f"Expected a directory of jars in {JARS_ENV}={directory}, found none; correct the path, "
+            f"fill it (vt-dagster spark jars --to {directory}), or unset {JARS_ENV} to download them."
+        )
     shipped = _shipped()
     jars = [j.resolve() for j in sorted(directory.glob("*.jar")) if _artifact(j.name) not in shipped]
     found = {_artifact(jar.name) for jar in jars}

@@ -33,6 +33,7 @@ from vt_dagster.spark.session import (
     check_spark_home,
     is_open,
     session_settings,
+    shown,
 )
 
 SERVER = "server"
@@ -128,9 +129,15 @@ def resolve_remote(remote: str | None) -> str | None:
         remote: an address, or ``server``; None = the value of ``VT_DAGSTER_SPARK``.
 
     Raises:
-        SparkUnavailableError: ``server`` is requested but not running.
+        SparkUnavailableError: ``server`` is requested but not running; or the value of
+            ``VT_DAGSTER_SPARK`` is no address.
     """
     named = remote or os.environ.get(NAMED) or None
+    if not remote and named not in (None, SERVER) and not named.startswith("sc://"):
+        raise SparkUnavailableError(
+            f"Expected {NAMED} to be {SERVER!r} or a Spark Connect address like sc://host:15002, got "
+            f"{shown(named)!r}; correct it, or unset it to start Spark in this process."
+        )
     if named != SERVER:
         return named
     found = running()
