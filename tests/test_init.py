@@ -175,6 +175,16 @@ def test_init_folder_in_existing_project(work_dir: Path, monkeypatch: pytest.Mon
     text = (defs / "returns" / "defs.yaml").read_text()
     (defs / "returns" / "defs.yaml").write_text(text.replace("key: id", "key: nothing"))
     assert "key columns ['nothing'] are not in the schema" in planned()
+    # Values that Dagster refuses before the component is loaded.
+    (defs / "returns" / "defs.yaml").write_text(text.replace("key: id", "key: 5"))
+    said = planned()
+    assert re.search(r"got: 1 validation error .*\.key at \S+returns/defs\.yaml:3`", said, re.DOTALL)
+    assert "For further information" not in said
+    (defs / "returns" / "defs.yaml").write_text(text.replace("key: id", "key: [id"))
+    said = planned()
+    assert said.startswith("expected a valid YAML file, got: while parsing")
+    assert 'returns/defs.yaml", line 3' in said
+    (defs / "returns" / "defs.yaml").write_text(text)
     assert f"got those of ['{place}', '{work_dir / 'there'}']; choose one" in planned("-f", "two.py")
     assert planned("-f", "two.py", "--warehouse", "there") == ("there", [("prices", "new")])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import time
 import warnings
@@ -25,6 +26,7 @@ import dagster as dg
 import pyarrow.compute as pc
 import typer
 import yaml
+from pydantic import ValidationError
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
@@ -255,11 +257,16 @@ def load_locations(file: Path | None, module: str | None, variables: bool = Fals
         return [*_locations(file, module, variables)]
     except Exception as error:  # Dagster wraps that of a component
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, VtDagsterError):
+        while cause is not None and not isinstance(cause, VtDagsterError | yaml.YAMLError):
+            if isinstance(cause, ValidationError) and re.search(r"\.ya?ml:\d+`", str(cause)):
+                break
             cause = cause.__cause__
         if cause is None:
             raise
-        raise cause from None
+        if isinstance(cause, VtDagsterError):
+            raise cause from None
+        said = re.sub(r"\n *For further information visit .*", "", str(cause))
+        raise DefinitionsError(f"expected a valid YAML file, got: {said}") from None
 
 
 def _locations(file: Path | None, module: str | None, variables: bool) -> Iterator[Location]:
