@@ -66,6 +66,21 @@ def run_command(warehouse: Path, command: str, table: str, *keys: str) -> Result
     return CliRunner().invoke(app, [command, table, *options], env=about)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["history", "days", "--key", "k", "--limit", "0"],
+        ["history", "days", "--key", "k", "--limit", "-1"],
+        ["explain", "days", "--key", "k", "--most", "0"],
+        ["run", "--rows", "-1"],
+    ],
+)
+def test_number_below_range_is_refused(command: list[str]) -> None:
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"Invalid value for '{command[-2]}': Input should be greater than or" in done.output
+
+
 @pytest.mark.parametrize("command", ["get", "history"])
 def test_first_and_last_year_are_shown(warehouse: Path, command: str) -> None:
     key = ("9998-01-02", FAR)

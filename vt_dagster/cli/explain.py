@@ -53,7 +53,10 @@ def explain(
     ] = None,
     as_known_at: Known = None,
     most: Annotated[
-        int, typer.Option(help="Maximum number of input records of a row; the newest ones are shown.")
+        int,
+        typer.Option(
+            min=1, help="Maximum number of input records of a row; the newest ones are shown."
+        ),
     ] = MOST,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     warehouse: Warehouse = "data/warehouse",

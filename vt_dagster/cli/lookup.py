@@ -88,7 +88,7 @@ def history(
     table: Annotated[str, typer.Argument(help="The versioned table that has the key.")],
     key: Key,
     limit: Annotated[
-        int, typer.Option(help="Maximum number of versions; the newest ones are shown.")
+        int, typer.Option(min=1, help="Maximum number of versions; the newest ones are shown.")
     ] = 50,
     as_known_at: Known = None,
     as_json: AsJson = False,

@@ -196,7 +196,9 @@ def load_topology(file: Path | None, module: str | None, warehouse: str | None) 
         TopologyError: there are no streams and tables.
     """
     locations = load_locations(file, module, variables=True)
-    where = str(file) if file else module or _WORKSPACE
+    where = (
+        str(file) if file else module or (_WORKSPACE if Path(_WORKSPACE).is_file() else str(Path.cwd()))
+    )
     declared = [
         (node, _warehouse_of(one.every, prefix))
         for one in locations
@@ -253,6 +255,8 @@ def load_locations(file: Path | None, module: str | None, variables: bool = Fals
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    # Dagster warns of a beta parameter that it passes itself, to each asset with a check of its own.
+    warnings.filterwarnings("ignore", "Parameter `execution_type` of function")
     try:
         return [*_locations(file, module, variables)]
     except Exception as error:  # Dagster wraps that of a component
@@ -570,7 +574,7 @@ def run(
     selection: Selection = "*",
     file: DefinitionsFile = None,
     module: DefinitionsModule = None,
-    rows: Annotated[int, typer.Option(help="Number of new rows to show.")] = 10,
+    rows: Annotated[int, typer.Option(min=0, help="Number of new rows to show.")] = 10,
 ) -> None:
     """Materialize assets in this process; exit with 1 if an asset or one of its checks fails.
 
