@@ -99,6 +99,7 @@ WRONG = {
     "foo://lake/x": "a URL that begins with s3a://, gs://, abfss://, hdfs:// or file:/, got 'foo://lake/x'",
     "S3://lake/x": "or install the package that makes 'S3' known to fsspec",
     "s3a:/lake/x": "or a URL such as s3a://bucket/folder or file:///folder, got 's3a:/lake/x'",
+    "s3://": "or a URL such as s3a://bucket/folder or file:///folder, got 's3://'",
     "file:lake": "or a URL such as s3a://bucket/folder or file:///folder, got 'file:lake'",
     "file://host/lake": "or a URL such as s3a://bucket/folder or file:///folder",
     "C:/lake": "what is before the first colon is taken as a protocol",

@@ -249,6 +249,11 @@ def test_refused_when_declared() -> None:
         Stream("s", key="id", schema=ROW, source=source)
     with pytest.raises(TopologyError, match="ignore must name value columns"):
         Table("t", key="id", schema=ROW, source=SnapshotSource("d", dump_time="%Y", ignore=["id"]))
+    for pattern in ("d_%Q", "d_%"):
+        with pytest.raises(
+            TopologyError, match="expected dump_time to be a pattern of Python's strptime"
+        ):
+            Table("t", key="id", schema=ROW, source=SnapshotSource("d", dump_time=pattern))
     with pytest.raises(SourceError, match="max_shrink"):
         SnapshotSource("d", dump_time="%Y", max_shrink=2)
 

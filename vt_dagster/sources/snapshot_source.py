@@ -529,7 +529,16 @@ class SnapshotSource:
                 f"{name}: expected dump_time to be 'modified', a pattern like 'customers_%Y-%m-%d' or "
                 "a SQL expression, got an empty text; set the time at which a dump was true"
             )
-        if self.dump_time != _MODIFIED and "%" not in self.dump_time:
+        if "%" in self.dump_time:
+            try:
+                datetime.strptime("", self.dump_time)
+            except ValueError as error:
+                if "does not match" not in str(error):
+                    raise TopologyError(
+                        f"{name}: expected dump_time to be a pattern of Python's strptime, got "
+                        f"{self.dump_time!r}: {error}; correct it"
+                    ) from None
+        elif self.dump_time != _MODIFIED:
             require_deterministic(name, "dump_time", self.dump_time, schema.fields)
 
     # -- dumps -----------------------------------------------------------------------------------

@@ -185,11 +185,14 @@ class _JvmStderr:
                     os.write(2, line)
 
     def reason(self) -> str:
-        """Returns the first line of the JVM's own output, without the prefix of a log line."""
+        """Returns the error in the JVM's own output, or its first line, without the prefix of a log
+        line."""
         self._thread.join(timeout=2)  # the thread ends when the JVM has ended
         with self._lock:
             lines = [line.decode(errors="replace").strip() for line in self._held or ()]
-        first = next((line for line in lines if line and not self._OPTIONS.match(line)), "")
+        own = [line for line in lines if line and not self._OPTIONS.match(line)]
+        errors = [line for line in own if line.startswith("Exception in thread")]
+        first = next(iter([*errors, *own]), "")
         return re.sub(r'^(Exception in thread "\w+"|\S+ \S+ ERROR \w+:) ', "", first)
 
     def _copy(self) -> None:

@@ -284,7 +284,7 @@ def require_address(path: str) -> None:
     found = _PROTOCOL.match(path)
     if found is None or re.match("file:/(//)?[^/]", path):
         return
-    if not found[2] or found[1] == "file":
+    if not found[2] or found[1] == "file" or not path[found.end() :].strip("/"):
         raise StorageError(
             "expected a directory or a URL such as s3a://bucket/folder or file:///folder, got "
             f"{path!r}; correct it: what is before the first colon is taken as a protocol"
