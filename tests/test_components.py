@@ -18,6 +18,7 @@ from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 from vt_dagster.components import TopologyComponent
 from vt_dagster.components.topology_component import CONCEPTS, as_duration
 from vt_dagster.orchestration.resources import declared_nodes
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -628,6 +629,22 @@ def test_negative_bound_of_stream_join_in_yaml(shop: str) -> None:
         answered = defs.resolve_asset_graph().get(dg.AssetKey("answered"))
         bounds = [answered.metadata[f"vt_dagster/{name}"] for name in ("before", "after")]
         assert bounds == ["2 hours", "minus 1 hour"]
+
+
+def test_options_in_yaml_are_no_texts(shop: str) -> None:
+    """Numbers and booleans of an option are accepted, and shares as numbers, as in Python."""
+    text = shop.replace(
+        "/prices, format: csv}", "/prices, format: csv, options: {header: false, maxColumns: 50}}"
+    ).replace(
+        "bootstrap_servers:", "options: {socket.timeout.ms: 5000}\n              bootstrap_servers:"
+    )
+    limits = "alerts: [{to: 'os.path:join', quarantine_share: 0.01, late_share: 0.1%}]"
+    with project(text.replace("  assets:", f"  {limits}\n  assets:", 1)) as defs:
+        sources = {node.name: node.source for node, _ in declared_nodes(defs)}
+        assert isinstance(prices := sources["prices"], FilesSource)
+        assert isinstance(clicks := sources["clicks"], KafkaSource)
+        assert prices.options == {"header": "false", "maxColumns": "50"}
+        assert clicks.cluster.options == {"socket.timeout.ms": "5000"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import dagster as dg
 import pandera.pyspark as pa
@@ -137,6 +137,22 @@ def _time_or(*words: str) -> Callable[[Any], Any]:
 DurationText = _text_as(timedelta, as_duration)
 SignedDurationText = _text_as(timedelta, as_signed_duration)
 Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
+
+
+def _as_texts(value: Any) -> Any:
+    """Converts numbers and booleans of a mapping to texts, as the classes do in Python."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: str(one).lower() if isinstance(one, int | float) else one
+        for name, one in cast("dict[Any, Any]", value).items()
+    }
+
+
+TextsByName = Annotated[
+    dict[str, str],
+    BeforeValidator(_as_texts, json_schema_input_type=dict[str, str | float | bool]),
+]
 
 
 class _NotNull:
@@ -331,12 +347,15 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
     for member in members:
         if member in known:
             return known[member]
-    plain_types = (int, float, str, bool, dict[str, str], dict[str, Any])
+    if {str, float} <= {*members}:
+        return float | str
+    plain_types = (int, float, str, bool, dict[str, Any])
     for member in members:
         if member in plain_types or get_origin(member) is Literal:
             return member
-        if get_origin(member) is Mapping and get_args(member)[0] is str:
-            return dict[str, str]
+        of_texts = get_origin(member) is Mapping and get_args(member)[0] is str
+        if of_texts or member == dict[str, str]:
+            return TextsByName
     if members == (Any,) or all(m is NoneType for m in members):
         return Any
     raise TypeError(f"the YAML has no type for {hint}; add one to types or more")
