@@ -139,7 +139,13 @@ def test_settings_without_effect_are_refused(about: dict[str, Any], said: str) -
 
 
 def test_addresses_of_a_cluster() -> None:
-    for servers in ("a:9092", "a:9092, b.example-1.com:9093", "[::1]:9092", "SASL_SSL://a:9092"):
+    for servers in (
+        "a:9092",
+        "a:9092,",
+        "a:9092, b.example-1.com:9093",
+        "[::1]:9092",
+        "SASL_SSL://a:9092",
+    ):
         assert KafkaCluster(servers).servers == servers
     assert KafkaCluster(dg.EnvVar("SERVERS")).bootstrap_servers == dg.EnvVar("SERVERS")
 

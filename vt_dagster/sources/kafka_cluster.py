@@ -395,7 +395,8 @@ class KafkaCluster:
 
 
 def _require_addresses(servers: str) -> None:
-    if not all(_ADDRESS.fullmatch(one.strip()) for one in servers.split(",")):
+    found = [one.strip() for one in servers.split(",") if one.strip()]
+    if not found or not all(map(_ADDRESS.fullmatch, found)):
         raise SourceError(
             "expected bootstrap_servers to be host:port, several ones separated by commas, got "
             f"{servers!r}; correct it"
