@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import generate
 from measure import Outputs, Result, compare, plan_of, take_turns
@@ -27,6 +28,7 @@ GRACE = 5 * MINUTE
 BATCH = "Spark SQL's interval join, to Delta"
 STREAMED = "Structured Streaming, one batch, to Delta"
 SAME = "the same of 10,000 keys"
+INNER = "their inner join"
 STATE = {
     # The default keeps the state in the heap, which is too small for ten million records.
     "spark.sql.streaming.stateStore.providerClass": (
@@ -38,8 +40,8 @@ STATE = {
 
 
 class Site:
-    """Two streams of ``rows`` records each, and their join. A window contains as many records of a key
-    as a minute of a stream with ``KEYS`` keys: one, on average."""
+    """Two streams of ``rows`` records each, their join, and their left join. A window contains as many
+    records of a key as a minute of a stream with ``KEYS`` keys: one, on average."""
 
     def __init__(self, spark: SparkSession, home: Path, rows: int, keys: int) -> None:
         self.spark, self.warehouse = spark, str(home / "warehouse")
@@ -54,20 +56,23 @@ class Site:
             about = {"timestamp": "at", "partitions": generate.PARTITIONS, "source": source}
             streams.append(Stream(name, key="key", schema=generate.RECORD, **about))
             run_once(streams[-1], stores_of(self.warehouse, spark))
-        self.paid = streams[0].join(
-            streams[1],
-            within=self.within,
-            grace=GRACE,
-            name="paid",
-            select=["left.*", "right.price as paid"],
-        )
+        about: dict[str, Any] = {"within": self.within, "grace": GRACE}
+        about["select"] = ["left.*", "right.price as paid"]
+        self.paid = streams[0].join(streams[1], name="paid", **about)
+        self.placed = streams[0].left_join(streams[1], name="placed", **about)
 
-    def fresh(self) -> Run:
-        shutil.rmtree(f"{self.warehouse}/paid", ignore_errors=True)
-        return Run.pin(self.paid, stores_of(self.warehouse, self.spark))
+    def fresh(self, node: Stream) -> Run:
+        shutil.rmtree(f"{self.warehouse}/{node.name}", ignore_errors=True)
+        return Run.pin(node, stores_of(self.warehouse, self.spark))
 
     def ours(self) -> None:
-        run = self.fresh()
+        self.run(self.paid)
+
+    def ours_left(self) -> None:
+        self.run(self.placed)
+
+    def run(self, node: Stream) -> None:
+        run = self.fresh(node)
         run.commit(run.operate(run.read()))
 
     def logs(self) -> list[str]:
@@ -76,6 +81,10 @@ class Site:
 
     def result(self) -> DataFrame:
         return AssetStore(self.warehouse, self.paid, self.spark).read()
+
+    def matches_of_left(self) -> DataFrame:
+        """The rows of the left join that have a match. Some of its other records still wait."""
+        return AssetStore(self.warehouse, self.placed, self.spark).read().where("paid is not null")
 
     def near(self, orders: DataFrame, payments: DataFrame) -> DataFrame:
         """Spark's interval join of the logs."""
@@ -138,12 +147,13 @@ def run(
 
     contenders: dict[str, Callable[[], None]] = {
         "ours": many.ours,
+        "left": many.ours_left,
         BATCH: batch,
         "hot": hot.ours,
         "few": few.ours,
         STREAMED: streamed,
     }
-    run = many.fresh()
+    run = many.fresh(many.paid)
     plan = plan_of(run.operate(run.read()).rows)
     times = take_turns(contenders, repeat)
     found = {site: _digest(site.result()) for site in (many, few, hot)}
@@ -156,10 +166,15 @@ def run(
     for site, told in theirs.items():
         if (expected := _digest(told)) != found[site]:
             raise AssertionError(f"stream-stream join: ours has {found[site]}, Spark {expected}")
+    if (of_left := _digest(many.matches_of_left())) != found[many]:
+        raise AssertionError(
+            f"left join of streams: its matches have {of_left}, the inner {found[many]}"
+        )
     name, tenth = (f"stream-stream join, {n:,} beside {n:,} records" for n in (rows, rows // 10))
     results = [
         compare(name, rows, times["ours"], BATCH, times[BATCH], 1.3),
         compare(tenth, rows // 10, times["few"], STREAMED, times[STREAMED], 1.0),
+        compare(f"{name}, left", rows, times["left"], INNER, times["ours"], None),
         compare(f"{name} of one key", rows, times["hot"], SAME, times["ours"], 1.5),
     ]
     notes = [
