@@ -137,6 +137,7 @@ def test_joined_rows_are_as_known_at_record_time(spark: SparkSession, seed: int)
     alive = [r for r in rows("orders") if not r["is_tombstone"]]
     for name, about in joins.items():
         results = rows(name)
+        assert results, name
         assert len(results) == len(alive) or name == "until"
         places = [r["offset"] for r in alive] if name != "until" else [None] * len(results)
         for row, place in zip(results, places, strict=True):

@@ -15,6 +15,7 @@ import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, MapType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.utils import is_remote
 
 from tests.market import messages, run
 from tests.test_user_faults import landing
@@ -101,13 +102,15 @@ def test_deleted_when_analysis_error_is_not_logged(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The library lets Spark analyze ``deleted_when``. A failed analysis is not logged, even if it is
-    the first error of the process. Later errors of Spark are raised as before."""
+    the first error of the process. Later errors of Spark are logged as before."""
     logging.Logger.manager.loggerDict.pop("SQLQueryContextLogger", None)
     driver = TopologyTestDriver(table(deleted_when="gone_since is not null"), spark=spark)
     driver.pipe("customers", put("a", "x", 1, gone_since=None))
     assert "UNRESOLVED_COLUMN" not in capfd.readouterr().err
     with pytest.raises(AnalysisException):
         spark.range(1).where("nothing = 1")
+    if not is_remote():
+        assert "UNRESOLVED_COLUMN" in capfd.readouterr().err
 
 
 def test_invalid_deleted_when_is_refused(spark: SparkSession) -> None:

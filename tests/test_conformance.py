@@ -579,7 +579,12 @@ def test_command_reports_invalid_input(tmp_path: Path) -> None:
     unsupported = runner.invoke(app, [str(path)])
     assert unsupported.exit_code == 1
     assert unsupported.output.endswith("0 identical, 0 different, 1 not supported\n")
-    assert runner.invoke(app, [str(broken)]).exit_code == 2
-    assert runner.invoke(app, [str(path), "--operator", "nothing"]).exit_code == 2
-    assert runner.invoke(app, [str(path), "--granularity", "day"]).exit_code == 2
-    assert runner.invoke(app, [str(tmp_path / "nowhere.json")]).exit_code == 2
+    for words, said in (
+        ([str(broken)], "expected scenarios as FORMAT.md describes them"),
+        ([str(path), "--operator", "nothing"], "expected operators among"),
+        ([str(path), "--granularity", "day"], "expected the granularity 'record' or 'run', got 'day'"),
+        ([str(tmp_path / "nowhere.json")], "does not exist"),
+    ):
+        refused = runner.invoke(app, words)
+        assert refused.exit_code == 2
+        assert said in " ".join(refused.output.split())

@@ -182,7 +182,7 @@ def test_pandera_and_single_pass_equal_plain_python(spark: SparkSession) -> None
     for number, wanted in enumerate(expected):
         assert {n: by_table[number][n] for n in wanted} == wanted, (number, tables[number])
     whole = {f.name: f.offending for f in findings(_OnRows(frame, rules, ["table", "id"]))}
-    assert whole == {n: sum(e[n] for e in expected) for n in whole}
+    assert whole == {n: sum(e[n] for e in expected) for n in OF_VERSIONS}
     checks = [getattr(pa.Check, name)(**given) for name, given in OF_VERSIONS.items()]
     schema = pa.DataFrameSchema({"id": pa.Column(T.StringType())}, checks=checks)
     assert failed(schema.validate(frame)) == set(OF_VERSIONS)

@@ -287,6 +287,7 @@ def test_retry_after_materialization_does_not_call_function(
     for tags in ({}, again):
         faults[0], before = 1, calls[0]
         assert run(**tags).success
+        assert faults == [0], "the step has failed once"
         assert calls[0] == before + 1
         expected.append(f"call {calls[0]}")
         assert values(tmp_path, "daily") == expected

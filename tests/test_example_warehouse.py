@@ -92,4 +92,6 @@ def test_deliveries_tables_reports_and_exports(
     current = exported.filter(pl.col("valid_to").is_null())
     assert current.select("customer", "tier").sort("customer").equals(last)
     left = set(world.customers(DAYS[0])["customer"]) - set(last["customer"])
-    assert exported.filter(pl.col("customer").is_in(left))["valid_to"].null_count() == 0
+    gone = exported.filter(pl.col("customer").is_in(left))
+    assert {*gone["customer"]} == left
+    assert gone["valid_to"].null_count() == 0

@@ -177,6 +177,7 @@ def test_assets_run_in_separate_processes_from_second_run(
         workers = [step for kind, step in kinds if kind == "STEP_WORKER_STARTED"]
         assert sorted(map(str, workers)) == sorted([*SELECTED, *killed])
         started = [line for line in said.splitlines() if line.partition("Spark ")[2][:1].isdigit()]
+        assert bool(started) is bool(killed), said
         assert not [line for line in started if "compiling fast, for few rows" not in line], said
         assert ("Spark" in said) is bool(killed), "what has nothing new starts none"
         idle = {step for kind, step in kinds if kind == "ASSET_OBSERVATION"}

@@ -398,6 +398,8 @@ def _windowed(window: Any) -> Any:
 def test_page_explains_unsupported_lateness(
     tmp_path: Path, node: Any, why: str, settings: list[str]
 ) -> None:
+    for name, kind in (("sales", "stream"), ("prices", "versioned")):
+        LogWriter(tmp_path, name, kind=kind).run([("apple", "1", 0)], recorded=90)
     made = LogWriter(tmp_path, "made", kind="table", made_by=node.operator.specification)
     made.run([("apple", "1", 0)], recorded=100)
     pages = client(tmp_path)
@@ -410,7 +412,8 @@ def test_page_explains_unsupported_lateness(
     for setting in tried:  # what-if accepts the setting
         text = "when_recorded" if setting == "as_known" else "2h"
         with_settings(node, {setting: text})
-    with pytest.raises(StorageError):  # the command line gives no number either
+    refused = "expected tumbling or hopping windows|is made by|expected a join without as_known"
+    with pytest.raises(StorageError, match=refused):  # the command line gives no number either
         lateness_curves.lateness_curves(str(tmp_path), "made", [], None)
 
 

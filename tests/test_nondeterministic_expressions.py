@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -300,6 +301,8 @@ def test_function_lists_match_spark(spark: SparkSession) -> None:
     known."""
     rows = spark.createDataFrame([], SCHEMA)
     names = [r[0] for r in spark.sql("SHOW SYSTEM FUNCTIONS").collect()]
+    with pytest.raises(AnalysisException, match="NONDETERMINISTIC"):
+        _ = rows.agg(F.count(F.expr("rand()"))).schema
     flagged = set[str]()
     for name in names:
         if not name.isidentifier() or refusal(f"{name}()") is not None or not _may_be_flagged(name):

@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from pyspark.sql import DataFrame
 
 from tests.market import Market, materialized, observed, record
 from vt_dagster.drawing import BLUE, RED
@@ -171,10 +172,15 @@ def test_picture_of_many_files_and_records(
 ) -> None:
     copy = market.copy(tmp_path / "copy")
     monkeypatch.setattr(metadata, "SAMPLE", 100)
-    monkeypatch.setattr(parquet, "ROWS_OF_A_FILE", 50)
+
+    def in_five_files(rows: DataFrame, count: int) -> DataFrame:
+        return rows.repartitionByRange(5, "offset").sortWithinPartitions("offset")
+
+    monkeypatch.setattr(parquet, "packed", in_five_files)
     hours = [record("a", f"h{n}", f"{3 + n // 24} {n % 24:02d}:00") for n in range(240)]
     copy.land("prices", "3.jsonl", *hours)
     said = materialized(copy.run([copy.prices]), "prices")
+    assert len(metadata._files(str(copy.warehouse / "prices" / "log"), 3)) == 5
     late = svg_of(said["lateness"])
     assert "lateness of 80 of 240 records: how far behind stream time they arrived" in texts(late)
     line = svg_of(said["timeline"])

@@ -101,9 +101,14 @@ def test_dump_is_diffed_against_table(shop: Shop) -> None:
     # two dumps wait: a run takes one; a null becomes a value, a value null, a row goes, a row comes
     shop.deliver("2024-01-03.parquet", ("a", None, 1.0), ("b", None, 0.0), ("d", "Di", float("nan")))
     shop.deliver("2024-01-04.parquet", ("a", None, 1.0), ("c", "Cy", 4.0), ("d", "Di", float("nan")))
+
+    def described() -> str:
+        pinned: Any = Run.pin(shop.node, shop.stores).arrival.source
+        return pinned.describe(shop.node.schema)[0]
+
+    assert "1 more" in described()
     assert shop.take()["applied"] == 4
-    pinned: Any = Run.pin(shop.node, shop.stores).arrival.source
-    assert "1 more" not in pinned.describe(shop.node.schema)[0]
+    assert "1 more" not in described()
     assert sorted(shop.log()[3:], key=str) == [
         ("a", None, 1.0, False, "01-03"),
         ("b", None, 0.0, False, "01-03"),

@@ -349,6 +349,7 @@ GOES_ON: dict[str, tuple[Any, Any]] = {
 def test_changes_without_replay(case: str) -> None:
     before, after = GOES_ON[case]
     assert after.changed_definition(before.operator.specification) == []
+    assert "0x" not in after.operator.specification.model_dump_json(), "an address in a process"
 
 
 def test_columns_copied_from_side() -> None:
@@ -402,5 +403,5 @@ def test_unknown_entry_is_refused() -> None:
     said = NODES["filter"].operator.specification.model_dump()
     with pytest.raises(ValueError, match="nothing"):
         Shape.model_validate({"kind": "table", "key": ["k"], "specification": {**said, "nothing": 1}})
-    with pytest.raises(TopologyError):
+    with pytest.raises(TopologyError, match="SQL condition"):
         table().filter(" ", name="x")

@@ -257,7 +257,9 @@ def test_key_prefix_of_dagster_loaders_is_refused(spark: SparkSession, tmp_path:
         assert not Path(shop.warehouse).exists()
         run_once(shop.sales, stores_of(shop.warehouse, spark))
         export = build_export(shop.sales, to=str(tmp_path / "export"))
-        events = [run(export).get_asset_materialization_events() for _ in range(2)]
+        results = [run(export) for _ in range(2)]
+        assert all(one.success for one in results)
+        events = [one.get_asset_materialization_events() for one in results]
         assert [[e.asset_key for e in some] for some in events] == [
             [dg.AssetKey(["theirs", "shop", "sales_export"])],
             [],

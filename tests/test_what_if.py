@@ -91,6 +91,7 @@ def test_what_if_equals_full_replay(market: Market, tmp_path: Path) -> None:
     assert found.changed == changes > 0
     assert (found.removed, found.added) == (gone.total() - changes, new.total() - changes)
     assert found.keys == len({k for k, _, _ in (gone + new)})
+    assert found.examples
     assert {(one.before is None, one.after is None) for one in found.examples} <= {
         (False, False),
         (False, True),

@@ -91,6 +91,10 @@ class InTime(StreamJoin):
         return row[2] < self.edge - max(self.fore.values())
 
 
+NEVER = 9
+"""More than the number of runs of a case."""
+
+
 @pytest.mark.slow
 @settings(
     max_examples=1,  # of many cases
@@ -102,13 +106,13 @@ class InTime(StreamJoin):
 @given(
     cases=cases_of(CASES - 2),
     others=st.lists(other, min_size=CASES - 2, max_size=CASES - 2),
-    turn=st.integers(1, 3),
+    turn=st.sampled_from((1, 2, NEVER)),
 )
 def test_split_runs_equal_single_run(
     spark: SparkSession, cases: list[Case], others: list[tuple[int, int]], turn: int
 ) -> None:
     """The last number of a case is how much longer than the grace period ``corrected_for`` is. From
-    some run on, all cases have other values of both, and runs use the plans of large runs."""
+    some run on, or never, all cases have other values of both, and runs use the plans of large runs."""
     cases, others = [*map(case_with_retraction, ("left", "right")), *cases], [(0, 12), (0, 12), *others]
     layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, *_) in enumerate(cases)]
     nodes = nodes_of(layouts)

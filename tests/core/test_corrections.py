@@ -92,14 +92,15 @@ def split_independent_results(
     store = driver._stores[name]  # pyright: ignore[reportPrivateUsage]
     head, refused = store.head(), store.quarantine()
     listed = [] if refused is None else refused.collect()
+    places = [(row["partition"], row["position"]) for row in listed]
+    assert len(places) == len({*places}), "a record is in quarantine once"
     return {
         "rows": [
             {k: row[k] for k in ("case", "left_offset", "of", "found", "timestamp", "is_final")}
             for row in rows
         ],
         "too late": head and head.commit.totals.get("corrections_too_late", 0),
-        "listed": sorted((row["partition"], row["position"]) for row in listed),
-        "once": len(listed) == len({(row["partition"], row["position"]) for row in listed}),
+        "listed": sorted(places),
     }
 
 

@@ -81,7 +81,8 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     replay(warehouse, big_now, "big2", spark)
     swap(warehouse, "big", "big2")
     assert run_once(big_now, stores_of(warehouse, spark)).commit is None
-    assert {r.n for r in AssetStore(warehouse, big_now, spark).read().collect()} <= {*range(30, 1000)}
+    rows = AssetStore(warehouse, big_now, spark).read("log").where("not is_tombstone").collect()
+    assert 30 <= min(r.n for r in rows) < 54, "54 is the least value of a current row"
 
 
 def test_replay_from_offsets_or_time(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:

@@ -219,7 +219,7 @@ def test_max_records_per_run_is_fair(topics: Topics, pipeline: Pipeline) -> None
     taken = pipeline.run(node)
     assert taken["taken"] == {topic: {"0": [0, 15], "1": [0, 3], "2": [0, 15]}}
     assert taken["lag_records"] == 50
-    assert taken["lag_seconds"] >= 0
+    assert taken["lag_seconds"] > 0
     assert pipeline.run(node)["records_in"] == 33
     last = pipeline.run(node)
     assert (last["records_in"], last["lag_records"], last["lag_seconds"]) == (17, 0, 0)

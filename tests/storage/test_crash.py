@@ -18,6 +18,7 @@ from tests.conftest import ConnectServer
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import FOLDER, erase
+from vt_dagster.storage import delta
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_rows")]
 
@@ -155,6 +156,11 @@ def test_killed_source_run_leaves_no_trace(
 ) -> None:
     topology = killed.at("rates", point)
     topology.run("rates", spark)
+    store = topology.store("rates", spark)
+    for path in (store.view_path, store.quarantine_path):  # ``tables`` brings both up to the log
+        written = delta.last_commit(path)
+        assert written is not None
+        assert written.document["batch"] == 2, path
     assert topology.tables("rates", spark) == undisturbed_tables["rates"]
     assert topology.run("rates", spark).commit is None
 

@@ -405,8 +405,8 @@ def test_killed_erase_continues(
 
         return call
 
-    # after the commit of one log, of another; after attempts were removed; after a log was purged
-    for place in (0, 1, 2, 4):
+    # After the commit of one log, the removal of its attempts, its purge; after the commit of another.
+    for place in range(4):
         with monkeypatch.context() as patch:
             steps = iter(range(100))
             for owner, name in (

@@ -224,24 +224,33 @@ def failing(patched: pytest.MonkeyPatch, whose: Any, name: str, call: int, after
     patched.setattr(whose, name, wrapped)
 
 
-def test_killed_truncation_is_atomic(rates_only: Kept, spark: SparkSession) -> None:
+BEFORE_TRUNCATION = [
+    *((parquet, "write", 1, after) for after in (False, True)),
+    *((AssetStore, "stage_files", 1, after) for after in (False, True)),
+    (parquet, "write", 2, False),
+]
+"""Moments before the commit of a truncation: a function, which of its calls, whether after it."""
+
+
+@pytest.mark.parametrize(
+    "committed", [(parquet, "write", 2, True), (AssetStore, "remove_staged_before", 1, True)]
+)
+def test_killed_truncation_is_atomic(
+    rates_only: Kept, spark: SparkSession, committed: tuple[Any, str, int, bool]
+) -> None:
     """Before the commit, a killed truncation has no effect; after it, the whole truncation. The next
     truncation cleans up."""
     before = read_all(rates_only)
-    steps = [(parquet, "write", 1), (AssetStore, "stage_files", 1), (parquet, "write", 2)]
-    for whose, name, call in [*steps, (AssetStore, "remove_staged_before", 1)]:
-        for after in (False, True):
-            with pytest.MonkeyPatch.context() as patched:
-                failing(patched, whose, name, call, after)
-                with pytest.raises(RuntimeError, match="killed"):
-                    rates_only.cut(1, spark)
-            if rates_only.commit("rates").truncation is not None:
-                break
+    for moment_of_kill in [*BEFORE_TRUNCATION, committed]:
+        with pytest.MonkeyPatch.context() as patched:
+            failing(patched, *moment_of_kill)
+            with pytest.raises(RuntimeError, match="killed"):
+                rates_only.cut(1, spark)
+        if moment_of_kill != committed:
+            assert rates_only.commit("rates").truncation is None
             assert read_all(rates_only) == before
-        else:
-            continue
-        break
     commit = rates_only.commit("rates")
+    assert commit.truncation is not None
     assert (commit.batch, commit.upkeep) == (3, True)
     assert read_all(rates_only)[2:4] == [
         expected_rows(rates_only, "rates", rates_only, moment(FIRST + ROUND)),

@@ -221,7 +221,9 @@ def test_older_view_never_replaces_newer_view(two_batches: Topology, spark: Spar
     assert head is not None
     before = two_batches.tables("rates", spark)
     older = head.commit.model_copy(update={"batch": 1, "next_offset": {0: 3}})
+    there = delta.last_commit(store.view_path)
     store._update_view(type(head)(0, older))
+    assert delta.last_commit(store.view_path) == there
     assert two_batches.tables("rates", spark) == before
 
 
