@@ -182,6 +182,18 @@ def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_over_files(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
 
 
+@pytest.mark.parametrize("format", ["csv", "jsonl"])
+def test_files_without_lines(spark: SparkSession, tmp_path: Path, format: Any) -> None:
+    """A run that finds only empty files and files with blank lines consumes them."""
+    source = FilesSource(str(landing(tmp_path, blank=b"\n\n", empty=b"")), format=format)
+    node = Stream("sales", key="k", schema=SHAPE, timestamp="at", source=source)
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    receipt = run_once(node, stores)
+    assert receipt.commit is not None
+    assert receipt.commit.totals["in"] == 0
+    assert run_once(node, stores).commit is None
+
+
 def test_line_must_be_one_json_object(json_lines: dict[str, Lines]) -> None:
     applied, quarantined = json_lines["objects"]
     assert [k for k, _, _ in applied] == ["a", "d"]

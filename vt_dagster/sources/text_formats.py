@@ -1202,7 +1202,8 @@ def one_record(
     text = _of_few_columns(F.col(line), options)
     # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
     options = {"escape": options.get("quote", '"'), **options}
-    parsed = F.lit(None)
+    texts = StructType([StructField(name, StringType()) for name in [*schema.names, _CORRUPT]])
+    parsed = F.lit(None).cast(texts)
     for header, names in headers.items():
         if not header:  # an empty file has no lines
             continue
