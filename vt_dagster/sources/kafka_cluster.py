@@ -36,7 +36,8 @@ Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 _OAUTH = "OAUTHBEARER"
 _LOGIN = ("username", "password")
-_FILES = ("ca_location", "certificate_location", "key_location", "key_password")
+_CERTIFICATE = ("certificate_location", "key_location")
+_FILES = ("ca_location", *_CERTIFICATE)
 _ADDRESS = re.compile(r"([A-Z_]+://)?[^\s/,]+:\d+")
 _TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 _JAVA_SECURITY = "org.apache.kafka.common.security"
@@ -146,7 +147,7 @@ class KafkaCluster:
         """Raises SourceError for a login or a file that a connection would not use."""
         for names, uses, wanted in (
             (_LOGIN, self._sasl, "'SASL_SSL' or 'SASL_PLAINTEXT'"),
-            (_FILES, self.security_protocol.endswith("SSL"), "'SSL' or 'SASL_SSL'"),
+            ((*_FILES, "key_password"), self.security_protocol.endswith("SSL"), "'SSL' or 'SASL_SSL'"),
         ):
             given = [name for name in names if getattr(self, name) is not None]
             if given and not uses:
@@ -154,7 +155,7 @@ class KafkaCluster:
                     f"expected security_protocol={wanted} beside {' and '.join(given)}, got "
                     f"{self.security_protocol!r}, which does not use them; set it, or remove them"
                 )
-        pair = [name for name in _FILES[1:3] if getattr(self, name) is not None]
+        pair = [name for name in _CERTIFICATE if getattr(self, name) is not None]
         if len(pair) == 1:
             raise SourceError(
                 f"expected both certificate_location and key_location, got only {pair[0]}; set the "
@@ -248,7 +249,7 @@ class KafkaCluster:
         if self._sasl:
             settings["sasl.mechanism"] = self.sasl_mechanism
             settings |= self._python_login()
-        for name in _FILES[:3]:
+        for name in _FILES:
             if (path := getattr(self, name)) is not None:
                 _file(path, name)  # librdkafka does not say that there is none
                 settings[f"ssl.{name.replace('_', '.')}"] = setting(path, name)
