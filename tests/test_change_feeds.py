@@ -115,7 +115,7 @@ def test_deleted_when_analysis_error_is_not_logged(
 
 def test_invalid_deleted_when_is_refused(spark: SparkSession) -> None:
     for condition, said in {
-        "op =": "which Spark refuses",
+        "op =": "which Spark refuses: Syntax error",
         "k": "which is string",
         "count(*) > 1": "which Spark refuses",
         "no_such(k)": "which Spark refuses",

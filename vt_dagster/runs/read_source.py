@@ -5,6 +5,7 @@ A source of full snapshots is read as changes against the table's current rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -378,7 +379,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
         if kind.startswith("UNRESOLVED_COLUMN") and "`" not in name and name not in columns.names:
             return name
-        fault = f"which Spark refuses: {str(error).splitlines()[0]}"
+        fault = f"which Spark refuses: {sentence_of(error)}"
     else:
         if any(same(_TYPES[kind], given) for kind in setting.kinds):
             _HOLD.add(known)
@@ -388,6 +389,15 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
         f"{node.name}: expected {setting.name} to be {setting.what} over the columns {columns.names}, "
         f"got {setting.expression!r}, {fault}; correct it"
     ) from None
+
+
+_BESIDE_SENTENCE = re.compile(r"^\[[\w.]+\] |\.?(?: Did you mean .*)?(?: SQLSTATE: .*)?$")
+
+
+def sentence_of(error: AnalysisException) -> str:
+    """Returns the first sentence of Spark's error about an expression, without codes and advice. A
+    syntax error begins with an empty line."""
+    return _BESIDE_SENTENCE.sub("", next(line for line in str(error).splitlines() if line))
 
 
 @contextmanager

@@ -83,6 +83,7 @@ from vt_dagster.runs.read_source import (
     first_changes_of,
     reads_twice,
     records_of,
+    sentence_of,
     state_of,
     with_table_history,
     without_spark_logs,
@@ -375,9 +376,6 @@ def _fault(rows: DataFrame, one: Expression) -> AnalysisException | None:
     return None
 
 
-_SENTENCE = re.compile(r"(?:\[[\w.]+\] )?(.*?)(?: Did you mean .*)?(?: SQLSTATE: .*)?")
-
-
 def refused_expression(
     node: Stream, spark: SparkSession, error: AnalysisException
 ) -> TopologyError | None:
@@ -388,12 +386,10 @@ def refused_expression(
         rows = _columns(node, spark, one)
         fault = _fault(rows, one)
         if fault is not None and _kind_of(fault) == about:
-            first = next(line for line in str(fault).splitlines() if line)
-            said = _SENTENCE.fullmatch(first)
             return TopologyError(
                 f"{node.name}: expected {one.setting} to be SQL over the columns {rows.columns}, got "
-                f"{one.text!r}, which Spark refuses: {said[1] if said else first} Nothing was "
-                "committed; correct it"
+                f"{one.text!r}, which Spark refuses: {sentence_of(fault)}. Nothing was committed; "
+                "correct it"
             )
     return None
 
