@@ -135,6 +135,19 @@ def test_history_join_reads_each_history_once(spark: SparkSession) -> None:
     assert told.count("LeftSemi") == 2
 
 
+@pytest.mark.parametrize("about", [{"grace": WEEK}, {"grace": timedelta(0), "corrected_for": WEEK}])
+def test_left_stream_join_finds_unmatched_records_once(
+    spark: SparkSession, about: dict[str, timedelta]
+) -> None:
+    """One anti-join finds the records to emit and those that wait, also in a run of many records, where
+    their chunks by time are found first."""
+    orders, payments = (Stream(name, **ABOUT) for name in ("orders", "payments"))
+    paid = orders.left_join(
+        payments, name="paid", within=timedelta(hours=1), select=["left.*"], **about
+    )
+    assert plan(results_of(spark, paid, few_keys=False)).count("LeftAnti") == 1
+
+
 def test_versioned_put_computes_each_window_once(spark: SparkSession) -> None:
     """A versioned put needs three windows: stream time, newest time so far, replaced row."""
     table = rates("rates")

@@ -514,7 +514,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         for i in self.preserved_sides:
             records = union(sides[i], self.pending_unmatched(earlier[i], i, context))
             alone = without_match(records, sides[1 - i], earlier[1 - i], on=on, width=width)
-            parts += [*self.unmatched_rows(alone, i, new, context), self._keyless(new, i)]
+            unmatched = self.unmatched_rows(alone, records, i, new, context)
+            parts += [unmatched, self._keyless(new, i)]
             parts += self.retractions(earlier[i], sides[1 - i], i, context)
         return reduce(union, parts)
 
@@ -544,19 +545,26 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return rows.join(kept, [PARTITION, OFFSET])
 
     def unmatched_rows(
-        self, rows: DataFrame, place: int, new: DataFrame, context: RunContext
-    ) -> list[DataFrame]:
+        self, rows: DataFrame, records: DataFrame, place: int, new: DataFrame, context: RunContext
+    ) -> DataFrame:
         """Returns unmatched records: those to emit, and those that still wait for a match.
 
         Args:
+            rows: the unmatched ones of ``records``.
             new: the run's records of both sides.
         """
-        over = self.is_over(F.col(END), context)
-        wait = rows.where(~F.col(ONCE) & ~over).select(
-            SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)
-        )
-        leaving = self.with_emission(rows.where(F.col(ONCE) | over), F.col(END), new)
-        return [self.leaving(leaving, F.col(ONCE), place), wait]
+        # One way for both kinds: two filters of these rows would compute the anti-join twice.
+        timed = self.with_emission(rows, records, self.unmatched_end(place), new)
+        return self.leaving(self.with_unmatched_outcome(timed, place, context), F.col(ONCE), place)
+
+    def unmatched_end(self, place: int) -> Column:
+        """Returns the stream time after which an unmatched record is emitted."""
+        return F.col(END)
+
+    def with_unmatched_outcome(self, rows: DataFrame, place: int, context: RunContext) -> DataFrame:
+        """Adds whether an unmatched record is emitted or still waits for a match."""
+        leaves = F.col(ONCE) | self.is_over(self.unmatched_end(place), context)
+        return rows.withColumn(OUTCOME, F.when(leaves, Outcome.APPLIED).otherwise(Outcome.KEPT))
 
     def is_over(self, moment: Column, context: RunContext) -> Column:
         """Returns whether stream time is past a moment when the run emits unmatched records."""
@@ -564,25 +572,31 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             moment < context.watermarks_after.get(LOOK_WATERMARK, null_long()), F.lit(False)
         )
 
-    def with_emission(self, rows: DataFrame, end: Column, new: DataFrame) -> DataFrame:
+    def with_emission(
+        self, rows: DataFrame, records: DataFrame, end: Column, new: DataFrame
+    ) -> DataFrame:
         """Adds the time of the run's record that emits each unmatched record: of the first one after
-        the end of its window; that end if there is none, after a change of the grace period.
+        the end of its window; that end if there is none.
 
         Plan: that of ``running_max``, over the unmatched records and the times of the run's records.
 
         Args:
-            new: see ``unmatched_rows``.
+            rows, records, new: see ``unmatched_rows``.
         """
         # Backwards in time, the next record is the last one so far.
         nothing = {c: F.lit(0) for c in (INPUT, HOME, SEQUENCE)}
-        backwards = rows.withColumn(_PLACE, F.struct(*ORDER)).withColumns({ARRIVAL: -end, **nothing})
         emitting = new.where(F.col(VALID) & (F.col(AT) == F.col(NOW)))
         times = emitting.select(PARTITION, (-F.col(AT)).alias(ARRIVAL)).withColumns(
             {**nothing, INPUT: F.lit(1)}
         )
+        backwards = rows.withColumn(_PLACE, F.struct(*ORDER)).withColumns({ARRIVAL: -end, **nothing})
         emits = F.when(F.col(INPUT) == 1, F.col(ARRIVAL))
         chunk = None if self.single_task else hour_of_arrival()
-        found = running_max(union(backwards, times), emits, EMITTED_AT, chunk=chunk)
+        # The chunks of all records contain those of the unmatched ones, and need no anti-join.
+        ends = records.select(PARTITION, (-end).alias(ARRIVAL), F.lit(0).alias(INPUT))
+        found = running_max(
+            union(backwards, times), emits, EMITTED_AT, chunk=chunk, bounded_by=union(ends, times)
+        )
         found = found.where(F.col(INPUT) == 0).withColumns(
             {
                 EMITTED_AT: -F.coalesce(EMITTED_AT, ARRIVAL),
@@ -592,9 +606,10 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return found.drop(_PLACE)
 
     def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
-        """Returns the results of unmatched records, :meth:`with_emission`.
+        """Returns the results of unmatched records, and what is kept of those that wait.
 
         Args:
+            rows: with their outcome and :meth:`with_emission`.
             once: whether a record is emitted on arrival.
         """
         leaving = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
@@ -613,7 +628,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def _keyless(self, new: DataFrame, place: int) -> DataFrame:
         """Emits records of a preserved side with a value but no key: at once, unmatched."""
         rows = new.where((F.col(SIDE) == place) & ~F.col(VALID) & ~F.col(IS_TOMBSTONE))
-        return self.leaving(rows.withColumn(EMITTED_AT, F.col(AT)), F.lit(True), place)
+        emitted = {EMITTED_AT: F.col(AT), OUTCOME: F.lit(Outcome.APPLIED)}
+        return self.leaving(rows.withColumns(emitted), F.lit(True), place)
 
     def with_nothing(self, rows: DataFrame, place: int) -> DataFrame:
         """Adds a left side that contains only the key, for unmatched records of the right side."""
@@ -644,10 +660,23 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             THERE,
             place.alias(RANK),
             FROM,
-            F.lit(matched).alias(MATCHED),
-            F.lit(Outcome.APPLIED).alias(OUTCOME),
+            *(self._matched_columns() if matched else self._unmatched_columns(rows)),
             *self.extra_columns(matched),
         )
+
+    def _matched_columns(self) -> list[Column]:
+        return [F.lit(True).alias(MATCHED), F.lit(Outcome.APPLIED).alias(OUTCOME)]
+
+    def _unmatched_columns(self, rows: DataFrame) -> list[Column]:
+        # Whether a record that waits has a match is not known yet.
+        known = F.when(F.col(OUTCOME) == Outcome.APPLIED, F.lit(False))
+        kept = [F.col(c) for c in self.kept_columns if c in rows.columns]
+        return [known.alias(MATCHED), F.col(OUTCOME), *kept]
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        """The columns that the state has of a waiting record, beside its position."""
+        return (SIDE, LATE)
 
     def extra_columns(self, matched: bool) -> list[Column]:
         """Returns additional columns of a result."""
@@ -671,7 +700,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         if not self.preserved_sides:
             return None
-        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, LATE)
+        kept = rows.where(F.col(OUTCOME) == Outcome.KEPT)
+        return kept.select(PARTITION, FROM, *self.kept_columns)
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
@@ -793,21 +823,24 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     # -- unmatched rows and their retraction -----------------------------------------------------
 
-    def unmatched_rows(
-        self, rows: DataFrame, place: int, new: DataFrame, context: RunContext
-    ) -> list[DataFrame]:
-        """Returns unmatched records: those to emit now, and those that may still find a match."""
-        if _EMITTED not in rows.columns:
-            rows = rows.withColumn(_EMITTED, F.lit(False))
-        emitted = F.coalesce(F.col(_EMITTED), F.lit(False))
-        over = F.col(AT) + micros(self.lookahead[place]) + micros(self.operator.grace)
-        leaves = ~emitted & (F.col(ONCE) | self.is_over(over, context))
-        kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
-            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), LATE, F.lit(Outcome.KEPT).alias(OUTCOME)),
-            (emitted | leaves).alias(_EMITTED),
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        return (*super().kept_columns, _EMITTED)
+
+    def unmatched_end(self, place: int) -> Column:
+        return F.col(AT) + micros(self.lookahead[place]) + micros(self.operator.grace)
+
+    def with_unmatched_outcome(self, rows: DataFrame, place: int, context: RunContext) -> DataFrame:
+        """Adds whether an unmatched record is emitted now, may still find a match, or both: one row
+        each."""
+        before = F.col(_EMITTED) if _EMITTED in rows.columns else F.lit(False)
+        emitted = F.coalesce(before, F.lit(False))
+        leaves = ~emitted & (F.col(ONCE) | self.is_over(self.unmatched_end(place), context))
+        waits = ~F.col(ONCE) & ~self.is_over(F.col(END), context)
+        outcomes = F.array(F.when(leaves, Outcome.APPLIED), F.when(waits, Outcome.KEPT))
+        return rows.withColumns(
+            {_EMITTED: emitted | leaves, OUTCOME: F.explode(F.array_compact(outcomes))}
         )
-        leaving = self.with_emission(rows.where(leaves), over, new)
-        return [self.leaving(leaving, F.col(ONCE), place), kept]
 
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
@@ -917,9 +950,6 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         }
         rows = new.select(PARTITION, outcome.alias(OUTCOME), *_corrected_named(place))
         return rows.where(F.col(OUTCOME).isNotNull())
-
-    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, LATE, _EMITTED)
 
     def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
         """Removes records whose unmatched row is erased: there is no row left to retract."""

@@ -88,10 +88,14 @@ def running_max(
     *,
     chunk: Column | None = None,
     included: bool = True,
+    bounded_by: DataFrame | None = None,
 ) -> DataFrame:
     """Adds the largest value so far in a record's partition; null if there is none.
 
     Arguments and plan: see ``with_stream_time``.
+
+    Args:
+        bounded_by: rows with the same chunks and values that take less to compute; None = the records.
     """
     if chunk is None:
         return records.withColumn(name, _max_so_far(records, value, included))
@@ -100,9 +104,10 @@ def running_max(
     # A window over the whole partition is one task. With the maximum before each chunk, which is one
     # row per chunk, chunks are processed in parallel.
     chunked = records.withColumn(_CHUNK, chunk)
+    bounded = chunked if bounded_by is None else bounded_by.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
-        chunked.groupBy(PARTITION, _CHUNK)
+        bounded.groupBy(PARTITION, _CHUNK)
         .agg(F.max(value).alias(_BEFORE))
         .withColumn(_BEFORE, F.max(_BEFORE).over(earlier))
     )
