@@ -680,9 +680,10 @@ def parse(
     if enveloped:
         columns[f"{into}_inside"] = _is_envelope(keys, bare_payload)
         schema = _in_array(_envelope_of(wanted))
-        columns[f"{into}_packed"] = F.from_json(F.when(inside, whole), schema, options)
-        whole = F.when(~inside, whole)
-    columns[into] = F.from_json(whole, _in_array(texts_of(wanted)), options)
+        columns[f"{into}_packed"] = F.when(inside, F.from_json(whole, schema, options))
+    # Spark has no generated code for from_json and what it reads: so the conditions are around it.
+    elsewhere = text.isNotNull() & ~inside if enveloped else text.isNotNull()
+    columns[into] = F.when(elsewhere, F.from_json(whole, _in_array(texts_of(wanted)), options))
     sound = ~has_half_pair(text)
     if not bare_payload and any(_has_objects(f.dataType) for f in wanted.fields):
         proper = _has_proper_names(text, wanted, inside if enveloped else None)
@@ -982,7 +983,9 @@ def _with_decimals(texts: Mapping[str, Column], schema: Column) -> Column:
 
     decimals = F.filter(schema["fields"], lambda field: field["name"].isin(*DECIMALS))
     each = [F.struct(F.lit(name).alias("column"), text.alias("text")) for name, text in texts.items()]
-    return F.when(F.size(decimals) > 0, F.transform(F.array(*each), with_decimal))
+    # Spark has no generated code for filter.
+    some = schema.isNotNull() & (F.size(decimals) > 0)
+    return F.when(some, F.transform(F.array(*each), with_decimal))
 
 
 def _encoded(text: Column, scale: Column) -> tuple[Column, Column]:
