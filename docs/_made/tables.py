@@ -125,7 +125,7 @@ def _command(name: str, command: click.Command) -> list[str]:
     ]
     options = [p for p in command.params if p.name != "help"]
     if options:
-        parts += ["| argument or option | what it says |", "|---|---|"]
+        parts += ["| argument or option | meaning |", "|---|---|"]
     for one in options:
         said = " ".join((getattr(one, "help", None) or "").split()).replace("|", "\\|")
         given = one.param_type_name == "argument"
@@ -158,7 +158,7 @@ def _option(kind: Any, option: Option) -> str:
     text = re.split(r"(?<=[.]) ", described(kind, option.name) or "")[0]
     more = [text[:1].upper() + text[1:]]
     more += [f"Not for the result of an operator, {why}." for why in [option.not_of_results] if why]
-    more += [f"Not for a source of whole states, {why}." for why in [option.not_of_states] if why]
+    more += [f"Not for a source of full snapshots, {why}." for why in [option.not_of_states] if why]
     more += [f"Not beside `{other}`: {why}." for other, why in option.excludes.items()]
     marks = " | ".join("yes" if one else "" for one in (option.defines_records, option.shown))
     cells = [f"`{option.name}`", f"`{type_}`", default]

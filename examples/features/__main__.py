@@ -62,7 +62,7 @@ def show() -> None:
         table.add_row(*told, str(row["score"]), f"{leak['score']}{'  <- leak' if differs else ''}")
     Console().print(table)
     manifests = sorted(Path(SETS / "examples" / "_manifests").glob("*.json"))
-    print(f"the same set again, whatever is backfilled: a run with config manifest: {manifests[-1]}")
+    print(f"to reproduce the first set after any backfill: run with config manifest: {manifests[-1]}")
 
 
 def main() -> None:

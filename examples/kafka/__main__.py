@@ -85,7 +85,7 @@ def published(servers: str) -> list[dict[str, Any]]:
 
 
 def show(records: list[dict[str, Any]], said: dict[str, Any]) -> None:
-    table = Table("order", "product", "at", "price", "true from")
+    table = Table("order", "product", "at", "price", "valid from")
     for one in sorted(records, key=lambda record: record["order_id"]):
         began = one["priced_from"]
         told = [str(one["order_id"]), one["product"], one["at"][11:16], str(one["price"])]
