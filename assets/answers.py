@@ -17,7 +17,7 @@ ALLOWED = "1%"
 
 def why(title: str, asset: str, partition: int, offset: int, say: Say) -> None:
     """Explains a row down to the files that it came from."""
-    say(f"\nWhy is it so? {title}")
+    say(f"\nWhy this result? {title}")
     _ask(say, "explain", asset, "--offset", f"{partition}:{offset}", "--most", "2")
 
 

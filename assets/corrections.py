@@ -37,7 +37,7 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
         ours = _columns(name, [*_KEY, *_WEATHER, "weather_from"]).set_index(_KEY)
         theirs = expected.loc[ours.index, ours.columns]
         unlike = ((ours != theirs) & ~(ours.isna() & theirs.isna())).any(axis=1)
-        said = "" if name == "flights_corrected" else "; a stream keeps what it has said"
+        said = "" if name == "flights_corrected" else "; a stream keeps the rows that it has emitted"
         say(f"    {unlike.sum():,} of {len(ours):,} rows of {name}{said}")
     why("A corrected row", "flights_corrected", most[PARTITION], most[OFFSET], say)
 
@@ -47,16 +47,16 @@ def corrected(late: LateWeather, too_late: int, say: Say) -> dict[str, Any]:
     returns that flight."""
     rows = _read("flights_corrected", "log").filter(pc.field(REVISION) > 0).to_pylist()
     say(
-        "\nWeather that came late (flights_corrected: a join whose rows follow it)\n"
+        "\nWeather that came late (flights_corrected: a join that corrects its rows)\n"
         f"  {late.origin}'s weather of {late.start} to {late.end} landed with month {late.lands}, "
-        "when its flights had been joined:\n"
-        f"  {len(rows):,} flights were corrected, {too_late:,} were too old to be"
+        "after its flights had been joined:\n"
+        f"  {len(rows):,} flights were corrected, {too_late:,} were too old to be corrected"
     )
     most = max(rows, key=_change)
     before = _known_before(most)
     say(
-        f"  {most['carrier']} {most['flight']} from {most['origin']} to {most['dest']} was to leave at "
-        f"{most[TIMESTAMP]:%Y-%m-%d %H:%M} UTC"
+        f"  {most['carrier']} {most['flight']} from {most['origin']} to {most['dest']} was due to "
+        f"leave at {most[TIMESTAMP]:%Y-%m-%d %H:%M} UTC"
     )
     for when, at in ((f"as known at {before:%H:%M:%S}", before), ("as known now", None)):
         (found,) = _read("flights_corrected", None, [most[k] for k in _KEY], at).to_pylist()
@@ -89,7 +89,7 @@ def forgotten_aircraft(say: Say) -> None:
     rows = sum(one.erased for one in done.searched.values())
     left = _read("airline_fleet", "versions", FORGOTTEN).num_rows
     say(
-        f"\nAn aircraft that is forgotten (vt-dagster erase aircraft --key {FORGOTTEN} --reason …)\n"
+        f"\nAn aircraft is erased (vt-dagster erase aircraft --key {FORGOTTEN} --reason …)\n"
         f"  {rows:,} rows erased in {len(done.searched)} tables of aircraft and what is made of it; "
         f"airline_fleet had {versions} of it, has {left}\n"
         f"  its certificate names {len(done.kept)} table that counted it, {len(done.elsewhere)} others "

@@ -54,22 +54,22 @@ def run() -> None:
     _why(at)
     say(started, "done")
     plain(
-        "\nGo on: the flight's weather as it was known before, all that its row was made of, and what "
-        "a table remembers"
+        "\nNext: the flight's weather as known before, the records that its row was made from, and a "
+        "table's history"
     )
     _, before = corrections.asked(row)
     explain = f".venv/bin/vt-dagster explain flights_corrected --offset {at}"
     for command in (before, explain, ".venv/bin/vt-dagster history weather --key JFK --limit 5"):
         plain(f"  {command}")
     plain(
-        "make ui opens Dagster on what is here; make demo-all takes the whole year through all "
-        "operators, some 6 minutes"
+        "make ui opens Dagster with these assets; make demo-all runs the whole year through all "
+        "operators (some 6 minutes)"
     )
 
 
 def _why(at: str) -> None:
     """Prints the rules that decided the row."""
-    plain("\nWhy is it so?")
+    plain("\nWhy this result?")
     for one in vt_dagster.explain("flights_corrected", offset=at, warehouse=warehouse.path).decisions:
         plain(f"  {one.rule}: {one.because}")
 

@@ -114,7 +114,7 @@ def _explain_late_record() -> None:
     assert later is not None
     console.print(
         f"\nA late record, explained\n"
-        f"  {flight.carrier} {flight.flight} from {flight.origin} to {flight.dest} was to leave at "
+        f"  {flight.carrier} {flight.flight} from {flight.origin} to {flight.dest} was due to leave at "
         f"{flight.timestamp:%Y-%m-%d %H:%M} UTC,\n"
         f"  but its data came at {flight.known_at:%Y-%m-%d %H:%M}, more than the grace period of "
         f"{_topology().flights_with_weather.operator.grace_period} later:\n"

@@ -49,8 +49,8 @@ flights = Stream(
     timestamp="time_hour + make_dt_interval(0, 0, minute)",
     source=FilesSource(str(LANDING / "flights"), format="jsonl", pattern="*.jsonl"),
     description=(
-        "Departures from New York in 2013: a row is a flight, by the airport that it leaves from "
-        "(`origin`). Its time is that of its scheduled departure; it comes when its final data is "
+        "Departures from New York in 2013. A row is a flight; the key is the airport that it leaves "
+        "from (`origin`). Its time is the scheduled departure. It arrives when its final data is "
         "known, mostly after it has landed."
     ),
     group="sources",
@@ -64,8 +64,8 @@ planes = Table(
     timestamp="known_at",
     source=FilesSource(str(LANDING / "planes"), format="csv", pattern="*.csv"),
     description=(
-        "The register of aircraft: a row is an aircraft, by its registration (`tailnum`), with its "
-        "make, model and seats. Its time is when that became known."
+        "The register of aircraft. A row is an aircraft with its make, model and seats; the key is its "
+        "registration (`tailnum`). Its time is when this became known."
     ),
     group="sources",
     owners=("team:operations",),
@@ -78,8 +78,8 @@ airlines = Table(
     timestamp="known_at",
     source=FilesSource(str(LANDING / "airlines"), format="csv", pattern="*.csv"),
     description=(
-        "The airlines' names: a row is an airline, by its code of two letters (`carrier`). Its time is "
-        "since when it is known by that name."
+        "The airlines' names. A row is an airline; the key is its code of two letters (`carrier`). Its "
+        "time is when the airline got this name."
     ),
     group="sources",
     owners=("team:operations",),
@@ -93,9 +93,9 @@ aircraft = VersionedTable(
     history_retention=timedelta(days=366),
     source=FilesSource(str(LANDING / "aircraft"), format="csv", pattern="*.csv"),
     description=(
-        "Who flies which aircraft: a row is an aircraft (`tailnum`) with the airline that flies it, a "
-        "new one each time that it changes hands. Its time is its first scheduled departure for that "
-        "airline."
+        "Who flies which aircraft. A row is an aircraft (`tailnum`) with the airline that flies it; "
+        "there is a new version each time that it changes hands. Its time is the first scheduled "
+        "departure for that airline."
     ),
     group="sources",
     owners=("team:operations",),
@@ -121,9 +121,9 @@ flights_with_weather = flights.left_join(
     grace_period=timedelta(hours=6),
     select=["left.*", *[f"right.{c}" for c in WEATHER_COLUMNS], "right.valid_from as weather_from"],
     description=(
-        "Every flight with the weather at its airport when it was to leave: a row is a flight, by that "
-        "airport (`origin`), whose weather is null where nobody observed it. Its time is that of its "
-        "scheduled departure."
+        "Every flight with the weather at its airport as of the scheduled departure. A row is a "
+        "flight; the key is the airport (`origin`). The weather is null if there is no observation. "
+        "Its time is the scheduled departure."
     ),
     group="joined",
     owners=("team:operations",),
@@ -141,9 +141,9 @@ flights_corrected = flights.left_join(
         "right.valid_from as weather_from",
     ],
     description=(
-        "Every flight (`carrier`, `flight`, `time_hour`) with the weather at its airport when it was "
-        "to leave, corrected where that comes late: a row is a flight, with how often it was corrected "
-        "(`revision`) and by which observation (`cause`). Its time is that of its scheduled departure."
+        "Every flight (`carrier`, `flight`, `time_hour`) with the weather at its airport as of the "
+        "scheduled departure. If the weather arrives late, the row is corrected: it has the number of "
+        "corrections (`revision`) and the observation (`cause`). Its time is the scheduled departure."
     ),
     group="joined",
     owners=("team:operations",),
@@ -153,9 +153,9 @@ departure_board = flights_with_weather.to_table(
     name="departure_board",
     materialized=Materialized(history_retention=timedelta(days=1)),
     description=(
-        "The newest departure at each airport, with the weather: a row is a flight that was the newest "
-        "at an airport (`origin`) from its scheduled departure, which is its time, until that of the "
-        "next. It goes back a day."
+        "The newest departure at each airport, with the weather. A version is a flight; it is valid "
+        "from its scheduled departure, which is its time, until the next one at the airport "
+        "(`origin`). The history is one day."
     ),
     group="published",
     owners=("team:operations",),
@@ -176,9 +176,9 @@ fleet = aircraft.left_join(
     ],
     materialized=Materialized(history_retention=timedelta(days=366)),
     description=(
-        "Every aircraft with who flies it, and what it is: a row is an aircraft (`tailnum`) with its "
-        "airline's code and its entry in the register, a new one whenever either changes. Its time is "
-        "that of the change."
+        "Every aircraft with its airline and model. A row is an aircraft (`tailnum`) with the "
+        "airline's code and its entry in the register; there is a new version whenever either changes. "
+        "Its time is that of the change."
     ),
     group="joined",
     owners=("team:operations",),
@@ -191,9 +191,9 @@ airline_fleet = fleet.left_join(
     select=["left.*", "right.name as airline"],
     materialized=Materialized(history_retention=timedelta(days=366)),
     description=(
-        "Every aircraft with who flies it, by name, and what it is: a row is an aircraft (`tailnum`), "
-        "a new one whenever it changes hands, or its entry in the register or its airline's name "
-        "changes. Its time is that of the change."
+        "Every aircraft with the name of its airline, and its model. A row is an aircraft (`tailnum`); "
+        "there is a new version whenever it changes hands, or its entry in the register or its "
+        "airline's name changes. Its time is that of the change."
     ),
     group="joined",
     owners=("team:operations",),
@@ -203,8 +203,8 @@ fleet_sizes = airline_fleet.group_by("airline").aggregate(
     {"aircraft": "count(*)", "seats": "sum(seats)"},
     name="fleet_sizes",
     description=(
-        "How large each airline's fleet is now: a row is an airline (`airline`, its name), with how "
-        "many aircraft it flies and how many seats these have. Its time is that of the last change."
+        "The size of each airline's fleet. A row is an airline (`airline`, its name) with the number "
+        "of its aircraft and of their seats. Its time is that of the last change."
     ),
     group="published",
     owners=("team:operations",),
@@ -225,10 +225,10 @@ departures_so_far = (
         name="departures_so_far",
         emit="per_run",
         description=(
-            "Departures by the hour, as far as they are known: a row is an hour (`window_start` to "
-            "`window_end`, UTC) at an airport (`origin`), with how many flights were scheduled in it, "
-            "how many left, and their delays in minutes. It changes until 12 hours after its end. Its "
-            "time is that of its last flight."
+            "Departures by the hour, as far as they are known. A row is an hour (`window_start`, "
+            "inclusive, to `window_end`, exclusive, UTC) at an airport (`origin`), with the number of "
+            "scheduled flights, the number that left, and their delays in minutes. It may change until "
+            "12 hours after its end. Its time is that of its last flight."
         ),
         group="tables",
         owners=("team:operations",),
@@ -239,10 +239,10 @@ hourly_departures = departures_so_far.suppress(
     UntilWindowCloses(),
     name="hourly_departures",
     description=(
-        "Departures by the hour, once they are final: a row is an hour (`window_start` to "
-        "`window_end`, UTC) at an airport (`origin`), with how many flights were scheduled in it, how "
-        "many left, and their delays in minutes. It comes 12 hours after its end, when its flights "
-        "have landed, and never changes. Its time is that of its last flight."
+        "Departures by the hour, once they are final. A row is an hour (`window_start`, inclusive, to "
+        "`window_end`, exclusive, UTC) at an airport (`origin`), with the number of scheduled flights, "
+        "the number that left, and their delays in minutes. It is emitted 12 hours after its end, when "
+        "its flights have landed, and never changes. Its time is that of its last flight."
     ),
     group="published",
     owners=("team:operations",),
@@ -283,9 +283,9 @@ weather_alerts = bad_weather.suppress(
     UntilTimeLimit(timedelta(hours=3)),
     name="weather_alerts",
     description=(
-        "Warnings of bad weather, at most one in 3 hours for an airport: a row is an airport "
-        "(`origin`) that was last warned, with the observation that it was warned of; the all-clear "
-        "removes it. Its time is the hour of that observation, UTC. Every warning is in the log."
+        "Warnings of bad weather, at most one in 3 hours for an airport. A row is an airport "
+        "(`origin`) with a current warning, and the observation that caused it; the all-clear removes "
+        "it. Its time is the hour of that observation, UTC. Every warning is in the log."
     ),
     group="published",
     owners=("team:weather",),
@@ -312,10 +312,10 @@ storms = (
         },
         name="storms",
         description=(
-            "Spells of bad weather: a row is one at an airport (`origin`), from its first hour "
-            "(`window_start`) to the one in which it was fine again (`window_end`), with its worst "
-            "visibility and gust. Hours of bad weather up to 2 hours apart are one spell. Its time is "
-            "that of its end."
+            "Spells of bad weather. A row is a spell at an airport (`origin`), from its first hour "
+            "(`window_start`) to the hour in which the weather was good again (`window_end`), with its "
+            "worst visibility and gust. Hours of bad weather up to 2 hours apart are one spell. Its "
+            "time is that of its end."
         ),
         group="published",
         owners=("team:weather",),

@@ -459,12 +459,12 @@ def test_demo_output_has_counts(part: Part, demo: tuple[Path, str]) -> None:
         "The longest storm",
         "The newest departures",
         "Weather that came late",
-        "Why is it so? A late record",
-        "Why is it so? A corrected row",
-        "Why is it so? An aggregate's row",
+        "Why this result? A late record",
+        "Why this result? A corrected row",
+        "Why this result? An aggregate's row",
         "> at most 1 % wrong: the shortest grace is",
         "exit code 1: the step fails",
-        "An aircraft that is forgotten",
+        "An aircraft is erased",
     ):
         assert title in text
     assert re.search(part.sold, text)

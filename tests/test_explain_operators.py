@@ -392,7 +392,7 @@ def test_explain_walks_to_sources(warehouse: Warehouse) -> None:
     ("name", "asked", "said"),
     [
         ("outer", {"key": "nobody"}, "there is no record of nobody"),
-        ("of_left", {"key": "nobody"}, "nothing of it has come; it is made of left"),
+        ("of_left", {"key": "nobody"}, "no record of it has arrived; its inputs are left"),
         ("tumbling", {"key": ["a", "1999-01-01", "1999-01-02"]}, "clicks has no record in this window"),
         ("either", {"key": "nobody"}, "there is no record of nobody"),
         ("refers", {"offset": "0:9999"}, "has the offsets 0 to"),

@@ -746,9 +746,9 @@ def test_late_partial_record_corrects_join_and_is_explained(
     told = explain("members", key="a", at=at(30), warehouse=made.warehouse)
     assert [d.rule for d in told.decisions] == ["carried"]
     assert "offset 0:3 of 2024-06-01 00:00:20" in told.decisions[0].because
-    assert "its own records say city; the others are as offset 0:3 has them" in told.notes
+    assert "its own records provide city; the others are as offset 0:3 has them" in told.notes
     told = explain("members", offset="0:1", warehouse=made.warehouse)
-    assert "its own records say city; the others are as offset 0:0 has them" in told.notes
+    assert "its own records provide city; the others are as offset 0:0 has them" in told.notes
     (choice,) = lateness("members", grace=["0s"], warehouse=made.warehouse).choices
     assert (choice.of, choice.late) == (5, 2)
 

@@ -233,7 +233,7 @@ def test_restate_after_table_replay_starts_early_enough(world: World) -> None:
     with pytest.raises(StorageError, match=r"some got no records .* got \d+ of them") as refused:
         restate(world.warehouse, met, "2020-01-01T00:08:00Z", world.spark)
     found = explain("met", offset="0:4", warehouse=world.warehouse)
-    assert "all of some was recorded later, as by a replay" in str(found)
+    assert "all records of some were recorded later, for example by a replay" in str(found)
     (start,) = re.findall(r"--from (\S+)", str(refused.value))
     restate(world.warehouse, met, start, world.spark)
     assert {row["n"]: row["rate"] for row in world.rows("met")}[5] == 7

@@ -109,7 +109,7 @@ def test_demo_explains_corrected_row(
 ) -> None:
     """The demo prints the weather of this flight as known before and now, and why it changed."""
     (_, text), (flights, weather) = demo, landed
-    told = re.search(r"  (\w\w) (\d+) from JFK to \w+ was to leave at (\S+ \S+) UTC", text)
+    told = re.search(r"  (\w\w) (\d+) from JFK to \w+ was due to leave at (\S+ \S+) UTC", text)
     assert told is not None
     about = flights[(flights["carrier"] == told[1]) & (flights["flight"] == int(told[2]))]
     about = about[demo_reference.departure(about) == pd.Timestamp(told[3], tz="UTC")]
@@ -119,14 +119,14 @@ def test_demo_explains_corrected_row(
         for some, revision in ((weather[~late], "0"), (weather, "1"))
     ]
     assert re.findall(r"as known .+? ([\d.]+) °F.*\(revision ([01])\)", text) == expected
-    why = text[text.index("Why is it so?") :]
+    why = text[text.index("Why this result?") :]
     assert re.search(r"^  corrected: revision 1, by weather 0:\d+$", why, re.MULTILINE)
-    assert re.search(r"^  as_of: weather 0:\d+, true from ", why, re.MULTILINE)
+    assert re.search(r"^  as_of: weather 0:\d+, valid from ", why, re.MULTILINE)
 
 
 def test_printed_commands_work(demo: tuple[Path, str]) -> None:
     data, text = demo
-    last = text[text.index("\nGo on") :]
+    last = text[text.index("\nNext: ") :]
     commands = re.findall(r"^  (\S+/vt-dagster .+)$", last, re.MULTILINE)
     assert len(commands) == 3
     said = [_typed(command, data) for command in commands]

@@ -108,7 +108,8 @@ def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
         yield f"{inner}candidates, of {one.candidates_in_all:,} in all:"
         yield from (f"{inner}{_candidate(c)}" for c in one.candidates)
     if one.made_of:
-        yield f"{inner}made from {f'{one.made_of_in_all:,}, of which' if one.more else ''}".rstrip()
+        count = f" {one.made_of_in_all:,} records, of which" if one.more else ""
+        yield f"{inner}{'inputs' if record is None else 'made from'}{count}"
         for part in one.made_of:
             yield from _lines(part, inner + "  ")
 
@@ -189,10 +190,9 @@ def _print_lateness(found: Lateness) -> None:
     several = found.what == "grace_period"
     wrong = _RESULTS.get(found.what, "refused")
     title = f"{found.asset} ({found.operator}): the cost of its {what}"
-    names = [what, "of", wrong, "share"]
-    names += (
-        ["late", "wait: mean", "wait: most", "wait: now", "later: p50", "later: p99"] if several else []
-    )
+    names = [what, "total", wrong, "share"]
+    if several:
+        names += ["late", "waiting: mean", "waiting: max", "waiting: now", "delay: p50", "delay: p99"]
     names += ["late records", "updates dropped"] if found.what == "grace" else []
     console, rows = Console(), [_cells(found, one) for one in found.choices]
     table = _table(title, names, rows)

@@ -110,7 +110,7 @@ def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
         return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
     request.note(
-        f"{len(alike)} records of its run look the same from here, and give equal results or none: "
+        f"{len(alike)} records of its run cannot be told apart (they give equal results or none): "
         f"its input is {what}"
     )
     both_rows = {one.place: (source, one) for source, one in (*befores, *alike)}
@@ -253,7 +253,7 @@ class Explainer:
         where: str | None = None,
         as_known_at: str | datetime | None = None,
     ) -> Explanation:
-        """See :func:`explain`."""
+        """Explains a row of an asset, like :func:`explain`."""
         known = None if as_known_at is None else in_micros(as_known_at)
         if (name, known) not in self._logs:
             self._logs[name, known] = Log.open(self._warehouse, name, known)
@@ -371,7 +371,7 @@ class Explainer:
                 : 1 if isinstance(operator, spec.ForeignKeyJoinSpec) else None
             ]
             return replace(found, made_of=tuple(self.explain(up.name, key) for up in sides))
-        reasoning.note(f"nothing of it has come; it is made of {', '.join(inputs)}")
+        reasoning.note(f"no record of it has arrived; its inputs are {', '.join(inputs)}")
         return found
 
 
@@ -380,7 +380,7 @@ def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
     commit = log.taken_by(name, *record.place)
     released = log.commit.emitted_up_to.get(record.partition)
     if commit is None:
-        reasoning.note(f"no run of {log.name} has taken {record} yet")
+        reasoning.note(f"no run of {log.name} has read {record} yet")
     elif record.is_tombstone:
         reasoning.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and record.micros > released:
@@ -390,8 +390,8 @@ def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
         grace = join.grace_of(record.partition)
         reasoning.decide(
             rules.WAITING,
-            f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time, which "
-            f"is {as_time(now)}, has passed it by {spoken(grace)}",
+            f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time is "
+            f"{spoken(grace)} after it; stream time is {as_time(now)}",
         )
     else:
         reasoning.decide(rules.NO_MATCH, f"{record} has no match, and the join is an inner join")

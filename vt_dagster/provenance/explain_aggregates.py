@@ -92,7 +92,7 @@ def members(
     records = request.source.at({*shown, *extra})
     records.sort(key=lambda one: (order.get(one.place, -1), one.place))
     if count > len(shown):
-        request.note(f"the newest {len(shown)} of the {count:,} records that are in")
+        request.note(f"the newest {len(shown)} of the {count:,} records that are included")
     return Derivation([(request.source, one) for one in records], count + len(extra - {*found}))
 
 
@@ -113,7 +113,7 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
     if place is not None:
-        request.decide(rules.TRIGGERED, f"{new[place]}, the record number {count} of its group")
+        request.decide(rules.TRIGGERED, f"{new[place]}, record number {count} of its group")
     shown = earlier.slice(max(0, earlier.num_rows - request.most))
     taken = places_of(shown) + [one.place for one in new]
     if request.log.versioned:
@@ -282,7 +282,7 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
     taken = _count_accepted_by_then(request, near, sliding)
     inside = near[:taken]
     if inside:
-        request.decide(rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window")
+        request.decide(rules.TRIGGERED, f"{inside[-1]}, record number {taken} of its window")
     late = near[_count_accepted_until_now(request, near, sliding) :]
     left = _just_left(request, found, inside, start, end) if sliding else []
     return _with_late(request, [one.place for one in inside], late, left)
@@ -361,7 +361,7 @@ def _with_late(
     made = members(request, inside, left)
     if not late:
         return made
-    request.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
+    request.decide(rules.WINDOW_CLOSED, f"{len(late)} records arrived after that, and are not included")
     shown = left_out(request.source, late[-request.most :])
     return Derivation(made.parts, made.count, shown, len(late))
 
@@ -393,7 +393,7 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
         live[merged] = [*parts, one.place]
         if result.place == made_by:
             inside = [*before, one.place] if gone else live[merged]
-            did = f"the record number {len(inside)} of its session"
+            did = f"record number {len(inside)} of its session"
             if gone:
                 did = "which made it a part of the session from {} to {}".format(*map(as_time, merged))
             request.decide(rules.TRIGGERED, f"{one}, {did}")
@@ -470,7 +470,9 @@ def too_late(
     if not near:
         reasoning.note(f"{source.name} has no record in this window")
         return []
-    reasoning.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of {source.name} in it")
+    reasoning.decide(
+        rules.WINDOW_CLOSED, f"all {len(near)} records of {source.name} in it arrived after that"
+    )
     return left_out(source, near[-most:])
 
 
@@ -493,14 +495,15 @@ def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     now = request.commit.stream_time.get(request.record.partition)
     end_of_run = f"at the end of run {request.commit.batch} stream time was {time_if_known(now)}"
     reasoning.decide(
-        rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place"
+        rules.SUPPRESSED,
+        f"buffered since {since}, of {since.timestamp}, and emitted in the place of that update",
     )
     closes = isinstance(request.of_run.until, spec.WindowClosesSpec)
     end = bounds_of(request.record.values)[1] if closes else None
     if now is not None and end is not None and end <= now:
         reasoning.decide(rules.WINDOW_CLOSED, f"its window ended at {as_time(end)}; {end_of_run}")
     else:
-        why = "past the time of its place and the time limit, or the buffer was full"
+        why = "past the first buffered update's timestamp + time limit, or the buffer was full"
         reasoning.decide(rules.RELEASED, f"{end_of_run}: {why}")
     replaced = [one for one in updates if since.offset <= one.offset < out.offset]
     shown = left_out(source, replaced[-request.most :], rules.REPLACED)

@@ -312,20 +312,20 @@ def _note_waiting(request: ExplainRequest[spec.StreamTableJoinSpec], record: Rec
             says = f"stream time was past {record.timestamp} by more than the grace period of {period}"
         else:
             says = f"later records had been emitted, by a shorter grace period than {period}"
-        reasoning.decide(rules.LATE, f"it came when {says}: joined at once")
+        reasoning.decide(rules.LATE, f"it arrived when {says}: joined at once")
         return
     if not grace:
-        reasoning.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")
+        reasoning.decide(rules.APPLIED, "the join has no grace period: joined by the run that read it")
         return
     taken = request.log.taken_by(request.specification.left, place, record.offset)
     if taken is None or taken.batch == commit.batch:
-        when = "within the run that took it"
+        when = "read and emitted by the same run"
     else:
-        when = f"it came with run {taken.batch}, recorded at {as_time(taken.recorded_at)}"
+        when = f"read by run {taken.batch}, recorded at {as_time(taken.recorded_at)}"
     reasoning.decide(
         rules.RELEASED,
-        f"{when}, and went out when stream time was {time_if_known(commit.stream_time.get(place))}, "
-        f"its own + {spoken(grace)} or later",
+        f"{when}; emitted when stream time was {time_if_known(commit.stream_time.get(place))}, at "
+        f"least {spoken(grace)} after its timestamp",
     )
 
 
@@ -346,12 +346,15 @@ def _pinned(request: ExplainRequest[Lookup]) -> Commit | None:
                 reasoning.note(f"the lookup in {name} is repeated on the rest of its log{table.limit}")
             return found
     reasoning.note(
-        f"the Delta versions of {name} that the run read are gone: its state then is taken from "
-        "recorded_at"
+        f"the Delta versions of {name} that the run read are gone: the lookup is repeated on its state "
+        "by recorded_at"
     )
     found = last_that(table.root, lambda one: one["recorded_at"] <= request.commit.recorded_at)
     if found is None:
-        reasoning.note(f"all of {name} was recorded later, as by a replay: the lookup is repeated now")
+        reasoning.note(
+            f"all records of {name} were recorded later, for example by a replay: the lookup is "
+            "repeated on its state now"
+        )
     return found or table.head
 
 
@@ -564,10 +567,10 @@ def _note_looked(
     then, now, name = looked.then, looked.now, request.specification.right
     table, reasoning = request.inputs[name], request.reasoning
     if then.version is None:
-        reasoning.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
+        reasoning.decide(then.rule, f"{name} had no row of its key as of {moment} at the run's lookup")
     else:
         end = "now" if then.version.end is None else str(then.version.end)
-        valid = f", true from {then.version.begin} to {end}" if table.versioned else ""
+        valid = f", valid from {then.version.begin} to {end}" if table.versioned else ""
         reasoning.decide(then.rule, f"{name} {then.version.place}{valid}")
     if then.place == now.place:
         return
@@ -576,13 +579,13 @@ def _note_looked(
         recorded = looked.history.record(now.place).recorded_at or "no known time"
         says = f"{name} {now.place}, recorded at {recorded}"
     if not table.versioned:
-        reasoning.note(f"{name} is a plain table, which has changed since: now it would be {says}")
+        reasoning.note(f"{name} is a plain table, which has changed since: the match now is {says}")
     elif as_known:
-        reasoning.note(f"if all that is known now counted it would be {says}")
+        reasoning.note(f"with all that is known now, the match would be {says}")
     elif looked.expired or then.rule in (rules.HORIZON, rules.EXPIRED):
-        reasoning.note(f"with a longer history retention of {name} it would be {says}")
+        reasoning.note(f"with a longer history retention of {name}, the match would be {says}")
     else:
-        reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")
+        reasoning.decide(rules.CORRECTED, f"with what is known now, the match would be {says}")
 
 
 def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
@@ -599,9 +602,15 @@ def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
     if cause is not None:
         reasoning.decide(rules.CORRECTED, f"revision {mine[REVISION]}, by {_spoken(cause)}")
     else:
-        reasoning.decide(rules.APPLIED, f"revision {mine[REVISION]}: it came with its stream record")
+        reasoning.decide(
+            rules.APPLIED, f"revision {mine[REVISION]}: from the first join of its stream record"
+        )
     for one in others[-request.most :]:
-        by = "with its stream record" if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
+        by = (
+            "from the first join of its stream record"
+            if one[CAUSE] is None
+            else f"by {_spoken(one[CAUSE])}"
+        )
         gone, place = ", a tombstone" * one[IS_TOMBSTONE], Place(one[PARTITION], one[OFFSET])
         reasoning.note(f"revision {one[REVISION]} at {place}{gone}: {by}")
     values = [record.values[c] for c in stream.key]
@@ -707,7 +716,7 @@ def _nth(request: ExplainRequest[Any], found: Sequence[Any]) -> Any:
     """Returns the candidate at the position that the result has among equal results."""
     alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
     if len(found) > 1 and len(found) != len(alike):
-        request.note(f"{len(found)} candidates look the same from here: this is one of them")
+        request.note(f"{len(found)} candidates cannot be told apart: this is one of them")
         return found[0]
     return found[[one.offset for one in alike].index(request.record.offset)] if found[1:] else found[0]
 

@@ -253,7 +253,7 @@ class Explanation:
     @property
     def more(self) -> int:
         """The number of input records that ``made_of`` leaves out."""
-        return self.made_of_in_all - len(self.made_of)
+        return max(0, self.made_of_in_all - len(self.made_of))
 
     @property
     def rules(self) -> tuple[str, ...]:

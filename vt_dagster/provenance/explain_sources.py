@@ -330,10 +330,10 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
     horizon = horizons_of(log, log.commit).get(record.partition)
     if here.end is not None and horizon is not None and here.end <= as_time(horizon):
         reasoning.decide(
-            rules.EXPIRED, f"it ended at {here.end}, and the table remembers since {as_time(horizon)}"
+            rules.EXPIRED, f"it ended at {here.end}, and the history starts at {as_time(horizon)}"
         )
     until = "now" if here.end is None else str(here.end)
-    reasoning.note(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
+    reasoning.note(f"valid from {record.timestamp} (inclusive) to {until} (exclusive)")
 
 
 def _first_of_its_value(log: Log, record: Record) -> str:
@@ -341,11 +341,11 @@ def _first_of_its_value(log: Log, record: Record) -> str:
     commit = log.commit_of(record)
     shape = log.head.shape if commit is None else commit.shape
     if shape.unique_by is None or shape.within is None:
-        return "a stream takes every record, whatever its time"
+        return "a stream accepts every record, whatever its timestamp"
     named = ", ".join(shape.unique_by)
     if any(record.values.get(c) is None for c in shape.unique_by):
         return f"it has a null in {named}, so it is compared with no other record"
-    return f"when it came, no record of the last {spoken(shape.within)} of stream time had its {named}"
+    return f"on arrival, no record of the last {spoken(shape.within)} of stream time had its {named}"
 
 
 def duplicates_of(log: Log, record: Record) -> tuple[list[Rejected], int]:
@@ -360,13 +360,13 @@ def duplicates_of(log: Log, record: Record) -> tuple[list[Rejected], int]:
 
 def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:
     if record.is_latest is False:
-        why = "when it came, its key had a record of a later timestamp already"
+        why = "on arrival, its key already had a record with a later timestamp"
     elif record.is_latest:
-        why = "when it came, no record of its key had a later timestamp"
+        why = "on arrival, no record of its key had a later timestamp"
     else:
         why = (
-            "its log was truncated after it came: whether its key had a record of a later timestamp by "
-            "then is not known any more"
+            "its log was truncated after it arrived: it is no longer known whether its key had a "
+            "record with a later timestamp by then"
         )
     reasoning.decide(rules.OUT_OF_ORDER if record.is_latest is False else rules.APPLIED, why)
 
@@ -381,7 +381,9 @@ def _carried(log: Log, record: Record, history: History, reasoning: Reasoning) -
         before, rest = history.base_of(record), "null, since it has no row before"
         if before is not None and not before.is_tombstone:
             rest = f"as offset {before.place} has them"
-        reasoning.note(f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}")
+        reasoning.note(
+            f"its own records provide {', '.join(given) or 'nothing'}; the others are {rest}"
+        )
     if carried:
         place = Place(partition, offset - carried)
         cause = log.one(*place)
