@@ -741,7 +741,7 @@ attributes:
         resources: Any = defs.resources
         assert resources["vt_dagster_warehouse"].catalog == "lake.bronze"
     alone = "\n".join(line for line in text.splitlines() if "warehouse:" not in line)
-    assert "catalog: expected warehouse beside it" in errors(alone)
+    assert "catalog: expected warehouse in the same file" in errors(alone)
     said = errors(text.replace("lake.bronze", "a b"))
     assert "attributes.catalog: WarehouseResource: expected catalog to be a schema" in said
 

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "contract break without checks": (
         lambda: stream(on_contract_break="quarantine"),
-        ["sales", "expected a pandera model", "got a StructType", "remove on_contract_break"],
+        ["sales", "needs a pandera model", "got a StructType", "remove on_contract_break"],
     ),
     "null key of a table": (
         lambda: table(null_key="keep"),

@@ -358,7 +358,7 @@ def test_nondeterministic_udf_is_refused(spark: SparkSession) -> None:
     ]:
         first: Any = [SimpleNamespace(node=node, previous=None) for node in (good, bad)]
         require_deterministic_functions(first[0], store)
-        with pytest.raises(TopologyError, match=r"Spark takes .'tossed'. for not deterministic: a run"):
+        with pytest.raises(TopologyError, match=r"Spark marks .'tossed'. as nondeterministic: a run"):
             require_deterministic_functions(first[1], store)
     # after a first commit, the functions are not checked again
     later: Any = SimpleNamespace(node=other.filter("tossed(n) > 0", name="f"), previous="some")

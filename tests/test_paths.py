@@ -102,8 +102,8 @@ WRONG = {
     "s3://": "or a URL such as s3a://bucket/folder or file:///folder, got 's3://'",
     "file:lake": "or a URL such as s3a://bucket/folder or file:///folder, got 'file:lake'",
     "file://host/lake": "or a URL such as s3a://bucket/folder or file:///folder",
-    "C:/lake": "what is before the first colon is taken as a protocol",
-    "C:\\lake": "what is before the first colon is taken as a protocol",
+    "C:/lake": "the text before the first colon is read as a protocol",
+    "C:\\lake": "the text before the first colon is read as a protocol",
 }
 """Paths that Spark, Python or a shell understand differently, with a part of the message."""
 

@@ -319,7 +319,7 @@ def test_run_reports_duplicates(shop: Shop, spark: SparkSession) -> None:
     # ``explain`` needs neither Spark nor the definitions.
     of_p2 = explain("payments", offset=(0, 1), warehouse=shop.warehouse)
     assert [(one.rule, one.because) for one in of_p2.decisions] == [
-        ("applied", "when it came, no record of the last 1 hour of stream time had its payment_id")
+        ("applied", "on arrival, no record of the last 1 hour of stream time had its payment_id")
     ]
     assert [(one.reason, one.batch) for one in of_p2.rejected] == [("duplicate", 2)]
     assert of_p2.notes == ("duplicates in quarantine that mention its payment_id: 1",)
@@ -418,8 +418,8 @@ OF_MAP = StructType([*PAYMENT.fields, StructField("tags", MapType(StringType(), 
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"within": None}, "expected within beside unique_by, .*, got none; set"),
-        ({"unique_by": None}, "expected unique_by beside within, .*, got none; set"),
+        ({"within": None}, "unique_by needs within, .*, got none; set"),
+        ({"unique_by": None}, "within needs unique_by, .*, got none; set"),
         ({"unique_by": []}, r"expected unique_by to be a list of columns, .*, got \[\]; correct it"),
         (
             {"unique_by": "id"},

@@ -121,7 +121,7 @@ def test_failed_what_if_is_cleaned_up(market: Market, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         what_if(str(copy.warehouse), with_long_history(copy), copy.spark, tell=tell)
     assert all_files(copy) == there
-    with pytest.raises(StorageError, match="expected also to name inputs to recompute, some of"):
+    with pytest.raises(StorageError, match="also must name inputs to replay, some of"):
         what_if(str(copy.warehouse), copy.priced, copy.spark, also=["nobody"])
 
 
@@ -136,7 +136,7 @@ def test_refused_if_versions_have_expired(market: Market, tmp_path: Path) -> Non
     )
     with pytest.raises(StorageError, match=forgotten):
         what_if(warehouse, with_settings(copy.priced, {"grace_period": "2h"}), copy.spark)
-    with pytest.raises(StorageError, match="Declare a longer history_retention of the table too"):
+    with pytest.raises(StorageError, match="Declare a longer history_retention of the table, and"):
         what_if(warehouse, copy.priced, copy.spark, also=["prices"])
     assert all_files(copy) == there
 
@@ -211,7 +211,7 @@ def test_settings_from_command_line(market: Market) -> None:
     assert wider.operator.window == HoppingWindow(2 * hour, hour / 2, timedelta(minutes=5))
     for settings, said in (
         ({"grace": "1h"}, "priced: expected one of the settings .*'grace_period'.*, got 'grace'"),
-        ({"kind.of": "1h"}, "priced: expected a setting that has nested settings, got 'kind.of'"),
+        ({"kind.of": "1h"}, "priced: expected a setting with settings of its own, got 'kind.of'"),
     ):
         with pytest.raises(TopologyError, match=said):
             with_settings(market.priced, settings)

@@ -191,7 +191,7 @@ def test_oauth_server_settings_of_both_clients(monkeypatch: pytest.MonkeyPatch) 
         ),
         ({"token_endpoint": "https://idp", "token_provider": PROVIDER}, "OAUTHBEARER', got both"),
         ({"token_provider": "token"}, "expected token_provider to be an import path 'module:function'"),
-        ({"token_provider": PROVIDER}, "expected java_options beside token_provider"),
+        ({"token_provider": PROVIDER}, "expected java_options with token_provider"),
         ({"token_endpoint": "https://idp"}, "expected username and password"),
         (
             {"token_endpoint": "https://idp", "sasl_mechanism": "PLAIN"},

@@ -121,12 +121,12 @@ TLS: dict[str, Any] = {"security_protocol": "SSL"}
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"username": "u", "password": "p"}, "'SASL_PLAINTEXT' beside username and password, got 'PLA"),
-        ({**TLS, "username": "u"}, "'SASL_SSL' or 'SASL_PLAINTEXT' beside username, got 'SSL'"),
-        ({"ca_location": "ca.pem"}, "'SSL' or 'SASL_SSL' beside ca_location, got 'PLAINTEXT'"),
+        ({"username": "u", "password": "p"}, "'SASL_PLAINTEXT' with username and password, got 'PLA"),
+        ({**TLS, "username": "u"}, "'SASL_SSL' or 'SASL_PLAINTEXT' with username, got 'SSL'"),
+        ({"ca_location": "ca.pem"}, "'SSL' or 'SASL_SSL' with ca_location, got 'PLAINTEXT'"),
         ({**TLS, "key_location": "k.pem"}, "certificate_location and key_location, got only key_loc"),
         ({**TLS, "certificate_location": "c.pem"}, "got only certificate_location"),
-        ({**TLS, "key_password": "p"}, "expected key_location beside key_password, got none"),
+        ({**TLS, "key_password": "p"}, "expected key_location with key_password, got none"),
         ({"bootstrap_servers": ""}, "expected bootstrap_servers to be host:port"),
         ({"bootstrap_servers": "a:9092,b"}, "got 'a:9092,b'; correct it"),
         ({"bootstrap_servers": "http://a:9092"}, "got 'http://a:9092'; correct it"),

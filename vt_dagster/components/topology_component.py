@@ -166,7 +166,7 @@ class _NotNull:
 
 
 def optional(kind: Any) -> Any:
-    """Makes the type of a setting that may be omitted."""
+    """Returns the type of a setting that may be omitted."""
     return Annotated[kind | None, _NotNull]
 
 
@@ -948,8 +948,9 @@ class TopologyComponent(dg.Component):
         if self.attributes.catalog is not None:
             if resources is None:
                 raise DefinitionsError(
-                    "catalog: expected warehouse beside it, whose tables it registers by name, got "
-                    "none; add warehouse, or give build_resources a WarehouseResource(catalog=…)"
+                    "catalog: expected warehouse in the same file, got none: catalog registers the "
+                    "tables of that warehouse by name; add warehouse, or remove catalog and pass "
+                    "build_resources a WarehouseResource(catalog=…)"
                 )
             require_names(nodes.values())
         made = dg.Definitions(

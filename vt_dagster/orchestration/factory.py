@@ -232,11 +232,11 @@ def _by_key(
     for asset in graph_assets:
         for key in asset.keys:
             if key not in keys or key in found:
-                twice = "a second graph asset of that" if key in found else "another key"
+                twice = "a second one" if key in found else "one with another key"
                 raise TopologyError(
-                    f"{key.to_user_string()}: expected graph_assets to have the key of one of "
-                    f"{', '.join(sorted(k.to_user_string() for k in keys))}, each once, got {twice}; "
-                    "make it with @dg.graph_asset(**vt_dagster.ops.graph_arguments(node))"
+                    f"{key.to_user_string()}: expected one graph asset at most for each of "
+                    f"{', '.join(sorted(k.to_user_string() for k in keys))} in graph_assets, got "
+                    f"{twice}; make it with @dg.graph_asset(**vt_dagster.ops.graph_arguments(node))"
                 )
             found[key] = asset
     return found

@@ -164,8 +164,9 @@ def _time(context: dg.InputContext, name: str, option: str, wanted: str | None) 
         step, why = context.step_context, "it runs without a partition"
     except dg.DagsterInvariantViolationError:
         raise ContractError(
-            f"{name}: expected a run of a partition, which is read {_WORDS[option]} {PARTITION_END!r}, "
-            "got: it is loaded outside of a run; set a time to read as of"
+            f"{name}: expected to be read in the run of a partition, because its input is to be read "
+            f"{_WORDS[option]} {PARTITION_END!r}, got: it is loaded outside of a run; set a time to "
+            "read as of"
         ) from None
     if step.has_partition_key or step.has_partition_key_range:
         try:

@@ -254,8 +254,8 @@ def _require(node: Stream, op: str) -> None:
     word, steps = operator_of(node).word, steps_of(node)
     if op not in steps:
         raise TopologyError(
-            f"{node.name}: expected one of the ops of a {word.replace('_', ' ')}, got {op}; make its "
-            f"graph of {' -> '.join(steps)}"
+            f"{node.name}: expected an op of a {word.replace('_', ' ')}, got {op}; make its graph of "
+            f"{' -> '.join(steps)}"
         )
 
 

@@ -243,7 +243,8 @@ class Versions:
         return empty
 
     def known_since(self, place: Any) -> Any:
-        """Returns the first state that contains each version's record; 0 for no version."""
+        """Returns, for each version, the index of the table's first state that contains its record; 0
+        for ``NOTHING``."""
         if not len(self._since):
             return np.zeros(len(place), np.int64)
         return np.where(place == NOTHING, 0, self._since[place])
@@ -596,13 +597,13 @@ class LateJoin:
         if setting is not None:
             raise StorageError(
                 f"{log.name}: expected a join that looks back from each record, got {setting}: a "
-                "version then matches records from before its start, so another grace period costs "
-                "more than late table records; try one with vt-dagster what-if"
+                "version then also matches earlier records, and the cost of another grace period "
+                "cannot be computed from late table records alone; try one with vt-dagster what-if"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
-                f"{log.name}: expected a join with a versioned table, got one with {table.name}, a "
-                "plain table, with which a join has no grace period; declare it as a VersionedTable"
+                f"{log.name}: expected a join with a versioned table, got one with the plain table "
+                f"{table.name}: such a join has no grace period; declare it as a VersionedTable"
             )
         require_computable(log.name, table.name, table.head.shape)
         self.log, self.stream, self.table, self.name = log, stream, table, join.left
@@ -916,7 +917,8 @@ class LateWindows:
         else:
             raise StorageError(
                 f"{log.name}: expected tumbling or hopping windows of one size, got {window}: the cost "
-                "of another grace cannot be computed from the logs; try one with vt-dagster what-if"
+                "of another grace period cannot be computed from the logs; try one with vt-dagster "
+                "what-if"
             )
         self.key = _key(log, operator, stream)
         self.merges = bool(operator.group_key)
@@ -924,7 +926,7 @@ class LateWindows:
             raise StorageError(
                 f"{log.name}: expected windows by the stream's own key, or in one partition, got a new "
                 f"key in {len(log.commit.next_offset)} partitions: the partition of a record, and so "
-                "its stream time, needs Spark; try a grace with vt-dagster what-if"
+                "its stream time, needs Spark; try another grace period with vt-dagster what-if"
             )
         self._keys, self._windows = KeyCodes(len(self.key)), KeyCodes(2)
         self._many = 0
@@ -1001,7 +1003,8 @@ class LateWindows:
         cost.late += int(late.sum())
 
     def smallest(self, at_most: float) -> Choice:
-        """Returns the shortest grace with which at most a given share of windows lacks a record."""
+        """Returns the shortest grace period with which at most a given share of windows (0 to 1,
+        inclusive) lacks a record."""
         needed = np.zeros(0, np.int64)
         for updates in self.updates():
             needed = np.append(needed, np.zeros(self._many - len(needed), np.int64))
@@ -1024,7 +1027,7 @@ def _key(log: Log, operator: spec.WindowedAggregateSpec, stream: Log) -> tuple[s
     if len(found) < len(chosen):
         raise StorageError(
             f"{log.name}: expected windows by columns of {stream.name}, {columns}, got "
-            f"{', '.join(map(str, operator.group_key))}, which needs Spark; try a grace with "
+            f"{', '.join(map(str, operator.group_key))}, which needs Spark; try a grace period with "
             "vt-dagster what-if"
         )
     return found

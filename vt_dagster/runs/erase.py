@@ -275,7 +275,7 @@ class Places:
         return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
 
     def marked(self, rows: DataFrame, key: Key) -> DataFrame:
-        """See ``Target.marked``."""
+        """Adds ``_hit`` and ``_old_hit`` to the rows, see ``Target``."""
         return key.within(rows, self.columns)
 
     def kept_in(self, export: str) -> str | None:
@@ -404,7 +404,8 @@ def exported(plan: Sequence[Places], path: str) -> Places:
             return one
     raise StorageError(
         f"expected an export of one of {[one.name for one in plan]} in {path}, got "
-        f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or erase there too"
+        f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or "
+        "erase the key from its own asset too"
     )
 
 
@@ -933,7 +934,9 @@ class _Erase:
         self.say = tell or (lambda _: None)
         self.dry_run = dry_run
         if not dry_run and not reason.strip():
-            raise StorageError("expected a reason for the erase, got none; give one, without the key")
+            raise StorageError(
+                "expected a reason for the erase, got none; give one that does not contain the key"
+            )
         self.key = key_of(AssetStore(warehouse, node, spark), key, where)
         self.nodes = [node, *among]
         self.plan = derived(warehouse, node, self.nodes)

@@ -725,7 +725,7 @@ def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) ->
         if got:
             raise ConcurrentRunError(
                 f"{name}: expected the log of {store.node.name} as of batch {batch}, which this run "
-                f"reads, got {got}; nothing was committed. Run again when that is finished"
+                f"reads, got {got}; nothing was committed. Run again when that change is finished"
             )
 
 

@@ -197,8 +197,8 @@ class _Restatement:
             if plan.start != self.moment or missing:
                 raise StorageError(
                     f"{self.node.name}: a restatement from {in_utc(plan.start)} was interrupted, of "
-                    f"{[step.path for step in plan.steps]}; complete it first: run it again with the "
-                    "same time and definitions"
+                    f"{[step.path for step in plan.steps]}; complete that one first: run it again with "
+                    "the same time and definitions"
                 )
             self.say(f"{self.node.name}: continues an interrupted restatement")
             return plan
@@ -471,8 +471,8 @@ class _Restatement:
 
 
 def require_free(warehouse: str, name: str, own: str = "") -> None:
-    """Refuses an erase, a truncation or another restatement of an asset that an interrupted restatement
-    makes anew: its new tables are made from the rows that the asset had when that was planned.
+    """Refuses an erase, a truncation or another restatement of an asset while an interrupted one of it
+    exists, because that one continues with the rows that the asset had when it was planned.
 
     Args:
         name: the asset's folder in the warehouse.

@@ -314,8 +314,8 @@ _CALL = re.compile(r"\s*(?:count|sum|min|max|avg|mean)\s*\((.*)\)\s*", re.IGNORE
 
 
 def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
-    """Refuses an asset's first run if an expression calls functions nondeterministic for Spark.
-    Analyses only expressions with functions that are not Spark's own; runs no job.
+    """Refuses an asset's first run if an expression calls functions that Spark marks as
+    nondeterministic. Analyses only expressions with functions that are not Spark's own; runs no job.
 
     Raises:
         TopologyError: names the expression and the functions.
@@ -328,8 +328,8 @@ def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
         if called and not _deterministic(_columns(node, store.spark, one), one):
             raise TopologyError(
                 f"{node.name}: expected {one.setting} to give the same value whenever a row is "
-                f"computed, got {one.text!r}, where Spark takes {sorted(called)} for not "
-                "deterministic: a run that is repeated, a replay or a restatement would give other "
+                f"computed, got {one.text!r}, where Spark marks {sorted(called)} as "
+                "nondeterministic: a run that is repeated, a replay or a restatement would give other "
                 "rows; nothing was written. Register the function without asNondeterministic() if it "
                 "gives the same value for the same arguments"
             )
@@ -681,7 +681,7 @@ class Run:
                 # The other plans of a run that looks up its keys are for few rows.
                 read = [self._persist(rows) if self.arrival.looks_up else rows]
         source = self.arrival.source
-        # Of a whole state only the changed rows are read, so the share of broken ones is not known.
+        # Of a full snapshot only the changed rows are read, so the share of broken ones is not known.
         if source is not None and not isinstance(source, Comparing):
             # After the values that a source omits are filled, and before stream time is computed.
             read = [quarantine_broken(self.node, rows) for rows in read]

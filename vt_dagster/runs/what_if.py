@@ -36,7 +36,7 @@ from vt_dagster.topology.model import Stream, topological
 EXAMPLES = 10
 _RUN = "what-if"
 _BEFORE, _AFTER = "before", "after"
-_LONGER = "Declare a longer history_retention of the table too, with which it is made anew here"
+_LONGER = "Declare a longer history_retention of the table, and what-if replays the table too"
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _replayed(
     unknown = sorted({*also} - {one.name for one in every})
     if unknown:
         raise StorageError(
-            f"{node.name}: expected also to name inputs to recompute, some of "
+            f"{node.name}: also must name inputs to replay, some of "
             f"{[one.name for one in every[:-1]]}, got {unknown}; correct it"
         )
     remade: list[str] = []

@@ -280,11 +280,11 @@ class PinnedVersions(Uncounted):
     Args:
         mode: the mode of the source.
         first: the first version (inclusive); ``end``: the last one (exclusive).
-        changes: the commits; empty if a whole state is read.
+        changes: the commits; empty if a full snapshot is read.
         time: the commit time of the last version in epoch microseconds.
         gap: an accepted range of missing versions, end exclusive; None = none.
-        state: the version that is read as a whole state; None = the commits are read.
-        limits: the limits within which a whole state is accepted.
+        state: the version that is read as a full snapshot; None = the commits are read.
+        limits: the limits within which a full snapshot is accepted.
     """
 
     table: ForeignTable
@@ -358,7 +358,7 @@ class PinnedVersions(Uncounted):
         """Returns the records, in order of arrival.
 
         Plan: appended rows: one scan of their files, no shuffle; changes: that of
-        ``core.source_records.changes``; a whole state: one shuffle.
+        ``core.source_records.changes``; a full snapshot: one shuffle.
         """
         if self.empty:
             return self._records(_no_rows(spark, node), node)
@@ -552,14 +552,14 @@ class DeltaSource:
         mode: ``append``: the appended rows; a commit that removes or rewrites rows is refused.
             ``changes``: the change data feed, which must be enabled: inserts and updates are upserts;
             deletes are tombstones, and so is the old key of an update that changes the key.
-            ``snapshots``: the newest version is the whole state, and the records are the difference to
+            ``snapshots``: the newest version is a full snapshot, and the records are the difference to
             the asset's table, as for :class:`SnapshotSource`; versions in between are skipped, unless
             ``max_versions_per_run=1``. The last two modes are for tables only.
         start: where the first run begins. ``current``: all rows of the newest version, then the commits
             after it. ``earliest``: the oldest available version. A number: the changes of that version
             (inclusive; ``snapshots``: its state).
         max_versions_per_run: the limit of versions with row changes per run; None = no limit.
-        ignore, max_shrink, on_duplicate: for comparisons of a whole state, as for
+        ignore, max_shrink, on_duplicate: for comparisons of a full snapshot, as for
             :class:`SnapshotSource`.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
         max_clock_skew: how far ahead of this machine's clock a timestamp may be.
@@ -617,11 +617,11 @@ class DeltaSource:
 
     @property
     def whole(self) -> bool:
-        """Whether the source gives whole states instead of changes."""
+        """Whether the source gives full snapshots instead of changes."""
         return self.mode == "snapshots"
 
     def limits(self, accepted: bool) -> Limits:
-        """Returns the limits within which a whole state is accepted."""
+        """Returns the limits within which a full snapshot is accepted."""
         shares = self.max_shrink, self.max_bad_share
         return Limits(*shares, self.on_duplicate, self.ignore, accepted)
 
@@ -653,7 +653,7 @@ class DeltaSource:
             accept_gap: continue although versions are gone or the table was replaced: ``append`` with
                 the first available commit, or from ``start``; other modes with the difference to the
                 current table. In ``append``, also skip a commit that rewrites rows.
-            accept_shrink: whether a whole state may be empty, or delete more than ``max_shrink``.
+            accept_shrink: whether a full snapshot may be empty, or delete more than ``max_shrink``.
             consumed: not used; the commit holds the version.
 
         Raises:
@@ -853,7 +853,7 @@ def pin_start(source: SnapshotSource | DeltaSource) -> Whole | None:
         where = posixpath.join(str(source.path), source.pattern)
         raise SourceError(
             f"expected one dump to start with in {where}, found {len(there)}: "
-            f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}; nothing was committed. Name one "
-            "by the pattern of start, or move the others away"
+            f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}; nothing was committed. Select "
+            "one by the pattern of start, or move the others away"
         )
     return None if pinned.empty else pinned

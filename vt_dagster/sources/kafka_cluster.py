@@ -152,7 +152,7 @@ class KafkaCluster:
             given = [name for name in names if getattr(self, name) is not None]
             if given and not uses:
                 raise SourceError(
-                    f"expected security_protocol={wanted} beside {' and '.join(given)}, got "
+                    f"expected security_protocol={wanted} with {' and '.join(given)}, got "
                     f"{self.security_protocol!r}, which does not use them; set it, or remove them"
                 )
         pair = [name for name in _CERTIFICATE if getattr(self, name) is not None]
@@ -163,7 +163,7 @@ class KafkaCluster:
             )
         if self.key_password is not None and not pair:
             raise SourceError(
-                "expected key_location beside key_password, got none; set the file of the key, or "
+                "expected key_location with key_password, got none; set the file of the key, or "
                 "remove the password"
             )
 
@@ -184,7 +184,7 @@ class KafkaCluster:
             )
         if not self.java_options:
             raise SourceError(
-                f"expected java_options beside token_provider={self.token_provider!r}, got none: "
+                f"expected java_options with token_provider={self.token_provider!r}, got none: "
                 "Spark's Kafka client is Java and cannot call a Python function; set how it gets its "
                 "tokens, for example sasl.jaas.config and sasl.login.callback.handler.class"
             )

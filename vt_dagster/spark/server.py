@@ -206,8 +206,8 @@ def serve(host: str, port: int, master: str = "local[*]", conf: Mapping[str, str
     if not token:
         raise SparkUnavailableError(
             f"Expected the token of the server in the environment variable {TOKEN}, found none: "
-            "whoever reaches the port could run code. Set it to a long random text, here and for the "
-            "clients."
+            "anyone who reaches the port could run code. Set it to a long random text, here and for "
+            "the clients."
         )
     settings = {
         "spark.connect.grpc.binding.address": host,

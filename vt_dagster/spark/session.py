@@ -447,7 +447,7 @@ def _retry_while_it_runs(session: SparkSession, remote: str) -> None:
                 return True
             raise SparkUnavailableError(
                 f"Expected the Spark server on {host}:{port} to answer, but it has ended: it was "
-                "stopped, or killed, perhaps for lack of memory. Only what was committed counts. Start "
+                "stopped, or killed, perhaps for lack of memory. Uncommitted work is lost. Start "
                 "it again (vt-dagster spark start), and run again."
             )
 

@@ -284,7 +284,7 @@ class AssetStore(AssetReader):
             raise StorageError(
                 f"{self.node.name}: batch {batch} is committed to its log, but then its view or "
                 f"quarantine could not be written: {why}. The next run, also without new records, "
-                f"writes them; it takes no record of batch {batch} again"
+                f"writes them; it does not consume the records of batch {batch} again"
             ) from error
 
     def _publish_rejected(self, head: Head) -> None:

@@ -287,7 +287,7 @@ def require_address(path: str) -> None:
     if not found[2] or found[1] == "file" or not path[found.end() :].strip("/"):
         raise StorageError(
             "expected a directory or a URL such as s3a://bucket/folder or file:///folder, got "
-            f"{path!r}; correct it: what is before the first colon is taken as a protocol"
+            f"{path!r}; correct it: the text before the first colon is read as a protocol"
         )
     if found[1] not in (*_OF_HADOOP, *available_protocols()):
         raise StorageError(

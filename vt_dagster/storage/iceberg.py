@@ -114,7 +114,7 @@ class IcebergTable:
         if table.location().rstrip("/") != self._location:
             raise StorageError(
                 f"{self.asset}: expected the files of {self.name} in {self._location}, got "
-                f"{table.location()}; set to to that place, or {_ANEW}"
+                f"{table.location()}; set to=… to that place, or {_ANEW}"
             )
         changed = _changed(table, document["attempt"])
         if changed is not None:
@@ -241,7 +241,7 @@ class IcebergTable:
         append: bool,
         bounds_of_times: bool = True,
     ) -> Transaction:
-        """See :meth:`_change`.
+        """Returns the transaction that makes the commit, see :meth:`_change`.
 
         Args:
             bounds_of_times: whether the statistics of files have the smallest and largest date or time

@@ -452,7 +452,7 @@ def _require_last(path: str, asset: str, last: Committed | None, attempt: str) -
     raise ConcurrentRunError(
         f"{asset}: expected run {attempt or 'none'} to be the last one in {path}, because this run "
         f"continues it, got {got}: the log was swapped, restated or restored from a backup during the "
-        "run; nothing was committed. Run again when that is finished"
+        "run; nothing was committed. Run again when that change is finished"
     )
 
 

@@ -1025,7 +1025,7 @@ def _set(asset: str, owner: Any, name: str, text: str) -> Any:
     if rest:
         if not is_dataclass(value):
             raise TopologyError(
-                f"{asset}: expected a setting that has nested settings, got {name!r} of {value!r}"
+                f"{asset}: expected a setting with settings of its own, got {name!r} of {value!r}"
             )
         return replace(owner, **{first: _set(asset, value, rest, text)})
     return replace(owner, **{first: _value(value, text)})

@@ -454,9 +454,8 @@ def _check_on_contract_break(node: Any) -> None:
         )
     if not any(hasattr(node.contract, one) for one in ("to_schema", "checks")):
         raise TopologyError(
-            f"{node.name}: expected a pandera model as the schema, whose checks on_contract_break is "
-            "about, got a StructType, which has no checks; pass a pandera model, or remove "
-            "on_contract_break"
+            f"{node.name}: on_contract_break needs a pandera model with checks as the schema, got a "
+            "StructType; pass a pandera model, or remove on_contract_break"
         )
 
 
@@ -484,8 +483,8 @@ def _check_unique_by(node: Any) -> None:
     _refuse_on_table(node, "unique_by")
     if node.within is None:
         raise TopologyError(
-            f"{node.name}: expected within beside unique_by, the stream time for which a value is "
-            "remembered, got none; set for example within=timedelta(days=7)"
+            f"{node.name}: unique_by needs within, the stream time for which a value is remembered, "
+            "got none; set for example within=timedelta(days=7)"
         )
     named = (node.unique_by,) if isinstance(node.unique_by, str) else node.unique_by
     columns = _distinct(node, "unique_by", named, node.schema.fields, "no record is a duplicate", "")
@@ -503,8 +502,8 @@ def _check_within(node: Any) -> None:
     _refuse_on_table(node, "within")
     if node.unique_by is None:
         raise TopologyError(
-            f"{node.name}: expected unique_by beside within, the columns that identify a record, got "
-            "none; set unique_by, or remove within"
+            f"{node.name}: within needs unique_by, the columns that identify a record, got none; set "
+            "unique_by, or remove within"
         )
     check_duration(node.name, "within", node.within)
     if not isinstance(node.within, timedelta) or not node.within:
@@ -793,7 +792,7 @@ OPTIONS: tuple[Option, ...] = (
         "on_contract_break",
         _check_on_contract_break,
         shown=True,
-        not_of_results="which must have a row for what its inputs hold, and so cannot leave one out",
+        not_of_results="which must not lack rows that follow from its inputs",
         not_of_states="of which only the changed rows are checked, so that the share of broken rows "
         "that max_bad_share limits is not known",
         excludes=dict.fromkeys(("only_columns", "ignore_null_updates"), _PARTIAL_ROWS),

@@ -199,8 +199,8 @@ class CorrectedStreamJoin(StreamStreamJoin):
             if promised < grace:
                 raise TopologyError(
                     f"{self.name}: expected corrected_for{partition} of at least the grace period "
-                    f"{grace}, before whose end there is no row to retract, got {promised}: lengthen "
-                    "corrected_for, or shorten grace"
+                    f"{grace}, since unmatched rows are emitted only after it, got {promised}: "
+                    "lengthen corrected_for, or shorten grace"
                 )
         own = {REVISION, CAUSE, IS_FINAL, *self.result_key}
         taken = sorted(name for name, _ in self.projection().columns if name.lower() in own)

@@ -54,7 +54,7 @@ class WindowedAggregate(Aggregate):
         if taken:
             raise TopologyError(
                 f"{self.name}: the key columns {taken} have the names of the result's window bounds; "
-                "rename them, for example 'window_start as asked_from'"
+                "rename them, for example 'window_start as own_window_start'"
             )
 
     @property
