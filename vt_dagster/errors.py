@@ -35,7 +35,7 @@ class ContractError(VtDagsterError):
 
 
 class ConcurrentRunError(VtDagsterError):
-    """Another run of the same asset committed the same input first."""
+    """Another run committed the same input first, or the log was replaced; nothing was committed."""
 
 
 class ClockWarning(UserWarning):
@@ -47,8 +47,8 @@ class StorageError(VtDagsterError):
 
 
 class NeedsReplayError(StorageError):
-    """A log cannot go on with its asset's declaration: it would mix the results of two. A replay under
-    another name and a swap make it anew."""
+    """A log cannot continue with a changed declaration, because it would mix two results. Replay the
+    asset under another name, and swap."""
 
 
 class ExecutorError(VtDagsterError):

@@ -36,7 +36,7 @@ _RECORDS = 100
 
 
 def class_archive() -> None:
-    """Make the archive of Spark's classes, with which Spark starts faster.
+    """Create an archive of Spark's classes, so that Spark starts faster.
 
     The first run on a machine makes the archive when it ends. For a container, call this command when
     you build the image.

@@ -367,7 +367,7 @@ def what_if(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     warehouse: DefinedWarehouse = None,
 ) -> None:
-    """Recompute an asset in a scratch place as it is declared, or with other settings, and show what
+    """Replay an asset in a scratch directory, as declared or with other settings, and show what
     would change. Without --file and --module, uses ./workspace.yaml, or the dg project in the working
     directory."""
     allowed = parse_share(budget)

@@ -112,13 +112,13 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
 
 
 def by_reference(value: int, of: str) -> Column:
-    """Returns a number that differs from run to run as a BIGINT column, not as a literal.
+    """Returns a number as a BIGINT column that is not a literal. For numbers that differ between runs.
 
-    Spark writes a plain number into the code that it generates. So for each run it would compile the
-    code of the whole expression anew, and the JVM would interpret that code at first.
+    Spark writes a literal into the code that it generates. With another literal in each run, it would
+    compile the code of the whole expression again, and the JVM would interpret that code at first.
 
     Args:
-        of: any column of the row: without one, Spark makes a plain number of the expression.
+        of: any column of the row: without one, Spark folds the expression into a literal.
     """
     return F.expr(f"get(array({value}L, {value}L), CAST(`{of}` IS NULL AS INT))")
 

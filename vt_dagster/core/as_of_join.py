@@ -147,10 +147,11 @@ def with_answers(
     at: At,
     first: bool,
 ) -> DataFrame:
-    """Adds the times of records that each version answers, ``_answers_from`` and ``_answers_to``.
+    """Adds the interval of record times for which each version is the match, for the ``at`` of a join.
 
-    Of one key these intervals do not overlap, so :func:`as_of_join` looks them up like validity
-    intervals. Versions that answer no time, such as tombstones, are omitted.
+    ``_answers_from`` is inclusive, ``_answers_to`` exclusive (null = no end). The intervals of a key do
+    not overlap, so :func:`as_of_join` looks them up like validity intervals. Versions that match no
+    record, such as tombstones, are omitted.
 
     Plan: one shuffle and sort of the versions by key.
 
@@ -158,13 +159,18 @@ def with_answers(
         versions: those that end after the earliest record; ones that ended before it make no
             difference, since a key's versions follow one another without a gap.
         horizon: see ``as_of_join``.
-        at: ``at_or_before`` and ``before`` (of records a microsecond earlier): the versions answer the
-            times at which they are valid. ``at_or_after`` (``after``): a version answers the times from
-            the start of the value before it, exclusive (inclusive), to its own start, inclusive
-            (exclusive). ``nearest``: a version answers the times around its start at which no other is
-            nearer; the version before it only those at which it is valid; halfway the earlier answers.
-        first: whether a key's first version with a value also answers the times before all versions of
-            the key; the result then has that version twice.
+        at: determines the interval.
+
+            - ``at_or_before``, ``before`` (the caller looks up a microsecond earlier): the version's
+              validity interval.
+            - ``at_or_after``: from the start of the previous version with a value (exclusive) to the
+              version's own start (inclusive).
+            - ``after``: the same, with the first bound inclusive and the second exclusive.
+            - ``nearest``: the times around the version's start to which no other start is nearer. A
+              version that started before the record must still be valid. Of two equally near ones the
+              earlier matches.
+        first: whether a key's first version with a value also matches records from before all versions
+            of the key; the result then has that version twice.
 
     Source: ``StreamTableJoin``.
     """
@@ -204,12 +210,14 @@ def _interval(versions: DataFrame) -> tuple[Column, Column]:
 
 
 def still_answers(moment: Column, end: Column, horizon: Column) -> Column:
-    """Returns whether a version that began at or before a time answers for it: it has not ended by then
-    (a version may end before the next one begins). If the version has ended since, the time must not be
-    before the horizon, even if the version is still stored.
+    """Returns whether a version that began at or before a time is the match as of that time.
+
+    It is not if it had ended by then (a version may end before the next one begins). If it has ended
+    since, the time must not be before the horizon, even if the version is still stored.
 
     Args:
-        end: exclusive; null = current.
+        moment: the time.
+        end: of the version, exclusive; null = current.
         horizon: inclusive; null = the table has no records, or retains all versions.
 
     Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
@@ -392,8 +400,8 @@ class SystemTimeHistory(Protocol):
     def horizons(self) -> DataFrame | None:
         """Returns ``partition, _since (inclusive), _until (exclusive, null = open), _horizon``.
 
-        ``_horizon`` is the time from which on the table answered, at cuts in that interval; None = the
-        table retained all rows of ``log``.
+        ``_horizon`` is the start of the table's history (inclusive) as of a cut, a system time, in that
+        interval. None = the table retained all rows of ``log``.
         """
         ...
 

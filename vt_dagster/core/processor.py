@@ -311,8 +311,8 @@ class TimePolicy(ABC):
         return {}
 
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
-        """Stream-time bounds per chunk; used when ``bounded`` is true. See
-        ``stream_time.time_by_chunk``."""
+        """Returns bounds of stream time for each chunk, see ``stream_time.time_by_chunk``. Used if
+        ``bounded`` is true."""
         return time_by_chunk(self.rows(inputs), self.processor.fine_chunk)
 
     def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
@@ -372,9 +372,10 @@ class RunCounts:
         return {"in": taken, "out": found[Outcome.APPLIED], **refused}
 
     def parts(self, counts: Counts) -> dict[str, int]:
-        """Returns the number of records by outcome, of outcomes of which each record has exactly one.
-        Their sum is the records in; with ``waiting`` among them, and those that waited before the run.
-        Empty: the operator counts results, not the outcome of each record.
+        """Returns the number of records by outcome, if each record has exactly one outcome.
+
+        Their sum is the number of records in. With ``waiting`` among them, it includes the records that
+        waited before the run. Empty: the operator counts results, not the outcome of each record.
 
         Args:
             counts: of a run.
@@ -507,10 +508,11 @@ class RunPlan:
         return earliest(*[one.rescan_from for one in self.inputs if one.node.name == name])
 
     def chunk_of_results(self, single_task: bool, level: int = LONGEST) -> Column | None:
-        """Returns a column that ascends with ``order``. Needs a Spark session.
+        """Returns the number of a result's chunk, which ascends with ``order``; None for a single task.
+        Needs a Spark session.
 
         Args:
-            single_task: whether one task can order the results of a partition: None then.
+            single_task: whether one task orders all results of a partition; they need no chunks then.
             level: of the chunks if the order is by time, see ``chunk_level``.
         """
         if single_task:
@@ -739,8 +741,8 @@ class Processor(ABC, Generic[O]):
         return None
 
     def answering(self, versions: DataFrame, stream_time: Column) -> DataFrame:
-        """Returns the versions of the looked-up table with the times that they answer, see
-        ``as_of_join.with_answers``; as they are if these are the times at which they are valid.
+        """Returns the versions of the looked-up table with the interval of record times for which each
+        is the match, see ``as_of_join.with_answers``; unchanged if that is their validity interval.
 
         Args:
             stream_time: of a row's partition.

@@ -59,7 +59,7 @@ _REPEATED = "_repeated"
 
 
 class FilterProcessor(Processor[Filter]):
-    """See :func:`filter`; for a versioned result of a plain table also
+    """Runs :func:`filter` on the input of a run; for a versioned result of a plain table also
     :func:`without_repeated_tombstones`."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
@@ -224,7 +224,7 @@ def _plain() -> Callable[[Any], Any]:
 
 
 class MapValuesProcessor(Processor[MapValues]):
-    """See :func:`map_values`."""
+    """Runs :func:`map_values` on the input of a run."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=True)
@@ -305,7 +305,7 @@ class FlatMapValuesCounts(RunCounts):
 
 
 class FlatMapValuesProcessor(Processor[FlatMapValues]):
-    """See :func:`flat_map_values`."""
+    """Runs :func:`flat_map_values` on the input of a run."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         counts = FlatMapValuesCounts(self.node.name, self.operator.expression)
@@ -372,7 +372,7 @@ def flat_map_values(
 
 
 class SelectKeyProcessor(Processor[SelectKey]):
-    """See :func:`select_key`."""
+    """Runs :func:`select_key` on the input of a run."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, merges=True)
@@ -403,7 +403,7 @@ def select_key(
 
 
 class MergeProcessor(Processor[Merge]):
-    """See :func:`merge`."""
+    """Runs :func:`merge` on the inputs of a run."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, merges=True)
@@ -434,7 +434,7 @@ def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
 
 
 class ToTableProcessor(Processor[ToTable]):
-    """See :func:`to_table`."""
+    """Runs :func:`to_table` on the input of a run."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=self.operator.partitioning is not None)
@@ -460,7 +460,7 @@ def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
 
 
 class ToStreamProcessor(Processor[ToStream]):
-    """See :func:`to_stream`."""
+    """Runs :func:`to_stream` on the input of a run."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=True)

@@ -408,7 +408,8 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
 
     def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        """Adds the lateness of new records, and the range of matches of late ones."""
+        """Adds the window of each new record, whether it is late, and ``_horizon``: the earliest time
+        (epoch microseconds) of a match that the other side still stores."""
         once = F.col(END) < F.col(NOW)
         if context.none_late:
             no = F.lit(False)
@@ -547,10 +548,12 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def unmatched_rows(
         self, rows: DataFrame, records: DataFrame, place: int, new: DataFrame, context: RunContext
     ) -> DataFrame:
-        """Returns unmatched records: those to emit, and those that still wait for a match.
+        """Returns the unmatched records of one side: those to emit, and those that still wait for a
+        match.
 
         Args:
             rows: the unmatched ones of ``records``.
+            place: the position of the side: 0 = left, 1 = right.
             new: the run's records of both sides.
         """
         # One way for both kinds: two filters of these rows would compute the anti-join twice.
@@ -575,8 +578,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def with_emission(
         self, rows: DataFrame, records: DataFrame, end: Column, new: DataFrame
     ) -> DataFrame:
-        """Adds the time of the run's record that emits each unmatched record: of the first one after
-        the end of its window; that end if there is none.
+        """Adds the time at which each unmatched record is emitted: the timestamp of the run's first
+        record after the end of its window, or that end if there is none.
 
         Plan: that of ``running_max``, over the unmatched records and the times of the run's records.
 
@@ -774,7 +777,8 @@ class CorrectedStreamJoinTime(StreamJoinTime):
 
 @dataclass(frozen=True)
 class CorrectedStreamJoinCounts(RunCounts):
-    """The counts of results and corrections; late records are those in quarantine."""
+    """The counts of results and corrections. ``late`` counts only the records that are refused and in
+    quarantine."""
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -301,8 +301,8 @@ def with_time_where_needed(
     chunk: Column | None,
     bounds: Bounds | None,
 ) -> DataFrame:
-    """Adds stream time as of each record, including the record itself, where it is needed: in undecided
-    chunks. In the others, a lower bound of it, which decides the same.
+    """Adds stream time as of each record, including the record itself, in undecided chunks. In other
+    chunks, adds a lower bound of it, which leads to the same decision.
 
     Plan: with bounds a broadcast, and a shuffle and sort of the undecided chunks; without bounds that
     of ``with_stream_time``.

@@ -396,7 +396,7 @@ class SuppressCounts(RunCounts):
 
 
 class SuppressProcessor(Processor[Suppress]):
-    """See :func:`suppress` and :func:`buffer_after`."""
+    """Runs :func:`suppress` on the input of a run; :func:`buffer_after` is its state."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         window, until = self.operator.window, self.operator.until
@@ -452,7 +452,7 @@ def suppress(
     when_full: WhenFull = "unbounded",
     chunk: Column | None = None,
 ) -> DataFrame:
-    """Decides which updates of a table are emitted in this run, and which wait.
+    """Decides which updates of a table are emitted in this run, and which wait. T is stream time.
 
     ``time_limit``: the first update of a key opens a period; when T >= its timestamp + duration, the
     last update of the key so far is emitted, and the next one opens a new period. Without limits on the
@@ -474,7 +474,8 @@ def suppress(
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
-            is_tombstone, ORDER, …``, all of them latest. They may have other columns.
+            is_tombstone, ORDER, …``, without out-of-order ones (``is_latest`` is true). They may have
+            other columns.
         buffer: the updates that waited before the run; None = none.
         key: the key columns, for a windowed table including ``window_start`` and ``window_end``.
         duration: for ``window_closes``: the windows' ``closes_after``.

@@ -219,7 +219,8 @@ def comes_from(name: str) -> Column:
 
 
 def found_state(name: str) -> Column:
-    """Returns the state before a row of a ``timeline``."""
+    """Returns the state of a side before the change in a row of its ``timeline``; for a current row,
+    that row's state. Null = no row before, or a row of the other side."""
     return F.col(_containers(name)[1]).getField(_STATE)
 
 

@@ -175,7 +175,8 @@ def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) ->
 
 
 def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
-    """See ``versioned_table.horizon_of``."""
+    """Returns the start of the table's history (inclusive) at a stream time, see
+    ``versioned_table.horizon_of``."""
     return versioned_table.horizon_of(node.version_rules, stream_time)
 
 

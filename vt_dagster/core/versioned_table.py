@@ -55,9 +55,9 @@ _REPEATS, _END, _LAST_END = "_repeats", "_end", "_last_end"
 def with_version_before(
     rows: DataFrame, replaced: Column, key: Sequence[str], new_version_on: Sequence[str]
 ) -> DataFrame:
-    """Adds ``old`` to the rows of a view.
+    """Adds ``old`` to the rows of a view: the version before the row, null = none.
 
-    Plan: windows over the order that the rows have already.
+    Plan: window functions over rows that are sorted already; no shuffle.
 
     Args:
         rows: all rows that end after the earliest new one, with ``valid_from`` and ``valid_to``; stored
@@ -415,8 +415,8 @@ def clip_at_valid_until(versions: DataFrame, valid_until: str) -> DataFrame:
 
 
 def valid_at(as_of: Column, horizon: Column) -> Column:
-    """Returns whether a version answers for a time, see :func:`still_answers`; tombstones answer
-    nothing."""
+    """Returns whether a version is the match as of a time, see :func:`still_answers`. A tombstone
+    never is."""
     begun = F.col(VALID_FROM) <= as_of
     return begun & still_answers(as_of, F.col(VALID_TO), horizon) & ~F.col(IS_TOMBSTONE)
 

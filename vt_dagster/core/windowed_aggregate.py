@@ -782,7 +782,7 @@ class WindowedAggregateCounts(RunCounts):
 
 
 class WindowedAggregateProcessor(Processor[WindowedAggregate]):
-    """See :func:`aggregate` and :func:`state_after`."""
+    """Runs :func:`aggregate` on the input of a run; :func:`state_after` is its state."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         merges = self.merges
@@ -826,7 +826,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         return [name for name, _ in self.operator.keys().columns]
 
     def regrouped(self, rows: DataFrame) -> DataFrame:
-        """Gives records their new key, and moves them to its partition."""
+        """Returns the records with their new key, and the partition of that key."""
         if not self.operator.group_key:
             return rows
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}

@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its name and the invariant that it promises."""
+    """A check: its name and the invariant that it tests."""
 
     name: str
     promise: str

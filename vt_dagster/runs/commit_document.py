@@ -124,7 +124,8 @@ def next_system_time(before: Commit, stated: int | None) -> int:
     the commit before, in case the clock is behind.
 
     Args:
-        stated: the system time to use instead of the clock; never before that of the last commit.
+        stated: the system time to use instead of the clock, epoch microseconds; raised to that of the
+            last commit if it is before it.
     """
     if stated is not None:
         return max(before.recorded_at, stated)
@@ -150,10 +151,13 @@ def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
 def system_time_by_clock(
     before: Commit, stated: int | None, progress: Progress
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Returns ``Commit.recorded_at`` and ``Commit.ahead`` of a run; warns if a clock was ahead.
+    """Returns ``Commit.recorded_at`` (epoch microseconds) and ``Commit.ahead`` of a run.
+
+    Warns if the commit before was recorded in the future of this machine's clock.
 
     Args:
-        stated: see :func:`next_system_time`.
+        stated: the system time to use instead of the clock, epoch microseconds; None = the clock.
+        progress: gets the warning.
     """
     recorded_at = next_system_time(before, stated)
     ahead = ahead_after(before, recorded_at)

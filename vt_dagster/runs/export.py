@@ -193,7 +193,7 @@ def _place(path: str) -> str:
 
 
 class ExportRun:
-    """Brings the table of an export up to its log.
+    """Updates the table of an export with the new records of an asset's log.
 
     Args:
         spark: a session, or a function that returns one, called when it is first needed.

@@ -117,7 +117,7 @@ def _following(key: Names, valid_from: str, valid_to: str) -> tuple[str, Column]
 
 
 def overlaps(key: Names, valid_from: str, valid_to: str) -> Violation:
-    """See :func:`versions_do_not_overlap`."""
+    """Returns the versions that break :func:`versions_do_not_overlap`."""
     name, following = _following(key, valid_from, valid_to)
     start, end = _column(valid_from), _column(valid_to)
     where = (_column(name) > start) & (end.isNull() | (end > _column(name)))
@@ -125,7 +125,7 @@ def overlaps(key: Names, valid_from: str, valid_to: str) -> Violation:
 
 
 def gaps(key: Names, valid_from: str, valid_to: str, last_is_current: bool) -> Violation:
-    """See :func:`versions_are_contiguous`."""
+    """Returns the versions that break :func:`versions_are_contiguous`."""
     name, following = _following(key, valid_from, valid_to)
     end = _column(valid_to)
     ended = _column(name).isNull() & end.isNotNull() if last_is_current else F.lit(False)
@@ -134,18 +134,18 @@ def gaps(key: Names, valid_from: str, valid_to: str, last_is_current: bool) -> V
 
 
 def repeated_versions(key: Names, valid_from: str, valid_to: str) -> Violation:
-    """See :func:`one_version_per_key_and_timestamp`."""
+    """Returns the versions that break :func:`one_version_per_key_and_timestamp`."""
     name, following = _following(key, valid_from, valid_to)
     return Violation(_column(name) == _column(valid_from), {name: following})
 
 
 def empty_intervals(valid_from: str, valid_to: str) -> Violation:
-    """See :func:`valid_from_before_valid_to`."""
+    """Returns the versions that break :func:`valid_from_before_valid_to`."""
     return Violation(_column(valid_from).isNull() | (_column(valid_to) <= _column(valid_from)))
 
 
 def second_current_versions(key: Names, valid_to: str) -> Violation:
-    """See :func:`one_current_version_per_key`; counts all current versions of an offending key."""
+    """Returns all current versions of each key that breaks :func:`one_current_version_per_key`."""
     keys, is_current = _names(key), _column(valid_to).isNull()
     name = _helper("current_versions", keys, valid_to)
     current = F.count(F.when(is_current, 1)).over(W.partitionBy(*map(_column, keys)))
@@ -153,7 +153,7 @@ def second_current_versions(key: Names, valid_to: str) -> Violation:
 
 
 def expired(horizon: Column, valid_to: str) -> Violation:
-    """See :func:`nothing_older_than_retention`.
+    """Returns the versions that break :func:`nothing_older_than_retention`.
 
     Args:
         horizon: start of the history; a version that ended at or before it has expired.
@@ -162,7 +162,7 @@ def expired(horizon: Column, valid_to: str) -> Violation:
 
 
 def repeated_rows(key: Names) -> Violation:
-    """See :func:`one_row_per_key`."""
+    """Returns all rows of each key that breaks :func:`one_row_per_key`."""
     keys = _names(key)
     name = _helper("rows", keys)
     rows = F.count(F.lit(1)).over(W.partitionBy(*map(_column, keys)))
@@ -172,7 +172,11 @@ def repeated_rows(key: Names) -> Violation:
 def decreasing(
     key: Names, timestamp: str, order: Sequence[str | Column], among: Column | None
 ) -> Violation:
-    """See :func:`timestamps_do_not_decrease`; rows outside of ``among`` are left out."""
+    """Returns the rows that break :func:`timestamps_do_not_decrease`.
+
+    Args:
+        among: the rows to compare; None = all.
+    """
     keys = _names(key)
     counted = _column(timestamp) if among is None else F.when(among, _column(timestamp))
     columns = [_column(one) if isinstance(one, str) else one for one in order]
@@ -183,7 +187,7 @@ def decreasing(
 
 
 def repeated_results(key: Names, order: Sequence[str | Column]) -> Violation:
-    """See :func:`one_result_per_window`."""
+    """Returns the repeated results that break :func:`one_result_per_window`."""
     keys = _names(key)
     columns = [_column(one) if isinstance(one, str) else one for one in order]
     name = _helper("release", keys, *map(str, columns))

@@ -342,10 +342,11 @@ def _require_as_many(live: AssetStore, new: AssetStore) -> None:
 
 
 def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> None:
-    """Checks by a plan that an asset and its consumers can be restated. Only a refused asset prevents
-    it: a restatement replays assets that need a replay. A refusal caused by an input that is restated
-    too does not count, since the input gets new tables. Sources are not asked: they are read again in
-    any case.
+    """Checks by a plan that an asset and its consumers can be restated.
+
+    Only a refused asset prevents that; assets that need a replay are replayed. A refusal that is caused
+    by an input that is restated too does not count, since the input gets new tables. The plan does not
+    look for new input of sources, since they are read again in any case.
 
     Args:
         nodes: all known streams and tables, inputs first.

@@ -63,7 +63,7 @@ def is_wrapper(message: Any) -> bool:
 
 
 def is_value(message: Any) -> bool:
-    """Returns whether a message is one of Google's that are one value in JSON."""
+    """Returns whether a message is one of Google's types that are a single value in JSON."""
     return message.full_name in [_GOOGLE + one for one in VALUES]
 
 

@@ -1,4 +1,4 @@
-"""A directory of full dumps as a source: each dump is the whole state of a table.
+"""A directory of full dumps as a source: each dump is a full snapshot of a table.
 
 A dump is compared with the table, and accepted within limits on its changes.
 """
@@ -70,7 +70,7 @@ UNREAD = "_unread"
 
 
 class Dump(NamedTuple):
-    """A whole state: a file, or a directory of files.
+    """A full snapshot: a file, or a directory of files.
 
     Args:
         name: in the source's directory.

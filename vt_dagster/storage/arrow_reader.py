@@ -126,7 +126,7 @@ def fold(
 
 
 def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]) -> pa.Table:
-    """See ``core.versioned_table.collapse_repeats``.
+    """Drops the rows that repeat their version, like ``core.versioned_table.collapse_repeats``.
 
     Args:
         rows: need no ``old`` column if they include every record of their keys.
@@ -188,7 +188,8 @@ def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.T
 
 
 def clip_at_valid_until(rows: pa.Table, valid_until: str | None) -> pa.Table:
-    """See ``core.versioned_table.clip_at_valid_until``."""
+    """Ends each version at its ``valid_until`` (exclusive), if that is earlier. Like
+    ``core.versioned_table.clip_at_valid_until``, on Arrow."""
     if valid_until is None:
         return rows
     ends = rows.column(VALID_TO)
@@ -203,7 +204,11 @@ def _before(ones: Any, others: Any) -> Any:
 
 
 def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
-    """See ``core.versioned_table.drop_expired``."""
+    """Returns which rows are expired, by the rule of ``core.versioned_table.drop_expired``.
+
+    Args:
+        limits: the horizons by partition, epoch microseconds.
+    """
     limit, deleted = values_by_partition(rows, limits, EVER), rows.column(IS_TOMBSTONE).to_numpy()
     return expired(micros(rows, VALID_FROM), ends_of(rows), deleted, limit)
 
@@ -230,7 +235,7 @@ def answered_times(rows: pa.Table, limits: Mapping[int, int]) -> tuple[Any, Any]
 
 
 def with_finality(rows: pa.Table, ends: Mapping[int, int]) -> pa.Table:
-    """See ``core.stream_table_join.with_finality``.
+    """Adds ``is_final``, like ``core.stream_table_join.with_finality``.
 
     Args:
         ends: by partition, epoch microseconds.

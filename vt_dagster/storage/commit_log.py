@@ -100,8 +100,8 @@ class Shape(BaseModel):
         return {**about, "specification": None if operator is None else operator.definition()}
 
     def changed_settings(self, then: Shape) -> list[str]:
-        """Returns the differences from an earlier shape in what a live asset may change, without its
-        columns."""
+        """Returns the settings, without columns, that differ from an earlier shape and may change in a
+        live asset."""
         found: list[str] = []
         if self.history_retention != then.history_retention:
             lengths = in_words(then.retention()), in_words(self.retention())
@@ -172,8 +172,9 @@ class Erasure(BaseModel):
 
         Args:
             moment: time of the read, epoch microseconds.
-            next_offset: end of the log at the read. A read before the last erased row may have seen
-                versions that a later record replaced: then every time from ``first`` on counts.
+            next_offset: end of the log at the read, exclusive. If it is before the last erased row, the
+                read may have seen versions that a later record replaced. Then the result is true for
+                every time from ``first`` (inclusive) on.
         """
         if any(next_offset.get(p, 0) <= offset for p, offset in self.last.items()):
             return self.first is None or moment >= self.first

@@ -382,9 +382,9 @@ class Node:
         return found
 
     def changed_definition(self, then: OperatorSpec | None) -> list[str]:
-        """Returns the differences in definition between its operator and an earlier commit's, as text;
-        a renamed column is no difference, nor is another source. A node of which only the columns are
-        known has none.
+        """Returns the differences between the definition of its operator and that of an earlier commit,
+        as text. A renamed column is no difference, nor is another source. A node of which only the
+        columns are known has no differences.
 
         Args:
             then: None = the commit is of a source.

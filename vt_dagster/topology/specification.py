@@ -223,7 +223,7 @@ class TumblingWindowSpec(_Window, frozen=True):
 
 
 class CalendarWindowSpec(_Window, frozen=True):
-    """See ``TumblingWindow``: the local days, weeks or months of a time zone."""
+    """A ``TumblingWindow`` over the local days, weeks or months of a time zone."""
 
     kind: Literal["calendar"] = "calendar"
     size: CalendarSize
