@@ -137,7 +137,7 @@ def test_history_join_reads_each_history_once(spark: SparkSession) -> None:
 
 @pytest.mark.parametrize("about", [{"grace": WEEK}, {"grace": timedelta(0), "corrected_for": WEEK}])
 def test_left_stream_join_finds_unmatched_records_once(
-    spark: SparkSession, about: dict[str, timedelta]
+    spark: SparkSession, about: dict[str, Any]
 ) -> None:
     """One anti-join finds the records to emit and those that wait, also in a run of many records, where
     their chunks by time are found first."""
