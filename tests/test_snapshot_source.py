@@ -16,6 +16,7 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 
 from tests.market import materialized, run
 from vt_dagster import (
+    FilesSource,
     SnapshotSource,
     Stream,
     Table,
@@ -248,6 +249,27 @@ def test_dump_time_by_expression(spark: SparkSession, tmp_path: Path) -> None:
         shop.take()
 
 
+@pytest.mark.parametrize(
+    ("dump_time", "wrong"),
+    [
+        (
+            "paid_at",
+            "expected dump_time to be SQL over the columns .*, got 'paid_at', which Spark refuses",
+        ),
+        ("spent +", "which Spark refuses: Syntax error"),
+        ("name", "expected dump_time 'name' to give a time, got null in every row"),
+    ],
+)
+def test_dump_time_that_gives_no_time_is_refused(
+    spark: SparkSession, tmp_path: Path, dump_time: str, wrong: str
+) -> None:
+    shop = Shop(tmp_path, spark, dump_time=dump_time)
+    shop.deliver("1.parquet", ("a", "Ann", 1.0))
+    with pytest.raises((SourceError, TopologyError), match=wrong):
+        shop.take()
+    assert shop.store.head() is None
+
+
 def test_refused_when_declared() -> None:
     source = SnapshotSource("dumps", dump_time="modified")
     with pytest.raises(TopologyError, match="expected a Table or VersionedTable, got a Stream"):
@@ -259,6 +281,14 @@ def test_refused_when_declared() -> None:
             TopologyError, match="expected dump_time to be a pattern of Python's strptime"
         ):
             Table("t", key="id", schema=ROW, source=SnapshotSource("d", dump_time=pattern))
+    about: dict[str, Any] = {"key": "id", "schema": ROW, "timestamp": "timestamp_seconds(spent)"}
+    about["history_retention"] = timedelta(days=1)
+    for option in ("source", "start"):
+        dumps = {"source": FilesSource("f"), option: SnapshotSource("d", dump_time="now()")}
+        with pytest.raises(
+            TopologyError, match="expected dump_time to be deterministic, got 'now\\(\\)'"
+        ):
+            VersionedTable("t", **about, **dumps)
     with pytest.raises(SourceError, match="max_shrink"):
         SnapshotSource("d", dump_time="%Y", max_shrink=2)
 

@@ -57,7 +57,6 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import epoch_micros, in_utc
-from vt_dagster.topology.expressions import require_deterministic
 from vt_dagster.topology.model import Stream
 
 # Dump limits
@@ -353,7 +352,7 @@ class PinnedDump(Limited, Uncounted):
     def _time(self, name: str, dump: Dump, rows: DataFrame) -> int:
         time = self.source.time_of(dump)
         if time is None:
-            moment = F.unix_micros(F.max(F.expr(self.source.dump_time).cast("timestamp")))
+            moment = F.unix_micros(F.max(F.expr(self.source.dump_time).try_cast("timestamp")))
             time = rows.agg(moment.alias("time")).collect()[0]["time"]
         if time is None:
             raise SourceError(
@@ -538,8 +537,15 @@ class SnapshotSource:
                         f"{name}: expected dump_time to be a pattern of Python's strptime, got "
                         f"{self.dump_time!r}: {error}; correct it"
                     ) from None
-        elif self.dump_time != _MODIFIED:
-            require_deterministic(name, "dump_time", self.dump_time, schema.fields)
+
+    @property
+    def expressions(self) -> dict[str, str]:
+        """The SQL expressions over the columns of a dump, by the name of the setting."""
+        return (
+            {}
+            if self.dump_time == _MODIFIED or "%" in self.dump_time
+            else {"dump_time": self.dump_time}
+        )
 
     # -- dumps -----------------------------------------------------------------------------------
 
@@ -625,7 +631,7 @@ class SnapshotSource:
         """
         if self.dump_time == _MODIFIED:
             return dump.modified
-        if "%" not in self.dump_time:
+        if self.expressions:
             return None
         stem = dump.name if dump.nested else _SUFFIXES.sub("", dump.name)
         try:

@@ -175,8 +175,11 @@ class Expression(NamedTuple):
 
 
 def expressions_of(node: Any) -> list[Expression]:
-    """Returns the SQL expressions of a stream or table, including those of its operator."""
-    own = ((o.name, getattr(node, o.name, None)) for o in OPTIONS if o.sql is not None)
+    """Returns the SQL expressions of a stream or table, including those of its operator and of its
+    sources."""
+    own = [(o.name, getattr(node, o.name, None)) for o in OPTIONS if o.sql is not None]
+    for source in (node.source, getattr(node, "start", None)):
+        own += getattr(source, "expressions", {}).items()
     found = [Expression(n, text, False) for n, text in own if isinstance(text, str)]
     for name in _OF_OPERATORS:
         given = getattr(node.operator, name, ())
