@@ -289,8 +289,10 @@ def test_sensor_target_without_its_asset_is_refused(market: Market) -> None:
 
 def test_sensor_omits_partitioned_downstream(market: Market) -> None:
     """A run that a sensor requests has no partition. So it leaves out downstream assets with
-    partitions, and the assets downstream of these."""
+    partitions, and the assets downstream of these. Such assets may have different partitions. An asset
+    outside of Dagster has no op. Assets of one op run together."""
     days = dg.DailyPartitionsDefinition("2024-01-01")
+    weeks = dg.WeeklyPartitionsDefinition("2024-01-01")
 
     @dg.asset(deps=["prices"])
     def plain() -> None: ...
@@ -298,19 +300,44 @@ def test_sensor_omits_partitioned_downstream(market: Market) -> None:
     @dg.asset(deps=["prices"], partitions_def=days)
     def daily() -> None: ...
 
+    @dg.asset(deps=["prices"], partitions_def=weeks)
+    def weekly() -> None: ...
+
     @dg.asset(deps=["daily", "prices"])
     def summary() -> None: ...
 
+    @dg.multi_asset(specs=[dg.AssetSpec("maximum", deps=["prices"]), dg.AssetSpec("clock")])
+    def two() -> tuple[None, None]: ...
+
+    @dg.multi_asset(
+        specs=[dg.AssetSpec("mean", deps=["prices"]), dg.AssetSpec("of_days", deps=["daily"])]
+    )
+    def both() -> tuple[None, None]: ...
+
+    chart = dg.AssetSpec("chart", deps=["prices"])
     node = Stream("prices", key="k", schema=RECORD, timestamp="at", source=market.prices.source)
-    for mine, expected in (([plain], None), ([plain, daily, summary], ["plain", "prices"])):
+    for mine, expected in (
+        ([plain], None),
+        ([plain, daily, summary], ["plain", "prices"]),
+        (
+            [plain, chart, daily, weekly, summary, two, both],
+            ["clock", "maximum", "plain", "prices"],
+        ),
+    ):
         made = build_definitions(node, warehouse=str(market.root / "nothing yet"))
         defs = dg.Definitions.merge(made, dg.Definitions(assets=mine))
+        dg.Definitions.validate_loadable(defs)
         tick = dg.build_sensor_context(
             repository_def=defs.get_repository_def(), resources=defs.resources
         )
-        requests = defs.resolve_sensor_def("prices_sensor").evaluate_tick(tick).run_requests or []
+        sensor = defs.resolve_sensor_def("prices_sensor")
+        requests = sensor.evaluate_tick(tick).run_requests or []
         chosen = requests[0].asset_selection
         assert (chosen and [key.to_user_string() for key in chosen]) == expected
+        assert sensor.job_name is not None
+        job = defs.resolve_job_def(sensor.job_name)
+        made_by_job = {k.to_user_string() for k in job.asset_layer.selected_asset_keys}
+        assert made_by_job == {*(expected or ["plain", "prices"])}
 
 
 GONE = "topic t, partition 0: 2 offsets are gone: 5 is the next offset to consume, 7 the first"

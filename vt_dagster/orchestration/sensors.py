@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -154,10 +154,11 @@ def build_sensor(
             )
     source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
+    selection = selection.required_multi_asset_neighbors()
 
     @dg.sensor(
         name=name or f"{node.name}_sensor",
-        target=selection,
+        target=_WithoutPartitions(selection),
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
         description=f"Runs when there are new {source.describe()}.",
@@ -223,6 +224,30 @@ def build_sensor(
     return sense
 
 
+class _WithoutPartitions(dg.AssetSelection):
+    """The assets of a selection that a run without a partition can make.
+
+    Dagster makes one job of a sensor's target when definitions load, and refuses different partitions
+    and assets without an op in it.
+    """
+
+    def __init__(self, selection: dg.AssetSelection) -> None:
+        self._selection = selection
+
+    def resolve_inner(self, asset_graph: Any, allow_missing: bool) -> set[dg.AssetKey]:
+        chosen = self._selection.resolve_inner(asset_graph, allow_missing=allow_missing)
+        executable = {key for key in chosen if asset_graph.get(key).is_executable}
+        return executable - partitioned(asset_graph, chosen)
+
+
+def partitioned(graph: Any, chosen: Collection[dg.AssetKey]) -> set[dg.AssetKey]:
+    """Returns those of some assets that a run without a partition cannot make: assets with partitions,
+    and the assets downstream of these."""
+    parted = [key for key in chosen if graph.get(key).partitions_def is not None]
+    below = dg.AssetSelection.assets(*parted).downstream().required_multi_asset_neighbors()
+    return {*chosen} & below.resolve(graph)
+
+
 def _without_partitions(
     context: dg.SensorEvaluationContext, node: Stream, selection: dg.AssetSelection
 ) -> list[dg.AssetKey] | None:
@@ -242,10 +267,8 @@ def _without_partitions(
             f"{', '.join(sorted(one.to_user_string() for one in chosen)) or 'no asset'}; add "
             f"dg.AssetSelection.assets({key.to_user_string()!r}) to target, or leave target out"
         )
-    parted = [key for key in chosen if graph.get(key).partitions_def is not None]
-    if not parted:
-        return None
-    return sorted(chosen - dg.AssetSelection.assets(*parted).downstream().resolve(graph))
+    parted = partitioned(graph, chosen)
+    return sorted(chosen - parted) if parted else None
 
 
 def _request(
