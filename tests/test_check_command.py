@@ -174,6 +174,33 @@ def test_check_of_real_tables(market: Market, tmp_path: Path) -> None:
     assert not found["every_record_is_accounted_for"].stops
 
 
+def test_run_omits_assets_with_partitions(project_dir: Path) -> None:
+    """Such assets may have different partitions, of which Dagster makes no job."""
+    (project_dir / "defs_of_partitions.py").write_text("""
+import dagster as dg
+
+@dg.asset
+def plain(): ...
+
+@dg.asset(partitions_def=dg.DailyPartitionsDefinition("2024-01-01"), deps=[plain])
+def daily(): ...
+
+@dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a"]), deps=[plain])
+def by_name(): ...
+
+@dg.asset(deps=[daily])
+def report(): ...
+
+defs = dg.Definitions([plain, daily, by_name, report])
+""")
+    done = CliRunner().invoke(app, ["run", "-f", "defs_of_partitions.py"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "leaves out by_name, daily, report: assets with partitions" in done.output
+    done = CliRunner().invoke(app, ["run", "daily", "-f", "defs_of_partitions.py"])
+    assert isinstance(done.exception, DefinitionsError)
+    assert "without a partition in the selection 'daily', got none" in str(done.exception)
+
+
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_definitions_with_custom_loggers(project_dir: Path, command: str) -> None:
     """Definitions may have their own loggers: then Dagster has no logger ``console`` to silence."""

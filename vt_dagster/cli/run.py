@@ -48,6 +48,7 @@ from vt_dagster.columns import (
 from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
+from vt_dagster.orchestration.sensors import partitioned
 from vt_dagster.storage.delta import place_of, require_writable
 from vt_dagster.storage.read import read
 from vt_dagster.storage.values import texts
@@ -578,13 +579,21 @@ def run(
 ) -> None:
     """Materialize assets in this process; exit with 1 if an asset or one of its checks fails.
 
-    Shows the new rows of the assets that no other selected asset reads. Without --file and --module,
-    uses ./workspace.yaml, or the dg project in the working directory.
+    Shows the new rows of the assets that no other selected asset reads. Leaves out assets with
+    partitions, and the assets downstream of these. Without --file and --module, uses ./workspace.yaml,
+    or the dg project in the working directory.
     """
     started, failed, found = time.monotonic(), False, False
     for defs in load_definitions(file, module):
         graph = defs.resolve_asset_graph()
         keys = selected(graph, selection) & graph.materializable_asset_keys
+        if parted := partitioned(graph, keys):
+            keys -= parted
+            names = ", ".join(sorted(key.to_user_string() for key in parted))
+            typer.echo(
+                f"leaves out {names}: assets with partitions, or downstream of these; materialize "
+                "them in Dagster, for example with dg launch --assets … --partition …"
+            )
         if not keys:
             continue
         found = True
@@ -594,8 +603,8 @@ def run(
         failed |= not _report(result, graph, keys, rows)
     if not found:
         raise DefinitionsError(
-            f"expected assets to materialize in the selection {selection!r}, got none; give the name "
-            'of an asset, "group:NAME", or "*" for all'
+            "expected assets to materialize without a partition in the selection "
+            f'{selection!r}, got none; give the name of an asset, "group:NAME", or "*" for all'
         )
     typer.echo(f"{'failed' if failed else 'done'} in {time.monotonic() - started:.0f} s")
     raise typer.Exit(1 if failed else 0)
