@@ -325,7 +325,10 @@ def test_backfilled_partition_is_consumed_once(
     assert instance.get_materialized_partitions(dg.AssetKey("daily")) == set(answers)
     assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3"]
     answers["2024-01-01"] = answers["2024-01-01"].iloc[::-1]
-    assert materialized_assets(of("2024-01-01")) == {"raw"}
+    again = of("2024-01-01")
+    assert materialized_assets(again) == {"raw"}
+    (seen,) = (e.asset_observation_data for e in again.all_events if e.is_asset_observation)
+    assert seen.asset_observation.partition == "2024-01-01"
     answers["2024-01-01"] = rows(("a", "a1, mended", 1))
     changed = of("2024-01-01")
     assert not changed.success

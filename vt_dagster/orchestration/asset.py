@@ -10,7 +10,7 @@ Spark DataFrames with their required columns.
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from inspect import Parameter
 from typing import Any, TypeVar, cast
@@ -522,7 +522,7 @@ def _of_partition(
         partition: batch_of_delivery(consumed, partition) for partition in context.partition_keys
     }
     if all(is_reported(context, key, partition, batch) for partition, batch in batches.items()):
-        return unchanged(context, key, last)
+        return unchanged(context, key, last, partitions=[*batches])
     return _without_new_records(last, max(batches.values()))
 
 
@@ -543,7 +543,11 @@ def _without_new_records(last: Commit | None, earlier: int = 0) -> dg.Materializ
 
 
 def unchanged(
-    context: Any, key: dg.AssetKey, last: Commit | None, arrival: Arrival | None = None
+    context: Any,
+    key: dg.AssetKey,
+    last: Commit | None,
+    arrival: Arrival | None = None,
+    partitions: Sequence[str | None] = (None,),
 ) -> dg.MaterializeResult[Any]:
     """Returns the result of an asset whose run had no new records, or held them back.
 
@@ -553,13 +557,17 @@ def unchanged(
 
     In a backfill, it is a materialization too: Dagster counts an asset without one as failed, and does
     not run the assets downstream of it.
+
+    Args:
+        partitions: of the run; None = the asset has none.
     """
     standing = _without_new_records(last)
     metadata: dict[str, Any] = {**(standing.metadata or {})}
     if arrival is not None and arrival.not_ready:
         metadata["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"
         metadata["records_held"] = arrival.waiting
-    context.log_event(dg.AssetObservation(key, metadata=metadata))
+    for partition in partitions:
+        context.log_event(dg.AssetObservation(key, metadata=metadata, partition=partition))
     if _BACKFILL in context.run.tags:
         return dg.MaterializeResult(metadata=metadata, data_version=standing.data_version)
     return dg.MaterializeResult(metadata={_NO_EVENT: True})
