@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import dagster as dg
 import pytest
 
-from vt_dagster import WarehouseResource, build_resources
+from tests.market import RECORD
+from vt_dagster import FilesSource, Stream, WarehouseResource, build_asset, build_resources
 from vt_dagster.orchestration.resources import warehouse_of
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +114,15 @@ def test_assets_have_description_and_owners() -> None:
         assert "dagster/column_schema" in spec.metadata, key
         groups[spec.group_name] = groups.get(spec.group_name, 0) + 1
     assert groups == {"sources": 5, "tables": 4, "joined": 4, "published": 5}
+
+
+def test_asset_that_writes_files_is_upstream() -> None:
+    source = FilesSource("landing/prices", upstream="crm/export")
+    about: Any = {"key": "k", "schema": RECORD, "timestamp": "at"}
+    asset = build_asset(Stream("prices", source=source, **about))
+    assert asset.dependency_keys == {dg.AssetKey(["crm", "export"])}
+    alone = build_asset(Stream("prices", source=FilesSource("landing/prices"), **about))
+    assert asset.code_versions_by_key == alone.code_versions_by_key
 
 
 @pytest.mark.parametrize(

@@ -730,6 +730,8 @@ class FilesSource:
             and Spark: percent escapes are decoded, and ``__HIVE_DEFAULT_PARTITION__`` is null. A value
             that does not fit the column's type makes the rows unreadable; a file that also contains
             the column is a bad file. False: the files contain the column.
+        upstream: the key of the asset that writes the files, ``shop/export``: a Dagster dependency of
+            the table's asset.
     """
 
     path: str
@@ -745,6 +747,7 @@ class FilesSource:
     timestamps: Timestamps | None = field(default=None, hash=False)
     recursive: bool = True
     path_columns: bool = True
+    upstream: str | None = field(default=None, kw_only=True)
 
     gives_timestamp = False
 
