@@ -154,6 +154,11 @@ def test_translator_cannot_change_key_or_partitions(tmp_path: Path) -> None:
         TopologyError, match=r"without partitions, got .* Partition the assets that read"
     ):
         build_asset(sales, translator=Daily())
+    # An attribute would replace the partitions of the translator's spec, or its inputs.
+    wrong: dict[str, Any] = {"partitions_def": dg.StaticPartitionsDefinition(["a"]), "deps": []}
+    said = r"shop/sales: expected attributes of its spec among tags, .*, got deps, partitions_def; "
+    with pytest.raises(TopologyError, match=said):
+        build_definitions(sales, **wrong)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,18 @@ def asset_arguments(
 
 
 def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, Any]:
-    """Returns a spec, with attributes merged in, as the arguments of ``dagster.asset``."""
+    """Returns a spec, with attributes merged in, as the arguments of ``dagster.asset``.
+
+    Raises:
+        TopologyError: an attribute is not one of :class:`SpecAttributes`.
+    """
+    odd = sorted(attributes.keys() - SpecAttributes.__annotations__.keys())
+    if odd:
+        raise TopologyError(
+            f"{spec.key.to_user_string()}: expected attributes of its spec among "
+            f"{', '.join(SpecAttributes.__annotations__)}, got {', '.join(odd)}; correct or leave them "
+            "out. Partitions are set by a decorated function or an AssetSource"
+        )
     added = {name: value for name, value in attributes.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
     spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]
