@@ -631,8 +631,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def _keyless(self, new: DataFrame, place: int) -> DataFrame:
         """Emits records of a preserved side with a value but no key: at once, unmatched."""
         rows = new.where((F.col(SIDE) == place) & ~F.col(VALID) & ~F.col(IS_TOMBSTONE))
-        emitted = {EMITTED_AT: F.col(AT), OUTCOME: F.lit(Outcome.APPLIED)}
-        return self.leaving(rows.withColumns(emitted), F.lit(True), place)
+        rows = rows.withColumns({EMITTED_AT: F.col(AT), OUTCOME: F.lit(Outcome.APPLIED)})
+        return self.leaving(rows, F.lit(True), place)
 
     def with_nothing(self, rows: DataFrame, place: int) -> DataFrame:
         """Adds a left side that contains only the key, for unmatched records of the right side."""
