@@ -18,9 +18,7 @@ record does not advance stream time: so stream time is equal for every retention
 
 from __future__ import annotations
 
-import posixpath
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,9 +44,8 @@ from vt_dagster.errors import StorageError
 from vt_dagster.provenance.explain_request import Log, both
 from vt_dagster.provenance.explain_sources import horizons_of, quarantine
 from vt_dagster.provenance.expressions import plain as plain_column
-from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import arrival_order, micros, name_of
-from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits
+from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits, commits_read
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import (
     DAY,
@@ -609,7 +606,8 @@ class LateJoin:
         self.log, self.stream, self.table, self.name = log, stream, table, join.left
         self.left = join.kind == "left"
         self.runs = [c for c in commits(log.root) if c.batch <= log.commit.batch]
-        seen = states_of(log, self.runs, table, join.right)
+        read = commits_read(table.root, join.right, table.head.log, self.runs)
+        seen = [one for one, _ in read]
         numbers = [0 if one is None else one.batch for one in seen]
         batches = sorted(set(numbers))
         by_batch = dict(zip(numbers, seen, strict=True))
@@ -792,44 +790,6 @@ class LateJoin:
 def _add(counts: Counter[int], values: Any) -> None:
     there, times = np.unique(values, return_counts=True)
     counts.update(dict(zip(there.tolist(), times.tolist(), strict=True)))
-
-
-def states_of(log: Log, runs: Sequence[Commit], table: Log, name: str) -> list[Commit | None]:
-    """Returns the table's commit that each run of a join read; None = the run read none.
-
-    If the Delta versions that a run read are deleted, uses the last commit recorded at or before the
-    run's.
-
-    Args:
-        name: the table's name in the join's commits.
-    """
-    every, last = list(commits(table.root)), table.head.log
-    by_batch = {one.batch: one for one in every}
-    logs, views = (_batches(posixpath.join(table.root, what)) for what in ("log", "view"))
-    times = [one.recorded_at for one in every]
-    found: list[Commit | None] = []
-    for run in runs:
-        batch = None
-        for what, batches in (("log", logs), ("view", views)):
-            version = run.reads.get(f"{name}/{what}")
-            if version is not None and batch is None and run.has_read(name, last):
-                place = bisect_right([v for v, _ in batches], version) - 1
-                batch = batches[place][1] if place >= 0 else None
-        if not any(f"{name}/{what}" in run.reads for what in ("log", "view")):
-            found.append(None)
-        elif batch in by_batch:
-            found.append(by_batch[batch])
-        else:
-            place = bisect_right(times, run.recorded_at) - 1
-            found.append(every[place] if place >= 0 else None)
-    return found
-
-
-def _batches(path: str) -> list[tuple[int, int]]:
-    """Returns the remaining Delta versions with a commit of this library, each with its batch,
-    ascending."""
-    there = ((v, delta.our_commit(path, v)) for v in delta.versions(path))
-    return [(v, int(one.document["batch"])) for v, one in there if one is not None]
 
 
 def _columns(join: spec.StreamTableJoinSpec, table: Log) -> list[str]:

@@ -50,7 +50,7 @@ from vt_dagster.storage.commit_log import (
     Checkpoint,
     Commit,
     Offsets,
-    last_that,
+    commits_read,
     require_not_truncated,
 )
 from vt_dagster.storage.rewrite import Intent, exchange
@@ -329,15 +329,15 @@ class _Restatement:
         head = store.head()
         if head is None:
             return
-        at, unknown = _positions(store, head.commit), 0
+        path = self._live(node).log_path
+        every = (Commit.model_validate(one.document) for one in delta.commits(path))
+        runs = [one for one in every if one.batch <= keep.batch and one.emitted_up_to]
+        read = commits_read(store.root, table.name, head.commit.log, runs)
+        unknown = sum(not known for _, known in read)
         joined: list[tuple[int, int, int]] = []
-        for found in delta.commits(self._live(node).log_path):
-            commit = Commit.model_validate(found.document)
-            if commit.batch > keep.batch or not commit.emitted_up_to:
-                continue
-            ends, known = at(commit)
-            unknown += not known
-            upto = max(commit.emitted_up_to.values())
+        for run, (then, _) in zip(runs, read, strict=True):
+            ends = {} if then is None else then.next_offset
+            upto = max(run.emitted_up_to.values())
             reach = plan.lookup_reach
             upto = _EVER if reach is None else upto + reach // timedelta(microseconds=1)
             joined += [(p, ends.get(p, 0), upto) for p in head.commit.next_offset]
@@ -505,32 +505,3 @@ def _least(one: Offsets, other: Offsets) -> Offsets:
 
 def _ends_within(taken: Offsets, ends: Offsets) -> bool:
     return all(end <= ends.get(p, 0) for p, end in taken.items())
-
-
-def _positions(store: AssetStore, last: Commit) -> Callable[[Commit], tuple[Offsets, bool]]:
-    """Returns a function that gives a table's offsets at a run's lookup, and whether they are known
-    from its Delta versions, not from its ``recorded_at``.
-
-    Args:
-        last: the table's last commit.
-    """
-    name = store.node.name
-    there = {
-        part: [(one.version, one.document["next_offset"]) for one in delta.commits(path)]
-        for part, path in (("log", store.log_path), ("view", store.view_path))
-    }
-
-    def at(run: Commit) -> tuple[Offsets, bool]:
-        if not {f"{name}/{part}" for part in there} & set(run.reads):
-            return {}, True
-        for part in ("log", "view") if run.has_read(name, last.log) else ():
-            version = run.reads.get(f"{name}/{part}")
-            if version is None:
-                continue
-            for known, ends in there[part]:
-                if known <= version:
-                    return {int(p): end for p, end in ends.items()}, True
-        then = last_that(store.root, lambda one: one["recorded_at"] <= run.recorded_at)
-        return {} if then is None else then.next_offset, False
-
-    return at

@@ -772,6 +772,41 @@ def commits(root: str) -> Iterator[Commit]:
                 yield Commit.model_validate(document)
 
 
+def commits_read(
+    root: str, name: str, log: str, runs: Sequence[Commit]
+) -> list[tuple[Commit | None, bool]]:
+    """Returns a table's commit that each run of a join read (None = the run read none), and whether it
+    is known from the Delta versions that the run read.
+
+    If these are deleted, it is the last commit recorded at or before the run's.
+
+    Args:
+        root: directory of the table's tables.
+        name: its name in the join's commits.
+        log: the id of its log.
+    """
+    every = list(commits(root))
+    by_batch, times = {one.batch: one for one in every}, [one.recorded_at for one in every]
+    there = {  # newest first
+        f"{name}/{part}": [
+            (one.version, one.document["batch"]) for one in delta.commits(posixpath.join(root, part))
+        ]
+        for part in ("log", "view")
+    }
+    found: list[tuple[Commit | None, bool]] = []
+    for run in runs:
+        read = [part for part in there if part in run.reads]
+        ours = read if run.has_read(name, log) else []
+        batches = (b for part in ours for version, b in there[part] if version <= run.reads[part])
+        then = by_batch.get(next(batches, -1))
+        if read and then is None:
+            place = bisect_right(times, run.recorded_at)
+            found.append((every[place - 1] if place else None, False))
+        else:
+            found.append((then, True))
+    return found
+
+
 # Truncated and restored logs
 
 
