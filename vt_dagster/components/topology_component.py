@@ -76,9 +76,6 @@ from vt_dagster.topology.node import Source
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
-# Yaml assets
-
-
 # Yaml models
 
 

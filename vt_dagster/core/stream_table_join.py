@@ -124,9 +124,6 @@ from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind, StreamTableJoin
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At
 
-# Stream table join
-
-
 # Grace buffer
 
 
