@@ -31,7 +31,7 @@ from vt_dagster import (
 )
 from vt_dagster.contracts import contract
 from vt_dagster.errors import ContractError, TopologyError
-from vt_dagster.runs.gate import contract_of, rule_of
+from vt_dagster.runs.gate import contract_of, misfits, rule_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.schema_evolution import never_null
 from vt_dagster.testing import TopologyTestDriver
@@ -83,6 +83,23 @@ def test_invalid_frame_fails_before_commit(
     assert "'prices'" in text
     assert "expected a Spark DataFrame" in text or "correct the op before" in text
     assert not committed(market)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [
+        ("decimal(10,2)", "string"),
+        ("array<string>", "string"),
+        ("map<string,int>", "string"),
+        ("struct<a:int>", "string"),
+        ("timestamp", "timestamp_ntz"),
+    ],
+)
+def test_wrong_type_is_named(spark: SparkSession, kind: str, other: str) -> None:
+    wrong, right = (spark.createDataFrame([], f"v {one}") for one in (other, kind))
+    assert misfits(wrong, right.schema) == [f"v is {other}, expected {kind}"]
+    assert misfits(right, right.schema) == []
+    assert misfits(wrong, T.StructType([T.StructField("v", T.NullType())])) == []
 
 
 def test_op_between_may_change_values(spark: SparkSession, tmp_path: Path) -> None:

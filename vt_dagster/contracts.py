@@ -16,15 +16,16 @@ from typing import Any
 
 import pandera.pyspark as pa
 from pandera.api.extensions import register_check_method
+from pandera.engines.pyspark_engine import Engine
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql.types import DataType
 
 from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
 from vt_dagster.core.log_columns import log_schema, value_columns, view_schema
 from vt_dagster.runs.gate import (
     CHECKS,
     check_name,
-    dtype_of,
     invariants_of_log,
     invariants_of_view,
     nothing_older_than_retention,
@@ -97,7 +98,7 @@ def contract(node: Stream) -> pa.DataFrameSchema:
     own = set(node.schema.names)
     made = {
         f.name: pa.Column(
-            dtype_of(f.dataType),
+            _dtype_of(f.dataType),
             nullable=f.name not in node.key and f.name != VALID_FROM,
             required=f.name in own or f.name in needed,
             name=f.name,
@@ -109,6 +110,15 @@ def contract(node: Stream) -> pa.DataFrameSchema:
     rules = [*_of_values(node)]
     rules += [getattr(pa.Check, name)(**given) for name, given in invariants.items()]
     return pa.DataFrameSchema(made, checks=rules, name=node.name)
+
+
+def _dtype_of(kind: DataType) -> Any:
+    """Returns pandera's type of a column; None = unknown to pandera (STRUCT, VOID, ...)."""
+    try:
+        Engine.dtype(kind)
+    except TypeError:
+        return None
+    return kind
 
 
 def _of_values(node: Stream) -> list[pa.Check]:

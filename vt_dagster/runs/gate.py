@@ -27,7 +27,7 @@ from zlib import crc32
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, NullType, StructType
+from pyspark.sql.types import NullType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -662,48 +662,19 @@ def _function_of(check: Any, of: type) -> Callable[..., Any]:
     return registered[function._name]
 
 
-def dtype_of(kind: DataType) -> Any:
-    """Returns pandera's type of a column; None = unknown to pandera (STRUCT, VOID, ...)."""
-    from pandera.engines.pyspark_engine import Engine
-
-    try:
-        Engine.dtype(kind)
-    except TypeError:
-        return None
-    return kind
-
-
 def misfits(frame: DataFrame, wanted: StructType, more: tuple[str, ...] = ()) -> list[str]:
-    """Returns missing columns and wrong types of a DataFrame, by pandera. Runs no Spark job.
+    """Returns missing columns and wrong types of a DataFrame. Runs no Spark job.
 
     Args:
         wanted: columns with their types; VOID = any type.
         more: further columns, of any type.
     """
-    # Importing pandera takes half a second: loading definitions must not wait for it.
-    import pandera.pyspark as pa
-    from pandera.config import ValidationDepth, config_context
-
-    types = dict.fromkeys((*wanted.names, *more))
-    types |= {f.name: dtype_of(f.dataType) for f in wanted.fields}
-    # The gate counts nulls, in its one pass.
-    columns = {n: pa.Column(kind, name=n, nullable=True) for n, kind in types.items()}
-    schema = pa.DataFrameSchema(columns)
-    # An empty frame: pandera would read the rows of a frame that lacks a column.
-    nothing = frame.sparkSession.createDataFrame([], frame.schema)
-    with config_context(validation_enabled=True, validation_depth=ValidationDepth.SCHEMA_ONLY):
-        checked: Any = schema.validate(nothing)
-    found = checked.pandera.errors.get("SCHEMA", {})
     there = {f.name: f.dataType for f in frame.schema.fields}
-    lacking = [n for n in columns if n not in there]
-    wrong = {e["column"] for some in found.values() for e in some}
-    problems = [f"lacks {name}" for name in lacking]
+    problems = [f"lacks {name}" for name in dict.fromkeys((*wanted.names, *more)) if name not in there]
     for f in wanted.fields:
-        unknown = dtype_of(f.dataType) is None and not isinstance(f.dataType, NullType)
-        if f.name in there and (f.name in wrong or unknown) and not same(there[f.name], f.dataType):
-            problems.append(
-                f"{f.name} is {there[f.name].simpleString()}, expected {f.dataType.simpleString()}"
-            )
+        found = there.get(f.name, f.dataType)
+        if not isinstance(f.dataType, NullType) and not same(found, f.dataType):
+            problems.append(f"{f.name} is {found.simpleString()}, expected {f.dataType.simpleString()}")
     return problems
 
 
