@@ -17,16 +17,7 @@ from pyspark.logger import PySparkLogger
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import (
-    ArrayType,
-    BooleanType,
-    DataType,
-    NullType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
 from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
 from vt_dagster.core import table_store as of_table
@@ -54,7 +45,6 @@ from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frame_sources import PinnedFrames
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.options import set_options
-from vt_dagster.topology.schema import same
 
 # Snapshot read
 
@@ -85,14 +75,6 @@ def difference(
 
 _HOLD = set[tuple[str, str, str]]()
 """Cache of valid expressions with their columns: analysis is slow for tests with one run per record."""
-_TYPES: dict[str, DataType] = {
-    "array<string>": ArrayType(StringType()),
-    "boolean": BooleanType(),
-    "string": StringType(),
-    "timestamp": TimestampType(),
-    "void": NullType(),
-}
-"""The types that options of expressions have, by Spark's name."""
 _GIVEN, _SINCE, _HELD = "_given", "_since", "_held"
 _LAST = 1 << 52
 """Larger than any arrival number of a source, so that a snapshot sorts after all changes. Small enough
@@ -381,7 +363,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
             return name
         fault = f"which Spark refuses: {sentence_of(error)}"
     else:
-        if any(same(_TYPES[kind], given) for kind in setting.kinds):
+        if given.simpleString() in setting.kinds:
             _HOLD.add(known)
             return None
         fault = f"which is {given.simpleString()}"
