@@ -48,11 +48,6 @@ class Position(BaseModel):
     recorded_at: int
     next_offset: Offsets
 
-    def is_at(self, other: Position) -> bool:
-        """Whether the other position is the same."""
-        known = self if self.attempt else self.model_copy(update={"attempt": other.attempt})
-        return known == other
-
 
 class Versions(BaseModel):
     """The options of a table that decide which versions its log has at a time, see ``Shape``."""
@@ -79,9 +74,8 @@ class Manifest(BaseModel):
 
     def is_of(self, other: Manifest) -> bool:
         """Whether the other manifest has the same declaration, tables and positions."""
-        same = self.declared == other.declared and self.versions == other.versions
-        same = same and self.pinned.keys() == other.pinned.keys()
-        return same and all(one.is_at(other.pinned[name]) for name, one in self.pinned.items())
+        mine, theirs = ((one.declared, one.versions, one.pinned) for one in (self, other))
+        return mine == theirs
 
 
 @dataclass
@@ -201,7 +195,7 @@ class TrainingRun:
             return Snapshot()  # it had no records yet
         wanted = pinned.pinned[name]
         at = store.known_at(wanted.recorded_at)
-        if at.head is None or not wanted.is_at(position_of(at)):
+        if at.head is None or wanted != position_of(at):
             got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log or run"
             raise StorageError(
                 f"{self.declared.name}: expected the log of {name} as of batch {wanted.batch}, got "
