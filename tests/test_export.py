@@ -20,7 +20,7 @@ from tests.market import RECORD, Market, lines, materialized, messages, observed
 from vt_dagster import FilesSource, TopologyError, VersionedTable, build_asset, build_export
 from vt_dagster.errors import StorageError
 from vt_dagster.orchestration.asset import data_version
-from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.export import ExportRun, export_of, write_in
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta
 from vt_dagster.storage.asset_store import stores_of
@@ -282,18 +282,18 @@ def test_export_in_dagster(copy: Market, tmp_path: Path, spark: SparkSession) ->
 def test_overtaken_export_writes_remaining_rows(
     copy: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to, write = str(tmp_path / "sales"), ExportRun._write
+    to, writer = str(tmp_path / "sales"), "vt_dagster.runs.export.write_in"
     stores = stores_of(str(copy.warehouse), copy.spark)
     before = copy.store(copy.sales).read("log").count()
 
-    def overtaken(*args: Any) -> str:
-        monkeypatch.setattr(ExportRun, "_write", write)
+    def overtaken(*args: Any) -> int:
+        monkeypatch.setattr(writer, write_in)
         assert export_run(copy, copy.sales, "log", Path(to)).run() is not None
         copy.land("sales", "9.jsonl", record("a", "s9", "3 06:00"))
         run_once(copy.sales, stores)
-        return write(*args)
+        return write_in(*args)
 
-    monkeypatch.setattr(ExportRun, "_write", overtaken)
+    monkeypatch.setattr(writer, overtaken)
     result = run([build_export(copy.sales, to=to)], copy.warehouse)
     assert result.success, messages(result)
     assert materialized(result, "sales_export")["records_in"] == 1

@@ -26,6 +26,7 @@ from vt_dagster import FeatureView, FilesSource, Stream, VersionedTable, build_t
 from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.core.stream_table_join import Feature, with_features
 from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.runs.export import write_in
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set_run import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.asset_store import stores_of
@@ -252,21 +253,22 @@ def test_unmatched_rows_are_reported(spark: SparkSession, tmp_path: Path) -> Non
 def test_overtaken_run_rebuilds_set(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warehouse, to, write = str(tmp_path / "warehouse"), str(tmp_path / "set"), TrainingRun._write
+    warehouse, to = str(tmp_path / "warehouse"), str(tmp_path / "set")
+    writer = "vt_dagster.runs.training_set_run.write_in"
     rates = table(tmp_path, "rates")
     visits = Stream("visits", key="k", schema=schema("k"), source=FilesSource(str(tmp_path / "visits")))
     land(tmp_path, rates, 0, [{"k": "a", "n": 1, "timestamp": EPOCH}], spark)
     land(tmp_path, visits, 0, [{"k": "a", "timestamp": EPOCH}], spark)
     views = (FeatureView(rates, as_known="now"),)
 
-    def overtaken(*args: Any) -> None:
-        monkeypatch.setattr(TrainingRun, "_write", write)
+    def overtaken(*args: Any) -> int:
+        monkeypatch.setattr(writer, write_in)
         other = TrainingRun(TrainingSet("examples", visits, views), to, warehouse, spark)
         assert other.run() is not None
         land(tmp_path, visits, 1, [{"k": "b", "timestamp": EPOCH}], spark)
-        write(*args)
+        return write_in(*args)
 
-    monkeypatch.setattr(TrainingRun, "_write", overtaken)
+    monkeypatch.setattr(writer, overtaken)
     asset = build_training_set(visits, views, name="examples", to=to)
     ended = dg.materialize([asset], resources=vt_dagster.build_resources(warehouse))
     (event,) = ended.get_asset_materialization_events()

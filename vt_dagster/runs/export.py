@@ -256,43 +256,20 @@ class ExportRun:
         rows = parquet.packed(rows, number, for_others=True)
         if now is not None:
             commit = self._until(commit, at, now)
+
+        def check() -> None:
+            require_inputs_unchanged(export.name, [(self._store, head)])
+
         with self._store.planner_settings(is_small(number, 0)):
-            version = self._write(
-                rows,
-                commit,
-                appends,
-                None if before is None else before.attempt,
-                lambda: require_inputs_unchanged(export.name, [(self._store, head)]),
-            )
+            if self._iceberg is None:
+                version = f"version {write_in(export.to, rows, commit, check, appends)}"
+            else:
+                after = None if before is None else before.attempt
+                about = {"document": commit.model_dump(), "after": after, "append": appends}
+                version = f"snapshot {self._iceberg.write(rows, **about, before=check)}"
         self._store.progress.done(f"exported to {export.to}, batch {commit.batch} ({version})")
         self.register()
         return commit
-
-    def _write(
-        self,
-        rows: DataFrame,
-        commit: Commit,
-        appends: bool,
-        after: str | None,
-        check: Callable[[], None],
-    ) -> str:
-        """Writes rows in one commit, and returns the table's new version for the run's log."""
-        to, document = self.export.to, commit.model_dump()
-        if self._iceberg is not None:
-            about = {"document": document, "after": after, "append": appends, "before": check}
-            return f"snapshot {self._iceberg.write(rows, **about)}"
-        last = delta.last_of_ours(to)
-        written = parquet.write(
-            rows,
-            to,
-            document=document,
-            batch=commit.batch,
-            asset=self.export.name,
-            mode="append" if appends or last is None else "overwrite",
-            over=None if last is None else last.version,
-            before=check,
-        )
-        return f"version {written.version}"
 
     def _until(self, commit: Commit, at: Snapshot, now: int) -> Commit:
         """Adds the time at which the rows as of now change: the first time after now at which a version
@@ -436,6 +413,29 @@ def head_in(to: str, name: str, kind: str) -> Commit | None:
         )
     delta.files(to, wanted=lambda _: False)  # refuses Delta features that simpler readers lack
     return Commit.model_validate(found.document)
+
+
+def write_in(
+    to: str, rows: DataFrame, commit: Commit, before: Callable[[], None], append: bool = False
+) -> int:
+    """Writes an exported table or training set in one commit, and returns its Delta version.
+
+    Args:
+        before: checks, directly before the commit.
+        append: whether to keep the rows that are there.
+    """
+    last = delta.last_of_ours(to)
+    written = parquet.write(
+        rows,
+        to,
+        document=commit.model_dump(),
+        batch=commit.batch,
+        asset=commit.asset,
+        mode="append" if append or last is None else "overwrite",
+        over=None if last is None else last.version,
+        before=before,
+    )
+    return written.version
 
 
 def _require_empty(to: str, name: str) -> None:

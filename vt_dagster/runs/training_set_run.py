@@ -23,7 +23,7 @@ from vt_dagster.core.stream_table_join import Feature, matched_by, with_features
 from vt_dagster.core.table_store import as_read
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit_document import next_system_time
-from vt_dagster.runs.export import head_in, require_outside
+from vt_dagster.runs.export import head_in, require_outside, write_in
 from vt_dagster.runs.pin import not_ready, require_inputs_unchanged
 from vt_dagster.runs.record_times import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.settings import is_small
@@ -167,7 +167,8 @@ class TrainingRun:
                         "set; make the set without a manifest"
                     )
                 commit = self._document(found, made, before, run_id)
-                self._write(rows, commit, lambda: require_inputs_unchanged(declared.name, heads))
+                rows = parquet.packed(rows, made.rows, for_others=True)
+                write_in(self.to, rows, commit, lambda: require_inputs_unchanged(declared.name, heads))
         finally:
             while self._persisted:
                 store.unpersist(self._persisted.pop())
@@ -253,19 +254,6 @@ class TrainingRun:
             stream_time=spine.commit.stream_time,
             counts={"in": spine.commit.total, "out": made.rows},
             reads={f"{name}/log": head.version for name, head in heads.items()},
-        )
-
-    def _write(self, rows: DataFrame, commit: Commit, check: Callable[[], None]) -> None:
-        last = delta.last_of_ours(self.to)
-        parquet.write(
-            parquet.packed(rows, commit.counts["out"], for_others=True),
-            self.to,
-            document=commit.model_dump(),
-            batch=commit.batch,
-            asset=commit.asset,
-            mode="append" if last is None else "overwrite",
-            over=None if last is None else last.version,
-            before=check,
         )
 
     def _write_manifest(self, commit: Commit | None) -> None:
