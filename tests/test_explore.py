@@ -30,8 +30,9 @@ from vt_dagster.explore.app import application
 from vt_dagster.explore.warehouse_overview import came_late
 from vt_dagster.provenance import lateness
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.explain_request import Explanation, Log, Record, as_time
+from vt_dagster.provenance.explain_request import Explanation, Log, Record
 from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.topology.durations import as_time
 from vt_dagster.topology.model import with_settings
 from vt_dagster.topology.specification import FilterSpec
 

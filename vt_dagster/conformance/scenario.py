@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.errors import SourceError
+from vt_dagster.topology.durations import epoch_micros
 from vt_dagster.topology.model import Stream
 
 # Scenario
@@ -233,7 +234,6 @@ _SCHEMA = StructType(
         StructField("timestamp", TimestampType()),
     ]
 )
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 def ms(value: int) -> timedelta:
@@ -241,7 +241,7 @@ def ms(value: int) -> timedelta:
 
 
 def millis(moment: datetime | None) -> int | None:
-    return None if moment is None else (moment - _EPOCH) // timedelta(milliseconds=1)
+    return None if moment is None else epoch_micros(moment) // 1000
 
 
 def source(kind: type[Stream], name: str, **more: Any) -> Any:

@@ -41,10 +41,10 @@ from vt_dagster.explore.key_history import (
 )
 from vt_dagster.explore.warehouse_overview import came_late, facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.explain_request import Condition, Explanation, Log, Record, as_micros, both
+from vt_dagster.provenance.explain_request import Condition, Explanation, Log, Record, both
 from vt_dagster.provenance.lateness import share
 from vt_dagster.storage.arrow_reader import asset_names, of_key
-from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.durations import epoch_micros, parse_time
 
 DEEP, WIDE = 3, 6
 """Maximum number of upstream steps, and of inputs for each record."""
@@ -373,10 +373,10 @@ _FILTERS: dict[str, Any] = {
     "utc": lambda micros: "" if micros is None else time_text(micros, exact=True),
     "date_and_time": lambda micros: [*time_text(micros).partition(" ")[::2]],
     "percent": lambda share: f"{share * 100:.6g}%",
-    "stamp": lambda moment: time_text(as_micros(moment), exact=True),
+    "stamp": lambda moment: time_text(epoch_micros(moment), exact=True),
     "share": share,
-    "when": lambda moment: "" if moment is None else time_text(as_micros(moment)),
-    "exact_when": lambda moment: "" if moment is None else exact_time(as_micros(moment)),
+    "when": lambda moment: "" if moment is None else time_text(epoch_micros(moment)),
+    "exact_when": lambda moment: "" if moment is None else exact_time(epoch_micros(moment)),
     "value": value_text,
     "exact": exact_text,
     "to_seconds": lambda text: _UTC.sub("", text),

@@ -24,7 +24,6 @@ from vt_dagster.provenance.explain_request import (
     Log,
     Record,
     Rejected,
-    as_micros,
     at_places,
     between,
     both,
@@ -34,7 +33,7 @@ from vt_dagster.provenance.explain_sources import horizons_of, rejected, validit
 from vt_dagster.provenance.lateness import split_ranges
 from vt_dagster.storage.arrow_reader import arrival_order, asset_names, fold, head_of, micros, of_key
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.durations import epoch_micros, in_utc
 from vt_dagster.topology.specification import CorrectedJoinSpec, LookupJoinSpec
 
 # Record search
@@ -218,7 +217,7 @@ class KeyHistory:
         if record.asset == self.log.name:
             return record.offset < self.then.next_offset.get(record.partition, 0)
         recorded = record.recorded_at
-        return self.known is None or recorded is None or as_micros(recorded) <= self.known
+        return self.known is None or recorded is None or epoch_micros(recorded) <= self.known
 
 
 def key_history(
@@ -474,7 +473,7 @@ def timeline_of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
 def of_candidates(record: Record, candidates: Sequence[Candidate]) -> Timeline | None:
     """Draws the versions around a record's time, one lane each; None = there are no versions."""
     drawn = [one for one in candidates if one.valid_from is not None]
-    times = [as_micros(t) for one in drawn for t in (one.valid_from, one.valid_to) if t is not None]
+    times = [epoch_micros(t) for one in drawn for t in (one.valid_from, one.valid_to) if t is not None]
     if not drawn:
         return None
     low, high = _with_margin([*times, record.micros])
@@ -487,7 +486,7 @@ def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
     assert one.valid_from is not None
     end = one.valid_to if one.known else one.valid_to_now
     look = "answer" if one.chosen else "now" if one.chosen_now else "other"
-    begin, until = as_micros(one.valid_from), None if end is None else as_micros(end)
+    begin, until = epoch_micros(one.valid_from), None if end is None else epoch_micros(end)
     return Lane(str(one.record.place), one.rule, [scale.bar(one.record, begin, until, look)])
 
 
@@ -507,7 +506,7 @@ def _marks(
         look = "late" if record.is_late or record.is_latest is False else "dot"
         look = "corrected" if revision else "tombstone" if record.is_tombstone else look
         recorded = record.recorded_at
-        when = "" if recorded is None else f", recorded at {time_text(as_micros(recorded))}"
+        when = "" if recorded is None else f", recorded at {time_text(epoch_micros(recorded))}"
         title = f"{names.get(look, '')}{time_text(record.micros)}{when}: {row_text(record)}"
         known = history.was_known(record)
         marks.append(Mark(scale.at(record.micros), look, title, str(record.place), record.asset, known))

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import quote
 
@@ -62,6 +62,7 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.catalog import names_of
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.schema_evolution import never_null
+from vt_dagster.topology.durations import as_time as utc_time
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.options import set_options, shown_options
@@ -225,12 +226,9 @@ def moment_of(micros: int) -> str:
     return moment if isinstance(moment, str) else f"{moment:%Y-%m-%d %H:%M}"
 
 
-_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
-
-
 def _time(micros: int) -> datetime | str:
     try:
-        return _EPOCH + micros * _MICROSECOND
+        return utc_time(micros)
     except OverflowError:
         return "before the year 1" if micros < 0 else "after the year 9999"
 
@@ -465,7 +463,7 @@ def run_metadata(
         retention = getattr(node, "history_retention", None)
         if isinstance(retention, timedelta):
             oldest = min(commit.stream_time.values())
-            metadata["retention_horizon"] = as_time(oldest - retention // _MICROSECOND)
+            metadata["retention_horizon"] = as_time(oldest - retention // timedelta(microseconds=1))
     metadata |= {"seconds": round(seconds, 3), **shown}
     metadata |= _where_from(node, store, receipt, commit)
     if catalog is not None:

@@ -24,7 +24,6 @@ from vt_dagster.provenance.explain_request import (
     Place,
     Reasoning,
     Record,
-    as_time,
     at_time,
     both,
     written,
@@ -33,7 +32,7 @@ from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_o
 from vt_dagster.provenance.expressions import in_micros, select_record
 from vt_dagster.storage.arrow_reader import name_of
 from vt_dagster.topology import specification as spec
-from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.durations import as_time, spoken
 from vt_dagster.topology.options import check_arguments
 
 # Filter, map_values, flat_map_values, to_table, to_stream, merge and select_key

@@ -37,7 +37,6 @@ from vt_dagster.provenance.explain_request import (
     Place,
     Reasoning,
     Record,
-    as_time,
     between,
     both,
     places_of,
@@ -48,6 +47,7 @@ from vt_dagster.provenance.expressions import Group, replaced_rows
 from vt_dagster.storage.arrow_reader import equals_old, values_by_partition
 from vt_dagster.storage.values import as_key
 from vt_dagster.topology import specification as spec
+from vt_dagster.topology.durations import as_time
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 

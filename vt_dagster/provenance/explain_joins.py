@@ -39,8 +39,6 @@ from vt_dagster.provenance.explain_request import (
     Place,
     Record,
     Update,
-    as_micros,
-    as_time,
     at_time,
     between,
     both,
@@ -54,7 +52,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit, Offsets, last_that
 from vt_dagster.storage.values import texts
 from vt_dagster.topology import specification as spec
-from vt_dagster.topology.durations import length_at, spoken
+from vt_dagster.topology.durations import as_time, epoch_micros, length_at, spoken
 from vt_dagster.topology.version_rules import EVER
 
 Key = tuple[Any, ...]
@@ -372,8 +370,8 @@ def _known_until(join: spec.LookupJoinSpec, record: Record) -> int | None:
     """Returns the system time up to which versions count for a record (inclusive), epoch microseconds;
     None = all versions count."""
     if isinstance(join.as_known, timedelta):
-        return as_micros(record.timestamp + join.as_known)
-    return None if join.as_known == "now" else as_micros(record.recorded_at or record.timestamp)
+        return epoch_micros(record.timestamp + join.as_known)
+    return None if join.as_known == "now" else epoch_micros(record.recorded_at or record.timestamp)
 
 
 def _answer(
@@ -660,7 +658,7 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
     before, after = length_at(join.before, place), length_at(join.after, place)
     moment, sides = request.record.timestamp, list[list[Record]]()
     for name, log, back in zip(names, logs, (after, before), strict=True):
-        since = as_micros(moment - max(back, timedelta(0)))
+        since = epoch_micros(moment - max(back, timedelta(0)))
         found = log.records(both(request.same_key(log), between(since, request.record.micros)))
         sides.append([r for r in found if not r.is_tombstone and request.turn(name, r) < 2])
     lefts, rights = sides

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from functools import cached_property, reduce
 from operator import and_
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -51,6 +51,7 @@ from vt_dagster.storage.commit_log import (
     last_that,
 )
 from vt_dagster.storage.values import texts
+from vt_dagster.topology.durations import as_time, epoch_micros
 from vt_dagster.topology.specification import OperatorSpec
 
 SOURCE = "source"
@@ -99,7 +100,7 @@ class Record:
     @property
     def micros(self) -> int:
         """The record's timestamp, epoch microseconds."""
-        return as_micros(self.timestamp)
+        return epoch_micros(self.timestamp)
 
     def __str__(self) -> str:
         return f"{self.asset} {self.place}"
@@ -303,20 +304,9 @@ def _plain(value: Any) -> Any:
 # Log reader
 
 
-_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _OURS = (IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT)
 Condition = Callable[[pa.Schema], Any]
 """Makes an Arrow expression from the columns of a log; an expression of None = all records."""
-
-
-def as_time(micros: int) -> datetime:
-    """Converts epoch microseconds to a datetime, UTC."""
-    return _EPOCH + micros * _MICROSECOND
-
-
-def as_micros(moment: datetime) -> int:
-    """Converts a datetime to epoch microseconds."""
-    return (moment - _EPOCH) // _MICROSECOND
 
 
 def time_if_known(micros: int | None) -> str:
@@ -600,7 +590,7 @@ def at_places(places: Collection[Place]) -> tuple[Condition, Offsets, Offsets]:
 
 def at_time(moment: datetime) -> Condition:
     """Returns the condition that a record has a given timestamp."""
-    return between(as_micros(moment), as_micros(moment))
+    return between(epoch_micros(moment), epoch_micros(moment))
 
 
 def between(low: int, high: int, first: str = TIMESTAMP, last: str = TIMESTAMP) -> Condition:
@@ -848,4 +838,4 @@ class Arrivals:
 
 
 def _recorded(record: Record) -> int:
-    return 0 if record.recorded_at is None else as_micros(record.recorded_at)
+    return 0 if record.recorded_at is None else epoch_micros(record.recorded_at)

@@ -37,8 +37,6 @@ from vt_dagster.provenance.explain_request import (
     Reasoning,
     Record,
     Rejected,
-    as_micros,
-    as_time,
     both,
     places_of,
 )
@@ -51,7 +49,7 @@ from vt_dagster.storage.arrow_reader import (
     values_by_partition,
 )
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.durations import as_time, epoch_micros, spoken
 
 NAMED = 20
 """Maximum number of named files, or rejected rows."""
@@ -223,7 +221,7 @@ class History:
         if on is not None:
             repeats = {*places_of(fold(None, rows, self.log.key, limits))} - places
         if versioned:
-            valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
+            valid = int(np.searchsorted(micros(found, TIMESTAMP), epoch_micros(moment), "right"))
             values = np.flatnonzero(~found.column(IS_TOMBSTONE).to_numpy()[valid:])
             first, ahead = max(0, valid - AROUND - 2), int(values[0]) + 1 if len(values) else 0
             found = found.slice(first, max(2 * AROUND + 4, valid + ahead - first))

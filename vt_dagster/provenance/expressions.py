@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 
 from vt_dagster.columns import OLD, RECORDED_AT, TIMESTAMP
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.explain_request import Condition, Log, Record, as_time, both, places_of
+from vt_dagster.provenance.explain_request import Condition, Log, Record, both, places_of
 from vt_dagster.storage.arrow_reader import arrival_order, micros
 from vt_dagster.storage.values import as_key
-from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.durations import as_time, parse_time
 from vt_dagster.topology.specification import Token, tokens
 
 _WORD = re.compile(r"`([^`]+)`|(\w+)")

@@ -84,6 +84,7 @@ from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.stale_reads import remove_replaced
 from vt_dagster.storage.values import as_key
 from vt_dagster.storage.view import stored_as
+from vt_dagster.topology.durations import epoch_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 # Erase plan
@@ -213,9 +214,7 @@ def _numbers_of(value: date) -> list[int | Decimal]:
     the days and its digits."""
     if not isinstance(value, datetime):
         return [(value - date(1970, 1, 1)).days, int(value.strftime("%Y%m%d"))]
-    moment = value if value.tzinfo else value.replace(tzinfo=timezone.utc)
-    micros = (moment - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)
-    found = [Decimal(micros).scaleb(digits) for digits in (-6, -3, 0, 3)]
+    found = [Decimal(epoch_micros(value)).scaleb(digits) for digits in (-6, -3, 0, 3)]
     return [number for number in found if abs(number) >= _FEWEST]
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -57,7 +57,7 @@ from vt_dagster.storage.commit_log import (
 from vt_dagster.storage.delta import unreadable, unseen
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import MANY_ROWS, Progress
-from vt_dagster.topology.durations import in_utc, spoken
+from vt_dagster.topology.durations import epoch_micros, in_utc, spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 # Store protocol
@@ -306,7 +306,6 @@ def times_of(commit: Commit) -> RunTimes:
 # Readiness
 
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 Heads: TypeAlias = Callable[[Stream], Commit | None]
 """The last commit of a log; None before the first."""
 
@@ -403,7 +402,7 @@ def _ran_before_ready(node: Stream, commit: Commit) -> bool:
 def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:
     if not isinstance(node, VersionedTable) or not isinstance(node.ready, datetime):
         return False
-    moment = (node.ready - _EPOCH).total_seconds() * 1_000_000
+    moment = epoch_micros(node.ready)
     return bool(stream_time) and min(stream_time.values()) >= moment
 
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from enum import Enum
 from typing import Any, Final, Literal
 
@@ -66,7 +66,7 @@ from vt_dagster.spark.settings import small_run
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import Progress
-from vt_dagster.topology.durations import epoch_micros
+from vt_dagster.topology.durations import as_time, epoch_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 from vt_dagster.topology.schema import nullable
 
@@ -262,7 +262,6 @@ __all__ = ["REFUSED", "TopologyTestDriver", "VersionedStore"]
 
 
 _GIVEN_PARTITION = "_given_partition"
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class MemoryStore(Store):
@@ -340,7 +339,7 @@ class MemoryStore(Store):
         first, new = self._rows_from(start, head)
         if after is None:
             return self.frame(new)
-        time = pc.scalar(_EPOCH + timedelta(microseconds=after))
+        time = pc.scalar(as_time(after))
         earlier = self._log.slice(0, first).filter(pc.field(TIMESTAMP) > time)
         return self.frame(pa.concat_tables([earlier, new]))
 
@@ -525,7 +524,7 @@ class Records(Uncounted):
 def to_value(value: Any, kind: Any) -> Any:
     """Converts a value for Arrow: times to datetimes, other values unchanged."""
     if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
-        return _EPOCH + timedelta(microseconds=to_micros(value))
+        return as_time(to_micros(value))
     return value
 
 

@@ -171,6 +171,11 @@ def parse_time(text: str) -> int:
     return epoch_micros(moment)
 
 
+def as_time(micros: int) -> datetime:
+    """Returns epoch microseconds as a datetime, UTC."""
+    return _EPOCH + micros * timedelta(microseconds=1)
+
+
 def epoch_micros(moment: datetime) -> int:
     """Returns a time in epoch microseconds; UTC if it has no zone."""
     aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
@@ -196,7 +201,7 @@ def in_utc(moment: int) -> str:
     """Formats epoch microseconds for :func:`parse_time`; only the year if Python has no such date."""
     try:
         # %Y has no leading zeros on Linux, without which Python does not read the years before 1000.
-        return (_EPOCH + timedelta(microseconds=moment)).isoformat().replace("+00:00", "Z")
+        return as_time(moment).isoformat().replace("+00:00", "Z")
     except OverflowError:
         return f"the year {1970 + moment // 31_556_952_000_000}"
 
