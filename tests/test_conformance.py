@@ -547,6 +547,36 @@ def test_foreign_key_join_has_left_partitions(spark: SparkSession, tmp_path: Pat
     assert report.identical == len(found)
 
 
+def test_join_with_regrouped_table_keeps_scenarios_apart(spark: SparkSession, tmp_path: Path) -> None:
+    """A grouped table and a source have equal partitions, so a join of both has them too. Otherwise the
+    stream time of another scenario would drop results."""
+    steps: list[dict[str, Any]] = [
+        {"id": "l", "op": "table", "input": "left", "table": PLAIN},
+        {"id": "a", "op": "aggregate", "from": "l", "aggregate": "count"},
+        {"id": "r", "op": "table", "input": "right", "table": PLAIN},
+        {"id": "j", "op": "table_join", "kind": "outer", "left": "r", "right": "a"},
+    ]
+    steps[-1]["materialize"] = {**KEPT, "history_retention": 1}
+    found = [
+        {
+            "name": f"by-{time}",
+            "operator": "chain",
+            "config": {"steps": steps, "output": "j"},
+            "records": [
+                {"input": "left", "key": "a", "value": "y|1", "timestamp": time},
+                {"input": "right", "key": "y", "value": "r1", "timestamp": time},
+                {"input": "left", "key": "b", "value": "y|2", "timestamp": time},
+            ],
+        }
+        for time in (1000, 10)
+    ]
+    path = write(tmp_path / "apart.json", *map(complete, found))
+    lines: list[str] = []
+    report = run([path], granularity="run", spark=spark, echo=lines.append)
+    assert lines == [f"{len(found)} identical, 0 different, 0 not supported"]
+    assert report.ok
+
+
 def test_optional_scenarios_are_reported_separately(spark: SparkSession, tmp_path: Path) -> None:
     broken = scenario("kip889-put-return-codes")
     broken["final_store"] = []
