@@ -153,8 +153,8 @@ departure_board = flights_with_weather.to_table(
     name="departure_board",
     materialized=Materialized(history_retention=timedelta(days=1)),
     description=(
-        "The newest departure at each airport, with the weather. Each row (a version) is a flight, valid "
-        "from its scheduled departure, which is its time, until the next one at the airport "
+        "The newest departure at each airport, with the weather. Each row (a version) is a flight, "
+        "valid from its scheduled departure, which is its time, until the next one at the airport "
         "(`origin`). The history is one day."
     ),
     group="published",
