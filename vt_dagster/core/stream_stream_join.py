@@ -594,12 +594,13 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         )
         backwards = rows.withColumn(_PLACE, F.struct(*ORDER)).withColumns({ARRIVAL: -end, **nothing})
         emits = F.when(F.col(INPUT) == 1, F.col(ARRIVAL))
-        chunk = None if self.single_task else hour_of_arrival()
-        # The chunks of all records contain those of the unmatched ones, and need no anti-join.
-        ends = records.select(PARTITION, (-end).alias(ARRIVAL), F.lit(0).alias(INPUT))
-        found = running_max(
-            union(backwards, times), emits, EMITTED_AT, chunk=chunk, bounded_by=union(ends, times)
-        )
+        chunk = bounds = None
+        if not self.single_task:
+            # The chunks of all records contain those of the unmatched ones, and need no anti-join.
+            ends = records.select(PARTITION, (-end).alias(ARRIVAL), F.lit(0).alias(INPUT))
+            chunk, bounds = hour_of_arrival(), union(ends, times)
+        rows = union(backwards, times)
+        found = running_max(rows, emits, EMITTED_AT, chunk=chunk, bounded_by=bounds)
         found = found.where(F.col(INPUT) == 0).withColumns(
             {
                 EMITTED_AT: -F.coalesce(EMITTED_AT, ARRIVAL),
