@@ -112,7 +112,7 @@ def test_readme_join_and_its_test(spark: SparkSession) -> None:
     table, join = (
         _block(a, "python") for a in ("# Your own table", "A join is declared in the same way")
     )
-    test = _block("Two fixtures are there", "python")
+    test = _block("brings two pytest fixtures", "python")
     code = table + ORDER + join + test
     names: dict[str, Any] = {}
     exec(compile(code, "files.md", "exec", dont_inherit=True), names)
