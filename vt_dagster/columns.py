@@ -15,9 +15,9 @@ OFFSET = "offset"
 IS_TOMBSTONE = "is_tombstone"
 """True where the record's value is null: a deletion in a table. BOOLEAN."""
 RECORDED_AT = "recorded_at"
-"""System time: when the record was committed. TIMESTAMP, UTC, microseconds; one value per commit,
-ascending from commit to commit. Null for commits from before this column existed. A run adds it at its
-commit: operators do not see it."""
+"""System time: when the log recorded the record. TIMESTAMP, UTC, microseconds; ascending from commit to
+commit. One value per commit, unless the source provides the system times. Null in rows that were
+written without this column. A run adds it at its commit: operators do not see it."""
 IS_LATEST = "is_latest"
 """False for a table's record that was out of order for its key on arrival. BOOLEAN."""
 IS_LATE = "is_late"

@@ -1,4 +1,4 @@
-"""``vt-dagster class-archive``: makes the archive of Spark's classes that new JVMs map.
+"""``vt-dagster class-archive``: makes the archive of Spark's classes, from which new JVMs load them.
 
 Runs a small topology in a JVM of its own, which writes the classes that it has loaded when it ends.
 """

@@ -1,4 +1,4 @@
-"""What comes before a first run: ``vt-dagster init``, a project, and ``vt-dagster spark``, a server.
+"""``vt-dagster init`` creates a project, ``vt-dagster spark`` starts and stops a Spark server.
 
 ``init`` creates a runnable project from the templates in ``project``. The Spark server stays on this
 machine, for frequent runs.

@@ -1,4 +1,4 @@
-"""A scenario's topology as steps, and equal steps of many scenarios as one node.
+"""Turns a scenario's topology into steps, and builds one node for equal steps of many scenarios.
 
 Steps that differ only in numbers and texts have the same *shape* and become one node, which has its
 numbers per partition and looks up its texts by the ``scenario`` column. The stream operators of

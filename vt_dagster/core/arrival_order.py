@@ -132,7 +132,7 @@ def micros(value: Duration) -> Column:
 
 
 def duration(value: Duration) -> Column:
-    """Returns a duration, or the one of the row's partition, as an interval column."""
+    """Returns a duration as an interval column: the common one, or that of the row's partition."""
     if isinstance(value, timedelta):
         return F.lit(value)
     return micros(value) * F.expr("INTERVAL '0.000001' SECOND")

@@ -114,7 +114,8 @@ class RunContext:
             stream time of its own.
         emitted_up_to: the time up to which held-back records were emitted before the run.
         emitted_up_to_after: the time up to which they are emitted at the end of the run.
-        persist_rows: persists rows that are read several times; None if that is not worth it.
+        persist_rows: persists rows that are read several times; None if that takes longer than reading
+            them again.
         look_up: see ``table_store.LookUp``; None: ``view`` has the rows. Not set together with it.
         rows_of_keys: takes few records and the names of their key columns; returns the records,
             persisted, and lazily the rows of the view with these keys. None = the view does not have
@@ -126,8 +127,9 @@ class RunContext:
         since: see ``RunPlan.corrects_after``.
         colliding_versions: for a table that compares records with versions (``tie_break``,
             ``only_columns``), those that end after the oldest record of the run; None = none.
-        first_changes: for a run that reads an initial snapshot, the first time of a record in the log
-            by key, ``core.versioned_table.FIRST``; None = there is no log yet, or no such snapshot.
+        first_changes: for a run that reads an initial snapshot, the smallest timestamp of a record in
+            the log by key, ``core.versioned_table.FIRST``; None = there is no log yet, or no such
+            snapshot.
         last: for a table that follows its source's order, the largest time in the log of keys with a
             record older than the history retention, ``core.source_order.LAST``; None = there is none.
     """

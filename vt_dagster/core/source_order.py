@@ -59,8 +59,8 @@ def deletions_yield(node: Stream) -> bool:
 
 
 def restates(node: Stream) -> bool:
-    """Returns whether the source of a table may repeat a row that the table holds already:
-    ``nothing_new``."""
+    """Returns whether the source of a table may repeat a row that the table has already. Such a record
+    has the outcome ``nothing_new``."""
     return follows_source(node) and getattr(node.source, "restates", False)
 
 

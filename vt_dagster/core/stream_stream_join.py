@@ -322,8 +322,8 @@ class StreamJoinTime(TimePolicy):
 
 
 class StreamJoinProcessor(Processor[StreamStreamJoin]):
-    """Prepares the records of both streams: their windows, their lateness, and stream time as of
-    each."""
+    """Prepares the records of both streams: adds their window, their lateness, and stream time as of
+    each record."""
 
     @property
     def preserved_sides(self) -> tuple[int, ...]:

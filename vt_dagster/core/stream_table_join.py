@@ -902,8 +902,9 @@ class CorrectedJoinTime(GraceTime):
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
-        """Returns the stream time of the table, the time that its records of the run reach back to, and
-        the time before which rows are final, by partition of the result.
+        """Returns three times by partition of the result, epoch microseconds: the stream time of the
+        table, the oldest timestamp of the table's records in the run, and the time before which rows
+        are final (exclusive).
 
         The last one never decreases, even if ``corrected_for`` becomes longer.
         """

@@ -301,8 +301,8 @@ def with_time_where_needed(
     chunk: Column | None,
     bounds: Bounds | None,
 ) -> DataFrame:
-    """Adds stream time as of each record, including the record itself, in undecided chunks. In other
-    chunks, adds a lower bound of it, which leads to the same decision.
+    """Adds stream time as of each record, including the record itself, in chunks whose bounds do not
+    decide about all records. In other chunks, adds a lower bound, which leads to the same decisions.
 
     Plan: with bounds a broadcast, and a shuffle and sort of the undecided chunks; without bounds that
     of ``with_stream_time``.

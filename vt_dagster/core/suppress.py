@@ -134,7 +134,7 @@ def emit_early(
 
 
 def most(limit: Limit) -> Column:
-    """Returns the limit of the row's partition; null = none."""
+    """Returns the buffer's limit in a row's partition as a column; null = no limit."""
     if limit is None or isinstance(limit, int):
         return F.lit(limit).cast("long")
     return by_partition(limit, "long")

@@ -1,4 +1,4 @@
-"""The states of both sides of a table join, as of each record of a run.
+"""The current row of each side of a table join, as of each record of a run.
 
 A run processes the changes of both sides in one order (``ORDER``). The *state* of a key is the struct
 of its value columns and timestamp, null if it has no row. During a run it is the result of the last

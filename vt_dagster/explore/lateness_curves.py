@@ -1,4 +1,4 @@
-"""The cost of many lengths at once, as curves for the lateness page."""
+"""The cost of other grace periods and history retentions, as curves for the lateness page."""
 
 from __future__ import annotations
 

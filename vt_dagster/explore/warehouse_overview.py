@@ -111,7 +111,7 @@ class Facts:
 
     @property
     def has_cost(self) -> bool:
-        """Whether there is a lateness page, with the cost of other lengths or why it is not known."""
+        """Whether there is a lateness page: with the cost of other lengths, or why it is not known."""
         return self.waits or self.kind == KINDS["versioned"] or self.no_cost is not None
 
     @property

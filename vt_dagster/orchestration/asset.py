@@ -1,11 +1,11 @@
-"""The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
+"""The asset of a stream or table: its op carries out a ``Run``, that is pin, read, operate, commit.
 
 Without new records, the op ends before it needs Spark and logs an observation instead of a
 materialization: downstream assets get no run request, and those in the same run check for new input
 themselves.
 
-The run config names the input of the source that a run takes. Values between ops have Dagster types:
-Spark DataFrames with their required columns.
+The run config names the input that a run consumes from its source. Values between ops have Dagster
+types: Spark DataFrames with their required columns.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""``@stream``, ``@table`` and ``@versioned_table``: a stream or table of the DataFrames of a function.
+"""``@stream``, ``@table``, ``@versioned_table``: declare a stream or table that a function fills.
 
 The DataFrames of a run come from the asset's own function or from an upstream asset. Dagster identifies
 the delivery: the run, its partition, or the upstream asset's materialization. The asset's own commits

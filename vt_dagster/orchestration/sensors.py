@@ -1,4 +1,4 @@
-"""Sensors: request a run when a source has something new, and name it in the run config.
+"""Sensors: request a run when a source has new input, and name that input in the run config.
 
 Another sensor requests the partitions of a user's asset that late changes of a table made stale. The
 search of Dagster's event storage finds runs whose events contain a value, for example in samples.
@@ -36,12 +36,13 @@ from vt_dagster.topology.options import Consumer, check_arguments, require_reada
 def runs_with(
     instance: dg.DagsterInstance, assets: Sequence[dg.AssetKey], values: Sequence[object]
 ) -> list[str]:
-    """Returns the runs of some assets that have an event with all values as text, oldest first.
+    """Returns the ids of the runs of some assets with an event that contains a key, oldest first.
 
-    Runs that materialized, observed or checked the assets count. Reads all events of all runs.
+    A run is one of these assets' if an event names an asset. An event contains the key if its text
+    contains each value. Reads all events of all runs.
 
     Args:
-        values: of a key.
+        values: the values of the key.
     """
     wanted, names = [str(value) for value in values], {key.to_user_string() for key in assets}
     found = list[str]()

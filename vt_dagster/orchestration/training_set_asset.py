@@ -1,4 +1,4 @@
-"""The asset that makes a training set: a stream's records joined with many versioned tables, one op."""
+"""The asset that makes a training set: a stream's records joined with many versioned tables."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -277,8 +277,8 @@ class History:
 
 
 def validity(folded: pa.Table) -> list[tuple[Place, int, int | None]]:
-    """Returns place, start and end of versions, epoch microseconds; end None = current, or a row of a
-    plain table."""
+    """Returns the versions of folded rows as (place, start, end): epoch microseconds, start inclusive,
+    end exclusive; end None = the current version, or the row of a plain table."""
     ends: list[int | None] = [None] * folded.num_rows
     if VALID_TO in folded.column_names:
         current = folded.column(VALID_TO).is_null().to_pylist()

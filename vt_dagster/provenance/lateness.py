@@ -1,4 +1,4 @@
-"""``lateness``: the cost of other grace periods and history retentions, and its picture. No Spark.
+"""``lateness``: the cost of other grace periods and history retentions, with a picture. No Spark.
 
 Reads the logs in order of arrival, and the commits: each commit records the offsets that its run
 consumed and the versions of tables that it read. So no definitions are needed. A test compares the
@@ -247,7 +247,7 @@ class Versions:
         return np.where(place == NOTHING, 0, self._since[place])
 
     def same(self, one: Any, other: Any) -> Any:
-        """Returns whether two matches give the same result."""
+        """Returns, for each pair of matches, whether both give the same result."""
         if not len(self._value_numbers):
             return np.ones(len(one), bool)
         alike = self._value_numbers[one] == self._value_numbers[other]
@@ -457,7 +457,7 @@ class Lateness:
         return self.declared.share <= self.at_most
 
     def of(self, length: timedelta) -> Choice:
-        """Returns the choice of a length."""
+        """Returns the one of ``choices`` with this length."""
         return next(one for one in self.choices if one.length == length)
 
     def as_json(self) -> dict[str, Any]:

@@ -293,8 +293,8 @@ def _colliding_versions_of(records: DataFrame, store: Store) -> DataFrame | None
 
 
 def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
-    """Returns the node with the columns to read from its source: its own, and further ones that
-    ``tombstone``, ``deleted_at`` or ``only_columns`` name, as text.
+    """Returns the node with the columns to read from its source: its own, and those that only
+    ``tombstone``, ``deleted_at`` or ``only_columns`` name. The latter are read as STRING.
 
     Args:
         alone: whether the source has only the columns of the schema: a full snapshot, which is compared

@@ -1,4 +1,4 @@
-"""The times of records in a run: system times from their source, stream time, and what was known when.
+"""The times of records in a run: system times from their source, stream time, a table's past states.
 
 A source may provide system times, instead of the time of the run's commit. A log is append-only, so
 system time never decreases in it. A record whose time is earlier than that of a row already in the log,

@@ -87,16 +87,17 @@ def truncate_logs(
 ) -> dict[str, int]:
     """Truncates the logs of a topology to their ``log_retention``.
 
-    A consumer that is not among the nodes but has run holds the log from its position on. If it may
-    re-read records, which only its definition tells, the log is not truncated.
+    Records that a consumer has not read remain, also if the consumer is not among the nodes. A consumer
+    that may re-read records needs its definition, which says how far back: if that is not among the
+    nodes, the log is not truncated.
 
     Args:
         nodes: the streams and tables, with all their consumers; their inputs are added.
-        exports: the directories of exports of logs, which hold the records not yet exported; of an
-            Iceberg table ``catalog:schema.table``.
+        exports: the directories of exports of logs, for an Iceberg table ``catalog:schema.table``;
+            records that are not exported yet remain.
         keep: how long a base is kept after a later truncation has replaced it.
         now: epoch microseconds; None = this machine's clock.
-        tell: is called with one line per truncated log and per consumer that holds one.
+        tell: is called with one line per truncated log and per consumer that prevents a truncation.
 
     Returns:
         by truncated log, the number of removed records.

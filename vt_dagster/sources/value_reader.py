@@ -1,6 +1,6 @@
-"""The only conversion of values: a text, a number or bytes to a column's type, nested values too.
+"""Converts a text, a number or bytes to the type of a column, nested values too.
 
-Every format uses it. A value is read exactly as written, or it is null and the record is
+Every format uses this module. A value is read exactly as written, or it is null and the record is
 ``unreadable``: no value is rounded, truncated or guessed.
 """
 

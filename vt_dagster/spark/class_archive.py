@@ -1,4 +1,4 @@
-"""The archive of Spark's classes in the user's cache directory, which a new JVM maps.
+"""The archive of Spark's classes in the user's cache directory: a new JVM loads them from it faster.
 
 A JVM loads some 22,000 classes for its first run, which takes a quarter of the run's CPU time. Java's
 class data sharing keeps them in a file (170 MB), one for each Java and Spark of a user. A process that

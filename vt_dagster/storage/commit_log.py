@@ -364,7 +364,7 @@ class Commit(BaseModel):
 
     @property
     def total(self) -> int:
-        """Records of the log so far."""
+        """Number of records that the log has had up to this commit, removed ones included."""
         return sum(self.next_offset.values())
 
     def successor(self, attempt: str, run_id: str, **changes: Any) -> Commit:

@@ -100,7 +100,7 @@ class Snapshot:
 
     @property
     def total(self) -> int:
-        """Records of the log."""
+        """Number of records that the log has had, removed ones included."""
         return 0 if self.head is None else self.head.commit.total
 
     @property

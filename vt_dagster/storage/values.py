@@ -1,4 +1,4 @@
-"""Values of keys from texts, and rows as texts, without Spark: dates and times of any year, in UTC."""
+"""Converts texts to key values, and rows to texts. Dates and times of any year, in UTC. No Spark."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class Base:
     Args:
         path: the Delta table.
         version: its Delta version; readers pin it.
-        sizes: number of rows by segment; None = current rows.
+        sizes: number of rows by segment; the segment None has the current rows.
     """
 
     path: str

@@ -1,8 +1,8 @@
-"""Durations and times: checks, parsing and formatting; the local days, weeks and months of a place.
+"""Durations and times: checks, parsing and formatting; the local days, weeks and months of a time zone.
 
-Which instants bound windows by the calendar of a time zone is computed twice: by Spark for a run
-(``core.windowed_aggregate``), and here for readers without Spark. Both define the start of a local day
-alike, see :func:`start_of_day`.
+Two modules compute where windows of a calendar start and end: ``core.windowed_aggregate`` with Spark
+for a run, and this one for readers without Spark. Both define the start of a local day in the same way,
+see :func:`start_of_day`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,11 @@ def was(field: StructField) -> tuple[str, ...]:
 
 
 def named(name: str, kind: DataType, before: Sequence[str]) -> StructField:
-    """Makes a field with earlier names."""
+    """Returns a field that has its column's earlier names in its metadata.
+
+    Args:
+        before: the earlier names, newest first.
+    """
     return StructField(name, kind, metadata={WAS: list(before)} if before else None)
 
 

@@ -171,13 +171,13 @@ Row = dict[str, Any]
 class Aggregator:
     """A user-defined aggregation in Python, called once for each added or subtracted row.
 
-    Rows and aggregates are dicts of columns. A function may change in place what it gets. If it returns
-    None, the group has no row. It runs in Spark's Python workers over sorted batches, with the
+    Rows and aggregates are dicts of columns. A function may change its arguments in place. If it
+    returns None, the group has no row. It runs in Spark's Python workers over sorted batches, with the
     aggregate of one group in memory.
 
-    A run fails with ``ContractError``, and commits nothing, where a function raises, or returns other
-    than a dict with columns of ``schema``, and dicts with the fields of a struct in it; a column or
-    field that a dict lacks is null.
+    A function must return a dict with columns of ``schema``; a struct in it is a dict of its fields. A
+    missing column or field is null. If a function raises, or returns something else, the run fails with
+    ``ContractError`` and commits nothing.
 
     Args:
         adder: ``(row, aggregate) -> aggregate``, for a new row.
