@@ -63,6 +63,16 @@ def test_versioned_table_metadata(market: Market) -> None:
     assert second["seconds"] > 0
 
 
+def test_retention_horizon_is_answered_in_each_partition(market: Market) -> None:
+    """A read as of a time needs the history of the partition that is furthest ahead."""
+    node = replace(market.prices, name="spread", partitions=4)
+    shown = materialized(run([build_asset(node)], market.warehouse), "spread")
+    head = market.store(node).head()
+    assert head is not None
+    assert len({*head.commit.stream_time.values()}) > 1
+    assert shown["retention_horizon"] == shown["stream_time"] - 86_400
+
+
 def test_join_metadata(market: Market) -> None:
     first, second = (materialized(r, "priced") for r in market.results)
     expected = {

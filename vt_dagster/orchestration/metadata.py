@@ -460,10 +460,8 @@ def run_metadata(
     metadata |= {"dagster/row_count": rows, "log_rows": commit.total}
     if newest is not None:
         metadata["stream_time"] = as_time(newest)
-        retention = getattr(node, "history_retention", None)
-        if isinstance(retention, timedelta):
-            oldest = min(commit.stream_time.values())
-            metadata["retention_horizon"] = as_time(oldest - retention // timedelta(microseconds=1))
+        if node.version_rules is not None:
+            metadata["retention_horizon"] = as_time(node.version_rules.horizon(commit.stream_time))
     metadata |= {"seconds": round(seconds, 3), **shown}
     metadata |= _where_from(node, store, receipt, commit)
     if catalog is not None:
