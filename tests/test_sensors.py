@@ -290,7 +290,7 @@ def test_sensor_target_without_its_asset_is_refused(market: Market) -> None:
 def test_sensor_omits_partitioned_downstream(market: Market) -> None:
     """A run that a sensor requests has no partition. So it leaves out downstream assets with
     partitions, and the assets downstream of these. Such assets may have different partitions. An asset
-    outside of Dagster has no op. Assets of one op run together."""
+    outside of Dagster has no op. Assets of one op run together, or are left out together."""
     days = dg.DailyPartitionsDefinition("2024-01-01")
     weeks = dg.WeeklyPartitionsDefinition("2024-01-01")
 
@@ -314,13 +314,16 @@ def test_sensor_omits_partitioned_downstream(market: Market) -> None:
     )
     def both() -> tuple[None, None]: ...
 
+    @dg.asset(deps=["mean"])
+    def of_mean() -> None: ...
+
     chart = dg.AssetSpec("chart", deps=["prices"])
     node = Stream("prices", key="k", schema=RECORD, timestamp="at", source=market.prices.source)
     for mine, expected in (
         ([plain], None),
         ([plain, daily, summary], ["plain", "prices"]),
         (
-            [plain, chart, daily, weekly, summary, two, both],
+            [plain, chart, daily, weekly, summary, two, both, of_mean],
             ["clock", "maximum", "plain", "prices"],
         ),
     ):
@@ -338,6 +341,45 @@ def test_sensor_omits_partitioned_downstream(market: Market) -> None:
         job = defs.resolve_job_def(sensor.job_name)
         made_by_job = {k.to_user_string() for k in job.asset_layer.selected_asset_keys}
         assert made_by_job == {*(expected or ["plain", "prices"])}
+
+
+def test_sensor_runs_checks_of_its_target(tmp_path: Path) -> None:
+    """A target may leave out checks."""
+    (tmp_path / "landing").mkdir()
+    files = FilesSource(str(tmp_path / "landing"), format="jsonl")
+    node = Stream("prices", key="k", schema=RECORD, timestamp="at", source=files)
+
+    @dg.asset_check(asset="prices")
+    def slow() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=True)
+
+    @dg.multi_asset(
+        specs=[dg.AssetSpec("maximum", deps=["prices"]), dg.AssetSpec("clock")],
+        check_specs=[dg.AssetCheckSpec("exact", asset="clock")],
+    )
+    def two() -> tuple[None, None, dg.AssetCheckResult]: ...
+
+    @dg.asset(deps=["prices"], partitions_def=dg.DailyPartitionsDefinition("2024-01-01"))
+    def daily() -> None: ...
+
+    @dg.asset_check(asset=daily)
+    def of_daily() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=True)
+
+    every = dg.AssetSelection.assets("prices").downstream()
+    made = build_definitions(node, warehouse=str(tmp_path / "warehouse"))
+    others = dg.Definitions(assets=[two, daily], asset_checks=[slow, of_daily])
+    for target, expected in (
+        (None, {"slow", "exact", "every_record_is_accounted_for"}),
+        (every - dg.AssetSelection.checks_for_assets("prices"), {"exact"}),
+        (dg.AssetSelection.assets("prices").without_checks(), set[str]()),
+    ):
+        sensor = build_sensor(node, target=target, name="mine")
+        defs = dg.Definitions.merge(made, others, dg.Definitions(sensors=[sensor]))
+        dg.Definitions.validate_loadable(defs)
+        assert sensor.job_name is not None
+        found = defs.resolve_job_def(sensor.job_name).asset_layer.asset_graph.asset_check_keys
+        assert {key.name for key in found} == expected
 
 
 GONE = "topic t, partition 0: 2 offsets are gone: 5 is the next offset to consume, 7 the first"

@@ -130,12 +130,12 @@ def build_sensor(
                 f"{node.name}: expected {what} of its sensor to be 0 or more, got {least}; correct it"
             )
     source = cast(Watched, source_of(node))
-    selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
-    selection = selection.required_multi_asset_neighbors()
+    wanted = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
+    selection = wanted.required_multi_asset_neighbors()
 
     @dg.sensor(
         name=name or f"{node.name}_sensor",
-        target=_WithoutPartitions(selection),
+        target=_WithoutPartitions(wanted),
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
         description=f"Runs when there are new {source.describe()}.",
@@ -202,27 +202,42 @@ def build_sensor(
 
 
 class _WithoutPartitions(dg.AssetSelection):
-    """The assets of a selection that a run without a partition can make.
+    """The assets of a selection that a run without a partition can make, with those of the same ops.
 
     Dagster makes one job of a sensor's target when definitions load, and refuses different partitions
     and assets without an op in it.
     """
 
-    def __init__(self, selection: dg.AssetSelection) -> None:
-        self._selection = selection
+    def __init__(self, wanted: dg.AssetSelection) -> None:
+        self._wanted = wanted
 
     def resolve_inner(self, asset_graph: Any, allow_missing: bool) -> set[dg.AssetKey]:
-        chosen = self._selection.resolve_inner(asset_graph, allow_missing=allow_missing)
+        selection = self._wanted.required_multi_asset_neighbors()
+        chosen = selection.resolve_inner(asset_graph, allow_missing=allow_missing)
         executable = {key for key in chosen if asset_graph.get(key).is_executable}
         return executable - partitioned(asset_graph, chosen)
+
+    def resolve_checks_inner(self, asset_graph: Any, allow_missing: bool) -> set[dg.AssetCheckKey]:
+        """Returns the checks of the selection, and all of the assets that it gets in addition."""
+        wanted, chosen = self._wanted.resolve(asset_graph), self.resolve(asset_graph)
+        checks, gone, added = self._wanted.resolve_checks(asset_graph), wanted - chosen, chosen - wanted
+        return {
+            check
+            for check in asset_graph.asset_check_keys
+            if check.asset_key in added or (check in checks and check.asset_key not in gone)
+        }
 
 
 def partitioned(graph: Any, chosen: Collection[dg.AssetKey]) -> set[dg.AssetKey]:
     """Returns those of some assets that a run without a partition cannot make: assets with partitions,
-    and the assets downstream of these."""
-    parted = [key for key in chosen if graph.get(key).partitions_def is not None]
-    below = dg.AssetSelection.assets(*parted).downstream().required_multi_asset_neighbors()
-    return {*chosen} & below.resolve(graph)
+    those of the same ops, and the assets downstream of these."""
+    found = set[dg.AssetKey]()
+    more = {key for key in chosen if graph.get(key).partitions_def is not None}
+    while more != found:
+        found = more
+        below = dg.AssetSelection.assets(*found).downstream().required_multi_asset_neighbors()
+        more = {*below.resolve(graph)}
+    return {*chosen} & found
 
 
 def _without_partitions(
