@@ -225,6 +225,19 @@ def test_waiting_late_record_has_late_result(spark: SparkSession, corrected: boo
     assert found == [[(1, False), (2, True)]] * 2
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_waiting_record_is_no_row_yet(spark: SparkSession, corrected: bool) -> None:
+    """The expressions of a join are for its rows. A record that waits for its match has none."""
+    about: Any = {"corrected_for": 1 * MS} if corrected else {"grace": 1 * MS}
+    amount = "if(right.amount is null, raise_error('alone'), right.amount) as amount"
+    joined = orders().left_join(payments(), name="x", after=10 * MS, select=["left.n", amount], **about)
+    driver = TopologyTestDriver(joined, spark=spark)
+    driver.pipe("orders", {"k": "a", "n": 1, "timestamp": 5})
+    assert [(r["k"], r["side"]) for r in driver.waiting("x")] == [("a", "left")]
+    driver.pipe("payments", {"of": "a", "amount": 7, "timestamp": 6})
+    assert [(r["n"], r["amount"]) for r in driver.read("x")] == [(1, 7)]
+
+
 def test_late_match_retracts_unmatched_row(spark: SparkSession) -> None:
     """A late match retracts the row without a match. A downstream table takes it out of its sums."""
     select = ["left.n", "right.amount", "coalesce(right.amount, 0) as paid"]

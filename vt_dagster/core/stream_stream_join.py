@@ -408,8 +408,8 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
 
     def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        """Adds the window of each new record, whether it is late, and ``_horizon``: the earliest time
-        (epoch microseconds) of a match that the other side still stores."""
+        """Adds the window of each new record, whether it is late, and ``_horizon``: a late record
+        finds only matches after it."""
         once = F.col(END) < F.col(NOW)
         if context.none_late:
             no = F.lit(False)
@@ -650,11 +650,15 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return rows.withColumn(LEFT, alone)
 
     def _results(self, rows: DataFrame, matched: bool = True) -> DataFrame:
-        """Returns the log's columns and the columns of the result order."""
+        """Returns the log's columns and the columns of the result order. Values are null in rows of
+        records that wait."""
         place = F.lit(0) if matched else F.lit(1) - F.col(SIDE)
-        chosen = self.operator.projection().columns
+        chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
+        if not matched:
+            emitted = F.col(OUTCOME) == Outcome.APPLIED
+            chosen = {name: F.when(emitted, value) for name, value in chosen.items()}
         return rows.select(
-            *[F.expr(expression).alias(name) for name, expression in chosen],
+            *[value.alias(name) for name, value in chosen.items()],
             F.timestamp_micros(AT).alias(TIMESTAMP),
             PARTITION,
             F.lit(False).alias(IS_TOMBSTONE),
@@ -837,7 +841,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def with_unmatched_outcome(self, rows: DataFrame, place: int, context: RunContext) -> DataFrame:
         """Adds whether an unmatched record is emitted now, may still find a match, or both: one row
-        each."""
+        each. Omits those that were emitted and can find none."""
         before = F.col(_EMITTED) if _EMITTED in rows.columns else F.lit(False)
         emitted = F.coalesce(before, F.lit(False))
         leaves = ~emitted & (F.col(ONCE) | self.is_over(self.unmatched_end(place), context))
