@@ -254,8 +254,10 @@ def test_dump_time_by_expression(spark: SparkSession, tmp_path: Path) -> None:
     [
         (
             "paid_at",
-            "expected dump_time to be SQL over the columns .*, got 'paid_at', which Spark refuses",
+            "expected dump_time to be SQL over the columns .*'spent'\\], got 'paid_at', which Spark",
         ),
+        ("timestamp", "got 'timestamp', which Spark refuses"),
+        ("spent > 1", "got 'spent > 1', which Spark refuses: .* cannot cast \"BOOLEAN\" to"),
         ("spent +", "which Spark refuses: Syntax error"),
         ("name", "expected dump_time 'name' to give a time, got null in every row"),
     ],

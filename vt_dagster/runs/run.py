@@ -338,6 +338,8 @@ def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
 def _columns(node: Stream, spark: SparkSession, one: Expression) -> DataFrame:
     """Returns an empty DataFrame with the columns that an expression may name."""
     operator: Any = node.operator
+    if one.setting == "dump_time":
+        return spark.createDataFrame([], node.schema)
     if not one.of_inputs:
         return _empty(node, spark)
     if hasattr(operator, "left") and one.setting == "select":
@@ -368,6 +370,8 @@ def _fault(rows: DataFrame, one: Expression) -> AnalysisException | None:
     expression = aggregate[1] if aggregate else text[: alias.start()] if alias else text
     if one.setting == "predicate":
         expression = f"not ({expression})"
+    elif one.setting == "dump_time":
+        expression = f"try_cast(({expression}) as timestamp)"
     try:
         with without_spark_logs():
             _ = rows.agg(F.count(F.expr(expression))).schema
