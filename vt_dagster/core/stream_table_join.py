@@ -129,7 +129,7 @@ from vt_dagster.topology.operators.stream_table_join import AsKnown, At
 
 def moves_stream_time(key: Sequence[str]) -> Column:
     """Returns whether a stream record advances the join's stream time: it has a value and a key. Other
-    records are dropped.
+    records are dropped; a left join emits those with a value at once.
 
     Source: FORMAT 4.5.1; kip923-probe-dropped-does-not-move-time.
     """
