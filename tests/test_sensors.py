@@ -317,14 +317,19 @@ def test_sensor_omits_partitioned_downstream(market: Market) -> None:
     @dg.asset(deps=["mean"])
     def of_mean() -> None: ...
 
-    chart = dg.AssetSpec("chart", deps=["prices"])
+    # Partitions of an asset outside of Dagster do not matter: no run makes it.
+    chart = dg.AssetSpec("chart", deps=["prices"], partitions_def=days)
+
+    @dg.asset(deps=["chart"])
+    def of_chart() -> None: ...
+
     node = Stream("prices", key="k", schema=RECORD, timestamp="at", source=market.prices.source)
     for mine, expected in (
         ([plain], None),
         ([plain, daily, summary], ["plain", "prices"]),
         (
-            [plain, chart, daily, weekly, summary, two, both, of_mean],
-            ["clock", "maximum", "plain", "prices"],
+            [plain, chart, of_chart, daily, weekly, summary, two, both, of_mean],
+            ["clock", "maximum", "of_chart", "plain", "prices"],
         ),
     ):
         made = build_definitions(node, warehouse=str(market.root / "nothing yet"))

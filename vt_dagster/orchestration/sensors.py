@@ -131,11 +131,11 @@ def build_sensor(
             )
     source = cast(Watched, source_of(node))
     wanted = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
-    selection = wanted.required_multi_asset_neighbors()
+    made = _WithoutPartitions(wanted)
 
     @dg.sensor(
         name=name or f"{node.name}_sensor",
-        target=_WithoutPartitions(wanted),
+        target=made,
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
         description=f"Runs when there are new {source.describe()}.",
@@ -182,7 +182,7 @@ def build_sensor(
         waits = _after_failures(context, tags, minimum_interval_seconds)
         if waits is not None:
             return dg.SkipReason(f"{news.description}: {waits}")
-        chosen = _without_partitions(context, node, selection)
+        chosen = _assets_of_run(context, node, made)
         request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         while _consumed_before(context, node, batch, request):
             # The cursor did not see it, as when it was lost: Dagster would ignore the request.
@@ -212,10 +212,14 @@ class _WithoutPartitions(dg.AssetSelection):
         self._wanted = wanted
 
     def resolve_inner(self, asset_graph: Any, allow_missing: bool) -> set[dg.AssetKey]:
+        executable = self.executable(asset_graph, allow_missing)
+        return executable - partitioned(asset_graph, executable)
+
+    def executable(self, asset_graph: Any, allow_missing: bool = False) -> set[dg.AssetKey]:
+        """Returns the assets with an op, also those with partitions."""
         selection = self._wanted.required_multi_asset_neighbors()
         chosen = selection.resolve_inner(asset_graph, allow_missing=allow_missing)
-        executable = {key for key in chosen if asset_graph.get(key).is_executable}
-        return executable - partitioned(asset_graph, chosen)
+        return {key for key in chosen if asset_graph.get(key).is_executable}
 
     def resolve_checks_inner(self, asset_graph: Any, allow_missing: bool) -> set[dg.AssetCheckKey]:
         """Returns the checks of the selection, and all of the assets that it gets in addition."""
@@ -240,10 +244,10 @@ def partitioned(graph: Any, chosen: Collection[dg.AssetKey]) -> set[dg.AssetKey]
     return {*chosen} & found
 
 
-def _without_partitions(
-    context: dg.SensorEvaluationContext, node: Stream, selection: dg.AssetSelection
+def _assets_of_run(
+    context: dg.SensorEvaluationContext, node: Stream, made: _WithoutPartitions
 ) -> list[dg.AssetKey] | None:
-    """Returns the assets of a selection that a run without a partition can make; None = all of them.
+    """Returns the assets that a requested run makes; None = all that the sensor's target selects.
 
     Raises:
         TopologyError: the selection lacks the asset that reads the source.
@@ -251,7 +255,7 @@ def _without_partitions(
     if context.repository_def is None:  # a test calls the sensor without one
         return None
     graph, key = context.repository_def.asset_graph, dg.AssetKey(node.path)
-    chosen = {key for key in selection.resolve(graph) if graph.get(key).is_executable}
+    chosen = made.executable(graph)
     if key not in chosen:
         raise TopologyError(
             f"{node.name}: expected the target of its sensor to contain the asset "
@@ -259,8 +263,8 @@ def _without_partitions(
             f"{', '.join(sorted(one.to_user_string() for one in chosen)) or 'no asset'}; add "
             f"dg.AssetSelection.assets({key.to_user_string()!r}) to target, or leave target out"
         )
-    parted = partitioned(graph, chosen)
-    return sorted(chosen - parted) if parted else None
+    kept = made.resolve(graph)
+    return sorted(kept) if kept != chosen else None
 
 
 def _request(
