@@ -355,8 +355,21 @@ def _run(
         head = stores(node).head()
         return None if head is None else head.commit
 
+    def before_spark(arrival: Arrival) -> None:
+        if arrival.small:
+            expect_few_rows(context, prefix, node, arrival.before.total)
+
     def once() -> dg.MaterializeResult[Any]:
-        return _run_once(context, node, stores, prefix, pin_arguments)
+        run = Run.pin(node, stores, before_spark=before_spark, **pin_arguments)
+        log_arrival(context.log, run.arrival)
+        if run.arrival.empty:
+            return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
+        results = run.operate(run.read())
+        wrong = misfit(node, "results", RESULTS, results.rows)
+        if wrong:
+            raise ContractError(wrong)
+        receipt = run.commit(results, context.run.run_id)
+        return materialized(context, stores(node), run.arrival, receipt, prefix)
 
     return retried(context, last, once)
 
@@ -384,29 +397,6 @@ def retried(context: Any, last: Callable[[], Commit | None], once: Callable[[], 
                 raise
             context.log.info(f"tries again, because of: {error}")
     return once()
-
-
-def _run_once(
-    context: dg.AssetExecutionContext,
-    node: Stream,
-    stores: Callable[[Stream], AssetStore],
-    prefix: str,
-    pin_arguments: Mapping[str, Any],
-) -> dg.MaterializeResult[Any]:
-    def before_spark(arrival: Arrival) -> None:
-        if arrival.small:
-            expect_few_rows(context, prefix, node, arrival.before.total)
-
-    run = Run.pin(node, stores, before_spark=before_spark, **pin_arguments)
-    log_arrival(context.log, run.arrival)
-    if run.arrival.empty:
-        return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
-    results = run.operate(run.read())
-    wrong = misfit(node, "results", RESULTS, results.rows)
-    if wrong:
-        raise ContractError(wrong)
-    receipt = run.commit(results, context.run.run_id)
-    return materialized(context, stores(node), run.arrival, receipt, prefix)
 
 
 def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:

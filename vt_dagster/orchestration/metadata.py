@@ -463,13 +463,15 @@ def run_metadata(
         if node.version_rules is not None:
             metadata["retention_horizon"] = as_time(node.version_rules.horizon(commit.stream_time))
     metadata |= {"seconds": round(seconds, 3), **shown}
-    metadata |= _where_from(node, store, receipt, commit)
+    metadata |= _paths_and_inputs(node, store, receipt, commit)
     if catalog is not None:
         metadata["dagster/table_name"] = f"{catalog}.{next(iter(names_of(node).values()))}"
     return metadata
 
 
-def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commit) -> dict[str, Any]:
+def _paths_and_inputs(
+    node: Stream, store: AssetStore, receipt: Receipt, commit: Commit
+) -> dict[str, Any]:
     """Returns the paths of a run's tables, and its inputs."""
     metadata: dict[str, Any] = {
         "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,

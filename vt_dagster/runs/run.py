@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from py4j.protocol import Py4JJavaError
@@ -100,7 +100,7 @@ from vt_dagster.runs.record_times import (
 from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.spark_reader import at_or_after
+from vt_dagster.storage.spark_reader import Head, at_or_after
 from vt_dagster.storage.spark_reader import before as consumed_before
 from vt_dagster.storage.view import are_few_keys, in_words
 from vt_dagster.topology.expressions import Expression, expressions_of, unknown_functions
@@ -196,8 +196,8 @@ def numbered(
     return placed.select(*columns)
 
 
-def judge(records: DataFrame) -> Judged:
-    """Counts records by outcome and partition, and finds the time span of those to look up."""
+def count_outcomes(records: DataFrame) -> Judged:
+    """Counts judged records by outcome and partition, and finds the time span of those to look up."""
     found = (
         records.groupBy(PARTITION, OUTCOME)
         .agg(
@@ -502,49 +502,42 @@ class Run:
         if of_source:
             return run
         if not pin_arguments.get("accept_not_ready"):
-            require_covered(run.arrival, stores)
-        return replace(run, arrival=run._with_stream_time())
-
-    def _with_stream_time(self) -> Arrival:
-        """Returns the arrival with the operator's own stream time and the lateness of its records."""
-        policy = self.plan.stream_time
+            require_covered(arrival, stores)
+        policy = run.plan.stream_time
         if policy is None:
-            return self.arrival
-        with self._planned(self.arrival.small):
-            return advance_stream_time(
-                self.arrival,
-                policy,
-                self._inputs(self.read()),
-                self._context(),
-                self.store.spark,
-            )
+            return run
+        with run._planned(arrival.small):
+            inputs, context = run._inputs(run.read()), run._context()
+            arrival = advance_stream_time(arrival, policy, inputs, context, store.spark)
+        return replace(run, arrival=arrival)
 
     # -- read ------------------------------------------------------------------------------------
 
     @_naming_expressions
     def read(self, now: datetime | None = None) -> list[DataFrame]:
-        """Returns the run's input: a source's prepared records, or the log rows of each consumed input.
+        """Returns the run's input: a source's prepared records, or the log rows of each consumed input,
+        from where the plan reads them again.
 
         Args:
             now: timestamps may exceed it by the source's ``max_clock_skew`` at most; None = this
                 machine's clock.
         """
-        if self.arrival.source is not None:
-            return [self._records(self.arrival.source, now)]
-        logs = [self._log_of(node, self.plan) for node in self.plan.consumed]
-        self.arrival.logs.extend(logs)
+        arrival, plan, logs = self.arrival, self.plan, list[DataFrame]()
+        if arrival.source is not None:
+            return [self._records(arrival.source, now)]
+        for node in plan.consumed:
+            store, head = self.stores(node), arrival.inputs.get(node.name)
+            if head is None:
+                logs.append(store.spark.createDataFrame([], log_schema(node)))
+                continue
+            start, after = arrival.before.inputs.get(node.name, {}), plan.rescan_from(node.name)
+            if node.name not in arrival.taken and (after is None or not start):
+                log = store.log({}, head).limit(0)
+            else:
+                log = store.log(start, head, after, consumed=self._consumed(node))
+            logs.append(recorded_if(plan.uses_system_time, log))
+        arrival.logs.extend(logs)
         return logs
-
-    def _log_of(self, node: Stream, plan: RunPlan) -> DataFrame:
-        """Returns the log rows of an input, from where the plan reads them again."""
-        store, head = self.stores(node), self.arrival.inputs.get(node.name)
-        if head is None:
-            return store.spark.createDataFrame([], log_schema(node))
-        start, after = self.arrival.before.inputs.get(node.name, {}), plan.rescan_from(node.name)
-        if node.name not in self.arrival.taken and (after is None or not start):
-            return recorded_if(plan.uses_system_time, store.log({}, head).limit(0))
-        consumed = self._consumed(node)
-        return recorded_if(plan.uses_system_time, store.log(start, head, after, consumed=consumed))
 
     def _consumed(self, node: Stream) -> int:
         """Returns the last batch of an input's log that earlier runs have consumed; 0 = none, or
@@ -666,17 +659,31 @@ class Run:
         Args:
             read: the result of :meth:`read`, perhaps transformed by an op in between.
         """
-        context, table_time = self._context(with_tables=True), self.plan.table_time
+        context = self._context(with_tables=True)
         if self.arrival.empty:
             return Results(nothing_of(self.node, self.store.spark), context)
         require_deterministic_functions(self.arrival, self.store)
-        if self.arrival.source is not None and self.node.unique_by and not self.arrival.single_task:
+        if self.arrival.source is not None:
+            read, context = self._prepared(read, context)
+        inputs = self._inputs(read)
+        with self._settings_for(self._own_rows):
+            with self._settings_to_judge():
+                judged = self.processor.judge(inputs, context)
+            if judged is None:
+                return Results(self.processor.results(inputs, context), context)
+        return self._joined(judged, context)
+
+    def _prepared(
+        self, read: Sequence[DataFrame], context: RunContext
+    ) -> tuple[Sequence[DataFrame], RunContext]:
+        """Returns the records of a source as its processor takes them: with the values that the source
+        omits, and with broken records marked. The context gets the bounds of their stream time."""
+        table_time = self.plan.table_time
+        if self.node.unique_by and not self.arrival.single_task:
             # Their stream time takes a pass over the records of its own.
             with self._explained():
                 read = [self._persist(rows) for rows in read]
-        if self.arrival.source is not None and (
-            table_time is not None or reads_twice(read[0], self.arrival)
-        ):
+        if table_time is not None or reads_twice(read[0], self.arrival):
             # The records are used twice, and reading them from the source takes most of the time.
             with self._explained(), self._settings_for(self.arrival.view_rows):
                 read = [self.store.persist(rows) for rows in read]
@@ -684,9 +691,8 @@ class Run:
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 # The other plans of a run that looks up its keys are for few rows.
                 read = [self._persist(rows) if self.arrival.looks_up else rows]
-        source = self.arrival.source
         # Of a full snapshot only the changed rows are read, so the share of broken ones is not known.
-        if source is not None and not isinstance(source, Comparing):
+        if not isinstance(self.arrival.source, Comparing):
             # After the values that a source omits are filled, and before stream time is computed.
             read = [quarantine_broken(self.node, rows) for rows in read]
         if table_time is not None:
@@ -694,12 +700,7 @@ class Run:
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(table_time, self._inputs(read), before, spark)
                 context = replace(context, bounds=bounds)
-        inputs = self._inputs(read)
-        with self._settings_for(self._own_rows):
-            judged = self._judged(inputs, context)
-            if judged is None:
-                return Results(self.processor.results(inputs, context), context)
-        return self._joined(judged, context)
+        return read, context
 
     def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
         """Returns the records that a join with a grace period emits or buffers: the first half of
@@ -708,13 +709,15 @@ class Run:
         Returns:
             new and previously buffered records, with ``_outcome``.
         """
-        judged = self._judged(self._inputs(read), self._context(with_tables=True))
+        inputs, context = self._inputs(read), self._context(with_tables=True)
+        with self._settings_to_judge():
+            judged = self.processor.judge(inputs, context)
         assert judged is not None
         if self.arrival.empty:
             return judged
         with self._planned(self.arrival.small):
             buffered = self._persist(judged)
-            self.arrival.buffered.update(judge(buffered).counts)
+            self.arrival.buffered.update(count_outcomes(buffered).counts)
         return buffered
 
     def join(self, buffered: DataFrame) -> Results:
@@ -730,12 +733,15 @@ class Run:
         require_same(self.node, self.arrival.buffered, results.judged.counts)
         return results
 
-    def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        if self._corrects_few:
-            with self._planned(self.arrival.small), self.store.look_up_settings():
-                return self.processor.judge(inputs, context)
-        with self._settings_for(self._own_rows):
-            return self.processor.judge(inputs, context)
+    @contextmanager
+    def _settings_to_judge(self) -> Generator[None]:
+        """Sets the planner settings of the plan that judges records."""
+        if not self._corrects_few:
+            with self._settings_for(self._own_rows):
+                yield
+            return
+        with self._planned(self.arrival.small), self.store.look_up_settings():
+            yield
 
     def _settings_for(self, rows_read: int) -> AbstractContextManager[None]:
         """Returns the planner settings of jobs that read the input and this number of table rows."""
@@ -750,40 +756,30 @@ class Run:
         reads = self.plan.reads_own_table and not self.arrival.looks_up
         return self.arrival.view_rows if reads else 0
 
-    def _joined(self, judged: DataFrame, context: RunContext) -> Results:
-        with self._planned(self.arrival.small):
-            judged_rows = judge(judged)
-        with self._planned(self._small(judged_rows)):
-            rows, judged_rows = self._looked_up(judged, judged_rows, context)
-        return Results(rows, context, judged_rows)
-
-    def _looked_up(
-        self, records: DataFrame, judged: Judged, context: RunContext
-    ) -> tuple[DataFrame, Judged]:
-        """Joins judged records with the table's versions that are valid at their times.
-
-        Returns:
-            the results, and the judged records with rows read and strategy.
-        """
+    def _joined(self, records: DataFrame, context: RunContext) -> Results:
+        """Joins judged records with the table's versions that are valid at their times."""
         arrival, plan, look_up = self.arrival, self.plan, self.processor.look_up
+        with self._planned(arrival.small):
+            judged = count_outcomes(records)
         table = plan.looked_up
         assert table is not None
         store, at = self.stores(table), arrival.tables.get(table.name)
-        if at is None or at.head is None or judged.span is None:
-            none = store.spark.createDataFrame([], view_schema(table))
-            empty = Lookup(recorded_if(plan.uses_system_time, none), by_partition({}))
-            return look_up(records, empty, context), judged
-        since = judged.span[0] - plan.lookup_margin // timedelta(microseconds=1)
-        rows = of_table.as_read(table, recorded_if(plan.uses_system_time, store.view_at(at, since)))
-        rows = self.processor.answering(rows, by_partition(at.stream_time))
-        span = since, judged.span[1]
-        way, strategy = join_strategy(table, rows, arrival.few_records, at.total, span)
-        past = None
-        if plan.uses_system_time and isinstance(table, VersionedTable):
-            past = TableSystemTimeHistory(table, store, at.head, self._persist)
-        found = look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
+        with self._planned(self._small(judged)):
+            if at is None or at.head is None or judged.span is None:
+                none = store.spark.createDataFrame([], view_schema(table))
+                empty = Lookup(recorded_if(plan.uses_system_time, none), by_partition({}))
+                return Results(look_up(records, empty, context), context, judged)
+            since = judged.span[0] - plan.lookup_margin // timedelta(microseconds=1)
+            rows = of_table.as_read(table, recorded_if(plan.uses_system_time, store.view_at(at, since)))
+            rows = self.processor.answering(rows, by_partition(at.stream_time))
+            span = since, judged.span[1]
+            way, strategy = join_strategy(table, rows, arrival.few_records, at.total, span)
+            past = None
+            if plan.uses_system_time and isinstance(table, VersionedTable):
+                past = TableSystemTimeHistory(table, store, at.head, self._persist)
+            found = look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
         description = strategy if past is None else f"{strategy}; {past.description}"
-        return found, replace(judged, rows_read=at.reach(since), strategy=description)
+        return Results(found, context, replace(judged, rows_read=at.reach(since), strategy=description))
 
     def _look_up_own_rows(self, records: DataFrame) -> tuple[DataFrame, DataFrame]:
         """Returns the records and the current rows of their keys in the asset's own table, both
@@ -868,8 +864,8 @@ class Run:
                 in_place = places_of(arrival, plan, passed)
                 now, span = commit.recorded_at, results.judged.span
                 new = numbered(rows, first, self.node, plan, passed, now, in_place, span)
-                count, check = passed.counts[Outcome.APPLIED], self._require_inputs_unchanged
-                head = store.commit(new, commit, count, check)
+                same_inputs = partial(require_inputs_unchanged, self.node.name, self._inputs_read())
+                head = store.commit(new, commit, passed.counts[Outcome.APPLIED], same_inputs)
             # A projection of many persisted rows need not be read back from the log. Few rows are
             # persisted under other planner settings than the view uses, and such plans do not mix.
             again = in_place is not None and in_place.complete and not arrival.few_records
@@ -896,12 +892,12 @@ class Run:
                 raise
             raise gone from error
 
-    def _require_inputs_unchanged(self) -> None:
+    def _inputs_read(self) -> list[tuple[Store, Head]]:
+        """Returns the inputs of the run, each with the commit that it read."""
         tables = {name: at.head for name, at in self.arrival.tables.items() if at.head is not None}
         nodes = {up.name: up for up in self.node.inputs}
         heads = {**tables, **self.arrival.inputs}
-        pinned = [(self.stores(nodes[name]), head) for name, head in heads.items()]
-        require_inputs_unchanged(self.node.name, pinned)
+        return [(self.stores(nodes[name]), head) for name, head in heads.items()]
 
     def _unpersist(self) -> None:
         while self.arrival.persisted:
