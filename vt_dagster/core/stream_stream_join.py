@@ -73,7 +73,6 @@ from vt_dagster.core.stream_time import (
     largest_by_chunk,
     largest_if_none_late,
     running_max,
-    with_largest,
 )
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.topology.durations import FIRST_TIME, Duration, length_at
@@ -377,7 +376,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         moves = {LOOK: look}
         for i, name in enumerate(("_left", "_right")):
             moves[name] = F.when(F.col(VALID) & (F.col(SIDE) == i), F.col(AT))
-        return with_largest(new, moves, before, self.chunk)
+        return running_max(new, moves, before, chunk=self.chunk)
 
     def side_rows(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
         """Returns a side's rows under names common to both sides; the record itself is a struct."""
@@ -600,7 +599,9 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             ends = records.select(PARTITION, (-end).alias(ARRIVAL), F.lit(0).alias(INPUT))
             chunk, bounds = hour_of_arrival(), union(ends, times)
         rows = union(backwards, times)
-        found = running_max(rows, emits, EMITTED_AT, chunk=chunk, bounded_by=bounds)
+        found = running_max(
+            rows, {EMITTED_AT: emits}, {EMITTED_AT: null_long()}, chunk=chunk, bounded_by=bounds
+        )
         found = found.where(F.col(INPUT) == 0).withColumns(
             {
                 EMITTED_AT: -F.coalesce(EMITTED_AT, ARRIVAL),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, WindowSpec
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
@@ -26,7 +26,6 @@ from vt_dagster.topology.durations import Duration
 STREAM_TIME = "_stream_time"
 PASSED = "_passed"
 _CHUNK = "_chunk"
-_BEFORE = "_before"
 _LOW, _HIGH, _EXACT = "_low", "_high", "_exact"
 
 
@@ -67,56 +66,56 @@ def with_stream_time(
     Source: FORMAT 4.1.2, 4.5, 4.10; kip914-store-grace-across-keys, kip328-grace-boundary.
     """
     moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
-    if chunk is None:
-        seen = _max_so_far(records, moves, included)
-        return records.withColumn(STREAM_TIME, F.greatest(seen, before))
-    timed = running_max(records, moves, STREAM_TIME, chunk=chunk, included=included)
-    return timed.withColumn(STREAM_TIME, F.greatest(STREAM_TIME, before))
-
-
-def _max_so_far(records: DataFrame, value: Column, included: bool = True) -> Column:
-    """Returns the largest value so far in a record's partition; null if there is none."""
-    last = W.currentRow if included else -1
-    in_order = W.partitionBy(PARTITION).orderBy(*[c for c in ORDER if c in records.columns])
-    return F.max(value).over(in_order.rowsBetween(W.unboundedPreceding, last))
+    values, earlier = {STREAM_TIME: moves}, {STREAM_TIME: before}
+    return running_max(records, values, earlier, chunk=chunk, included=included)
 
 
 def running_max(
     records: DataFrame,
-    value: Column,
-    name: str,
+    values: Mapping[str, Column],
+    before: Mapping[str, Column],
     *,
-    chunk: Column | None = None,
+    chunk: Column | None,
     included: bool = True,
     bounded_by: DataFrame | None = None,
 ) -> DataFrame:
-    """Adds the largest value so far in a record's partition; null if there is none.
+    """Adds by name the largest value so far in a record's partition; null if there is none.
 
-    Arguments and plan: see ``with_stream_time``.
+    Other arguments and plan: see ``with_stream_time``.
 
     Args:
+        values: the value that a record contributes; null = none.
+        before: the largest value of the partition before these records; null = none yet.
         bounded_by: rows with the same chunks and values that take less to compute; None = the records.
     """
     if chunk is None:
-        return records.withColumn(name, _max_so_far(records, value, included))
-    in_order = [c for c in ORDER if c in records.columns]
-    last = W.currentRow if included else -1
+        so_far = _so_far(records, included=included)
+        found = {name: F.greatest(F.max(v).over(so_far), before[name]) for name, v in values.items()}
+        return with_columns(records, found)
     # A window over the whole partition is one task. With the maximum before each chunk, which is one
     # row per chunk, chunks are processed in parallel.
     chunked = records.withColumn(_CHUNK, chunk)
     bounded = chunked if bounded_by is None else bounded_by.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
-    heads = (
-        bounded.groupBy(PARTITION, _CHUNK)
-        .agg(F.max(value).alias(_BEFORE))
-        .withColumn(_BEFORE, F.max(_BEFORE).over(earlier))
+    head = {name: f"_head{name}" for name in values}
+    heads = with_columns(
+        bounded.groupBy(PARTITION, _CHUNK).agg(*[F.max(v).alias(head[n]) for n, v in values.items()]),
+        {name: F.max(name).over(earlier) for name in head.values()},
     )
-    so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
-    return (
-        chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
-        .withColumn(name, F.greatest(F.max(value).over(so_far), F.col(_BEFORE)))
-        .drop(_CHUNK, _BEFORE)
-    )
+    so_far = _so_far(records, _CHUNK, included=included)
+    found = {
+        name: F.greatest(F.max(value).over(so_far), F.col(head[name]), before[name])
+        for name, value in values.items()
+    }
+    bounds = F.broadcast(heads)
+    known = with_columns(chunked.join(bounds, [PARTITION, _CHUNK]), found)
+    return known.drop(_CHUNK, *head.values())
+
+
+def _so_far(records: DataFrame, *by: str, included: bool = True) -> WindowSpec:
+    """Returns the records of a partition up to a record, in order."""
+    in_order = W.partitionBy(PARTITION, *by).orderBy(*[c for c in ORDER if c in records.columns])
+    return in_order.rowsBetween(W.unboundedPreceding, W.currentRow if included else -1)
 
 
 @dataclass(frozen=True)
@@ -324,9 +323,7 @@ def with_time_where_needed(
     own = F.when(moves, F.unix_micros(TIMESTAMP))
     timed = bounded.withColumn(STREAM_TIME, F.greatest(own, F.col(_LOW)))
     if bounds.near:
-        in_order = [c for c in ORDER if c in records.columns]
-        so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order)
-        so_far = F.max(own).over(so_far.rowsBetween(W.unboundedPreceding, W.currentRow))
+        so_far = F.max(own).over(_so_far(records, _CHUNK))
         exact = bounded.where(_EXACT).withColumn(STREAM_TIME, F.greatest(so_far, F.col(_LOW)))
         timed = timed.where(~F.col(_EXACT)).unionByName(exact)
     timed = timed.withColumn(STREAM_TIME, F.timestamp_micros(STREAM_TIME))
@@ -340,7 +337,7 @@ def passed_in_one_task(records: DataFrame, deadline: Column, before: Column, mov
 
     Arguments: see :func:`passed`.
     """
-    seen = _max_so_far(records, F.when(moves, F.col(TIMESTAMP)))
+    seen = F.max(F.when(moves, F.col(TIMESTAMP))).over(_so_far(records))
     return F.coalesce(deadline <= F.unix_micros(F.greatest(seen, before)), F.lit(False))
 
 
@@ -373,46 +370,6 @@ def mean_and_most(found: Sequence[Any]) -> tuple[float, float] | None:
 
 
 # Largest times
-
-
-def with_largest(
-    rows: DataFrame,
-    moves: Mapping[str, Column],
-    before: Mapping[str, Column],
-    chunk: Column | None,
-) -> DataFrame:
-    """Adds for each kind the largest time so far, including the record itself.
-
-    Plan: as for ``stream_time.with_stream_time``.
-
-    Args:
-        rows: ``partition, ORDER, …``.
-        moves: by name, the time (epoch microseconds) that a record contributes; null = none.
-        before: by the same names, the largest time of the partition before these rows; null = none yet.
-        chunk: must ascend with the order; None = one task processes the whole partition.
-    """
-    if chunk is None:
-        so_far = W.partitionBy(PARTITION).orderBy(*ORDER)
-        so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
-        return with_columns(
-            rows, {name: F.greatest(F.max(c).over(so_far), before[name]) for name, c in moves.items()}
-        )
-    chunked = rows.withColumn(_CHUNK, chunk)
-    earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
-    heads = with_columns(
-        chunked.groupBy(PARTITION, _CHUNK).agg(
-            *[F.max(c).alias(_head(name)) for name, c in moves.items()]
-        ),
-        {_head(name): F.max(_head(name)).over(earlier) for name in moves},
-    )
-    so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*ORDER)
-    so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
-    found = {
-        name: F.greatest(F.max(c).over(so_far), F.col(_head(name)), before[name])
-        for name, c in moves.items()
-    }
-    bounded = with_columns(chunked.join(F.broadcast(heads), [PARTITION, _CHUNK]), found)
-    return bounded.drop(_CHUNK, *map(_head, moves))
 
 
 def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> DataFrame:
@@ -462,7 +419,3 @@ def largest_if_none_late(
             valid[place] = max(valid.get(place, row["valid"]), row["valid"])
         ends[p] = max(end, high), valid
     return ends
-
-
-def _head(name: str) -> str:
-    return f"_head{name}"

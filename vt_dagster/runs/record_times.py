@@ -101,8 +101,8 @@ def _by_row(rows: DataFrame) -> DataFrame:
     )
     times = times.select(SOURCE_RECORDED_AT, F.max(SOURCE_RECORDED_AT).over(together).alias("_last"))
     timed = rows.join(times, SOURCE_RECORDED_AT, "left")
-    last = F.timestamp_micros("_last")
-    return running_max(timed, last, RECORDED_AT, chunk=arrival_chunk()).drop(
+    last, before = F.timestamp_micros("_last"), F.lit(None).cast("timestamp")
+    return running_max(timed, {RECORDED_AT: last}, {RECORDED_AT: before}, chunk=arrival_chunk()).drop(
         SOURCE_RECORDED_AT, "_last"
     )
 
