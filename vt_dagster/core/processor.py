@@ -373,16 +373,22 @@ class RunCounts:
         refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}
         return {"in": taken, "out": found[Outcome.APPLIED], **refused}
 
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """The outcomes of a record, if each record has exactly one. Empty: the operator counts results,
+        not the outcome of each record."""
+        return ()
+
     def parts(self, counts: Counts) -> dict[str, int]:
-        """Returns the number of records by outcome, if each record has exactly one outcome.
+        """Returns the number of records by outcome.
 
         Their sum is the number of records in. With ``waiting`` among them, it includes the records that
-        waited before the run. Empty: the operator counts results, not the outcome of each record.
+        waited before the run.
 
         Args:
             counts: of a run.
         """
-        return {}
+        return {outcome: counts.get(outcome, 0) for outcome in self.outcomes}
 
     def text(self, counts: Counts) -> str:
         """Returns the counts of a run as a sum that adds up, and the other counts after it: ``3 in + 1

@@ -56,23 +56,18 @@ class SourceCounts(RunCounts):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        return ("in", *self._outcomes)
+        applied, *others = self.outcomes
+        return ("in", applied, *self._carried, *others)
 
     @property
-    def _outcomes(self) -> tuple[str, ...]:
+    def outcomes(self) -> tuple[str, ...]:
         of_options = [name for option in set_options(self.node) for name in option.outcomes]
         again = (Outcome.NOTHING_NEW,) if restates(self.node) else ()
-        return (
-            Outcome.APPLIED,
-            *self._carried,
-            Outcome.LATE,
-            *of_options,
-            *again,
-            Outcome.QUARANTINED,
-        )
+        return (Outcome.APPLIED, Outcome.LATE, *of_options, *again, Outcome.QUARANTINED)
 
     @property
     def _carried(self) -> tuple[str, ...]:
+        # A carried version is no record.
         return (Outcome.CARRIED,) if carries(self.node) else ()
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
@@ -93,7 +88,7 @@ class SourceCounts(RunCounts):
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         carried = sum(found[name] for name in self._carried)
-        by_outcome = {outcome: found[outcome] for outcome in self._outcomes}
+        by_outcome = {name: found[name] for name in self.shown[1:]}
         applied = found[Outcome.APPLIED] - carried
         shown = {"in": found["in"] - carried, **by_outcome, Outcome.APPLIED: applied}
         if partial_columns(self.node):
@@ -101,15 +96,10 @@ class SourceCounts(RunCounts):
         # Rare for whole rows: show these counts only if they are not zero.
         return {n: c for n, c in shown.items() if c or n not in (Outcome.CARRIED, Outcome.NOTHING_NEW)}
 
-    def parts(self, counts: Counts) -> dict[str, int]:
-        # A carried version is no record.
-        return {o: counts.get(o, 0) for o in self._outcomes if o != Outcome.CARRIED}
-
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         outcomes = (*_QUARANTINED, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
         done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        what = f"records in = {' + '.join(f for f in self._outcomes if f != Outcome.CARRIED)}"
-        return [(what, totals.get("in", 0), done)]
+        return [(f"records in = {' + '.join(self.outcomes)}", totals.get("in", 0), done)]
 
 
 class SourceProcessor(Processor[None]):

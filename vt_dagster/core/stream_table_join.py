@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -224,7 +224,7 @@ _PLACE = (EMITTED_AT, AT_ONCE)
 
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
-_UNMATCHED = "unmatched"
+_UNMATCHED, CORRECTED = "unmatched", "corrected"
 _END = re.compile(rf"\bright\s*\.\s*`?{VALID_TO}\b", re.IGNORECASE)
 _ROW = "_row"
 """The table's row next to the stream's columns, one of which may be named ``right``."""
@@ -256,7 +256,11 @@ class GraceTime(TimePolicy):
 class StreamTableJoinCounts(RunCounts):
     """The counts of judged records, and of those without a match."""
 
-    kind: JoinKind
+    operator: StreamTableJoin
+    balances: ClassVar = (
+        "records in = joined + dropped + waiting",
+        "records joined = records out",
+    )
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -269,22 +273,22 @@ class StreamTableJoinCounts(RunCounts):
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
         counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
         out, joined = found[Outcome.APPLIED], counts[Outcome.APPLIED] + counts[Outcome.LATE]
-        unmatched = found[_UNMATCHED] if self.kind == "left" else joined - out
+        unmatched = found[_UNMATCHED] if self.operator.kind == "left" else joined - out
         return {**counts, "out": out, _UNMATCHED: unmatched}
 
-    def parts(self, counts: Counts) -> dict[str, int]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
-        return {outcome: counts.get(outcome, 0) for outcome in outcomes}
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        return (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
-        done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        inner = totals.get(_UNMATCHED, 0) if self.kind == "inner" else 0
-        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
+        out, inner = totals.get("out", 0), self.operator.kind == "inner"
+        made = sum(totals.get(name, 0) for name in (Outcome.APPLIED, Outcome.LATE, CORRECTED))
+        made -= totals.get(_UNMATCHED, 0) if inner else 0
+        records_in, records_out = self.balances
         return [
-            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
-            ("records out = rows in the log", totals.get("out", 0), rows),
-            ("records joined = records out", joined, totals.get("out", 0)),
+            (records_in, totals.get("in", 0), sum(self.parts(totals).values())),
+            ("records out = rows in the log", out, rows),
+            (records_out, made, out),
         ]
 
 
@@ -308,7 +312,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             keeps_order=not operator.waits,
             monotonic=operator.waits,
             drops_late=False,
-            counts=StreamTableJoinCounts(operator.kind),
+            counts=StreamTableJoinCounts(operator),
         )
 
     def _result_order(self) -> ResultOrder:
@@ -866,9 +870,9 @@ def with_finality(rows: DataFrame, watermarks: Mapping[str, Mapping[int, int]]) 
 # Corrected join
 
 
-CORRECTED, TOO_LATE, CHANGES = "corrected", "corrections_too_late", "changes"
+TOO_LATE, CHANGES = "corrections_too_late", "changes"
 _TABLE, _CHANGED = "table", "changed"
-_CORRECTED_UNMATCHED, _AGAIN_COUNT = "unmatched", "joined_again"
+_AGAIN_COUNT = "joined_again"
 _AGAIN, _CORRECTED_ROW, _GONE, _TOO_OLD = "_again", "_row_before", "_revision_gone", "_too_old"
 _RECORD, _TWICE, _TWICE_AT, _CORRECTED_SEEN, _PRODUCED = (
     "_record",
@@ -921,24 +925,27 @@ class CorrectedJoinTime(GraceTime):
 
 
 @dataclass(frozen=True)
-class CorrectedJoinCounts(RunCounts):
+class CorrectedJoinCounts(StreamTableJoinCounts):
     """The counts of judged records and corrections; fails a run in which two records have one key.
 
     Args:
         name: of the result.
     """
 
-    name: str
     operator: CorrectedJoin
+    name: str
+    balances = (
+        "records in = joined + dropped + waiting + table changes",
+        "joined + corrected = records out",
+    )
 
     @property
     def shown(self) -> tuple[str, ...]:
-        more = (_CORRECTED_UNMATCHED, Outcome.WAITING, CORRECTED, TOO_LATE)
-        return ("in", "out", "late", "dropped", *more)
+        return (*super().shown, CORRECTED, TOO_LATE)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         counts = {
-            _CORRECTED_UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
+            _UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
             CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
         }
         if _TWICE not in columns:
@@ -968,26 +975,14 @@ class CorrectedJoinCounts(RunCounts):
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
         counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
-        corrected = {name: found[name] for name in (_CORRECTED_UNMATCHED, CORRECTED)}
+        corrected = {name: found[name] for name in (_UNMATCHED, CORRECTED)}
         corrected[TOO_LATE] = found[Outcome.TOO_LATE]
         counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
         return {**counts, "out": found[Outcome.APPLIED], **corrected}
 
-    def parts(self, counts: Counts) -> dict[str, int]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, CHANGES, Outcome.WAITING)
-        return {outcome: counts.get(outcome, 0) for outcome in outcomes}
-
-    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING, CHANGES)
-        done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        inner = totals.get(_CORRECTED_UNMATCHED, 0) if self.operator.kind == "inner" else 0
-        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
-        out = totals.get("out", 0)
-        return [
-            ("records in = joined + dropped + waiting + table changes", totals.get("in", 0), done),
-            ("records out = rows in the log", out, rows),
-            ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
-        ]
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        return (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, CHANGES, Outcome.WAITING)
 
 
 class CorrectedJoinProcessor(StreamTableJoinProcessor):
@@ -1026,7 +1021,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             order=self._result_order(),
             drops_late=False,
             quarantined_outcomes=(Outcome.TOO_LATE,),
-            counts=CorrectedJoinCounts(self.node.name, operator),
+            counts=CorrectedJoinCounts(operator, self.node.name),
         )
 
     def _result_order(self) -> ResultOrder:
