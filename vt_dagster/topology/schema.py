@@ -155,7 +155,7 @@ def as_struct(schema: Any, name: str) -> StructType:
     """Returns a StructType, or that of a pandera model (``to_structtype``), with STRING for CHAR and
     VARCHAR."""
     if isinstance(schema, StructType):
-        return _mapped(schema, _plain)
+        return _plain(schema)
     convert = getattr(schema, "to_structtype", None)
     if convert is None:
         raise TopologyError(
@@ -168,25 +168,24 @@ def as_struct(schema: Any, name: str) -> StructType:
             "its new records alone, of which several may have one key; remove it: a table has one row "
             "for each key, and unique_by of a stream leaves repeated records out"
         )
-    return _mapped(cast(StructType, convert()), _plain)
+    return _plain(cast(StructType, convert()))
 
 
 _T = TypeVar("_T", bound=DataType)
 
 
-def _mapped(kind: _T, change: Callable[[DataType], DataType]) -> _T:
-    """Returns a type with its atomic types changed, at any depth."""
-    found: DataType
+def _plain(kind: _T) -> _T:
+    """Returns a type with STRING for CHAR and VARCHAR, as Spark reads them, at any depth."""
+    found: DataType = kind
     if isinstance(kind, StructType):
-        fields = [(f, _mapped(f.dataType, change)) for f in kind.fields]
-        found = StructType([StructField(f.name, t, f.nullable, f.metadata) for f, t in fields])
+        fields = [StructField(f.name, _plain(f.dataType), f.nullable, f.metadata) for f in kind.fields]
+        found = StructType(fields)
     elif isinstance(kind, ArrayType):
-        found = ArrayType(_mapped(kind.elementType, change), kind.containsNull)
+        found = ArrayType(_plain(kind.elementType), kind.containsNull)
     elif isinstance(kind, MapType):
-        key, value = _mapped(kind.keyType, change), _mapped(kind.valueType, change)
-        found = MapType(key, value, kind.valueContainsNull)
-    else:
-        found = change(kind)
+        found = MapType(_plain(kind.keyType), _plain(kind.valueType), kind.valueContainsNull)
+    elif isinstance(kind, CharType | VarcharType):
+        found = StringType()
     return cast(_T, found)
 
 
@@ -373,11 +372,6 @@ def differences(
     if same(_plain(got), _plain(wanted)) or fits(got, wanted):
         return []
     return [f"{path} is {got.simpleString()}, expected {wanted.simpleString()}"]
-
-
-def _plain(kind: DataType) -> DataType:
-    """Returns STRING for CHAR and VARCHAR, as Spark reads them; other types unchanged."""
-    return StringType() if isinstance(kind, CharType | VarcharType) else kind
 
 
 def _check_characters(name: str, schema: StructType) -> None:
