@@ -488,13 +488,7 @@ def _check_unique_by(node: Any) -> None:
         )
     named = (node.unique_by,) if isinstance(node.unique_by, str) else node.unique_by
     columns = _distinct(node, "unique_by", named, node.schema.fields, "no record is a duplicate", "")
-    kinds = {c: node.schema[c].dataType for c in columns}
-    maps = [f"{c} {kind.simpleString()}" for c, kind in kinds.items() if holds_map(kind)]
-    if maps:
-        raise TopologyError(
-            f"{node.name}: expected unique_by to name columns whose values can be compared, got "
-            f"{maps}; name other columns, for example a string made from the map"
-        )
+    _refuse_maps(node, "unique_by", columns)
     object.__setattr__(node, "unique_by", columns)
 
 
@@ -510,6 +504,16 @@ def _check_within(node: Any) -> None:
         raise TopologyError(
             f"{node.name}: within must be one duration longer than 0, got {node.within!r}; set for "
             "example within=timedelta(days=7)"
+        )
+
+
+def _refuse_maps(node: Any, setting: str, columns: Sequence[str]) -> None:
+    kinds = {c: node.schema[c].dataType for c in columns}
+    maps = [f"{c} {kind.simpleString()}" for c, kind in kinds.items() if holds_map(kind)]
+    if maps:
+        raise TopologyError(
+            f"{node.name}: expected {setting} to name columns whose values can be compared, got "
+            f"{maps}; name other columns, for example a string made from the map"
         )
 
 
@@ -625,13 +629,7 @@ def _check_new_version_on(node: Any) -> None:
     """Checks ``new_version_on``, and stores it as a tuple."""
     values, otherwise = _values(node), "every record makes a version"
     columns = _distinct(node, "new_version_on", node.new_version_on, values, otherwise)
-    kinds = {f.name: f.dataType for f in values}
-    maps = [f"{c} {kinds[c].simpleString()}" for c in columns if holds_map(kinds[c])]
-    if maps:
-        raise TopologyError(
-            f"{node.name}: expected new_version_on to name columns whose values can be compared, got "
-            f"{maps}; name other columns, for example a string made from the map"
-        )
+    _refuse_maps(node, "new_version_on", columns)
     if node.valid_until is not None and node.valid_until not in columns:
         raise TopologyError(
             f"{node.name}: expected new_version_on to include valid_until, {node.valid_until!r}, got "
