@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspark.sql.types import StructField, StructType
 
-from vt_dagster.columns import TIMESTAMP
+from vt_dagster.columns import CAUSE, IS_FINAL, REVISION, TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.expressions import Projection, Selection, Side
@@ -211,6 +211,21 @@ class Join(Operator, ABC):
     @property
     def computed(self) -> set[str]:
         return self.projection().computed
+
+    def _check_own_columns(self, key: Sequence[str]) -> None:
+        """Raises TopologyError for selected columns that a corrected join adds itself.
+
+        Args:
+            key: the added key columns.
+        """
+        own = {REVISION, CAUSE, IS_FINAL, *key}
+        taken = sorted(name for name, _ in self.projection().columns if name.lower() in own)
+        if taken:
+            raise TopologyError(
+                f"{self.name}: expected no selected columns named {taken}, which a corrected join adds "
+                f"itself; select them under another name, for example 'left.{taken[0]} as "
+                f"own_{taken[0]}'"
+            )
 
 
 def check_kind(name: str, what: str, kind: Any, kinds: tuple[str, ...]) -> None:

@@ -14,7 +14,6 @@ from pyspark.sql.types import DataType, IntegerType, LongType, StructField, Stru
 
 from vt_dagster.columns import (
     CAUSE,
-    IS_FINAL,
     IS_LATE,
     LEFT_OFFSET,
     LEFT_PARTITION,
@@ -90,11 +89,6 @@ class StreamStreamJoin(Join):
                     f"{after}: the window ends before it starts; lengthen before or after"
                 )
         self.projection()
-
-    @property
-    def waits(self) -> bool:
-        """Whether records may wait for a match, and can be late."""
-        return True
 
     @property
     def promise(self) -> Duration:
@@ -202,14 +196,7 @@ class CorrectedStreamJoin(StreamStreamJoin):
                     f"{grace}, since unmatched rows are emitted only after it, got {promised}: "
                     "lengthen corrected_for, or shorten grace"
                 )
-        own = {REVISION, CAUSE, IS_FINAL, *self.result_key}
-        taken = sorted(name for name, _ in self.projection().columns if name.lower() in own)
-        if taken:
-            raise TopologyError(
-                f"{self.name}: expected no selected columns named {taken}, which a corrected join adds "
-                f"itself; select them under another name, for example 'left.{taken[0]} as "
-                f"own_{taken[0]}'"
-            )
+        self._check_own_columns(self.result_key)
 
     @property
     def promise(self) -> Duration:

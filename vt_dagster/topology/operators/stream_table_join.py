@@ -14,7 +14,6 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import (
     CAUSE,
-    IS_FINAL,
     IS_LATE,
     LEFT_OFFSET,
     LEFT_PARTITION,
@@ -404,16 +403,8 @@ class CorrectedJoin(StreamTableJoin):
                 )
 
     def _check_columns(self) -> None:
-        chosen = self.projection()
-        own = {REVISION, CAUSE, IS_FINAL, *_POSITION}
-        taken = sorted(name for name, _ in chosen.columns if name.lower() in own)
-        if taken:
-            raise TopologyError(
-                f"{self.name}: expected no selected columns named {taken}, which a corrected join adds "
-                f"itself; select them under another name, for example 'left.{taken[0]} as "
-                f"own_{taken[0]}'"
-            )
-        if VALID_TO in chosen.columns_of("right"):
+        self._check_own_columns(tuple(_POSITION))
+        if VALID_TO in self.projection().columns_of("right"):
             raise TopologyError(
                 f"{self.name}: right.valid_to changes with every later version, so each new version "
                 "would correct earlier rows; remove it from select: right.valid_from identifies the "
