@@ -57,6 +57,8 @@ class TableTableJoin(Join):
 
     called = ("table_join",)
     consumer: ClassVar[Consumer] = Consumer.TABLE_JOIN
+    what: ClassVar[str] = "table-table join"
+    kinds: ClassVar[tuple[str, ...]] = ("inner", "left", "outer")
 
     materialized: Materialized | None = None
     monotone_timestamps: bool | None = None
@@ -64,13 +66,17 @@ class TableTableJoin(Join):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need_table(self.name, "the left side of a table-table join", self.left)
-        need_table(self.name, "the right side of a table-table join", self.right)
-        check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
+        need_table(self.name, f"the left side of a {self.what}", self.left)
+        need_table(self.name, f"the right side of a {self.what}", self.right)
+        check_kind(self.name, self.what, self.kind, self.kinds)
         for side in self.inputs:
             require_readable(self.name, self.consumer, side)
         check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
+        self._check_match()
+
+    def _check_match(self) -> None:
+        """Raises TopologyError if the rows of both sides cannot be matched."""
         check_keys(self.name, self.left, self.right)
         used = self.projection()
         require_of_versions(self.name, self.consumer, self.left, used.columns_of("left"))
@@ -136,18 +142,12 @@ class ForeignKeyJoin(TableTableJoin):
     """
 
     consumer = Consumer.FOREIGN_KEY_JOIN
+    what = "foreign-key join"
+    kinds = ("inner", "left")
 
     foreign_key: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        super(TableTableJoin, self).__post_init__()
-        need_table(self.name, "the left side of a foreign-key join", self.left)
-        need_table(self.name, "the right side of a foreign-key join", self.right)
-        check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
-        for side in self.inputs:
-            require_readable(self.name, self.consumer, side)
-        check_emit(self.name, self.emit)
-        object.__setattr__(self, "select", tuple(self.select))
+    def _check_match(self) -> None:
         if len(self.foreign_key) != len(self.right.key):
             raise TopologyError(
                 f"{self.name}: the foreign key {list(self.foreign_key)} must have one expression for "
