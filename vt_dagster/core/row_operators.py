@@ -1,13 +1,4 @@
-"""Operators on one record at a time, like filter, map_values, select_key, merge and to_table.
-
-- filter, filter_not: keeps the rows of a table that satisfy a condition (KIP-914).
-- map_values: computes new values for the keys of a table (KIP-914).
-- flat_map_values: turns each record of a stream into several records, or none.
-- select_key: gives the records of a stream a new key.
-- merge: combines the records of several streams into one stream.
-- to_table: reads a stream's records as changes of a table.
-- to_stream: emits a table's changes as records of a stream.
-"""
+"""Operators on one record at a time, see ``vt_dagster.topology.operators.row_operators``."""
 
 from __future__ import annotations
 
@@ -37,7 +28,6 @@ from vt_dagster.core.processor import (
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.errors import NullArrayError
-from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import (
     Filter,
@@ -59,80 +49,43 @@ _REPEATED = "_repeated"
 
 
 class FilterProcessor(Processor[Filter]):
-    """Runs :func:`filter` on the input of a run; for a versioned result of a plain table also
-    :func:`without_repeated_tombstones`."""
+    """Turns rows that do not satisfy the condition into tombstones.
+
+    For a versioned table every record is emitted (kip914-filter-versioned). For a plain table a record
+    is omitted if neither its row nor the previous row satisfies it (kip914-filter-unversioned). ``old``
+    is null if the previous row does not satisfy it.
+
+    Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node
-        source = operator.source
-        begins = isinstance(node, VersionedTable) and not source.versioned
-        results = filter(
-            rows[0].withColumn(TURN, F.lit(0)),
-            key=source.key,
-            values=value_columns(source),
-            predicate=operator.predicate,
-            negate=operator.negate,
-            versioned=source.versioned or begins,
+        source, values = operator.source, value_columns(operator.source)
+        passes = f"coalesce(({operator.predicate}\n), false)"  # a comment may end the predicate
+        condition = f"NOT {passes}" if operator.negate else passes
+        changes = rows[0].withColumn(TURN, F.lit(0))
+        seen = over_old(changes, source.key, values, {"_old_passes": condition})
+        passes = F.expr(condition) & ~F.col(IS_TOMBSTONE)
+        old = F.when(F.col("_old_passes"), F.col(OLD))
+        every = F.lit(source.versioned or node.versioned)
+        goes_out = every | F.col("_passes") | F.col(OLD).isNotNull()
+        outcome = F.when(goes_out, Outcome.APPLIED).otherwise(Outcome.NO_RESULT)
+        kept = {v: F.when(F.col("_passes"), F.col(f"`{v}`")) for v in values}
+        results = (
+            seen.withColumns({"_passes": passes, OLD: old})
+            .withColumns({**kept, OUTCOME: outcome, IS_TOMBSTONE: ~F.col("_passes")})
+            .drop("_passes", "_old_passes")
         )
-        if not isinstance(node, VersionedTable) or not begins:
-            return results
-        return without_repeated_tombstones(
-            results,
-            context.view,
-            key=node.key,
-            stream_time=context.stream_time,
-            history_retention=node.history_retention,
-        )
+        if isinstance(node, VersionedTable) and not source.versioned:
+            return _without_repeated_tombstones(results, node, context)
+        return results
 
 
-def filter(
-    changes: DataFrame,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    predicate: str,
-    negate: bool,
-    versioned: bool,
-) -> DataFrame:
-    """Turns rows that do not satisfy the condition into tombstones.
-
-    For a versioned table every record is emitted (kip914-filter-versioned). For a plain table a record
-    is omitted if neither its row nor the previous row satisfies it (kip914-filter-unversioned).
-
-    Args:
-        predicate: a SQL condition over the columns; null = false.
-        versioned: whether the table is versioned.
-
-    Returns:
-        the change rows with ``_outcome``; ``old`` is null if the previous row does not satisfy it.
-
-    Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
-    """
-    passes = f"coalesce(({predicate}\n), false)"  # a comment may end the predicate
-    condition = f"NOT {passes}" if negate else passes
-    seen = over_old(changes, key, values, {"_old_passes": condition})
-    passes = F.expr(condition) & ~F.col(IS_TOMBSTONE)
-    old = F.when(F.col("_old_passes"), F.col(OLD))
-    goes_out = F.lit(True) if versioned else F.col("_passes") | F.col(OLD).isNotNull()
-    outcome = F.when(goes_out, Outcome.APPLIED).otherwise(Outcome.NO_RESULT)
-    kept = {v: F.when(F.col("_passes"), F.col(f"`{v}`")) for v in values}
-    return (
-        seen.withColumns({"_passes": passes, OLD: old})
-        .withColumns({**kept, OUTCOME: outcome, IS_TOMBSTONE: ~F.col("_passes")})
-        .drop("_passes", "_old_passes")
-    )
-
-
-def without_repeated_tombstones(
-    rows: DataFrame,
-    versions: DataFrame | None,
-    *,
-    key: Sequence[str],
-    stream_time: Column,
-    history_retention: Duration,
+def _without_repeated_tombstones(
+    rows: DataFrame, node: VersionedTable, context: RunContext
 ) -> DataFrame:
     """Omits tombstones of keys without a row in the result, if a plain table is filtered into a
     versioned one.
@@ -144,15 +97,14 @@ def without_repeated_tombstones(
     Plan: one shuffle and sort by partition; Arrow batches through Python.
 
     Args:
-        rows: the result of ``filter``; all of them are emitted.
-        versions: those of the result before the run; None = none.
-        stream_time: that of the result before the run.
+        rows: the filtered rows; all of them are emitted.
 
     Returns:
         the rows; omitted ones have the outcome ``no_result``.
 
     Source: FORMAT 4.2.3, 4.2.5.
     """
+    key, versions = node.key, context.view
     if versions is None:
         known = rows.withColumns(
             {_NEWEST: F.lit(None).cast("long"), _ALIVE: F.lit(None).cast("boolean")}
@@ -167,8 +119,8 @@ def without_repeated_tombstones(
     marked = known.withColumns(
         {
             _TIME: F.unix_micros(TIMESTAMP),
-            _BEFORE: F.unix_micros(stream_time),
-            _RETENTION: micros(history_retention),
+            _BEFORE: F.unix_micros(context.stream_time),
+            _RETENTION: micros(node.history_retention),
         }
     )
     ordered = gathered(marked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
@@ -224,51 +176,33 @@ def _plain() -> Callable[[Any], Any]:
 
 
 class MapValuesProcessor(Processor[MapValues]):
-    """Runs :func:`map_values` on the input of a run."""
+    """Computes new values for the same keys; every record is emitted, also repeated tombstones
+    (kip914-probe-map-values-tombstones).
+
+    Source: FORMAT 4.2.2, 4.2.4; kip914-versioned-inherits-through-map-values.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        source = self.operator.source
-        columns = self.operator.selection().columns
-        return map_values(
-            rows[0].withColumn(TURN, F.lit(0)),
-            key=source.key,
-            values=value_columns(source),
-            columns=[c for c in columns if c[0] not in source.key],
+        source, values = self.operator.source, value_columns(self.operator.source)
+        columns = [c for c in self.operator.selection().columns if c[0] not in source.key]
+        changes, names = rows[0].withColumn(TURN, F.lit(0)), [name for name, _ in columns]
+        before = [f"_old_{i}" for i in range(len(columns))]
+        of_old = {b: sql for b, (_, sql) in zip(before, columns, strict=True)}
+        seen = over_old(changes, source.key, values, of_old)
+        old = F.struct(
+            *[F.col(b).alias(n) for b, n in zip(before, names, strict=True)], f"{OLD}.{TIMESTAMP}"
         )
-
-
-def map_values(
-    changes: DataFrame,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    columns: Sequence[tuple[str, str]],
-) -> DataFrame:
-    """Computes new values for the same keys; every record is emitted, also repeated tombstones
-    (kip914-probe-map-values-tombstones).
-
-    Args:
-        columns: the result's value columns, (name, SQL expression over the table's columns).
-
-    Source: FORMAT 4.2.2, 4.2.4; kip914-versioned-inherits-through-map-values.
-    """
-    names = [name for name, _ in columns]
-    before = [f"_old_{i}" for i in range(len(columns))]
-    seen = over_old(changes, key, values, {b: sql for b, (_, sql) in zip(before, columns, strict=True)})
-    old = F.struct(
-        *[F.col(b).alias(n) for b, n in zip(before, names, strict=True)], f"{OLD}.{TIMESTAMP}"
-    )
-    mapped = [F.when(~F.col(IS_TOMBSTONE), F.expr(sql)).alias(name) for name, sql in columns]
-    others = [c for c in changes.columns if c not in {*values, *names, OLD}]
-    return seen.select(
-        *[F.col(f"`{c}`") for c in others],
-        *mapped,
-        F.when(F.col(OLD).isNotNull(), old).alias(OLD),
-        F.lit(Outcome.APPLIED).alias(OUTCOME),
-    )
+        mapped = [F.when(~F.col(IS_TOMBSTONE), F.expr(sql)).alias(name) for name, sql in columns]
+        others = [c for c in changes.columns if c not in {*values, *names, OLD}]
+        return seen.select(
+            *[F.col(f"`{c}`") for c in others],
+            *mapped,
+            F.when(F.col(OLD).isNotNull(), old).alias(OLD),
+            F.lit(Outcome.APPLIED).alias(OUTCOME),
+        )
 
 
 # Flat map values
@@ -305,7 +239,16 @@ class FlatMapValuesCounts(RunCounts):
 
 
 class FlatMapValuesProcessor(Processor[FlatMapValues]):
-    """Runs :func:`flat_map_values` on the input of a run."""
+    """Emits one record per element of an array, in the array's order: ``_turn`` is the index.
+
+    A null element is a tombstone. An empty or null array has no result; ``_missing``: whether the array
+    is null.
+
+    Plan: a generator over the records, no shuffle.
+
+    Source: FORMAT 4.12.3; flat-map-values-order-and-timestamp,
+    flat-map-values-empty-value-and-empty-pieces, flat-map-values-null-list-fails.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         counts = FlatMapValuesCounts(self.node.name, self.operator.expression)
@@ -316,162 +259,108 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
         # The value of a tombstone is null, whatever its value columns contain.
         values = value_columns(operator.source)
         nothing = {v: F.when(~F.col(IS_TOMBSTONE), F.col(f"`{v}`")) for v in values}
-        return flat_map_values(
-            with_columns(rows[0], nothing),
-            expression=operator.expression,
-            column=operator.column,
-            keep=operator.kept(),
+        elements = F.expr(operator.expression)
+        kept = [F.col(f"`{c}`") for c in operator.kept()]
+        spread = with_columns(rows[0], nothing).select(
+            *kept,
+            TIMESTAMP,
+            PARTITION,
+            *ORDER,
+            elements.isNull().alias(_MISSING),
+            F.posexplode_outer(elements).alias(TURN, _ELEMENT),
         )
-
-
-def flat_map_values(
-    records: DataFrame, *, expression: str, column: str, keep: Sequence[str]
-) -> DataFrame:
-    """Returns one record per element of an array, in the array's order.
-
-    Plan: a generator over the records, no shuffle.
-
-    Args:
-        expression: SQL over the record's columns, which gives the array.
-        column: the result's column for the element.
-        keep: columns that each result keeps.
-
-    Returns:
-        ``keep, column, timestamp, partition, is_tombstone`` (the element is null), ``_outcome``
-        (``no_result`` for an empty or null array)``, ORDER, _turn`` (the index in the array), and
-        ``_missing``: whether the array is null.
-
-    Source: FORMAT 4.12.3; flat-map-values-order-and-timestamp,
-    flat-map-values-empty-value-and-empty-pieces, flat-map-values-null-list-fails.
-    """
-    elements = F.expr(expression)
-    kept = [F.col(f"`{c}`") for c in keep]
-    spread = records.select(
-        *kept,
-        TIMESTAMP,
-        PARTITION,
-        *ORDER,
-        elements.isNull().alias(_MISSING),
-        F.posexplode_outer(elements).alias(TURN, _ELEMENT),
-    )
-    there = F.col(TURN).isNotNull()
-    return spread.select(
-        *kept,
-        F.col(_ELEMENT).alias(column),
-        TIMESTAMP,
-        PARTITION,
-        F.col(_ELEMENT).isNull().alias(IS_TOMBSTONE),
-        F.when(there, Outcome.APPLIED).otherwise(Outcome.NO_RESULT).alias(OUTCOME),
-        *ORDER,
-        TURN,
-        _MISSING,
-    )
+        there = F.col(TURN).isNotNull()
+        return spread.select(
+            *kept,
+            F.col(_ELEMENT).alias(operator.column),
+            TIMESTAMP,
+            PARTITION,
+            F.col(_ELEMENT).isNull().alias(IS_TOMBSTONE),
+            F.when(there, Outcome.APPLIED).otherwise(Outcome.NO_RESULT).alias(OUTCOME),
+            *ORDER,
+            TURN,
+            _MISSING,
+        )
 
 
 # Select key
 
 
 class SelectKeyProcessor(Processor[SelectKey]):
-    """Runs :func:`select_key` on the input of a run."""
+    """Emits every record under its new key, in that key's partition; also tombstones and null keys.
+
+    Plan: projections; the numbering of the log moves records to their partitions.
+
+    Source: FORMAT 4.12.2; select-key-null-passes, select-key-too-short-value.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, merges=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        columns = self.operator.keys().columns
-        return select_key(rows[0], columns=columns, partition=home_of(self.node.key, self.node))
-
-
-def select_key(
-    records: DataFrame, *, columns: Sequence[tuple[str, str]], partition: Column
-) -> DataFrame:
-    """Emits every record under its new key, in that key's partition; also tombstones and null keys.
-
-    Plan: projections; the numbering of the log moves records to their partitions.
-
-    Args:
-        columns: the new key's (name, SQL expression over the record's columns).
-        partition: an expression over the new key's columns.
-
-    Source: FORMAT 4.12.2; select-key-null-passes, select-key-too-short-value.
-    """
-    chosen = with_columns(records, {name: F.expr(sql) for name, sql in columns})
-    return chosen.withColumns({PARTITION: partition, OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)})
+        columns, partition = self.operator.keys().columns, home_of(self.node.key, self.node)
+        chosen = with_columns(rows[0], {name: F.expr(sql) for name, sql in columns})
+        return chosen.withColumns(
+            {PARTITION: partition, OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)}
+        )
 
 
 # Merge
 
 
 class MergeProcessor(Processor[Merge]):
-    """Runs :func:`merge` on the inputs of a run."""
+    """Emits every record with its key, value, timestamp and partition; also null keys and tombstones.
+
+    Omits columns that an operator added to one stream's log.
+
+    Plan: a union, no shuffle.
+
+    Source: FORMAT 4.12.1; merge-keeps-key-value-timestamp-and-arrival-order,
+    merge-passes-null-keys-and-null-values.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, merges=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        return merge(rows, columns=[*self.node.key, *value_columns(self.node)])
-
-
-def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
-    """Emits every record with its key, value, timestamp and partition; also null keys and tombstones.
-
-    Plan: a union, no shuffle.
-
-    Args:
-        streams: log rows with ``ORDER``, which defines their common order.
-        columns: the key and value columns; columns that an operator added to one stream's log are
-            omitted.
-
-    Source: FORMAT 4.12.1; merge-keeps-key-value-timestamp-and-arrival-order,
-    merge-passes-null-keys-and-null-values.
-    """
-    names = [*[F.col(f"`{c}`") for c in columns], TIMESTAMP, PARTITION, IS_TOMBSTONE, *ORDER]
-    rows = reduce(DataFrame.unionByName, [one.select(*names) for one in streams])
-    return rows.withColumns({OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)})
+        columns = [*self.node.key, *value_columns(self.node)]
+        names = [*[F.col(f"`{c}`") for c in columns], TIMESTAMP, PARTITION, IS_TOMBSTONE, *ORDER]
+        merged = reduce(DataFrame.unionByName, [one.select(*names) for one in rows])
+        return merged.withColumns({OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)})
 
 
 # To table
 
 
 class ToTableProcessor(Processor[ToTable]):
-    """Runs :func:`to_table` on the input of a run."""
+    """Emits a stream's records as changes; records without a key are dropped.
+
+    Source: FORMAT 4.2.1, 4.3.1; kip914-versioned-kept-by-explicit-to-table.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=self.operator.partitioning is not None)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        made = to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
+        lacks_key = ~has_key(self.operator.source.key)
+        outcome = F.when(lacks_key, Outcome.DROPPED).otherwise(Outcome.APPLIED)
+        made = rows[0].withColumns({TURN: F.lit(0), OUTCOME: outcome})
         if self.operator.partitioning is not None:
             return made
         return made.withColumn(PARTITION, home_of(self.node.key, self.node))
-
-
-def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """Returns a stream's records as changes; records without a key are dropped.
-
-    Source: FORMAT 4.2.1, 4.3.1; kip914-versioned-kept-by-explicit-to-table.
-    """
-    return records.withColumn(
-        OUTCOME, F.when(~has_key(key), Outcome.DROPPED).otherwise(Outcome.APPLIED)
-    )
 
 
 # To stream
 
 
 class ToStreamProcessor(Processor[ToStream]):
-    """Runs :func:`to_stream` on the input of a run."""
+    """Emits a table's changes as records, including tombstones.
+
+    Source: FORMAT 4.2.2; kip914-versioned-lost-by-to-table.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return RunPlan(self.whole_inputs, keeps_order=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        return to_stream(rows[0].withColumn(TURN, F.lit(0)))
-
-
-def to_stream(changes: DataFrame) -> DataFrame:
-    """Emits a table's changes as records, including tombstones.
-
-    Source: FORMAT 4.2.2; kip914-versioned-lost-by-to-table.
-    """
-    return changes.withColumn(OUTCOME, F.lit(Outcome.APPLIED))
+        return rows[0].withColumns({TURN: F.lit(0), OUTCOME: F.lit(Outcome.APPLIED)})
