@@ -20,9 +20,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from heapq import heappop, heappush
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark import cloudpickle
@@ -68,8 +67,8 @@ from vt_dagster.core.processor import (
 )
 from vt_dagster.core.stream_time import STREAM_TIME, Timed, with_stream_time
 from vt_dagster.errors import BufferFullError
-from vt_dagster.topology.durations import Duration
-from vt_dagster.topology.operators import Limit, Suppress, UntilTimeLimit, UntilWindowCloses, WhenFull
+from vt_dagster.topology.durations import longest
+from vt_dagster.topology.operators import Limit, Suppress, UntilTimeLimit, UntilWindowCloses
 
 # Suppress emit early
 
@@ -355,7 +354,11 @@ class SuppressCounts(RunCounts):
         return super().of_run(taken, found, judged) | {"suppression_emit": found[Outcome.APPLIED]}
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
-        return None if state is None else fullness(state)
+        if state is None:
+            return None
+        return state.groupBy(PARTITION).agg(
+            F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
+        )
 
     def gauges(
         self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
@@ -396,7 +399,41 @@ class SuppressCounts(RunCounts):
 
 
 class SuppressProcessor(Processor[Suppress]):
-    """Runs :func:`suppress` on the input of a run; :func:`buffer_after` is its state."""
+    """Decides which updates of a table are emitted in this run, and which wait. T is stream time.
+
+    Time limit: the first update of a key opens a period; when T >= its timestamp + duration, the last
+    update of the key so far is emitted, and the next one opens a new period. Without limits on the
+    buffer, a run emits the same updates, in the same order, as record-by-record processing.
+
+    Until a window closes: the last update of a window is emitted once T has passed its end +
+    ``closes_after``. A tombstone keeps its place until then, as in Kafka Streams, but is not emitted. A
+    sliding window is still open at that moment: each of its later updates is emitted too, as in Kafka
+    Streams.
+
+    With ``emit_early`` the limits are checked after each update (see ``emit_early``). Otherwise all
+    waiting updates are kept; their ``fullness`` is checked at the end of the run.
+
+    Plan, until a window closes: one shuffle and sort by key of updates and buffer; for sliding windows
+    ``with_stream_time`` before it. Time limit: ``with_stream_time`` (one aggregate, one shuffle and
+    sort by partition and chunk), then one shuffle and sort by key and a Python kernel, since the start
+    of a period depends on the end of the previous one; the kernel holds one row of one key in memory.
+    With a duration of 0: no shuffle. With ``emit_early``: one shuffle and two sorts by partition and a
+    Python kernel, instead of the shuffle and sort by key.
+
+    The results are the emitted updates (``_outcome`` is ``applied``), and those that wait after the run
+    (``kept``).
+
+    Emitted: in the order of record-by-record processing: by place and key, ``_arrival`` being the place
+    in epoch microseconds. An update that is due on arrival, because T has passed its time already,
+    follows those due at that T: its ``_arrival`` is T - duration. A duration of 0 keeps the order of
+    arrival.
+
+    Waiting: the last update, ``_place`` (TIMESTAMP) of the first one or the window's end, ``_bytes``
+    the length of the row's JSON text. Kafka counts bytes differently.
+
+    Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
+    kip328-window-final-once, kip328-session-final, kip328-sliding-final-twice.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         window, until = self.operator.window, self.operator.until
@@ -410,140 +447,64 @@ class SuppressProcessor(Processor[Suppress]):
             counts=SuppressCounts(self.node.name, until),
         )
 
+    @property
+    def kept(self) -> list[str]:
+        """The columns of an update that the buffer keeps."""
+        source = self.operator.source
+        return [*source.key, *value_columns(source), TIMESTAMP, PARTITION, IS_TOMBSTONE]
+
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        operator, until = self.operator, self.operator.until
-        window = operator.window
-        return suppress(
-            rows[0].withColumn(TURN, F.lit(0)),
-            context.state,
-            key=list(operator.source.key),
-            values=value_columns(operator.source),
-            until="time_limit" if isinstance(until, UntilTimeLimit) else "window_closes",
-            duration=operator.period,
-            before=context.stream_time,
-            after=context.stream_time_after,
-            window_end_inclusive=window is not None and window.end_inclusive,
-            open_when_due=window is not None and window.open_when_due,
-            max_records=until.max_records,
-            max_bytes=until.max_bytes,
-            when_full=until.when_full,
-            chunk=self.chunk,
-        )
+        operator, until, window = self.operator, self.operator.until, self.operator.window
+        changes, buffer, kept = rows[0].withColumn(TURN, F.lit(0)), context.state, self.kept
+        key, wait = list(operator.source.key), micros(operator.period)
+        size = F.octet_length(F.to_json(F.struct(*key, *value_columns(operator.source), TIMESTAMP)))
+        after = F.unix_micros(context.stream_time_after)
+        end_inclusive = window is not None and window.end_inclusive
+        turn = _turn(key, end_inclusive)
+        if isinstance(until, UntilWindowCloses):
+            if window is not None and window.open_when_due:
+                judged = _each_final(self._timed(changes, context), buffer, key, kept, wait, after)
+            else:
+                # Of a session the end is inclusive (FORMAT section 7).
+                end, passed = F.unix_micros(WINDOW_END), after - wait
+                due = end < passed if end_inclusive else end <= passed
+                judged = _final(changes, buffer, key, kept, due)
+            silent = F.col(IS_TOMBSTONE)
+        elif not longest(operator.period):
+            return _pass_through(changes, buffer, key, kept)
+        else:
+            seen = self._timed(changes, context)
+            fresh = _together(seen, buffer, kept, F.unix_micros(STREAM_TIME).alias(STREAM_TIME))
+            unlimited = until.max_records is None and until.max_bytes is None
+            if until.when_full == "emit_early" and not unlimited:
+                left = emit_early(
+                    fresh,
+                    kept=kept,
+                    turn=turn,
+                    period=wait,
+                    size=size,
+                    max_records=most(until.max_records),
+                    max_bytes=most(until.max_bytes),
+                )
+                return _result(left, kept, F.col(RELEASED), size, F.col(NTH))
+            judged = split_into_periods(fresh, key=key, kept=kept, period=wait, after=after)
+            silent = F.lit(False)
+        judged = judged.withColumn(BYTES, F.when(~F.col(RELEASED), size))
+        out: Column = F.col(RELEASED)
+        late_order = F.struct(*[F.when(F.col(LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
+        last_turn = F.struct(LATE, late_order, *turn)
+        return _result(judged.where(~(out & silent)), kept, out, F.col(BYTES), last_turn)
+
+    def _timed(self, changes: DataFrame, context: RunContext) -> DataFrame:
+        """Adds T as of just before each update."""
+        return with_stream_time(changes, context.stream_time, chunk=self.chunk, included=False)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        source = self.operator.source
-        return buffer_after(rows, key=list(source.key), values=value_columns(source))
-
-
-def suppress(
-    changes: DataFrame,
-    buffer: DataFrame | None,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    until: Literal["time_limit", "window_closes"],
-    duration: Duration,
-    before: Column,
-    after: Column,
-    window_end_inclusive: bool = False,
-    open_when_due: bool = False,
-    max_records: Limit = None,
-    max_bytes: Limit = None,
-    when_full: WhenFull = "unbounded",
-    chunk: Column | None = None,
-) -> DataFrame:
-    """Decides which updates of a table are emitted in this run, and which wait. T is stream time.
-
-    ``time_limit``: the first update of a key opens a period; when T >= its timestamp + duration, the
-    last update of the key so far is emitted, and the next one opens a new period. Without limits on the
-    buffer, a run emits the same updates, in the same order, as record-by-record processing.
-
-    ``window_closes``: the last update of a window is emitted once T has passed its end + duration. A
-    tombstone keeps its place until then, as in Kafka Streams, but is not emitted. A sliding window is
-    still open at that moment: each of its later updates is emitted too, as in Kafka Streams.
-
-    With ``emit_early`` the limits are checked after each update (see ``emit_early``). Otherwise all
-    waiting updates are kept; the caller checks their :func:`fullness` at the end of the run.
-
-    Plan, ``window_closes``: one shuffle and sort by key of updates and buffer; for sliding windows
-    ``with_stream_time`` before it. ``time_limit``: ``with_stream_time`` (one aggregate, one shuffle and
-    sort by partition and chunk), then one shuffle and sort by key and a Python kernel, since the start
-    of a period depends on the end of the previous one; the kernel holds one row of one key in memory.
-    With a duration of 0: no shuffle. With ``emit_early``: one shuffle and two sorts by partition and a
-    Python kernel, instead of the shuffle and sort by key.
-
-    Args:
-        changes: a table's change rows, ``key columns, value columns, timestamp, partition,
-            is_tombstone, ORDER, …``, without out-of-order ones (``is_latest`` is true). They may have
-            other columns.
-        buffer: the updates that waited before the run; None = none.
-        key: the key columns, for a windowed table including ``window_start`` and ``window_end``.
-        duration: for ``window_closes``: the windows' ``closes_after``.
-        before: T of the row's partition before the run (TIMESTAMP; null = no update yet); for
-            ``window_closes`` used for sliding windows only.
-        after: T at the end of the run.
-        window_end_inclusive: whether the windows are sessions. A window is emitted iff ``window_end <=
-            T - duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
-        open_when_due: whether the windows are sliding ones; used for ``window_closes`` only.
-        max_records, max_bytes: limits of each partition's buffer; bytes as in ``_bytes``.
-        chunk: see ``with_stream_time``.
-
-    Returns:
-        the emitted updates (``_outcome`` is ``applied``), and those that wait after the run (``kept``).
-
-        Emitted: ``key columns, value columns, timestamp, partition, is_tombstone, ORDER, _turn``, in
-        the order of record-by-record processing: by place and key, ``_arrival`` being the place in
-        epoch microseconds. An update that is due on arrival, because T has passed its time already,
-        follows those due at that T: its ``_arrival`` is T - duration. A duration of 0 keeps the order
-            of arrival.
-
-        Waiting: ``key columns, value columns, timestamp, partition, is_tombstone, _place, _bytes``:
-        the last update, ``_place`` (TIMESTAMP) of the first one or the window's end, ``_bytes``
-        the length of the row's JSON text. Kafka counts bytes differently.
-
-    Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
-    kip328-window-final-once, kip328-session-final, kip328-sliding-final-twice.
-    """
-    kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE]
-    size = F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP)))
-    turn = _turn(key, window_end_inclusive)
-    limited = when_full == "emit_early" and not (max_records is None and max_bytes is None)
-    if until == "window_closes" and open_when_due:
-        seen = with_stream_time(changes, before, chunk=chunk, included=False)
-        judged = _each_final(seen, buffer, key, kept, micros(duration), F.unix_micros(after))
-    elif until == "window_closes":
-        wait = F.unix_micros(after) - micros(duration)
-        end = F.unix_micros(WINDOW_END)
-        judged = _final(changes, buffer, key, kept, end < wait if window_end_inclusive else end <= wait)
-    elif _is_zero(duration):
-        return _pass_through(changes, buffer, key, kept)
-    else:
-        seen = with_stream_time(changes, before, chunk=chunk, included=False)
-        rows = _together(seen, buffer, kept, F.unix_micros(STREAM_TIME).alias(STREAM_TIME))
-        if limited:
-            left = emit_early(
-                rows,
-                kept=kept,
-                turn=turn,
-                period=micros(duration),
-                size=size,
-                max_records=most(max_records),
-                max_bytes=most(max_bytes),
-            )
-            return _result(left, kept, F.col(RELEASED), size, F.col(NTH))
-        judged = split_into_periods(
-            rows, key=key, kept=kept, period=micros(duration), after=F.unix_micros(after)
-        )
-    judged = judged.withColumn(BYTES, F.when(~F.col(RELEASED), size))
-    out: Column = F.col(RELEASED)
-    silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
-    late_order = F.struct(*[F.when(F.col(LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
-    last_turn = F.struct(LATE, late_order, *turn)
-    return _result(judged.where(~(out & silent)), kept, out, F.col(BYTES), last_turn)
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(*self.kept, PLACE, BYTES)
 
 
 def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, turn: Column) -> DataFrame:
-    """Returns the rows of ``suppress``: emitted and waiting updates with their order."""
+    """Returns the emitted and the waiting updates with their order."""
     return rows.select(
         *_judged(kept, out, F.timestamp_micros(PLACE)),
         F.when(~F.col(RELEASED), size).alias(BYTES),
@@ -555,28 +516,10 @@ def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, tur
     )
 
 
-def buffer_after(rows: DataFrame, *, key: Sequence[str], values: Sequence[str]) -> DataFrame:
-    """Returns the buffer after a run: see ``suppress``."""
-    waiting = rows.where(F.col(OUTCOME) == Outcome.KEPT)
-    return waiting.select(*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, PLACE, BYTES)
-
-
-def fullness(buffer: DataFrame) -> DataFrame:
-    """Returns each partition's buffer size: ``partition, records, bytes``. Plan: one aggregate."""
-    return buffer.groupBy(PARTITION).agg(
-        F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
-    )
-
-
 def _turn(key: Sequence[str], window_end_inclusive: bool) -> list[str]:
     """Returns the key in Kafka's order: a window's start last, a session's end before its start."""
     window = (WINDOW_END, WINDOW_START) if window_end_inclusive else (WINDOW_START, WINDOW_END)
     return [*(k for k in key if k not in window), *(w for w in window if w in key)]
-
-
-def _is_zero(duration: Duration) -> bool:
-    lengths = [duration] if isinstance(duration, timedelta) else duration.values()
-    return all(length == timedelta(0) for length in lengths)
 
 
 def _judged(kept: Sequence[str], out: Column, place: Column) -> list[Column]:
