@@ -782,7 +782,29 @@ class WindowedAggregateCounts(RunCounts):
 
 
 class WindowedAggregateProcessor(Processor[WindowedAggregate]):
-    """Runs :func:`aggregate` on the input of a run; :func:`state_after` is its state."""
+    """Aggregates the records of a run by key and window; every update is a result.
+
+    Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of undecided
+    chunks), then one shuffle and sort by key and window of the run's records and the open windows; with
+    ``per_run``, if the order of rows does not change the numbers, a shuffle and a hash aggregate.
+    Sessions: ``with_time_where_needed``, then a shuffle and sort by key alone, and a Python kernel (see
+    ``merge_sessions``). Sliding windows: the plan of sessions with ``merge_sliding_windows``; if their
+    retention hides windows, the plan runs once more before, to compute the hidden ones.
+
+    Each partition has windows of its own. A null value counts like any other record
+    (kip328-probe-null-values-tumbling), except for sliding windows, which drop it
+    (kip328-probe-null-values-sliding); a record without a key is dropped.
+
+    ``window_start`` is inclusive; ``window_end`` is exclusive; for a session it is the timestamp of its
+    last record, for a sliding window its start + time difference, both inclusive. ``timestamp``: the
+    largest in the window; for a session, and for the tombstone of a merged one, its end. ``dropped``: a
+    record without a key (or value, if one is needed), without a window; or one row per closed window.
+    ``kept``: a window not last changed by a record, or a session or sliding window at the end of the
+    run.
+
+    Source: FORMAT 4.10.1-4.10.6, section 7; kip328-grace-boundary, kip328-hopping,
+    kip328-session-merge, kip328-sliding.
+    """
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         merges = self.merges
@@ -833,155 +855,71 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         return with_columns(rows, chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        accumulators = self.operator.parsed().accumulators
+        operator, window, key = self.operator, self.operator.window, self.grouping
+        aggregates = operator.parsed()
         # Before the records get their new key: a key column must not hide a column of the same name.
-        given = with_columns(rows[0], {a.name: F.expr(a.expression) for a in accumulators})
+        contributions = {a.name: F.expr(a.expression) for a in aggregates.accumulators}
+        given = with_columns(rows[0], contributions)
         if self.is_in_place:
             # Copies of offset and partition: every shuffle and sort of the results would carry them.
             given = given.drop(INPUT, HOME, SEQUENCE)
-        return aggregate(
-            self.regrouped(given),
-            context.state,
-            key=self.grouping,
-            window=self.operator.window,
-            aggregates=self.operator.parsed(),
-            before=context.stream_time,
-            closed=context.watermarks.get(CLOSED_UP_TO),
-            chunk=self.chunk,
-            fine_chunk=self.fine_chunk,
-            bounds=context.bounds,
-            once=self.operator.emit == "per_run",
-        )
+        records = self.regrouped(given)
+        counts = moves_stream_time(key, window)
+        # The types that Spark's sum, min and max give.
+        merged = [_MERGES[a.merge](a.name).alias(a.name) for a in aggregates.accumulators]
+        own = [F.col(f.name).cast(f.dataType) for f in records.agg(*merged).schema.fields]
+        earlier = None
+        if context.state is not None:
+            kept = [*key, PARTITION, TIMESTAMP, WINDOW_START, WINDOW_END]
+            earlier = context.state.select(*kept, F.lit(False).alias(FRESH), *own)
+        about = (F.lit(True).alias(FRESH), counts.alias(KEYED))
+        fresh = [*key, PARTITION, *place_in(records), TIMESTAMP, *about, *own]
+        before, bounds = context.stream_time, context.bounds
+        chunk = self.chunk if bounds is None else self.fine_chunk
+        # Up to there an earlier, shorter grace period had closed windows.
+        closed = context.watermarks.get(CLOSED_UP_TO)
+        if isinstance(window, (TumblingWindow, HoppingWindow)):
+            rows_of_windows = placed(records.select(*fresh), key, window)
+            deadline = closes_at(window, F.unix_micros(WINDOW_END))
+            moves = F.col(KEYED)
+            judged = passed(rows_of_windows, deadline, before, moves, chunk=chunk, bounds=bounds)
+            once = operator.emit == "per_run"
+            return _fixed(judged, earlier, key, window, aggregates, closed, once)
+        seen = with_time_where_needed(records, before, counts, chunk=chunk, bounds=bounds)
+        seen = seen.select(*fresh, STREAM_TIME)
+        if isinstance(window, SessionWindow):
+            return _sessions(seen, earlier, key, window, aggregates, closed)
+        return _sliding(seen, earlier, key, window, aggregates, closed, self.chunk)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        return state_after(
-            rows,
-            key=self.grouping,
-            window=self.operator.window,
-            aggregates=self.operator.parsed(),
-            after=context.stream_time_after,
-        )
-
-
-def needs_value(window: Window) -> bool:
-    """Returns whether records without a value are dropped: by sliding windows, as in Kafka Streams."""
-    return isinstance(window, SlidingWindow)
+        """Returns the windows after a run that a later record can change or, for sliding windows,
+        read."""
+        window, after = self.operator.window, context.stream_time_after
+        end, now = F.unix_micros(WINDOW_END), F.unix_micros(after)
+        if isinstance(window, SessionWindow):
+            closed = end < now - micros(window.closes_after)
+        elif isinstance(window, SlidingWindow):
+            # An accepted record lies at or after T - grace - difference, and looks back twice the
+            # difference.
+            least = in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
+            closed = F.unix_micros(WINDOW_START) < least
+        else:
+            closed = closes_at(window, end) <= now
+        counts = (F.col(OUTCOME) == Outcome.KEPT) | (F.col(OUTCOME) == Outcome.APPLIED)
+        alive = rows.where(F.col(_WINDOW_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
+        names = [a.name for a in self.operator.parsed().accumulators]
+        return alive.select(*self.grouping, WINDOW_START, WINDOW_END, PARTITION, *names, TIMESTAMP)
 
 
 def moves_stream_time(key: Sequence[str], window: Window) -> Column:
-    """Returns whether a record counts for windows: it has a key, and a value if one is needed.
+    """Returns whether a record counts for windows: it has a key, and for sliding windows a value.
 
-    Other records are dropped and do not advance T.
+    Other records are dropped and do not advance T, as in Kafka Streams.
 
     Source: FORMAT 4.10, 4.10.3; kip328-probe-null-values-tumbling, -session, -sliding.
     """
-    return has_key(key) & ~F.col(IS_TOMBSTONE) if needs_value(window) else has_key(key)
-
-
-def aggregate(
-    records: DataFrame,
-    state: DataFrame | None,
-    *,
-    key: Sequence[str],
-    window: Window,
-    aggregates: Aggregates,
-    before: Column,
-    closed: Column | None = None,
-    chunk: Column | None = None,
-    fine_chunk: Column | None = None,
-    bounds: Bounds | None = None,
-    once: bool = False,
-) -> DataFrame:
-    """Aggregates the records of a run by key and window; every update is a result.
-
-    Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of undecided
-    chunks), then one shuffle and sort by key and window of the run's records and the open windows; with
-    ``once``, if the order of rows does not change the numbers, a shuffle and a hash aggregate.
-    Sessions: ``with_time_where_needed``, then a shuffle and sort by key alone, and a Python kernel (see
-    ``merge_sessions``). Sliding windows: the plan of sessions with ``merge_sliding_windows``; if their
-    retention hides windows, the plan runs once more before, to compute the hidden ones.
-
-    Args:
-        records: the stream's log rows, ``key columns, accumulators, timestamp, partition``, and
-            ``ORDER``, or ``_arrival`` alone if this orders the records of a partition. An accumulator
-            is the record's contribution. ``partition`` and key columns are already the result's; each
-            partition has windows of its own. A null value counts like any other record
-            (kip328-probe-null-values-tumbling), except for sliding windows, which drop it
-            (kip328-probe-null-values-sliding); a record without a key is dropped.
-        state: the windows kept before the run; None = none.
-        before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
-        closed: the time (epoch microseconds) up to which the row's partition had closed its windows by
-            an earlier, shorter grace period; None = as follows from T.
-        chunk: see ``with_stream_time``; ``fine_chunk`` is that of ``bounds``, see ``passed``.
-        once: whether only the last update of each window is needed; others may be returned.
-
-    Returns:
-        ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
-        _outcome, _turn``, the place of ``records``, and the columns that ``state_after`` needs.
-        ``window_start`` is inclusive; ``window_end`` is exclusive; for a session it is the timestamp of
-        its last record, for a sliding window its start + time difference, both inclusive.
-        ``timestamp``: the largest in the window; for a session, and for the tombstone of a merged one,
-        its end. ``dropped``: a record without a key (or value, if one is needed), without a window; or
-        one row per closed window. ``kept``: a window not last changed by a record, or a session or
-        sliding window at the end of the run.
-
-    Source: FORMAT 4.10.1-4.10.6, section 7; kip328-grace-boundary, kip328-hopping,
-    kip328-session-merge, kip328-sliding.
-    """
-    counts = moves_stream_time(key, window)
-    kept = _accumulators_type(records, aggregates)
-    own = [F.col(f.name).cast(f.dataType) for f in kept.fields]
-    earlier = None
-    if state is not None:
-        ends = (WINDOW_START, WINDOW_END)
-        earlier = state.select(*key, PARTITION, TIMESTAMP, *ends, F.lit(False).alias(FRESH), *own)
-    place = place_in(records)
-    fresh = [*key, PARTITION, *place, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
-    timed_by = chunk if bounds is None else fine_chunk
-    if isinstance(window, (TumblingWindow, HoppingWindow)):
-        rows = placed(records.select(*fresh), key, window)
-        deadline = closes_at(window, F.unix_micros(WINDOW_END))
-        judged = passed(rows, deadline, before, F.col(KEYED), chunk=timed_by, bounds=bounds)
-        return _fixed(judged, earlier, key, window, aggregates, closed, once)
-    seen = with_time_where_needed(records, before, counts, chunk=timed_by, bounds=bounds)
-    seen = seen.select(*fresh, STREAM_TIME)
-    if isinstance(window, SessionWindow):
-        return _sessions(seen, earlier, key, window, aggregates, closed)
-    return _sliding(seen, earlier, key, window, aggregates, closed, chunk)
-
-
-def state_after(
-    rows: DataFrame, *, key: Sequence[str], window: Window, aggregates: Aggregates, after: Column
-) -> DataFrame:
-    """Returns the windows after a run that a later record can change or, for sliding windows, read.
-
-    Args:
-        rows: of ``aggregate``.
-        after: T of the row's partition at the end of the run.
-
-    Returns:
-        ``key columns, window_start, window_end, partition, accumulators, timestamp``.
-    """
-    end, now = F.unix_micros(WINDOW_END), F.unix_micros(after)
-    if isinstance(window, SessionWindow):
-        closed = end < now - micros(window.closes_after)
-    elif isinstance(window, SlidingWindow):
-        # An accepted record lies at or after T - grace - difference, and looks back twice the
-        # difference.
-        least = in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
-        closed = F.unix_micros(WINDOW_START) < least
-    else:
-        closed = closes_at(window, end) <= now
-    counts = (F.col(OUTCOME) == Outcome.KEPT) | (F.col(OUTCOME) == Outcome.APPLIED)
-    alive = rows.where(F.col(_WINDOW_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
-    names = [a.name for a in aggregates.accumulators]
-    return alive.select(*key, WINDOW_START, WINDOW_END, PARTITION, *names, TIMESTAMP)
-
-
-def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType:
-    """Returns the accumulators' types, as Spark's sum, min and max give them."""
-    merged = [_MERGES[a.merge](a.name).alias(a.name) for a in aggregates.accumulators]
-    return records.agg(*merged).schema
+    sliding = isinstance(window, SlidingWindow)
+    return has_key(key) & ~F.col(IS_TOMBSTONE) if sliding else has_key(key)
 
 
 def _fixed(
