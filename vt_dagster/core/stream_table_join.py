@@ -118,7 +118,6 @@ from vt_dagster.core.stream_time import (
 )
 from vt_dagster.core.table_changes import columns, match_columns, match_names
 from vt_dagster.errors import RefusedRecordsError
-from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.feature_views import FeatureView
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind, StreamTableJoin
@@ -146,71 +145,6 @@ def waiting(log: DataFrame, *, key: Sequence[str], emitted_up_to: Column) -> Dat
     Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
     """
     return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > emitted_up_to))
-
-
-def hold_back(
-    arrived: DataFrame,
-    waiting: DataFrame | None,
-    *,
-    key: Sequence[str],
-    kind: JoinKind,
-    grace: Duration | None,
-    before: Column,
-    emitted_before: Column,
-    emitted_up_to: Column,
-    chunk: Column | None = None,
-    bounds: Bounds | None = None,
-) -> DataFrame:
-    """Decides for each record whether it is joined in this run, and its place among the results.
-
-    Plan: none without a grace period, or if by the bounds no record is emitted on arrival; otherwise
-    ``with_time_where_needed`` over the records that arrived.
-
-    Args:
-        arrived: the stream's log rows of this run, with ``_arrival``.
-        waiting: the records that waited before the run; None = none.
-        grace: None = no record waits.
-        before: the buffer's stream time before the run, per partition.
-        emitted_before, emitted_up_to: the time up to which records are emitted before the run, and at
-            its end, per partition.
-        chunk: see ``with_stream_time``; bounds: None = compute stream time for every record.
-
-    Returns:
-        all records with ``_outcome``: ``applied`` (timestamp <= emitted_up_to), ``late`` (records with
-        a larger timestamp have been emitted when it arrives, usually because timestamp < stream time -
-        grace: joined at once), ``waiting``, or ``dropped`` (no value; in an inner join also no key). A
-        left join emits a record without a key at once. With a grace period also ``_emitted_at,
-        _at_once``.
-
-    Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
-    """
-    keyless = Outcome.APPLIED if kind == "left" else Outcome.DROPPED
-    outcome = F.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).when(~has_key(key), keyless)
-    if grace is None:
-        return union(arrived, waiting).withColumn(OUTCOME, outcome.otherwise(Outcome.APPLIED))
-    counts = moves_stream_time(key)
-    if bounds is not None and bounds.none_passed:
-        seen = arrived.withColumn(STREAM_TIME, F.lit(None).cast("timestamp"))
-    else:
-        seen = with_time_where_needed(arrived, before, counts, chunk=chunk, bounds=bounds)
-    now, at = F.unix_micros(STREAM_TIME), F.unix_micros(TIMESTAMP)
-    # A longer grace period than before never reopens a time up to which records were emitted.
-    emitted = F.greatest(F.try_subtract(now, micros(grace)), F.unix_micros(emitted_before))
-    at_once = F.coalesce((at <= emitted) | ~has_key(key), F.lit(False))
-    seen = seen.withColumns(
-        {
-            EMITTED_AT: F.when(at_once, F.greatest(emitted, F.lit(_FIRST))).otherwise(at),
-            AT_ONCE: F.when(at_once, F.col(ARRIVAL)).otherwise(F.lit(_WAITED)),
-        }
-    )
-    if waiting is not None:
-        seen = union(seen, waiting.withColumns({EMITTED_AT: at, AT_ONCE: F.lit(_WAITED)}))
-    outcome = (
-        outcome.when(at < F.col(EMITTED_AT), Outcome.LATE)
-        .when(F.col(TIMESTAMP) <= emitted_up_to, Outcome.APPLIED)
-        .otherwise(Outcome.WAITING)
-    )
-    return seen.withColumn(OUTCOME, outcome).drop(STREAM_TIME)
 
 
 _FIRST = -(1 << 57)
@@ -293,8 +227,7 @@ class StreamTableJoinCounts(RunCounts):
 
 
 class StreamTableJoinProcessor(Processor[StreamTableJoin]):
-    """Judges the stream's records (``hold_back``), then joins them with the table
-    (:func:`join`)."""
+    """Judges the stream's records, then joins them with the table (:func:`join`)."""
 
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         operator = self.operator
@@ -328,23 +261,54 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return waiting(logs[0], key=self.operator.left.key, emitted_up_to=by_partition(emitted_up_to))
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        """Decides for each record whether it is joined in this run, and its place among the results.
+
+        Plan: none without a grace period, or if by the bounds no record is emitted on arrival;
+        otherwise ``with_time_where_needed`` over the records that arrived.
+
+        Returns:
+            all records with ``_outcome``: ``applied`` (timestamp <= emitted_up_to), ``late`` (records
+            with a larger timestamp have been emitted when it arrives, usually because timestamp <
+            stream time - grace: joined at once), ``waiting``, or ``dropped`` (no value; in an inner
+            join also no key). A left join emits a record without a key at once. With a grace period
+            also ``_emitted_at, _at_once``.
+
+        Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
+        """
         operator, (stream,) = self.operator, inputs
-        earlier = stream.earlier
-        if earlier is not None:
-            earlier = waiting(earlier, key=operator.left.key, emitted_up_to=context.emitted_up_to)
-            earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
-        return hold_back(
-            stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
-            earlier,
-            key=operator.left.key,
-            kind=operator.kind,
-            grace=operator.grace_period if operator.waits else None,
-            before=context.stream_time,
-            emitted_before=context.emitted_up_to,
-            emitted_up_to=context.emitted_up_to_after,
-            chunk=self.chunk if context.bounds is None else self.fine_chunk,
-            bounds=context.bounds,
+        key, grace, bounds = operator.left.key, operator.grace_period, context.bounds
+        arrived, waited = stream.rows.withColumn(ARRIVAL, F.col(OFFSET)), stream.earlier
+        if waited is not None:
+            waited = waiting(waited, key=key, emitted_up_to=context.emitted_up_to)
+            waited = waited.withColumn(ARRIVAL, F.col(OFFSET))
+        keyless = Outcome.APPLIED if operator.kind == "left" else Outcome.DROPPED
+        outcome = F.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).when(~has_key(key), keyless)
+        if grace is None or not operator.waits:
+            return union(arrived, waited).withColumn(OUTCOME, outcome.otherwise(Outcome.APPLIED))
+        if bounds is not None and bounds.none_passed:
+            seen = arrived.withColumn(STREAM_TIME, F.lit(None).cast("timestamp"))
+        else:
+            moves, chunk = moves_stream_time(key), self.chunk if bounds is None else self.fine_chunk
+            before = context.stream_time
+            seen = with_time_where_needed(arrived, before, moves, chunk=chunk, bounds=bounds)
+        now, at = F.unix_micros(STREAM_TIME), F.unix_micros(TIMESTAMP)
+        # A longer grace period than before never reopens a time up to which records were emitted.
+        emitted = F.greatest(F.try_subtract(now, micros(grace)), F.unix_micros(context.emitted_up_to))
+        at_once = F.coalesce((at <= emitted) | ~has_key(key), F.lit(False))
+        seen = seen.withColumns(
+            {
+                EMITTED_AT: F.when(at_once, F.greatest(emitted, F.lit(_FIRST))).otherwise(at),
+                AT_ONCE: F.when(at_once, F.col(ARRIVAL)).otherwise(F.lit(_WAITED)),
+            }
         )
+        if waited is not None:
+            seen = union(seen, waited.withColumns({EMITTED_AT: at, AT_ONCE: F.lit(_WAITED)}))
+        outcome = (
+            outcome.when(at < F.col(EMITTED_AT), Outcome.LATE)
+            .when(F.col(TIMESTAMP) <= context.emitted_up_to_after, Outcome.APPLIED)
+            .otherwise(Outcome.WAITING)
+        )
+        return seen.withColumn(OUTCOME, outcome).drop(STREAM_TIME)
 
     def answering(self, versions: DataFrame, stream_time: Column) -> DataFrame:
         operator, right = self.operator, self.operator.right
