@@ -121,7 +121,7 @@ from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.topology.feature_views import FeatureView
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind, StreamTableJoin
-from vt_dagster.topology.operators.stream_table_join import AsKnown, At
+from vt_dagster.topology.operators.stream_table_join import AsKnown
 
 # Grace buffer
 
@@ -511,17 +511,7 @@ FROM, TO, UNTIL, EDGE, BY, ANSWER = "_from", "_to", "_until", "_edge", "_by", "_
 _NEW, _SEEN = "_new", "_seen_from"
 
 
-def affected_times(
-    changes: DataFrame,
-    earlier: DataFrame | None,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    promised: Column,
-    stream_time: Column,
-    chunk: Column | None,
-    broadcastable: bool,
-) -> DataFrame:
+def affected_times(operator: CorrectedJoin, table: Input, context: RunContext) -> DataFrame:
     """Returns for each new record of a table the interval in which it corrects rows.
 
     A record corrects rows whose timestamp is at or after its *edge*: the stream time of its partition
@@ -533,35 +523,29 @@ def affected_times(
     and the plan of ``with_stream_time`` over the new records.
 
     Args:
-        changes: the table's log rows of the run.
-        earlier: the table's earlier log rows that are younger than the oldest change; None = none.
-        values: the columns of the table that answers contain.
-        promised: how long rows are corrected, in microseconds.
-        stream_time: before the run, epoch microseconds, by partition of the table.
-        chunk: see ``with_stream_time``.
-        broadcastable: whether every task may receive all keys of the changes.
+        table: with the earlier log rows that are younger than the oldest change.
 
     Returns:
         ``match_names`` of the key, ``_from`` (inclusive), ``_to`` (exclusive; null = open),
         ``_edge`` (epoch microseconds), ``_by``: a struct of the record's partition and offset,
-        ``_answer``: a struct of the values, null for a tombstone; and ``_until`` (exclusive; null =
+        ``_answer``: a struct, null for a tombstone; and ``_until`` (exclusive; null =
         open): the end of the record's interval for rows before any edge. For one key, the intervals
         from the edge on do not overlap, and neither do the intervals up to ``_until``.
     """
-    on, at = match_names(key), F.col(TIMESTAMP)
-    place = [PARTITION, OFFSET]
-    timed = _with_edge(changes, promised, stream_time, chunk)
-    rows = timed.select(
+    key, earlier, at = operator.right.key, table.earlier, F.col(TIMESTAMP)
+    on, place = match_names(key), [PARTITION, OFFSET]
+    rows = _with_edge(operator, table, context).select(
         *match_columns(key),
         *(at.alias(FROM), F.greatest(at, F.timestamp_micros(EDGE)).alias(_SEEN)),
-        *(F.lit(True).alias(_NEW), *place, EDGE, _answer_of(values).alias(ANSWER)),
+        *(F.lit(True).alias(_NEW), *place, EDGE, _answer_of(operator).alias(ANSWER)),
     )
     if earlier is not None:
         there = earlier.select(
             *match_columns(key), at.alias(FROM), at.alias(_SEEN), F.lit(False).alias(_NEW), *place
         )
         keys = rows.select(*on)
-        rows = union(rows, there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi"))
+        keys = F.broadcast(keys) if table.broadcastable else keys
+        rows = union(rows, there.join(keys, on, "left_semi"))
     # A descending window: Spark recomputes a frame that grows downwards for each row.
     later = W.partitionBy(*on).orderBy(*[F.col(c).desc() for c in (FROM, OFFSET, PARTITION)])
     until, seen_until = F.lag(FROM), F.min(_SEEN)
@@ -580,18 +564,18 @@ def affected_times(
     )
 
 
-def _with_edge(
-    changes: DataFrame, promised: Column, stream_time: Column, chunk: Column | None
-) -> DataFrame:
+def _with_edge(operator: CorrectedJoin, table: Input, context: RunContext) -> DataFrame:
     """Adds the time (epoch microseconds, inclusive) from which on each new record of a table corrects
     rows, see :func:`affected_times`."""
-    before = F.timestamp_micros(stream_time)
-    timed = with_stream_time(changes.withColumn(ARRIVAL, F.col(OFFSET)), before, chunk=chunk)
-    return timed.withColumn(EDGE, F.unix_micros(STREAM_TIME) - promised)
+    before = F.timestamp_micros(context.watermarks.get(_TABLE, _nothing()))
+    chunk = None if table.broadcastable else arrival_chunk()
+    timed = with_stream_time(table.rows.withColumn(ARRIVAL, F.col(OFFSET)), before, chunk=chunk)
+    return timed.withColumn(EDGE, F.unix_micros(STREAM_TIME) - micros(operator.corrected_for))
 
 
-def _answer_of(values: Sequence[str]) -> Column:
-    """Returns the values of a log row of a table as a struct; null for a tombstone."""
+def _answer_of(operator: CorrectedJoin) -> Column:
+    """Returns the columns of a table's log row that the join uses as a struct; null for a tombstone."""
+    values = sorted({*operator.right.key, *operator.projection().columns_of("right")})
     replaced = {VALID_FROM: F.col(TIMESTAMP)}
     every = F.struct(*[replaced.get(v, F.col(f"`{v}`")).alias(v) for v in values])
     return F.when(~F.col(IS_TOMBSTONE), every)
@@ -611,20 +595,7 @@ can be corrected knows these records."""
 
 
 def affected_matches(
-    records: DataFrame,
-    changes: DataFrame,
-    earlier: DataFrame | None,
-    *,
-    left_key: Sequence[str],
-    key: Sequence[str],
-    values: Sequence[str],
-    at: At,
-    max_age: timedelta,
-    promised: Column,
-    stream_time: Column,
-    final: Column,
-    chunk: Column | None,
-    broadcastable: bool,
+    operator: CorrectedJoin, records: DataFrame, table: Input, context: RunContext
 ) -> DataFrame:
     """Returns the joined records whose match new records of a table change, in a join that looks ahead.
 
@@ -640,29 +611,25 @@ def affected_matches(
 
     Args:
         records: log rows of the stream that earlier runs have joined.
-        changes: the table's log rows of the run.
-        earlier: the table's earlier log rows, from ``max_age`` before the first record on; None = none.
-        left_key: the stream's key columns, in the order of ``key``, those of the table.
-        values, promised, stream_time, chunk, broadcastable: see :func:`affected_times`.
-        at: ``at_or_after``, ``after`` or ``nearest``.
-        final: the time before which rows are final, of a record's partition, epoch microseconds; null =
-            none.
+        table: with the earlier log rows from ``max_age`` before the first record on.
 
     Returns:
         the columns of ``records``, once or twice: with ``_too_old`` false if the match changes, with
         true if a record of the table comes too late; ``_by``: the table's record that is the cause, a
-        struct of partition and offset; and ``_answer``: the match, a struct of the values, null without
-        a match.
+        struct of partition and offset; and ``_answer``: the match, a struct, null without a match.
     """
-    on, reach, nearest = match_names(key), max_age // INSTANT, at == "nearest"
+    assert operator.max_age is not None
+    key, reach, nearest = operator.right.key, operator.max_age // INSTANT, operator.at == "nearest"
+    on, earlier, broadcastable = match_names(key), table.earlier, table.broadcastable
+    final = context.watermarks.get(FINAL, _nothing())
 
     def with_bounds(rows: DataFrame, edge: Column) -> DataFrame:
         place = F.struct(PARTITION, OFFSET).alias(BY)
         since = F.unix_micros(TIMESTAMP).alias(FROM)
-        answer = _answer_of(values).alias(ANSWER)
+        answer = _answer_of(operator).alias(ANSWER)
         return rows.select(*match_columns(key), since, place, edge.alias(EDGE), answer)
 
-    new = with_bounds(_with_edge(changes, promised, stream_time, chunk), F.col(EDGE))
+    new = with_bounds(_with_edge(operator, table, context), F.col(EDGE))
     versions = new
     if earlier is not None:
         keys = new.select(*on)
@@ -684,7 +651,7 @@ def affected_matches(
     moment = F.unix_micros(TIMESTAMP)
     is_final = F.coalesce(moment < final, F.lit(False))
     requests = records.select(
-        *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, on, strict=True)],
+        *[F.col(f"`{k}`").alias(n) for k, n in zip(operator.left.key, on, strict=True)],
         F.struct(*columns(records.columns)).alias(_WHOLE),
         moment.alias(_AT_MICROS),
         F.when(is_final, F.lit(_ALWAYS)).otherwise(moment).alias(_LIMIT),
@@ -694,7 +661,7 @@ def affected_matches(
         F.broadcast(touched) if broadcastable else touched, [*on, _TILE], "left_semi"
     )
     distance, limit = F.col(FROM) - F.col(_AT_MICROS), F.col(_LIMIT)
-    from_here_on = distance >= 0 if at == "at_or_after" else distance > 0
+    from_here_on = distance >= 0 if operator.at == "at_or_after" else distance > 0
     near = (distance <= reach) & ((distance >= -reach) if nearest else from_here_on)
     pairs = requests.join(versions, [*on, _TILE]).where(near)
 
@@ -1030,29 +997,17 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         joined = earlier.where(
             moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.emitted_up_to)
         )
-        final = context.watermarks.get(FINAL, _nothing())
-        about: dict[str, Any] = {
-            "key": right.key,
-            "values": sorted({*right.key, *operator.projection().columns_of("right")}),
-            "promised": micros(operator.corrected_for),
-            "stream_time": context.watermarks.get(_TABLE, _nothing()),
-            "chunk": None if table.broadcastable else arrival_chunk(),
-            "broadcastable": table.broadcastable,
-        }
         if operator.looks_ahead:
-            assert operator.max_age is not None
-            about |= {"at": operator.at, "max_age": operator.max_age, "final": final}
-            about |= {"left_key": operator.left.key}
-            met = affected_matches(joined, table.rows, table.earlier, **about)
+            met = affected_matches(operator, joined, table, context)
             late = F.col(_TOO_OLD)
         else:
-            times = affected_times(table.rows, table.earlier, **about)
+            times = affected_times(operator, table, context)
             times = F.broadcast(times) if table.broadcastable else times
             at = F.col(TIMESTAMP)
             within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
             for k, n in zip(operator.left.key, match_names(right.key), strict=True):
                 within = within & (F.col(f"`{k}`") == F.col(n))
-            edge = F.greatest(final, F.col(EDGE))
+            edge = F.greatest(context.watermarks.get(FINAL, _nothing()), F.col(EDGE))
             late = F.coalesce(F.unix_micros(TIMESTAMP) < edge, F.lit(False))
             met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
         cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
