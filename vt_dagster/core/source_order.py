@@ -117,7 +117,14 @@ class SourceOrder:
         values: Sequence[str],
         order: Sequence[str],
     ) -> DataFrame:
-        """Marks records that repeat the table's content as ``nothing_new``.
+        """Marks records that restate a key's current content (``_restates``) and change nothing:
+        ``nothing_new``.
+
+        A deletion changes nothing if the key has no row; but if the table has an initial snapshot, a
+        deletion of a key without any change counts. A row changes nothing if its values, except
+        ``timestamp``, equal the key's current ones.
+
+        Plan: the shuffle by key is one that ``versioned_table.put`` needs.
 
         Args:
             records: with their outcome.
@@ -125,9 +132,31 @@ class SourceOrder:
         """
         if not self.follows or RESTATES not in records.columns:
             return records
-        rows = with_row_before(records, newest, key=key, values=values)
-        rows = _without_repeated(rows, key=key, values=values, order=order, starts=self.starts)
-        return rows.drop(BEFORE, NEWEST)
+        known = with_row_before(records, newest, key=key, values=values)
+        kinds = {f.name: f.dataType for f in known.schema.fields}
+        new = [comparable(F.col(f"`{v}`"), kinds[v]) for v in values]
+        held = [comparable(F.col(BEFORE)[v], kinds[v]) for v in values]
+        names = [f"v{i}" for i in range(len(values))]
+        alive = ~F.col(IS_TOMBSTONE)
+        row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(new, names, strict=True)])
+        there = F.struct(
+            F.col(BEFORE).isNotNull().alias("alive"),
+            *[v.alias(n) for v, n in zip(held, names, strict=True)],
+        )
+        there = F.when(F.col(NEWEST).isNotNull(), there) if self.starts else there
+        applied = _is_change(records)
+        before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+        rows = known.withColumn(_SEEN, F.last(F.when(applied, row), ignorenulls=True).over(before))
+        rows = rows.withColumn(_SEEN, F.coalesce(F.col(_SEEN), there))
+        same = reduce(
+            lambda found, pair: found & pair[0].eqNullSafe(F.col(_SEEN)[pair[1]]),
+            zip(new, names, strict=True),
+            F.col(_SEEN)["alive"],
+        )
+        repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
+        nothing = applied & F.coalesce(F.col(RESTATES), F.lit(False)) & repeats
+        outcome = F.when(nothing, Outcome.NOTHING_NEW).otherwise(F.col(OUTCOME))
+        return rows.withColumn(OUTCOME, outcome).drop(_SEEN, BEFORE, NEWEST)
 
     def with_last(self, records: DataFrame, *, key: Sequence[str]) -> DataFrame:
         """Adds the largest time in the log of keys that the view no longer contains.
@@ -148,166 +177,95 @@ class SourceOrder:
         key: Sequence[str],
         order: Sequence[str],
     ) -> DataFrame:
-        """Adds, after each record that replaces a newer version, its row at that version's time.
+        """Adds, after each record that is older than its key's newest version and replaces it, a row of
+        its values at that version's time.
+
+        In source order the record came after that version, so it is valid again from then on. Versions
+        between the record and that time keep their intervals. A row of an initial snapshot came before
+        the changes and gets no such row.
 
         Args:
-            records: with their outcome, ``_so_far`` and ``is_latest``.
+            records: with their outcome, ``_so_far`` (the time of the key's newest version before the
+                record) and ``is_latest``.
             newest: the current versions before the run; None = none.
 
         Returns:
             the records with ``propagated_from`` (INT) = 0, and the added rows with ``propagated_from``
             = 1, which are their key's latest.
         """
-        if self.follows:
-            return _in_force_again(records, ~F.col(IS_LATEST))
-        keeps = self.keeps_own_time
-        rows = _yielding(records, newest, self.own_time, key=key, order=order, keeps_own_time=keeps)
-        return _in_force_again(rows, F.col(_YIELDS)).drop(_YIELDS)
-
-
-def _without_repeated(
-    records: DataFrame,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    order: Sequence[str],
-    starts: bool,
-) -> DataFrame:
-    """Marks records that restate a key's current content (``_restates``) and change nothing:
-    ``nothing_new``.
-
-    A deletion changes nothing if the key has no row; but if the table has an initial snapshot, a
-    deletion of a key without any change counts. A row changes nothing if its values, except
-    ``timestamp``, equal the key's current ones.
-
-    Plan: the shuffle by key is one that ``versioned_table.put`` needs.
-
-    Args:
-        records: of ``with_row_before``, with their outcome.
-        starts: see :class:`SourceOrder`.
-    """
-    kinds = {f.name: f.dataType for f in records.schema.fields}
-    new, held = (
-        [comparable(c, kinds[v]) for v, c in columns]
-        for columns in (
-            [(v, F.col(f"`{v}`")) for v in values],
-            [(v, F.col(BEFORE)[v]) for v in values],
+        older = ~F.col(IS_LATEST)
+        if not self.follows:
+            records = self._with_yielding(records, newest, key=key, order=order)
+            older = F.col(_YIELDS)
+        places = F.when(_is_change(records) & older, F.array(F.lit(0), F.lit(1))).otherwise(
+            F.array(F.lit(0))
         )
-    )
-    names = [f"v{i}" for i in range(len(values))]
-    alive = ~F.col(IS_TOMBSTONE)
-    row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(new, names, strict=True)])
-    there = F.struct(
-        F.col(BEFORE).isNotNull().alias("alive"),
-        *[v.alias(n) for v, n in zip(held, names, strict=True)],
-    )
-    there = F.when(F.col(NEWEST).isNotNull(), there) if starts else there
+        again = F.col(PROPAGATED_FROM) == 1
+        every = records.withColumn(PROPAGATED_FROM, F.explode(places)).withColumns(
+            {
+                TIMESTAMP: F.when(again, F.col(SO_FAR)).otherwise(F.col(TIMESTAMP)),
+                IS_LATEST: F.col(IS_LATEST) | again,
+            }
+        )
+        return every.drop(_YIELDS)
+
+    def _with_yielding(
+        self,
+        records: DataFrame,
+        newest: DataFrame | None,
+        *,
+        key: Sequence[str],
+        order: Sequence[str],
+    ) -> DataFrame:
+        """Adds ``_yields``: whether the version at a key's newest time yields to a later, older record,
+        because that time was not stated.
+
+        The version yields if it is a deletion without a time of its own, which has its message's time;
+        or if this rule put it at that time and it is not newer by its own time; if the log does not
+        keep its own time, it does not yield again. A deletion without a time of its own makes any
+        version yield, because it arrived later.
+
+        Plan: windows by key, in the order that ``versioned_table.put`` needs.
+        """
+        own = records.withColumn(_OWN, self.own_time(records))
+        if newest is None:
+            nothing = F.lit(None).cast("timestamp")
+            own = own.withColumns({_HELD_OWN: nothing, _ASSUMED: F.lit(False)})
+        else:
+            own_of_newest = self.own_time(newest)
+            assumed = F.coalesce(own_of_newest != F.col(VALID_FROM), F.lit(True))
+            keys = [F.col(f"`{k}`") for k in key]
+            held = newest.select(*keys, own_of_newest.alias(_HELD_OWN), assumed.alias(_ASSUMED))
+            own = own.join(held, list(key), "left")
+        applied = _is_change(records)
+        deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
+        in_turn = W.partitionBy(*key).orderBy(*order)
+        before = in_turn.rowsBetween(W.unboundedPreceding, -1)
+        rows = own.withColumn(_PLACE, F.row_number().over(in_turn))
+        gone = F.max(F.when(deletes, F.col(_PLACE))).over(before)
+        rows = rows.withColumn(_GONE, F.coalesce(gone, F.lit(0)))
+        stated = F.when(applied & F.col(_OWN).isNotNull(), F.struct(_GONE, _OWN))
+        rows = rows.withColumns(
+            {
+                _AHEAD: F.max(F.when(F.col(IS_LATEST), F.col(_PLACE))).over(before),
+                _SINCE: F.max(stated).over(before),
+            }
+        )
+        since = F.when(F.col(_SINCE)[_GONE] == F.col(_GONE), F.col(_SINCE)[_OWN])
+        first = F.col(_GONE) == 0
+        since = F.when(first, F.greatest(since, F.col(_HELD_OWN))).otherwise(since)
+        assumed = F.when(first, F.col(_ASSUMED) & F.col(_AHEAD).isNull()).otherwise(
+            F.col(_AHEAD).isNull() | (F.col(_GONE) >= F.col(_AHEAD))
+        )
+        newer = since.isNull()
+        newer = newer | (F.col(_OWN) >= since) if self.keeps_own_time else newer
+        newer = F.col(_OWN).isNotNull() & newer
+        yields = ~F.col(IS_LATEST) & (deletes | (applied & assumed & newer))
+        helpers = [_OWN, _HELD_OWN, _ASSUMED, _PLACE, _GONE, _AHEAD, _SINCE]
+        return rows.withColumn(_YIELDS, F.coalesce(yields, F.lit(False))).drop(*helpers)
+
+
+def _is_change(records: DataFrame) -> Column:
+    """Returns whether a record is applied and no row of an initial snapshot."""
     applied = F.col(OUTCOME) == Outcome.APPLIED
-    if START in records.columns:
-        applied = applied & ~F.col(START)
-    before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
-    rows = records.withColumn(_SEEN, F.last(F.when(applied, row), ignorenulls=True).over(before))
-    rows = rows.withColumn(_SEEN, F.coalesce(F.col(_SEEN), there))
-    same = reduce(
-        lambda found, pair: found & pair[0].eqNullSafe(F.col(_SEEN)[pair[1]]),
-        zip(new, names, strict=True),
-        F.col(_SEEN)["alive"],
-    )
-    repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
-    nothing = applied & F.coalesce(F.col(RESTATES), F.lit(False)) & repeats
-    outcome = F.when(nothing, Outcome.NOTHING_NEW).otherwise(F.col(OUTCOME))
-    return rows.withColumn(OUTCOME, outcome).drop(_SEEN)
-
-
-def _yielding(
-    records: DataFrame,
-    newest: DataFrame | None,
-    own_time: Callable[[DataFrame], Column],
-    *,
-    key: Sequence[str],
-    order: Sequence[str],
-    keeps_own_time: bool,
-) -> DataFrame:
-    """Adds ``_yields``: whether the version at a key's newest time yields to a later, older record,
-    because that time was not stated.
-
-    The version yields if it is a deletion without a time of its own, which has its message's time; or
-    if this rule put it at that time and it is not newer by its own time. A deletion without a time of
-    its own makes any version yield, because it arrived later.
-
-    Plan: windows by key, in the order that ``versioned_table.put`` needs.
-
-    Args:
-        records: with their outcome and ``is_latest``.
-        newest: the current versions before the run; None = none.
-        own_time: returns the stated time of records or versions; null = none is stated.
-        keeps_own_time: whether the stated time of a version that this rule moved is known: if not, the
-            version does not yield again.
-    """
-    own = records.withColumn(_OWN, own_time(records))
-    nothing = F.lit(None).cast("timestamp")
-    own = own.withColumns({_HELD_OWN: nothing, _ASSUMED: F.lit(False)}) if newest is None else own
-    if newest is not None:
-        own_of_newest = own_time(newest)
-        assumed = F.coalesce(own_of_newest != F.col(VALID_FROM), F.lit(True))
-        keys = [F.col(f"`{k}`") for k in key]
-        held = newest.select(*keys, own_of_newest.alias(_HELD_OWN), assumed.alias(_ASSUMED))
-        own = own.join(held, list(key), "left")
-    applied = F.col(OUTCOME) == Outcome.APPLIED
-    if START in records.columns:
-        applied = applied & ~F.col(START)
-    deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
-    in_turn = W.partitionBy(*key).orderBy(*order)
-    before = in_turn.rowsBetween(W.unboundedPreceding, -1)
-    rows = own.withColumn(_PLACE, F.row_number().over(in_turn))
-    gone = F.max(F.when(deletes, F.col(_PLACE))).over(before)
-    rows = rows.withColumn(_GONE, F.coalesce(gone, F.lit(0)))
-    stated = F.when(applied & F.col(_OWN).isNotNull(), F.struct(_GONE, _OWN))
-    rows = rows.withColumns(
-        {
-            _AHEAD: F.max(F.when(F.col(IS_LATEST), F.col(_PLACE))).over(before),
-            _SINCE: F.max(stated).over(before),
-        }
-    )
-    since = F.when(F.col(_SINCE)[_GONE] == F.col(_GONE), F.col(_SINCE)[_OWN])
-    first = F.col(_GONE) == 0
-    since = F.when(first, F.greatest(since, F.col(_HELD_OWN))).otherwise(since)
-    assumed = F.when(first, F.col(_ASSUMED) & F.col(_AHEAD).isNull()).otherwise(
-        F.col(_AHEAD).isNull() | (F.col(_GONE) >= F.col(_AHEAD))
-    )
-    newer = since.isNull()
-    newer = newer | (F.col(_OWN) >= since) if keeps_own_time else newer
-    newer = F.col(_OWN).isNotNull() & newer
-    yields = ~F.col(IS_LATEST) & (deletes | (applied & assumed & newer))
-    helpers = [_OWN, _HELD_OWN, _ASSUMED, _PLACE, _GONE, _AHEAD, _SINCE]
-    return rows.withColumn(_YIELDS, F.coalesce(yields, F.lit(False))).drop(*helpers)
-
-
-def _in_force_again(records: DataFrame, older: Column) -> DataFrame:
-    """Adds, after each record that is older than its key's newest version and replaces it, a row of its
-    values at that version's time.
-
-    In source order the record came after that version, so it is valid again from then on. Versions
-    between the record and that time keep their intervals. A row of an initial snapshot came before the
-    changes and gets no such row.
-
-    Args:
-        records: with ``_so_far`` (the time of the key's newest version before the record) and
-            ``is_latest``.
-        older: whether a record is such a record.
-
-    Returns:
-        the records with ``propagated_from`` = 0, and the added rows with ``propagated_from`` = 1, which
-        are their key's latest.
-    """
-    older = (F.col(OUTCOME) == Outcome.APPLIED) & older
-    if START in records.columns:
-        older = older & ~F.col(START)
-    places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))
-    again = F.col(PROPAGATED_FROM) == 1
-    return records.withColumn(PROPAGATED_FROM, F.explode(places)).withColumns(
-        {
-            TIMESTAMP: F.when(again, F.col(SO_FAR)).otherwise(F.col(TIMESTAMP)),
-            IS_LATEST: F.col(IS_LATEST) | again,
-        }
-    )
+    return applied & ~F.col(START) if START in records.columns else applied
