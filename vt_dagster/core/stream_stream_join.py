@@ -66,22 +66,27 @@ from vt_dagster.core.processor import (
     RunTimes,
     TimePolicy,
 )
-from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
-from vt_dagster.core.stream_table_join import CORRECTED, moves_stream_time
+from vt_dagster.core.stream_table_join import (
+    CORRECTED,
+    MATCHED,
+    UNMATCHED,
+    moves_stream_time,
+    no_time,
+    too_late_columns,
+)
 from vt_dagster.core.stream_time import (
     Timed,
     largest_by_chunk,
     largest_if_none_late,
     running_max,
 )
-from vt_dagster.core.table_changes import columns, match_columns, match_names
+from vt_dagster.core.table_changes import LEFT, RIGHT, columns, match_columns, match_names
 from vt_dagster.topology.durations import FIRST_TIME, Duration, length_at
 from vt_dagster.topology.operators import CorrectedStreamJoin, StreamStreamJoin
 
 # Window match
 
 
-LEFT, RIGHT = "left", "right"
 SIDE = "_side"
 """0 = left, 1 = right."""
 AT = "_at"
@@ -136,7 +141,7 @@ def matches(
     left, right = new
     # New left records with all right ones, then new right ones with earlier left ones: each pair with a
     # new record once.
-    found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
+    found = found_by(left, union(right, earlier[1]), 0, on=on, width=width)
     if earlier[0] is None:
         return found
     return found.unionByName(found_by(right, earlier[0], 1, on=on, width=width))
@@ -150,7 +155,7 @@ def found_by(
     Args:
         place: the side of the new records.
     """
-    near, far = _wide(new, on, width), _narrow(others, on, width)
+    near, far = _wide(new, width), _narrow(others, width)
     return _pairs(near, far, on) if place == 0 else _pairs(far, near, on)
 
 
@@ -173,8 +178,8 @@ def without_match(
         records: new ones of one side, and earlier ones still unmatched.
         others: new ones of the other side; ``others_earlier``: those of earlier runs.
     """
-    mine = _named(records.withColumn(_TILE, _tile(AT, width)), "u")
-    theirs = _wide(_with(others, others_earlier), on, width)
+    mine = _named(_narrow(records, width), "u")
+    theirs = _wide(union(others, others_earlier), width)
     narrow = [*on, _TILE, AT, LOW, HIGH, NEW, *ORDER, LATE, LOOK, HORIZON]
     theirs = _named(theirs.select(*narrow), "o")
     meet = _equal(on, "u", "o") & _c("u", AT).between(_c("o", LOW), _c("o", HIGH))
@@ -225,16 +230,12 @@ def _equal(on: Sequence[str], one: str, other: str) -> Column:
     return equal
 
 
-def _with(new: DataFrame, earlier: DataFrame | None) -> DataFrame:
-    return new if earlier is None else new.unionByName(earlier)
-
-
-def _narrow(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
+def _narrow(rows: DataFrame, width: Column) -> DataFrame:
     """Places each record in the tile of its own time."""
     return rows.withColumn(_TILE, _tile(AT, width))
 
 
-def _wide(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
+def _wide(rows: DataFrame, width: Column) -> DataFrame:
     """Places each record in every tile that its window overlaps."""
     # Only one side is copied to several tiles: two copies of a pair would be two results.
     return rows.withColumn(_TILE, F.explode(F.sequence(_tile(LOW, width), _tile(HIGH, width))))
@@ -368,9 +369,9 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         # time.
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
         if context.none_late:
-            return with_columns(new, {name: null_long() for name in _TIMES})
+            return with_columns(new, {name: no_time() for name in _TIMES})
         before = {
-            name: context.watermarks.get(watermark, null_long()) for name, watermark in _TIMES.items()
+            name: context.watermarks.get(watermark, no_time()) for name, watermark in _TIMES.items()
         }
         look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
         moves = {LOOK: look}
@@ -412,7 +413,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         once = F.col(END) < F.col(NOW)
         if context.none_late:
             no = F.lit(False)
-            added = {NEW: F.lit(True), LATE: no, HORIZON: null_long(), ONCE: once, EXPIRED: no}
+            added = {NEW: F.lit(True), LATE: no, HORIZON: no_time(), ONCE: once, EXPIRED: no}
             return with_columns(self.with_window(rows), added)
         operator, at = self.operator, F.col(AT)
         reach, promise = micros(operator.reach), micros(operator.promise)
@@ -432,10 +433,6 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         )
 
 
-def null_long() -> Column:
-    return F.lit(None).cast("long")
-
-
 def in_micros_at(value: Duration, partition: int) -> int:
     return length_at(value, partition) // timedelta(microseconds=1)
 
@@ -444,7 +441,6 @@ def in_micros_at(value: Duration, partition: int) -> int:
 
 
 PHASE, RANK = "_phase", "_rank"
-UNMATCHED, MATCHED = "unmatched", "_matched"
 _PLACE = "_place"
 
 
@@ -571,7 +567,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def is_over(self, moment: Column, context: RunContext) -> Column:
         """Returns whether stream time is past a moment when the run emits unmatched records."""
         return F.coalesce(
-            moment < context.watermarks_after.get(LOOK_WATERMARK, null_long()), F.lit(False)
+            moment < context.watermarks_after.get(LOOK_WATERMARK, no_time()), F.lit(False)
         )
 
     def with_emission(
@@ -600,7 +596,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             chunk, bounds = hour_of_arrival(), union(ends, times)
         rows = union(backwards, times)
         found = running_max(
-            rows, {EMITTED_AT: emits}, {EMITTED_AT: null_long()}, chunk=chunk, bounded_by=bounds
+            rows, {EMITTED_AT: emits}, {EMITTED_AT: no_time()}, chunk=chunk, bounded_by=bounds
         )
         found = found.where(F.col(INPUT) == 0).withColumns(
             {
@@ -823,7 +819,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         # A late record finds no match, even if it is late only by an earlier, shorter
         # ``corrected_for``: a match would contradict rows that are already final.
         ahead = F.greatest(*map(micros, self.lookahead))
-        edge = context.watermarks.get(FINAL, null_long()) + ahead
+        edge = context.watermarks.get(FINAL, no_time()) + ahead
         again = F.coalesce(F.col(AT) < edge, F.lit(False))
         marked = super().with_lateness(rows, context)
         return marked.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
@@ -951,14 +947,9 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             F.col(LATE) & F.col(VALID), Outcome.TOO_LATE
         )
         names = [node.name for node in self.node.inputs]
-        place = {
-            REASON: F.lit(Outcome.TOO_LATE),
-            SOURCE: F.when(F.col(SIDE) == 0, names[0]).otherwise(names[1]),
-            POSITION: F.col(OFFSET),
-            RAW: F.lit(None).cast("string"),
-            TIMESTAMP: F.timestamp_micros(AT),
-        }
-        rows = new.select(PARTITION, outcome.alias(OUTCOME), *_corrected_named(place))
+        source = F.when(F.col(SIDE) == 0, names[0]).otherwise(names[1])
+        place = [*too_late_columns(source, OFFSET), F.timestamp_micros(AT).alias(TIMESTAMP)]
+        rows = new.select(PARTITION, outcome.alias(OUTCOME), *place)
         return rows.where(F.col(OUTCOME).isNotNull())
 
     def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:

@@ -116,7 +116,7 @@ from vt_dagster.core.stream_time import (
     with_stream_time,
     with_time_where_needed,
 )
-from vt_dagster.core.table_changes import columns, match_columns, match_names
+from vt_dagster.core.table_changes import LEFT, RIGHT, columns, match_columns, match_names
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.topology.feature_views import FeatureView
 from vt_dagster.topology.model import VersionedTable
@@ -156,9 +156,8 @@ _PLACE = (EMITTED_AT, AT_ONCE)
 # Stream table join
 
 
-LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
-_UNMATCHED, CORRECTED = "unmatched", "corrected"
+UNMATCHED, CORRECTED = "unmatched", "corrected"
 _END = re.compile(rf"\bright\s*\.\s*`?{VALID_TO}\b", re.IGNORECASE)
 _ROW = "_row"
 """The table's row next to the stream's columns, one of which may be named ``right``."""
@@ -198,17 +197,17 @@ class StreamTableJoinCounts(RunCounts):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        return ("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING)
+        return ("in", "out", "late", "dropped", UNMATCHED, Outcome.WAITING)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        return {_UNMATCHED: F.count_if(~F.col(MATCHED))}
+        return {UNMATCHED: F.count_if(~F.col(MATCHED))}
 
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
         counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
         out, joined = found[Outcome.APPLIED], counts[Outcome.APPLIED] + counts[Outcome.LATE]
-        unmatched = found[_UNMATCHED] if self.operator.kind == "left" else joined - out
-        return {**counts, "out": out, _UNMATCHED: unmatched}
+        unmatched = found[UNMATCHED] if self.operator.kind == "left" else joined - out
+        return {**counts, "out": out, UNMATCHED: unmatched}
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -217,7 +216,7 @@ class StreamTableJoinCounts(RunCounts):
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         out, inner = totals.get("out", 0), self.operator.kind == "inner"
         made = sum(totals.get(name, 0) for name in (Outcome.APPLIED, Outcome.LATE, CORRECTED))
-        made -= totals.get(_UNMATCHED, 0) if inner else 0
+        made -= totals.get(UNMATCHED, 0) if inner else 0
         records_in, records_out = self.balances
         return [
             (records_in, totals.get("in", 0), sum(self.parts(totals).values())),
@@ -567,7 +566,7 @@ def affected_times(operator: CorrectedJoin, table: Input, context: RunContext) -
 def _with_edge(operator: CorrectedJoin, table: Input, context: RunContext) -> DataFrame:
     """Adds the time (epoch microseconds, inclusive) from which on each new record of a table corrects
     rows, see :func:`affected_times`."""
-    before = F.timestamp_micros(context.watermarks.get(_TABLE, _nothing()))
+    before = F.timestamp_micros(context.watermarks.get(_TABLE, no_time()))
     chunk = None if table.broadcastable else arrival_chunk()
     timed = with_stream_time(table.rows.withColumn(ARRIVAL, F.col(OFFSET)), before, chunk=chunk)
     return timed.withColumn(EDGE, F.unix_micros(STREAM_TIME) - micros(operator.corrected_for))
@@ -621,7 +620,7 @@ def affected_matches(
     assert operator.max_age is not None
     key, reach, nearest = operator.right.key, operator.max_age // INSTANT, operator.at == "nearest"
     on, earlier, broadcastable = match_names(key), table.earlier, table.broadcastable
-    final = context.watermarks.get(FINAL, _nothing())
+    final = context.watermarks.get(FINAL, no_time())
 
     def with_bounds(rows: DataFrame, edge: Column) -> DataFrame:
         place = F.struct(PARTITION, OFFSET).alias(BY)
@@ -798,6 +797,22 @@ def with_finality(rows: DataFrame, watermarks: Mapping[str, Mapping[int, int]]) 
     return rows.withColumn(IS_FINAL, F.coalesce(final, F.lit(False)))
 
 
+def too_late_columns(source: Column, position: str) -> list[Column]:
+    """Returns the quarantine columns of a record that comes too late for a correction; the raw text is
+    null.
+
+    Args:
+        source: the name of its log; ``position``: the column of its offset there.
+    """
+    added = {
+        REASON: F.lit(Outcome.TOO_LATE),
+        SOURCE: source,
+        POSITION: F.col(position),
+        RAW: F.lit(None).cast("string"),
+    }
+    return [column.alias(name) for name, column in added.items()]
+
+
 # Corrected join
 
 
@@ -876,7 +891,7 @@ class CorrectedJoinCounts(StreamTableJoinCounts):
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         counts = {
-            _UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
+            UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
             CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
         }
         if _TWICE not in columns:
@@ -906,7 +921,7 @@ class CorrectedJoinCounts(StreamTableJoinCounts):
     def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
         counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
-        corrected = {name: found[name] for name in (_UNMATCHED, CORRECTED)}
+        corrected = {name: found[name] for name in (UNMATCHED, CORRECTED)}
         corrected[TOO_LATE] = found[Outcome.TOO_LATE]
         counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
         return {**counts, "out": found[Outcome.APPLIED], **corrected}
@@ -1007,7 +1022,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
             for k, n in zip(operator.left.key, match_names(right.key), strict=True):
                 within = within & (F.col(f"`{k}`") == F.col(n))
-            edge = F.greatest(context.watermarks.get(FINAL, _nothing()), F.col(EDGE))
+            edge = F.greatest(context.watermarks.get(FINAL, no_time()), F.col(EDGE))
             late = F.coalesce(F.unix_micros(TIMESTAMP) < edge, F.lit(False))
             met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
         cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
@@ -1100,6 +1115,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             produced = (has | existed) & ~F.coalesce(F.col(_TOO_OLD), F.lit(False))
             added = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
         there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
+        too_late = too_late_columns(F.lit(self.operator.left.name), _RECORD)
         return rows.select(
             *[
                 there.get(c, F.col(f"`{c}`"))
@@ -1118,20 +1134,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             outcome.alias(OUTCOME),
             F.col(_RECORD),
             *[c for c in _PLACE if c in rows.columns],
-            *([_CORRECTED_ROW, *self._quarantine_columns()] if _CORRECTED_ROW in rows.columns else []),
+            *([_CORRECTED_ROW, *too_late] if _CORRECTED_ROW in rows.columns else []),
         )
-
-    def _quarantine_columns(self) -> list[Column]:
-        """Returns the quarantine columns of a row whose correction came too late; the raw text is
-        null."""
-        source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
-        added = {
-            REASON: F.lit(Outcome.TOO_LATE),
-            SOURCE: source,
-            POSITION: F.col(_RECORD),
-            RAW: nothing,
-        }
-        return [c.alias(name) for name, c in added.items()]
 
     def _with_repeated_keys(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
         """Adds ``_TWICE``: whether another record has a row with the same key.
@@ -1164,7 +1168,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         gone = updated.where(IS_TOMBSTONE).select(*kept)
         if context.state is None:
             return gone
-        final = context.watermarks_after.get(FINAL, _nothing())
+        final = context.watermarks_after.get(FINAL, no_time())
         young = context.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
         return union(young.join(updated.select(*columns(key)), key, "left_anti"), gone)
 
@@ -1175,7 +1179,8 @@ def _has_row() -> Column:
     return F.col(_CORRECTED_ROW).isNotNull() & place[0] & place[1]
 
 
-def _nothing() -> Column:
+def no_time() -> Column:
+    """Returns a null time in microseconds: BIGINT."""
     return F.lit(None).cast("long")
 
 
