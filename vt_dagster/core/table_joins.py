@@ -1,9 +1,6 @@
 """Joins of two tables: by key, by foreign key, and over their histories.
 
-- Table-table join: joins each change of a side with the other side's current row (KIP-914).
-- Foreign-key join: joins each left row with the right row that it refers to; both sides trigger
-  (KIP-914).
-- History join: intersects the versions of two tables, with new results where either side changes.
+What they are: see ``vt_dagster.topology.operators.table_joins``.
 """
 
 from __future__ import annotations
@@ -62,8 +59,8 @@ from vt_dagster.core.table_changes import (
     timeline,
 )
 from vt_dagster.core.table_changes import columns as named
-from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import HistoryJoin, JoinKind, TableTableJoin
+from vt_dagster.topology.model import Table, VersionedTable
+from vt_dagster.topology.operators import JoinKind, TableTableJoin
 from vt_dagster.topology.version_rules import new_version_on_of
 
 # Table table join
@@ -301,7 +298,7 @@ def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> 
 # Foreign key join
 
 
-_NEW, _OLD, _STATE, _FOREIGN_KEY_RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"
+_NEW, _OLD, _STATE = "_new_state", "_old_state", "_state"
 _NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
 _KEY, _SALT = "_left_key", "_salt"
 _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
@@ -442,9 +439,9 @@ def _while_both_last(
     pairs = rows.join(spans, [*same, begun & ~F.coalesce(ended, F.lit(False))], "left")
     first = F.col(_START).isNull() | (F.col(_START) < F.col(_MOMENT))
     outcome, tombstone = _foreign_key_outcome(kind)
-    found = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    found = F.col(_RIGHT_STATE).isNotNull()
     applied = outcome == Outcome.APPLIED
-    larger = F.greatest(F.col(TIMESTAMP), F.col(_FOREIGN_KEY_RIGHT_STATE).getField(TIMESTAMP))
+    larger = F.greatest(F.col(TIMESTAMP), F.col(_RIGHT_STATE).getField(TIMESTAMP))
     time = F.when(~first, F.col(_TIME)).when(applied, larger).otherwise(F.col(TIMESTAMP))
     gone = F.when(first, applied & tombstone).otherwise(F.lit(kind == "inner") & ~found)
     row = [F.col(n).alias(k) for n, k in zip(key, left.key, strict=True)]
@@ -452,7 +449,7 @@ def _while_both_last(
     return pairs.select(
         *key,
         F.struct(*row, *values).alias(LEFT),
-        F.when(found, _right_row(right, _FOREIGN_KEY_RIGHT_STATE)).alias(RIGHT),
+        F.when(found, side_row(right, F.col(_RIGHT_STATE))).alias(RIGHT),
         time.alias(TIMESTAMP),
         PARTITION,
         gone.alias(IS_TOMBSTONE),
@@ -476,7 +473,7 @@ def _spans(right: TableInput) -> DataFrame:
         moment.alias(_START),
         F.lead(moment).over(in_order).alias(_UNTIL),
         F.lag(ARRIVAL).over(in_order).isNull().alias(_FIRST),
-        right.new_state().alias(_FOREIGN_KEY_RIGHT_STATE),
+        right.new_state().alias(_RIGHT_STATE),
         F.col(TIMESTAMP).alias(_TIME),
     )
     before = changes.where(_FIRST).select(*on, F.col(_START).alias(_UNTIL))
@@ -509,15 +506,15 @@ def _after_left(
         *[c for c in keyed.columns if c not in left.key],
     )
     rows = union(asking, timeline(right, RIGHT, asking))
-    moments = rows.withColumn(_FOREIGN_KEY_RIGHT_STATE, state_of(right, RIGHT, [*on, _SALT])).where(
+    moments = rows.withColumn(_RIGHT_STATE, state_of(right, RIGHT, [*on, _SALT])).where(
         F.col(TAKEN).isNotNull() & (~comes_from(RIGHT) | ~F.col(TAKEN))
     )
     outcome, tombstone = _foreign_key_outcome(kind)
-    found = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
-    larger = F.greatest(F.col(TIMESTAMP), F.col(_FOREIGN_KEY_RIGHT_STATE).getField(TIMESTAMP))
+    found = F.col(_RIGHT_STATE).isNotNull()
+    larger = F.greatest(F.col(TIMESTAMP), F.col(_RIGHT_STATE).getField(TIMESTAMP))
     return moments.select(
         _left_row(left, _NEW).alias(LEFT),
-        F.when(found, _right_row(right, _FOREIGN_KEY_RIGHT_STATE)).alias(RIGHT),
+        F.when(found, side_row(right, F.col(_RIGHT_STATE))).alias(RIGHT),
         F.when(outcome == Outcome.APPLIED, larger).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
         PARTITION,
         ((outcome == Outcome.APPLIED) & tombstone).alias(IS_TOMBSTONE),
@@ -531,7 +528,7 @@ def _foreign_key_outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column
     """Returns the outcome of a left change, and whether its result is a tombstone."""
     exists, existed = F.col(_NEW).isNotNull(), F.col(_OLD).isNotNull()
     refers, referred = F.col(_NEW_KEY).isNotNull(), F.col(_OLD_KEY).isNotNull()
-    found = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    found = F.col(_RIGHT_STATE).isNotNull()
     outcome = F.when(~F.col(TAKEN), Outcome.DROPPED)
     if kind == "left":
         return outcome.when(exists | existed, Outcome.APPLIED).otherwise(Outcome.NO_RESULT), ~exists
@@ -555,17 +552,17 @@ def _after_right(
         TIMESTAMP,
         *ORDER,
         F.struct(*named(ORDER)).alias(_MOMENT),
-        right.new_state().alias(_FOREIGN_KEY_RIGHT_STATE),
+        right.new_state().alias(_RIGHT_STATE),
     )
     intervals = _intervals(left, foreign_key, changes.select(*on))
     place = F.row_number().over(W.partitionBy(*on).orderBy(_MOMENT)).cast("long")
     numbered = changes.withColumn(_PLACE, place)
     rows = _each_within(intervals, changes.select(*on, _MOMENT), on).join(numbered, [*on, _PLACE])
     referring = rows.withColumn(_KEY, F.struct(*named(left.key)))
-    exists = F.col(_FOREIGN_KEY_RIGHT_STATE).isNotNull()
+    exists = F.col(_RIGHT_STATE).isNotNull()
     return referring.select(
         _left_row(left, _STATE).alias(LEFT),
-        F.when(exists, _right_row(right, _FOREIGN_KEY_RIGHT_STATE)).alias(RIGHT),
+        F.when(exists, side_row(right, F.col(_RIGHT_STATE))).alias(RIGHT),
         TIMESTAMP,
         PARTITION,
         (F.lit(kind == "inner") & ~exists).alias(IS_TOMBSTONE),
@@ -680,14 +677,6 @@ def _left_row(left: TableInput, state: str) -> Column:
     )
 
 
-def _right_row(right: TableInput, state: str) -> Column:
-    """Returns a right row as a struct: key, values, timestamp."""
-    return F.struct(
-        *[F.col(n).alias(k) for n, k in zip(match_names(right.key), right.key, strict=True)],
-        *[F.col(state).getField(c).alias(c) for c in right.state_columns],
-    )
-
-
 # History join
 
 
@@ -699,11 +688,6 @@ _HISTORY_PLACE = (INPUT, HOME, SEQUENCE, PARTITION)
 class HistoryJoinProcessor(TableTableJoinProcessor):
     """Joins the histories of two versioned tables: :func:`join_histories`."""
 
-    @property
-    def operator(self) -> HistoryJoin:
-        operator: Any = self.node.operator
-        return operator
-
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return replace(super().plan(times), reads_versions=True)
 
@@ -712,24 +696,14 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         return self.placed([one.rows for one in inputs])
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        left, right = (
-            TableInput(
-                *(changes, one.table, node.key, value_columns(node), node.versioned),
-                horizon=_horizon(node, one),
-            )
-            for node, changes, one in zip(self.node.inputs, rows, inputs, strict=True)
-        )
-        operator = self.operator
+        sides: list[TableInput] = []
+        for node, changes, one in zip(self.node.inputs, rows, inputs, strict=True):
+            assert isinstance(node, VersionedTable)
+            horizon = table_store.horizon_of(node, by_partition(one.times))
+            sides.append(TableInput(changes, one.table, node.key, value_columns(node), True, horizon))
+        operator, (left, right) = self.operator, sides
         joined = join_histories(left, right, kind=operator.kind, columns=operator.projection().columns)
         return self.at_home(joined)
-
-
-def _horizon(node: Stream, one: Input) -> Column | None:
-    return (
-        table_store.horizon_of(node, by_partition(one.times))
-        if isinstance(node, VersionedTable)
-        else None
-    )
 
 
 def join_histories(
