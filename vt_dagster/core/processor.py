@@ -154,10 +154,10 @@ class RunContext:
     last: DataFrame | None = None
 
     @classmethod
-    def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> RunContext:
+    def nothing(cls) -> RunContext:
         """Returns the context of a first run."""
         none = by_partition({})
-        return cls(None, None, none, by_partition(stream_time_after), none, none)
+        return cls(None, None, none, none, none, none)
 
 
 @dataclass(frozen=True)

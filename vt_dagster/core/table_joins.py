@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -60,7 +60,7 @@ from vt_dagster.core.table_changes import (
 )
 from vt_dagster.core.table_changes import columns as named
 from vt_dagster.topology.model import Table, VersionedTable
-from vt_dagster.topology.operators import JoinKind, TableTableJoin
+from vt_dagster.topology.operators import ForeignKeyJoin, JoinKind, TableTableJoin
 from vt_dagster.topology.version_rules import new_version_on_of
 
 # Table table join
@@ -118,7 +118,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
         few_keys = not self.single_task and all(one.few_keys for one in inputs)
         if operator.emit == "per_run" and last_decides and few_keys:
             left, right = last_changes(sides, [one.rows for one in inputs])
-        return join_tables(left, right, kind=operator.kind, columns=operator.projection().columns)
+        return join_tables(operator, left, right)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         return last_times(rows, context.state, self.node.key) if self.operator.monotone else None
@@ -164,13 +164,7 @@ def last_changes(sides: Sequence[TableInput], logs: Sequence[DataFrame]) -> list
     return kept
 
 
-def join_tables(
-    left: TableInput,
-    right: TableInput,
-    *,
-    kind: JoinKind,
-    columns: Sequence[tuple[str, str]],
-) -> DataFrame:
+def join_tables(operator: TableTableJoin, left: TableInput, right: TableInput) -> DataFrame:
     """Joins two tables by equal keys; the key columns may have different names.
 
     An out-of-order change of a versioned side is dropped (kip914-proposal). Any other change gives one
@@ -183,13 +177,11 @@ def join_tables(
     Plan: one shuffle and sort of both sides together by key, one pass of windows; before it one
     semi-join per available ``current`` with the keys of the other side's changes.
 
-    Args:
-        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
-            left's key columns. A missing left row has only its key, a missing right row is null.
+    A missing left row has only its key, a missing right row is null.
 
     Returns:
-        one row per change: ``columns, timestamp, partition`` (the record's)``, is_tombstone, _outcome``
-        (``applied``, ``no_result``, ``dropped``)``, ORDER, _turn``.
+        one row per change: the selected columns, ``timestamp, partition`` (the record's)``,
+        is_tombstone, _outcome`` (``applied``, ``no_result``, ``dropped``)``, ORDER, _turn``.
 
     Source: KIP-914 "Table-Table Joins".
     """
@@ -215,7 +207,7 @@ def join_tables(
         .otherwise(found_state(RIGHT).isNotNull())
         .alias(_OLD_STATE),
     ).where(F.col(TAKEN).isNotNull())
-    says, tombstone = _outcome(kind)
+    says, tombstone = _outcome(operator.kind)
     says = says & ~F.col(REPEATS)
     other = F.when(F.col(_FROM_LEFT), F.col(_RIGHT_STATE).getField(TIMESTAMP)).otherwise(
         F.col(_LEFT_STATE).getField(TIMESTAMP)
@@ -235,7 +227,7 @@ def join_tables(
         *order,
     )
     key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
-    return result_rows(joined, key=key, select=columns)
+    return result_rows(joined, key=key, select=operator.projection().columns)
 
 
 def _outcome(kind: JoinKind) -> tuple[Column, Column]:
@@ -311,31 +303,23 @@ _FEW_CHANGES = 64
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
     """Joins two tables by a foreign key: :func:`join_by_foreign_key`."""
 
+    @property
+    def operator(self) -> ForeignKeyJoin:
+        operator: Any = self.node.operator
+        return operator
+
     def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
         return replace(super().plan(times), counts_keys_of=self.operator.right.name)
 
     def joined(self, left: TableInput, right: TableInput, inputs: Sequence[Input]) -> DataFrame:
-        operator: Any = self.operator
         most = inputs[1].most_of_key
         first_run = left.current is None and right.current is None
-        return join_by_foreign_key(
-            left,
-            right,
-            kind=operator.kind,
-            foreign_key=operator.foreign_key,
-            columns=operator.projection().columns,
-            broadcast=first_run and most is not None and most <= _FEW_CHANGES,
-        )
+        broadcast = first_run and most is not None and most <= _FEW_CHANGES
+        return join_by_foreign_key(self.operator, left, right, broadcast=broadcast)
 
 
 def join_by_foreign_key(
-    left: TableInput,
-    right: TableInput,
-    *,
-    kind: Literal["inner", "left"],
-    foreign_key: Sequence[str],
-    columns: Sequence[tuple[str, str]],
-    broadcast: bool = False,
+    operator: ForeignKeyJoin, left: TableInput, right: TableInput, *, broadcast: bool
 ) -> DataFrame:
     """Joins left rows with the right rows whose key they contain.
 
@@ -357,36 +341,30 @@ def join_by_foreign_key(
     Args:
         broadcast: whether every task may receive all changes of the right, and compare each left row
             with all changes of its right row; only if both ``current`` are None.
-        foreign_key: SQL expressions over the left's key and value columns, one for each key column
-            of the right; a null component makes the whole foreign key null.
-        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
-            left's key columns. A missing right row is null.
+
+    A missing right row is null.
 
     Returns:
-        ``columns, timestamp, partition`` (of the left row)``, is_tombstone, _outcome, ORDER`` (of the
-        record that caused it)``, _turn`` (the left key). One row per left change, one per result of a
-        right change, and one without a key per dropped right change.
+        the selected columns, ``timestamp, partition`` (of the left row)``, is_tombstone, _outcome,
+        ORDER`` (of the record that caused it)``, _turn`` (the left key). One row per left change, one
+        per result of a right change, and one without a key per dropped right change.
 
     Source: KIP-914 "Foreign-Key Joins".
     """
     if broadcast:
-        rows = _while_both_last(left, right, kind, foreign_key)
+        rows = _while_both_last(operator, left, right)
         key = {k: F.col(n) for k, n in zip(left.key, _left_names(left), strict=True)}
     else:
-        rows = union(
-            _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
-        )
+        rows = union(_after_left(operator, left, right), _after_right(operator, left, right))
         key = {k: F.col(LEFT).getField(k) for k in left.key}
-    return result_rows(rows, key=key, select=columns)
+    return result_rows(rows, key=key, select=operator.projection().columns)
 
 
 def _left_names(left: TableInput) -> list[str]:
     return [f"_left{i}" for i in range(len(left.key))]
 
 
-def _while_both_last(
-    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
-) -> DataFrame:
+def _while_both_last(operator: ForeignKeyJoin, left: TableInput, right: TableInput) -> DataFrame:
     """Returns the results of both sides' changes in a run that has all of them.
 
     A row of a side exists from its change to the next change of its key. Each pair of rows that exist
@@ -395,6 +373,7 @@ def _while_both_last(
 
     Plan: see :func:`join_by_foreign_key`; by key and in order, as the result's store needs them.
     """
+    kind, foreign_key = operator.kind, operator.foreign_key
     key, on, moment = _left_names(left), match_names(right.key), F.struct(*named(ORDER))
     changes = left.changes.select(
         *named(left.key),
@@ -480,11 +459,9 @@ def _spans(right: TableInput) -> DataFrame:
     return union(changes.drop(_FIRST), before)
 
 
-def _after_left(
-    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
-) -> DataFrame:
+def _after_left(operator: ForeignKeyJoin, left: TableInput, right: TableInput) -> DataFrame:
     """Returns the results of left changes, and dropped right changes, which this plan reads too."""
-    on = match_names(right.key)
+    kind, foreign_key, on = operator.kind, operator.foreign_key, match_names(right.key)
     changes = left.changes.select(
         *named(left.key),
         TIMESTAMP,
@@ -524,7 +501,7 @@ def _after_left(
     )
 
 
-def _foreign_key_outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
+def _foreign_key_outcome(kind: JoinKind) -> tuple[Column, Column]:
     """Returns the outcome of a left change, and whether its result is a tombstone."""
     exists, existed = F.col(_NEW).isNotNull(), F.col(_OLD).isNotNull()
     refers, referred = F.col(_NEW_KEY).isNotNull(), F.col(_OLD_KEY).isNotNull()
@@ -542,9 +519,7 @@ def _foreign_key_outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column
     return outcome, ~(refers & found)
 
 
-def _after_right(
-    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
-) -> DataFrame:
+def _after_right(operator: ForeignKeyJoin, left: TableInput, right: TableInput) -> DataFrame:
     """Returns the results of right changes: one per left row that refers to them at that moment."""
     on = match_names(right.key)
     changes = right.changes.where(right.taken()).select(
@@ -554,7 +529,7 @@ def _after_right(
         F.struct(*named(ORDER)).alias(_MOMENT),
         right.new_state().alias(_RIGHT_STATE),
     )
-    intervals = _intervals(left, foreign_key, changes.select(*on))
+    intervals = _intervals(left, operator.foreign_key, changes.select(*on))
     place = F.row_number().over(W.partitionBy(*on).orderBy(_MOMENT)).cast("long")
     numbered = changes.withColumn(_PLACE, place)
     rows = _each_within(intervals, changes.select(*on, _MOMENT), on).join(numbered, [*on, _PLACE])
@@ -565,7 +540,7 @@ def _after_right(
         F.when(exists, side_row(right, F.col(_RIGHT_STATE))).alias(RIGHT),
         TIMESTAMP,
         PARTITION,
-        (F.lit(kind == "inner") & ~exists).alias(IS_TOMBSTONE),
+        (F.lit(operator.kind == "inner") & ~exists).alias(IS_TOMBSTONE),
         F.lit(Outcome.APPLIED).alias(OUTCOME),
         *ORDER,
         F.col(_KEY).alias(TURN),
@@ -701,14 +676,10 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
             assert isinstance(node, VersionedTable)
             horizon = table_store.horizon_of(node, by_partition(one.times))
             sides.append(TableInput(changes, one.table, node.key, value_columns(node), True, horizon))
-        operator, (left, right) = self.operator, sides
-        joined = join_histories(left, right, kind=operator.kind, columns=operator.projection().columns)
-        return self.at_home(joined)
+        return self.at_home(join_histories(self.operator, *sides))
 
 
-def join_histories(
-    left: TableInput, right: TableInput, *, kind: JoinKind, columns: Sequence[tuple[str, str]]
-) -> DataFrame:
+def join_histories(operator: TableTableJoin, left: TableInput, right: TableInput) -> DataFrame:
     """Joins two versioned tables at every time.
 
     A change is valid from its timestamp to the next version of its key. Within that interval each start
@@ -724,8 +695,6 @@ def join_histories(
     Args:
         left, right: ``current`` contains the versions, tombstones included, that exist at the end of
             the run and end at or after the run's oldest change.
-        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
-            left's key columns.
 
     Returns:
         as for ``join_tables``.
@@ -760,7 +729,7 @@ def join_histories(
     ]
     moments = moments.withColumns(
         {
-            _MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)),
+            _MATCHED: F.coalesce(_wanted(operator.kind, *there), F.lit(False)),
             _CAUSE: F.coalesce(*found),
             _UNKNOWN: F.coalesce(unknown[0] | unknown[1], F.lit(False)),
         }
@@ -785,7 +754,7 @@ def join_histories(
         F.lit(0).alias(TURN),
     )
     key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
-    return result_rows(joined, key=key, select=columns)
+    return result_rows(joined, key=key, select=operator.projection().columns)
 
 
 def _wanted(kind: JoinKind, left: Column, right: Column) -> Column:
