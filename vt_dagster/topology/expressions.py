@@ -748,7 +748,7 @@ class Aggregates:
 
     Args:
         asset: name of the result, for messages.
-        declared: (column, aggregate) pairs, or a mapping.
+        declared: (column, aggregate) pairs.
 
     Attributes:
         columns: (name, SQL expression over the accumulators).
@@ -759,13 +759,11 @@ class Aggregates:
     """
 
     asset: str
-    declared: Sequence[tuple[str, str]] | Mapping[str, str]
+    declared: tuple[tuple[str, str], ...]
     columns: tuple[tuple[str, str], ...] = field(init=False)
     accumulators: tuple[Accumulator, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        given = self.declared.items() if isinstance(self.declared, Mapping) else self.declared
-        object.__setattr__(self, "declared", tuple((str(c), a) for c, a in given))
         if not self.declared:
             raise TopologyError(f"{self.asset}: expected aggregates, got none; {_EXPECTED}")
         kept: dict[tuple[str, Merge], Accumulator] = {}
@@ -822,8 +820,8 @@ class Aggregates:
         for column, aggregate in self.declared:
             yield self._parse(column, aggregate)
 
-    def _parse(self, column: str, aggregate: object) -> _Call:
-        call = _CALL.fullmatch(aggregate) if isinstance(aggregate, str) else None
+    def _parse(self, column: str, aggregate: str) -> _Call:
+        call = _CALL.fullmatch(aggregate)
         if call is None or not _is_one_expression(call["inside"]):
             raise TopologyError(
                 f"{self.asset}: {column!r} is {aggregate!r}, not an aggregate; {_EXPECTED}"
