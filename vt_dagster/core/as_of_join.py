@@ -27,6 +27,7 @@ from typing import Literal, Protocol
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -469,21 +470,23 @@ def system_time_join(
     )
     if best is None:
         return answered
-    types = {f.name: f.dataType for f in versions.schema.fields}
-    keep, row = F.col(ANSWER).isNotNull(), F.col(ANSWER)
-    whole = F.struct(
-        *[
-            (F.lit(None) if c == RECORDED_AT else row[c]).cast(types[c]).alias(c)
-            for c in versions.columns
-        ]
-    )
+    there, answer = F.col(ANSWER).isNotNull(), answer_as(versions.schema, needed)
     joined = doubtful.join(best, at_place(), "left")
-    return answered.unionByName(joined.select(*own, F.when(keep, whole).alias(name), keep.alias(FOUND)))
+    return answered.unionByName(joined.select(*own, answer.alias(name), there.alias(FOUND)))
 
 
 def at_place() -> Column:
     """Returns the condition that joins rows with the result of :func:`answers_from_log`."""
     return (F.col(PARTITION) == F.col(PLACES[0])) & (F.col(ARRIVAL) == F.col(PLACES[1]))
+
+
+def answer_as(kind: StructType, needed: Sequence[str]) -> Column:
+    """Returns the answer of :func:`answers_from_log` as a version of this type; null = none. The fields
+    that it lacks are null."""
+    answer, known = F.col(ANSWER), (VALID_FROM, VALID_TO, *needed)
+    fields = [(answer[f.name] if f.name in known else F.lit(None), f) for f in kind.fields]
+    version = F.struct(*[value.cast(f.dataType).alias(f.name) for value, f in fields])
+    return F.when(answer.isNotNull(), version)
 
 
 def answers_from_log(

@@ -74,7 +74,6 @@ from vt_dagster.core.arrival_order import (
     union,
     with_columns,
 )
-from vt_dagster.core.as_of_join import ANSWER as AS_OF_ANSWER
 from vt_dagster.core.as_of_join import (
     ANSWERS_FROM,
     ANSWERS_TO,
@@ -84,6 +83,7 @@ from vt_dagster.core.as_of_join import (
     PLACES,
     JoinStrategy,
     SystemTimeHistory,
+    answer_as,
     answers_from_log,
     as_of_join,
     at_place,
@@ -1293,15 +1293,13 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
     for i, f in features.items():
         row, moment = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
         known = row.isNotNull() & still_answers(moment, row[VALID_TO], row[_HORIZON])
+        keyed = has_key([f"`{k}`" for k in key])
+        judged[_sure(i)] = F.lit(True)
         if f.view.as_known != "now":
             cut = known_at_of(f.view.as_known)
             by_then = row[RECORDED_AT].isNull() | (row[RECORDED_AT] <= cut)
-            keyed = has_key([f"`{k}`" for k in key])
             judged[_sure(i)] = F.coalesce(known & by_then, F.lit(False)) | ~keyed
-        else:
-            judged[_sure(i)] = F.lit(True)
-        keyless = ~has_key([f"`{k}`" for k in key])
-        judged[_version(i)] = F.when(known & ~row[IS_TOMBSTONE] & ~keyless, row)
+        judged[_version(i)] = F.when(known & ~row[IS_TOMBSTONE] & keyed, row)
     return with_columns(found, judged)
 
 
@@ -1328,16 +1326,8 @@ def _by_log(found: DataFrame, i: int, feature: Feature) -> DataFrame | None:
     )
     if best is None:
         return None
-    types = cast(StructType, found.schema[_version(i)].dataType)
-    empty = F.lit(None)
-    fields = [
-        (F.col(AS_OF_ANSWER)[f.name] if f.name in (VALID_FROM, *needed) else empty)
-        .cast(f.dataType)
-        .alias(f.name)
-        for f in types.fields
-    ]
-    row = F.when(F.col(AS_OF_ANSWER).isNotNull(), F.struct(*fields))
-    return best.select(*PLACES, row.alias(_answer(i)))
+    answer = answer_as(cast(StructType, found.schema[_version(i)].dataType), needed)
+    return best.select(*PLACES, answer.alias(_answer(i)))
 
 
 def _row(i: int, feature: Feature) -> Column:
