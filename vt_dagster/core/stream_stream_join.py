@@ -268,7 +268,7 @@ _SEGMENT = 60_000
 class StreamJoinTime(TimePolicy):
     """The stream time of both streams together, and watermarks of each."""
 
-    processor: StreamJoinProcessor
+    processor: StreamStreamJoinProcessor
 
     def rows(self, inputs: Sequence[Input]) -> Timed:
         raise AssertionError("a stream-stream join computes its stream time in advance()")
@@ -321,9 +321,61 @@ class StreamJoinTime(TimePolicy):
         return {**watermarks, OPEN: let_go}
 
 
-class StreamJoinProcessor(Processor[StreamStreamJoin]):
-    """Prepares the records of both streams: adds their window, their lateness, and stream time as of
-    each record."""
+def in_micros_at(value: Duration, partition: int) -> int:
+    return length_at(value, partition) // timedelta(microseconds=1)
+
+
+# Stream stream join
+
+
+PHASE, RANK = "_phase", "_rank"
+_PLACE = "_place"
+
+
+@dataclass(frozen=True)
+class StreamStreamJoinCounts(RunCounts):
+    """The counts of results, of records without a match, and of refused ones."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {
+            UNMATCHED: F.count_if(~F.col(MATCHED)),
+            Outcome.WAITING: F.count_if(F.col(OUTCOME) == Outcome.KEPT),
+        }
+
+    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        shown = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in shown}}
+
+
+class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
+    """Computes matches (``matches``) and unmatched records, and when the latter are emitted.
+
+    A record with a key and a value whose timestamp is stream time emits the waiting unmatched records
+    up to that time, before its own matches.
+
+    Source: FORMAT 4.13.
+    """
+
+    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
+        inputs = [InputPlan(n, self.rescan_from(i, times)) for i, n in enumerate(self.node.inputs)]
+        # By the arriving record: first the unmatched records that it emits, by time, right before left,
+        # key, arrival; then its matches, by the time of the match, and that match's arrival.
+        by = (ARRIVAL, PHASE, *ORDER[1:], THERE, RANK, *self.node.key, FROM)
+        return RunPlan(
+            inputs=tuple(inputs),
+            merges=True,
+            persists_rows=True,
+            stream_time=StreamJoinTime(self),
+            order=ResultOrder(by),
+            drops_late=False,
+            counts=StreamStreamJoinCounts(),
+        )
+
+    # -- records ---------------------------------------------------------------------------------
 
     @property
     def preserved_sides(self) -> tuple[int, ...]:
@@ -430,62 +482,6 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
                 ONCE: once,
                 EXPIRED: F.col(VALID) & (F.call_function("div", at, segment) < oldest),
             }
-        )
-
-
-def in_micros_at(value: Duration, partition: int) -> int:
-    return length_at(value, partition) // timedelta(microseconds=1)
-
-
-# Stream stream join
-
-
-PHASE, RANK = "_phase", "_rank"
-_PLACE = "_place"
-
-
-@dataclass(frozen=True)
-class StreamStreamJoinCounts(RunCounts):
-    """The counts of results, of records without a match, and of refused ones."""
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        return ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
-
-    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        return {
-            UNMATCHED: F.count_if(~F.col(MATCHED)),
-            Outcome.WAITING: F.count_if(F.col(OUTCOME) == Outcome.KEPT),
-        }
-
-    def of_run(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        shown = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
-        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in shown}}
-
-
-class StreamStreamJoinProcessor(StreamJoinProcessor):
-    """Computes matches (``matches``) and unmatched records, and when the latter are
-    emitted.
-
-    A record with a key and a value whose timestamp is stream time emits the waiting unmatched records
-    up to that time, before its own matches.
-
-    Source: FORMAT 4.13.
-    """
-
-    def plan(self, times: RunTimes = BEFORE_ANY_RUN) -> RunPlan:
-        inputs = [InputPlan(n, self.rescan_from(i, times)) for i, n in enumerate(self.node.inputs)]
-        # By the arriving record: first the unmatched records that it emits, by time, right before left,
-        # key, arrival; then its matches, by the time of the match, and that match's arrival.
-        by = (ARRIVAL, PHASE, *ORDER[1:], THERE, RANK, *self.node.key, FROM)
-        return RunPlan(
-            inputs=tuple(inputs),
-            merges=True,
-            persists_rows=True,
-            stream_time=StreamJoinTime(self),
-            order=ResultOrder(by),
-            drops_late=False,
-            counts=StreamStreamJoinCounts(),
         )
 
     # -- results ---------------------------------------------------------------------------------
