@@ -16,14 +16,12 @@ its values.
 
 from __future__ import annotations
 
-from functools import reduce
-
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival_order import Outcome, micros, union
+from vt_dagster.core.arrival_order import Outcome, has_key, micros, union
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.topology.model import Stream
 
@@ -122,7 +120,7 @@ def _latest_of(node: Stream, values: DataFrame, stream_time: Column) -> DataFram
 
 
 def _has_value(node: Stream) -> Column:
-    return reduce(lambda one, other: one & other, [c.isNotNull() for c in _columns(node)])
+    return has_key([f"`{c}`" for c in node.unique_by or ()])
 
 
 def _columns(node: Stream) -> list[Column]:
