@@ -114,13 +114,13 @@ THERE = "_there"
 _TILE, _WIDE = "_tile", "_wide"
 
 
-def tile_width(before: Duration, after: Duration) -> Column:
+def tile_width(operator: StreamStreamJoin) -> Column:
     """Returns the length of a tile, for the row's partition."""
-    return F.greatest(F.lit(1), (micros(before) + micros(after)) * 2)
+    return F.greatest(F.lit(1), (micros(operator.before) + micros(operator.after)) * 2)
 
 
 def matches(
-    new: Sequence[DataFrame], earlier: Sequence[DataFrame | None], *, on: Sequence[str], width: Column
+    operator: StreamStreamJoin, new: Sequence[DataFrame], earlier: Sequence[DataFrame | None]
 ) -> DataFrame:
     """Returns each pair of matching records of which at least one is new.
 
@@ -131,8 +131,7 @@ def matches(
     all right ones, and one of the earlier left records with the new right ones.
 
     Args:
-        new, earlier: of the left and the right side, with ``on`` and the columns above.
-        width: of a tile, see ``tile_width``.
+        new, earlier: of the left and the right side, with ``match_names`` and the columns above.
 
     Returns:
         ``left, right`` (the sides' structs), ``_at`` (the larger time)``, partition, ORDER, _late``
@@ -141,32 +140,24 @@ def matches(
     left, right = new
     # New left records with all right ones, then new right ones with earlier left ones: each pair with a
     # new record once.
-    found = found_by(left, union(right, earlier[1]), 0, on=on, width=width)
+    found = found_by(operator, left, union(right, earlier[1]), 0)
     if earlier[0] is None:
         return found
-    return found.unionByName(found_by(right, earlier[0], 1, on=on, width=width))
+    return found.unionByName(found_by(operator, right, earlier[0], 1))
 
 
-def found_by(
-    new: DataFrame, others: DataFrame, place: int, *, on: Sequence[str], width: Column
-) -> DataFrame:
+def found_by(operator: StreamStreamJoin, new: DataFrame, others: DataFrame, place: int) -> DataFrame:
     """Returns the pairs of new records of one side with others, like :func:`matches`.
 
     Args:
         place: the side of the new records.
     """
+    on, width = match_names(operator.left.key), tile_width(operator)
     near, far = _wide(new, width), _narrow(others, width)
     return _pairs(near, far, on) if place == 0 else _pairs(far, near, on)
 
 
-def without_match(
-    records: DataFrame,
-    others: DataFrame,
-    others_earlier: DataFrame | None,
-    *,
-    on: Sequence[str],
-    width: Column,
-) -> DataFrame:
+def without_match(operator: StreamStreamJoin, records: DataFrame, others: DataFrame) -> DataFrame:
     """Returns the records that no other record has matched in time.
 
     A record has a match if it found one on arrival; or, unless its window and grace period were over by
@@ -176,10 +167,11 @@ def without_match(
 
     Args:
         records: new ones of one side, and earlier ones still unmatched.
-        others: new ones of the other side; ``others_earlier``: those of earlier runs.
+        others: all of the other side.
     """
+    on, width = match_names(operator.left.key), tile_width(operator)
     mine = _named(_narrow(records, width), "u")
-    theirs = _wide(union(others, others_earlier), width)
+    theirs = _wide(others, width)
     narrow = [*on, _TILE, AT, LOW, HIGH, NEW, *ORDER, LATE, LOOK, HORIZON]
     theirs = _named(theirs.select(*narrow), "o")
     meet = _equal(on, "u", "o") & _c("u", AT).between(_c("o", LOW), _c("o", HIGH))
@@ -497,15 +489,12 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
             new = context.persist_rows(new)
         earlier = [self._earlier(one, i, new.schema) for i, one in enumerate(inputs)]
         sides = [new.where(F.col(VALID) & (F.col(SIDE) == i)) for i in (0, 1)]
-        on, width = (
-            match_names(self.node.inputs[0].key),
-            tile_width(self.operator.before, self.operator.after),
-        )
-        found = self._results(matches(sides, earlier, on=on, width=width).withColumn(PHASE, F.lit(1)))
+        found = matches(self.operator, sides, earlier).withColumn(PHASE, F.lit(1))
+        found = self._results(found)
         parts = [found, self.rejected(new)]
         for i in self.preserved_sides:
             records = union(sides[i], self.pending_unmatched(earlier[i], i, context))
-            alone = without_match(records, sides[1 - i], earlier[1 - i], on=on, width=width)
+            alone = without_match(self.operator, records, union(sides[1 - i], earlier[1 - i]))
             unmatched = self.unmatched_rows(alone, records, i, new, context)
             parts += [unmatched, self._keyless(new, i)]
             parts += self.retractions(earlier[i], sides[1 - i], i, context)
@@ -855,10 +844,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         there = self.pending_unmatched(earlier, place, context)
         if there is None:
             return []
-        on, operator = match_names(self.node.inputs[0].key), self.operator
-        width = tile_width(operator.before, operator.after)
         emitted = there.where(_EMITTED).drop(_EMITTED)
-        found = found_by(others, emitted, 1 - place, on=on, width=width)
+        found = found_by(self.operator, others, emitted, 1 - place)
         first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
         row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
         return [self._tombstones_of_unmatched(row, place)]
