@@ -227,7 +227,7 @@ def _emit_batches(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
 
 
 LATE = "_late"
-_TIMER_FIRST, _TIMER_LAST, _TIMER_PERIOD, _AFTER = "_first", "_last", "_period", "_after"
+_AFTER = "_after"
 
 
 def split_into_periods(
@@ -252,9 +252,9 @@ def split_into_periods(
     in_order = W.partitionBy(*group).orderBy(*order)
     grouped = (
         gathered(rows, group)
-        .withColumns({_TIMER_PERIOD: period, _AFTER: after})
-        .withColumn(_TIMER_FIRST, F.row_number().over(in_order) == 1)
-        .withColumn(_TIMER_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .withColumns({_PERIOD: period, _AFTER: after})
+        .withColumn(_FIRST, F.row_number().over(in_order) == 1)
+        .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
         .sortWithinPartitions(*group, *order)
     )
     passed = [*kept, *ORDER]
@@ -296,7 +296,7 @@ class _Key:
 
 def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
     key, carried = _Key(), None
-    wanted = [FRESH, _TIMER_FIRST, _TIMER_LAST, AT, STREAM_TIME, _TIMER_PERIOD, _AFTER]
+    wanted = [FRESH, _FIRST, _LAST, AT, STREAM_TIME, _PERIOD, _AFTER]
     for batch in batches:
         rows, start = pa.Table.from_batches([batch]), 0
         if carried is not None:
@@ -326,7 +326,6 @@ def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
 # Suppress
 
 
-_SUPPRESS_LAST = "_last"
 _NEXT = "_next"
 _EARLIEST = -(2**62)
 
@@ -567,8 +566,8 @@ def _final(
     end = F.unix_micros(WINDOW_END)
     # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.
     return (
-        rows.withColumn(_SUPPRESS_LAST, F.lead(F.lit(1)).over(in_order).isNull())
-        .where(_SUPPRESS_LAST)
+        rows.withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .where(_LAST)
         .withColumns(
             {
                 PLACE: end,

@@ -708,7 +708,7 @@ def in_ticks(time: Column) -> Column:
 # Windowed aggregate
 
 
-_OPEN, _WINDOW_LAST, _MARK = "_open", "_last", "_mark"
+_OPEN, _MARK = "_open", "_mark"
 _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}
 
 _LATE, _EXPIRED = "late_records_dropped", "expired_window_records_dropped"
@@ -906,7 +906,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         else:
             closed = closes_at(window, end) <= now
         counts = (F.col(OUTCOME) == Outcome.KEPT) | (F.col(OUTCOME) == Outcome.APPLIED)
-        alive = rows.where(F.col(_WINDOW_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
+        alive = rows.where(F.col(_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
         names = [a.name for a in self.operator.parsed().accumulators]
         return alive.select(*self.grouping, WINDOW_START, WINDOW_END, PARTITION, *names, TIMESTAMP)
 
@@ -964,8 +964,7 @@ def _fixed(
         last = F.lead(F.lit(1)).over(in_order).isNull()
     rows = with_columns(
         rows,
-        {c: column.cast(rows.schema[c].dataType) for c, column in merged.items()}
-        | {_WINDOW_LAST: last},
+        {c: column.cast(rows.schema[c].dataType) for c, column in merged.items()} | {_LAST: last},
     )
     outcome = (
         F.when(~F.col(FRESH), Outcome.KEPT)
@@ -979,7 +978,7 @@ def _fixed(
     if many is not None and isinstance(window, HoppingWindow):
         after = F.unix_micros(TIMESTAMP) - turn
         turn = F.lit(many - 1) - F.call_function("div", after, micros(window.advance))
-    return rows.where(F.col(FRESH) | F.col(_WINDOW_LAST)).select(
+    return rows.where(F.col(FRESH) | F.col(_LAST)).select(
         *key,
         WINDOW_START,
         WINDOW_END,
@@ -990,7 +989,7 @@ def _fixed(
         outcome.alias(OUTCOME),
         *place,
         turn.alias(TURN),
-        _WINDOW_LAST,
+        _LAST,
         *names,
     )
 
@@ -1085,6 +1084,6 @@ def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) ->
         outcome.otherwise(Outcome.APPLIED).alias(OUTCOME),
         *place_in(merged),
         TURN,
-        kept.alias(_WINDOW_LAST),
+        kept.alias(_LAST),
         *[a.name for a in aggregates.accumulators],
     )
