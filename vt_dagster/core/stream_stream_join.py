@@ -65,6 +65,7 @@ from vt_dagster.core.processor import (
     RunPlan,
     RunTimes,
     TimePolicy,
+    Times,
 )
 from vt_dagster.core.stream_table_join import (
     CORRECTED,
@@ -280,10 +281,7 @@ class StreamJoinTime(TimePolicy):
         return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
 
     def advance_if_none_late(
-        self,
-        found: Sequence[Any],
-        before: Mapping[int, int],
-        watermarks: Mapping[str, Mapping[int, int]],
+        self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
     ) -> list[dict[str, Any]] | None:
         promise = self.processor.operator.promise
         newest = largest_if_none_late(found, SIDE, before, lambda p: in_micros_at(promise, p))
@@ -300,7 +298,7 @@ class StreamJoinTime(TimePolicy):
         return rows
 
     def watermarks(
-        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+        self, found: Sequence[Any], before: Mapping[str, Times]
     ) -> dict[str, dict[int, int]]:
         watermarks = {name: dict(before.get(name, {})) for name in (LEFT, RIGHT, "look")}
         for row in found:
@@ -694,7 +692,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         return kept.select(PARTITION, FROM, *self.kept_columns)
 
     def waiting(
-        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
         """Returns the unmatched records that may still find a match: ``key columns`` (the left one's),
         ``timestamp, partition, offset, side``."""
@@ -731,7 +729,7 @@ class CorrectedStreamJoinTime(StreamJoinTime):
     processor: CorrectedStreamJoinProcessor
 
     def watermarks(
-        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+        self, found: Sequence[Any], before: Mapping[str, Times]
     ) -> dict[str, dict[int, int]]:
         """Returns the watermarks of the join, and the time before which rows are final.
 
@@ -749,10 +747,7 @@ class CorrectedStreamJoinTime(StreamJoinTime):
         return max(in_micros_at(ahead, partition) for ahead in self.processor.lookahead)
 
     def advance_if_none_late(
-        self,
-        found: Sequence[Any],
-        before: Mapping[int, int],
-        watermarks: Mapping[str, Mapping[int, int]],
+        self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
     ) -> list[dict[str, Any]] | None:
         final = watermarks.get(FINAL, {})
         for row in found:
@@ -948,7 +943,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return state.join(gone, [SIDE, PARTITION, FROM], "left_anti").select(state.columns)
 
     def waiting(
-        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
         waits = None if state is None else state.where(~F.col(_EMITTED))
         return super().waiting(logs, emitted_up_to, waits)

@@ -105,6 +105,7 @@ from vt_dagster.core.processor import (
     RunPlan,
     RunTimes,
     TimePolicy,
+    Times,
     earliest,
 )
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
@@ -255,7 +256,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return ResultOrder((EMITTED_AT, AT_ONCE, *self.node.key, ARRIVAL))
 
     def waiting(
-        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
         return waiting(logs[0], key=self.operator.left.key, emitted_up_to=by_partition(emitted_up_to))
 
@@ -783,7 +784,7 @@ def same(name: str, kind: DataType, row: Column) -> Column:
     return one.eqNullSafe(other)
 
 
-def with_finality(rows: DataFrame, watermarks: Mapping[str, Mapping[int, int]]) -> DataFrame:
+def with_finality(rows: DataFrame, watermarks: Mapping[str, Times]) -> DataFrame:
     """Adds ``is_final`` to the rows of a corrected join's table: whether a row can no longer change.
 
     A row exactly as old as the promise is not final. In a partition without a final row it is false.
@@ -850,7 +851,7 @@ class CorrectedJoinTime(GraceTime):
         return rows.groupBy(PARTITION).agg(F.max("time").alias("time"), newest, oldest)
 
     def watermarks(
-        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+        self, found: Sequence[Any], before: Mapping[str, Times]
     ) -> dict[str, dict[int, int]]:
         """Returns three times by partition of the result, epoch microseconds: the stream time of the
         table, the oldest timestamp of the table's records in the run, and the time before which rows
@@ -985,7 +986,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     # -- lookup ----------------------------------------------------------------------------------
 
     def waiting(
-        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
         return super().waiting([logs[0].where(has_key(self.operator.key))], emitted_up_to, state)
 
