@@ -112,7 +112,7 @@ FROM = "_from"
 """The offset of a match's earlier record by arrival; for an unmatched record its own."""
 THERE = "_there"
 """The time of a match's earlier record by arrival."""
-_TILE, _WIDE = "_tile", "_wide"
+_TILE = "_tile"
 
 
 def tile_width(operator: StreamStreamJoin) -> Column:
