@@ -307,7 +307,7 @@ def _versions(store: AssetStore, node: VersionedTable, checkpoint: Checkpoint, s
     horizon = of_table.horizon_of(node, by_partition(checkpoint.stream_time))
     # Expired versions may stay in a segment until the whole segment is removed: readers filter them.
     gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
-    expired = expired_versions(horizon, VALID_TO).where
+    expired = expired_versions(horizon, VALID_TO)
     invariants = invariants_of_view(node)
     del invariants["nothing_older_than_retention"]  # replaced below by a check per partition
     rules = _rules(invariants, rows.columns)

@@ -2,7 +2,7 @@
 
 **Invariants** of tables with validity intervals and of logs. A check is a function ``(frame, *,
 parameters) -> bool``, as pandera calls it; ``vt_dagster.contracts`` registers all of them with pandera.
-Gates and asset checks count the underlying conditions (:class:`Violation`), many in one pass.
+Gates and asset checks count the underlying conditions (:class:`Rule`), many in one pass.
 
 Intervals are half open: ``valid_from`` is inclusive, ``valid_to`` exclusive, and a null ``valid_to``
 means that the version is current. Both may be TIMESTAMP, DATE or any other orderable type. All null
@@ -28,6 +28,7 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import NullType, StructType
+from pyspark.sql.window import WindowSpec
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -71,31 +72,42 @@ Names: TypeAlias = str | Sequence[str]
 
 
 @dataclass(frozen=True)
-class Violation:
-    """The condition of rows that break an invariant.
+class Rule:
+    """An invariant of rows.
 
     Args:
-        where: true for an offending row; false or null for any other.
-        columns: further columns that ``where`` needs, by name. Equal names stand for equal expressions,
-            so that several violations share them.
+        name: of the invariant.
+        violated: the condition of an offending row.
+        columns: further columns that the condition needs, by name. Equal names stand for equal
+            expressions, so that several rules share them.
+        of: the column that it is about; empty: the whole row.
+        warns: whether a run only warns of offending rows (pandera's ``raise_warning``).
     """
 
-    where: Column
+    name: str
+    violated: Column
     columns: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    of: str = ""
+    warns: bool = False
 
 
-def _none_in(frame: Any, violation: Violation) -> bool:
-    rows = with_columns(frame, dict(violation.columns))
-    return rows.where(violation.where).limit(1).count() == 0
+def _none_in(frame: Any, violated: Column, columns: Mapping[str, Column] = {}) -> bool:
+    return with_columns(frame, dict(columns)).where(violated).limit(1).count() == 0
 
 
 def _names(key: Names) -> list[str]:
     return [key] if isinstance(key, str) else list(key)
 
 
-def _column(name: str) -> Column:
+def _column(column: str | Column) -> Column:
     """Returns a column by name; a name with dots is a field of a struct."""
-    return F.col(name) if "." in name else F.col(f"`{name}`")
+    if not isinstance(column, str):
+        return column
+    return F.col(column) if "." in column else F.col(f"`{column}`")
+
+
+def _of_key(key: Names) -> WindowSpec:
+    return W.partitionBy(*map(_column, _names(key)))
 
 
 def _helper(what: str, *parts: Any) -> str:
@@ -104,95 +116,47 @@ def _helper(what: str, *parts: Any) -> str:
 
 
 def shown_as(helper: str) -> str:
-    """Returns the name under which samples show a column of ``Violation.columns``."""
+    """Returns the name under which samples show a column of ``Rule.columns``."""
     return helper.partition("#")[0]
 
 
-def _following(key: Names, valid_from: str, valid_to: str) -> tuple[str, Column]:
-    """Returns the ``valid_from`` of the key's next version, as a named window expression."""
-    keys = _names(key)
+def _following(key: Names, valid_from: str, valid_to: str) -> tuple[Column, dict[str, Column]]:
+    """Returns the ``valid_from`` of the key's next version, and the window expression that adds it."""
     order = [_column(valid_from), _column(valid_to).asc_nulls_last()]
-    following = F.lead(_column(valid_from)).over(W.partitionBy(*map(_column, keys)).orderBy(*order))
-    return _helper("next_valid_from", keys, valid_from, valid_to), following
+    following = F.lead(_column(valid_from)).over(_of_key(key).orderBy(*order))
+    name = _helper("next_valid_from", _names(key), valid_from, valid_to)
+    return _column(name), {name: following}
 
 
-def overlaps(key: Names, valid_from: str, valid_to: str) -> Violation:
-    """Returns the versions that break :func:`versions_do_not_overlap`."""
-    name, following = _following(key, valid_from, valid_to)
-    start, end = _column(valid_from), _column(valid_to)
-    where = (_column(name) > start) & (end.isNull() | (end > _column(name)))
-    return Violation(where, {name: following})
-
-
-def gaps(key: Names, valid_from: str, valid_to: str, last_is_current: bool) -> Violation:
-    """Returns the versions that break :func:`versions_are_contiguous`."""
-    name, following = _following(key, valid_from, valid_to)
-    end = _column(valid_to)
-    ended = _column(name).isNull() & end.isNotNull() if last_is_current else F.lit(False)
-    where = (end < _column(name)) | ended
-    return Violation(where, {name: following})
-
-
-def repeated_versions(key: Names, valid_from: str, valid_to: str) -> Violation:
-    """Returns the versions that break :func:`one_version_per_key_and_timestamp`."""
-    name, following = _following(key, valid_from, valid_to)
-    return Violation(_column(name) == _column(valid_from), {name: following})
-
-
-def empty_intervals(valid_from: str, valid_to: str) -> Violation:
-    """Returns the versions that break :func:`valid_from_before_valid_to`."""
-    return Violation(_column(valid_from).isNull() | (_column(valid_to) <= _column(valid_from)))
-
-
-def second_current_versions(key: Names, valid_to: str) -> Violation:
-    """Returns all current versions of each key that breaks :func:`one_current_version_per_key`."""
-    keys, is_current = _names(key), _column(valid_to).isNull()
-    name = _helper("current_versions", keys, valid_to)
-    current = F.count(F.when(is_current, 1)).over(W.partitionBy(*map(_column, keys)))
-    return Violation(is_current & (_column(name) > 1), {name: current})
-
-
-def expired(horizon: Column, valid_to: str) -> Violation:
-    """Returns the versions that break :func:`nothing_older_than_retention`.
+def expired(horizon: Column, valid_to: str) -> Column:
+    """Returns the condition on versions that break :func:`nothing_older_than_retention`.
 
     Args:
         horizon: start of the history; a version that ended at or before it has expired.
     """
-    return Violation(_column(valid_to) <= horizon)
+    return _column(valid_to) <= horizon
 
 
-def repeated_rows(key: Names) -> Violation:
-    """Returns all rows of each key that breaks :func:`one_row_per_key`."""
-    keys = _names(key)
-    name = _helper("rows", keys)
-    rows = F.count(F.lit(1)).over(W.partitionBy(*map(_column, keys)))
-    return Violation(_column(name) > 1, {name: rows})
-
-
-def decreasing(
-    key: Names, timestamp: str, order: Sequence[str | Column], among: Column | None
-) -> Violation:
-    """Returns the rows that break :func:`timestamps_do_not_decrease`.
+def decreasing(key: Names, timestamp: str, order: Sequence[str | Column], among: Column | None) -> Rule:
+    """Returns the invariant :func:`timestamps_do_not_decrease`.
 
     Args:
         among: the rows to compare; None = all.
     """
-    keys = _names(key)
     counted = _column(timestamp) if among is None else F.when(among, _column(timestamp))
-    columns = [_column(one) if isinstance(one, str) else one for one in order]
-    earlier = W.partitionBy(*map(_column, keys)).orderBy(*columns)
-    newest = F.max(counted).over(earlier.rowsBetween(W.unboundedPreceding, -1))
-    name = _helper("newest_before", keys, timestamp, *map(str, columns), str(among))
-    return Violation(counted < _column(name), {name: newest})
+    columns = [*map(_column, order)]
+    earlier = _of_key(key).orderBy(*columns).rowsBetween(W.unboundedPreceding, -1)
+    name = _helper("newest_before", _names(key), timestamp, *map(str, columns), str(among))
+    newest = F.max(counted).over(earlier)
+    return Rule("timestamps_do_not_decrease", counted < _column(name), {name: newest})
 
 
-def repeated_results(key: Names, order: Sequence[str | Column]) -> Violation:
-    """Returns the repeated results that break :func:`one_result_per_window`."""
-    keys = _names(key)
-    columns = [_column(one) if isinstance(one, str) else one for one in order]
-    name = _helper("release", keys, *map(str, columns))
-    release = F.row_number().over(W.partitionBy(*map(_column, keys)).orderBy(*columns))
-    return Violation(_column(name) > 1, {name: release})
+def repeated_results(key: Names, order: Sequence[str | Column]) -> Rule:
+    """Returns the invariant :func:`one_result_per_window`; the results after the first one offend."""
+    columns = [*map(_column, order)]
+    name = _helper("release", _names(key), *map(str, columns))
+    release = F.row_number().over(_of_key(key).orderBy(*columns))
+    return Rule("one_result_per_window", _column(name) > 1, {name: release})
 
 
 # ---------------------------------------------------------------------------------------- checks
@@ -211,7 +175,9 @@ def versions_do_not_overlap(
         valid_from: first moment of a version, inclusive.
         valid_to: end of a version, exclusive; null = current.
     """
-    return _none_in(frame, overlaps(key, valid_from, valid_to))
+    following, added = _following(key, valid_from, valid_to)
+    start, end = _column(valid_from), _column(valid_to)
+    return _none_in(frame, (following > start) & (end.isNull() | (end > following)), added)
 
 
 def versions_are_contiguous(
@@ -229,7 +195,10 @@ def versions_are_contiguous(
         last_is_current: whether a key's last version must be current, too: set it for a table that
             stores tombstones as versions.
     """
-    return _none_in(frame, gaps(key, valid_from, valid_to, last_is_current))
+    following, added = _following(key, valid_from, valid_to)
+    end = _column(valid_to)
+    ended = following.isNull() & end.isNotNull() if last_is_current else F.lit(False)
+    return _none_in(frame, (end < following) | ended, added)
 
 
 def one_version_per_key_and_timestamp(
@@ -240,7 +209,8 @@ def one_version_per_key_and_timestamp(
     Args:
         key, valid_from, valid_to: as for ``versions_do_not_overlap``.
     """
-    return _none_in(frame, repeated_versions(key, valid_from, valid_to))
+    following, added = _following(key, valid_from, valid_to)
+    return _none_in(frame, following == _column(valid_from), added)
 
 
 def valid_from_before_valid_to(
@@ -251,7 +221,8 @@ def valid_from_before_valid_to(
     Args:
         valid_from, valid_to: as for ``versions_do_not_overlap``.
     """
-    return _none_in(frame, empty_intervals(valid_from, valid_to))
+    start, end = _column(valid_from), _column(valid_to)
+    return _none_in(frame, start.isNull() | (end <= start))
 
 
 def one_current_version_per_key(frame: DataFrame, *, key: Names, valid_to: str = VALID_TO) -> bool:
@@ -260,7 +231,10 @@ def one_current_version_per_key(frame: DataFrame, *, key: Names, valid_to: str =
     Args:
         key, valid_to: as for ``versions_do_not_overlap``.
     """
-    return _none_in(frame, second_current_versions(key, valid_to))
+    is_current = _column(valid_to).isNull()
+    name = _helper("current_versions", _names(key), valid_to)
+    current = F.count(F.when(is_current, 1)).over(_of_key(key))
+    return _none_in(frame, is_current & (_column(name) > 1), {name: current})
 
 
 def nothing_older_than_retention(
@@ -298,7 +272,9 @@ def one_row_per_key(frame: DataFrame, *, key: Names) -> bool:
     Args:
         key: one or more columns.
     """
-    return _none_in(frame, repeated_rows(key))
+    name = _helper("rows", _names(key))
+    rows = F.count(F.lit(1)).over(_of_key(key))
+    return _none_in(frame, _column(name) > 1, {name: rows})
 
 
 def timestamps_do_not_decrease(
@@ -324,7 +300,8 @@ def timestamps_do_not_decrease(
     if order is None:
         keys, order = ([PARTITION, *keys] if PARTITION in frame.columns else keys), [OFFSET]
     among = ~F.coalesce(_column(late), F.lit(False)) if late in frame.columns else None
-    return _none_in(frame, decreasing(keys, timestamp, _names(order), among))
+    rule = decreasing(keys, timestamp, _names(order), among)
+    return _none_in(frame, rule.violated, rule.columns)
 
 
 def one_result_per_window(frame: DataFrame, *, key: Names, order: Names | None = None) -> bool:
@@ -340,40 +317,28 @@ def one_result_per_window(frame: DataFrame, *, key: Names, order: Names | None =
     keys += [c for c in (WINDOW_START, WINDOW_END) if c in frame.columns and c not in keys]
     if order is None:
         order = [c for c in (PARTITION, OFFSET) if c in frame.columns] or keys
-    return _none_in(frame, repeated_results(keys, _names(order)))
+    rule = repeated_results(keys, _names(order))
+    return _none_in(frame, rule.violated, rule.columns)
 
 
-CHECKS: dict[str, Callable[..., bool]] = {
-    check.__name__: check
-    for check in (
-        versions_do_not_overlap,
-        versions_are_contiguous,
-        one_version_per_key_and_timestamp,
-        valid_from_before_valid_to,
-        one_current_version_per_key,
-        nothing_older_than_retention,
-        one_row_per_key,
-        timestamps_do_not_decrease,
-        one_result_per_window,
-    )
+_PROMISED: dict[Callable[..., bool], str] = {
+    versions_do_not_overlap: "no version ends after the next one begins",
+    versions_are_contiguous: "every version ends where the next one begins",
+    one_version_per_key_and_timestamp: "no key has two versions that begin at the same time",
+    valid_from_before_valid_to: "every version begins before it ends",
+    one_current_version_per_key: "no key has two current versions",
+    nothing_older_than_retention: "no version ended before the history retention began",
+    one_row_per_key: "no key has two current rows",
+    timestamps_do_not_decrease: "per key, no result is older than an earlier one, unless it was late",
+    one_result_per_window: "no window has two results: results are final",
 }
+CHECKS = {check.__name__: check for check in _PROMISED}
 """The checks by their names in pandera."""
+PROMISES = {check.__name__: promise for check, promise in _PROMISED.items()}
+"""The promise of each invariant, in a sentence."""
 
 
 # ------------------------------------------------------------------------------ invariants of a node
-
-PROMISES = {
-    "versions_do_not_overlap": "no version ends after the next one begins",
-    "versions_are_contiguous": "every version ends where the next one begins",
-    "one_version_per_key_and_timestamp": "no key has two versions that begin at the same time",
-    "valid_from_before_valid_to": "every version begins before it ends",
-    "one_current_version_per_key": "no key has two current versions",
-    "nothing_older_than_retention": "no version ended before the history retention began",
-    "one_row_per_key": "no key has two current rows",
-    "timestamps_do_not_decrease": "per key, no result is older than an earlier one, unless it was late",
-    "one_result_per_window": "no window has two results: results are final",
-}
-"""The promise of each invariant, in a sentence."""
 
 
 def invariants_of_view(node: Stream) -> dict[str, dict[str, Any]]:
@@ -403,25 +368,6 @@ def invariants_of_log(node: Stream) -> dict[str, dict[str, Any]]:
 
 
 # Pandera checks
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An invariant of rows.
-
-    Args:
-        name: of the invariant.
-        violated: the condition of an offending row.
-        columns: further columns that the condition needs, by name.
-        of: the column that it is about; empty: the whole row.
-        warns: whether a run only warns of offending rows (pandera's ``raise_warning``).
-    """
-
-    name: str
-    violated: Column
-    columns: Mapping[str, Column] = field(default_factory=dict[str, Column])
-    of: str = ""
-    warns: bool = False
 
 
 @dataclass(frozen=True)
@@ -919,11 +865,9 @@ def invariants_before_commit(
         found.append(Rule("timestamps_do_not_decrease", replaces))
     elif plan.monotonic and not plan.order.by_time:  # in an order by time, no row can break it
         among = ~F.coalesce(F.col(IS_LATE), F.lit(False)) if IS_LATE in columns else None
-        broken = decreasing(key, TIMESTAMP, plan.order.columns(), among)
-        found.append(Rule("timestamps_do_not_decrease", broken.where, broken.columns))
+        found.append(decreasing(key, TIMESTAMP, plan.order.columns(), among))
     if plan.emits_once:
-        broken = repeated_results(key, plan.order.columns())
-        found.append(Rule("one_result_per_window", broken.where, broken.columns))
+        found.append(repeated_results(key, plan.order.columns()))
     return found
 
 
