@@ -210,8 +210,7 @@ def document(
         totals[Outcome.WAITING] = counts[Outcome.WAITING]
     inputs = {**before.inputs, **inputs}
     start = more.pop("start", before.start)
-    so_far = inputs, arrival.ready, offsets, times, start is not None
-    ready = after_run(arrival.node, before, arrival.source, *so_far)
+    ready = after_run(arrival, inputs, offsets, times, start is not None)
     consumed = consumed_commits({n: h.commit for n, h in arrival.inputs.items()})
     return Commit(
         asset=arrival.node.name,

@@ -182,10 +182,6 @@ class Arrival:
     buffered: dict[str, int] = field(default_factory=dict[str, int])
     started: float = field(default_factory=time.monotonic)
 
-    def __post_init__(self) -> None:
-        for name, head in self.inputs.items():
-            _require_known_log(self.node.name, name, self.before, head.commit)
-
     @property
     def empty(self) -> bool:
         """Whether there are no new records: such a run commits nothing."""
@@ -259,10 +255,6 @@ class Arrival:
     def records_of(self, name: str) -> int:
         """How many new records of an input the run takes."""
         return sum(end - start for start, end in self.taken.get(name, {}).values())
-
-    def few_records_of(self, name: str) -> bool:
-        """Whether the run takes few records of an input."""
-        return self.records_of(name) <= CHUNK
 
     @property
     def meets_many_rows(self) -> bool:
@@ -345,24 +337,20 @@ def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | No
 
 
 def after_run(
-    node: Stream,
-    before: Commit,
-    source: Pinned | None,
+    arrival: Arrival,
     inputs: Mapping[str, Offsets],
-    ready: Mapping[str, Offsets | None],
     offsets: Offsets,
     times: Mapping[int, int],
     started: bool,
 ) -> dict[str, Any]:
-    """Returns the fields ``initial_load`` and ``ready_at`` of a commit.
+    """Returns the fields ``initial_load`` and ``ready_at`` of a run's commit.
 
     Args:
-        source: the pinned source of the run.
         inputs: next offsets of each input after the run.
-        ready: see :func:`upstream`.
         offsets, times: the log's next offsets and stream time after the run.
         started: whether the table has read its initial snapshot.
     """
+    node, before, source = arrival.node, arrival.before, arrival.source
     starts = source is not None and start_of(node) is not None
     if before.ready_at is not None or not waits(node):
         end = before.initial_load
@@ -370,7 +358,7 @@ def after_run(
             end = _end_of(source, end or None)
         return {"initial_load": end, "ready_at": before.ready_at}
     if source is None:
-        return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
+        return {"ready_at": dict(offsets) if _taken(node, inputs, arrival.ready) else None}
     if _ran_before_ready(node, before):
         return {"ready_at": before.next_offset}
     if isinstance(node, VersionedTable) and node.ready == "initial_load":
@@ -556,9 +544,8 @@ def from_logs(
         accept_not_ready: take the rows even if a table is not ready, or its history is too short.
     """
     plan = processor_of(node).plan()
-    pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
-    start = pinned.before.inputs
-    inputs, tables, taken = dict(pinned.inputs), dict(pinned.tables), pinned.taken
+    before = before_of(node, at.head)
+    inputs, tables, taken = dict[str, Head](), dict[str, Snapshot](), Ranges()
     rows_read = at.reach() if plan.reads_own_table else 0
     erased, names = 0, {up.name for up in plan.consumed}
     heads: dict[str, Commit] = {}
@@ -576,38 +563,39 @@ def from_logs(
             continue
         inputs[up.name] = found.head
         require_consumable(node, up, at.head, found.head.commit, stores)
-        ends, first = found.head.commit.next_offset, start.get(up.name, {})
+        ends, first = found.head.commit.next_offset, before.inputs.get(up.name, {})
         ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
         if ranges:
             taken[up.name] = ranges
             erased += _erased(stores(up), found.head, ranges)
-    ready = upstream(node, pinned.before, lambda up: _last(up, heads, stores))
+
+    def last(up: Stream) -> Commit | None:
+        head = None if up.name in heads else stores(up).snapshot().head
+        return heads.get(up.name) if head is None else head.commit
+
+    ready = upstream(node, before, last)
     assert node.operator is not None
     not_ready = [up.name for up in node.operator.waits_for if ready.get(up.name, {}) is None]
     waiting = sum(e - s for ranges in taken.values() for s, e in ranges.values())
     if not_ready and not accept_not_ready:
         # Without records the run commits nothing: a later run, with ready tables, consumes them all.
         taken = {}
-    return replace(
-        pinned,
-        ready=ready,
-        not_ready=not_ready,
-        waiting=0 if taken else waiting,
-        erased=erased,
+    return Arrival(
+        node,
+        at.head,
+        store.new_attempt(),
         inputs=inputs,
         tables=tables,
         taken=taken,
+        stream_time=dict(before.stream_time),
         view_rows=at.reach(),
+        erased=erased,
         rows_read=rows_read,
-        stream_time=dict(pinned.before.stream_time),
+        state_bytes=store.state_bytes(at.head),
+        ready=ready,
+        not_ready=not_ready,
+        waiting=0 if taken else waiting,
     )
-
-
-def _last(node: Stream, pinned: Mapping[str, Commit], stores: Stores) -> Commit | None:
-    if node.name in pinned:
-        return pinned[node.name]
-    head = stores(node).snapshot().head
-    return None if head is None else head.commit
 
 
 def _reads_rows_of(plan: RunPlan, table: Table, consumed: Collection[str]) -> bool:
@@ -634,15 +622,11 @@ def require_consumable(
     require_same_log(node.name, up.name, consumed, commit, stores(up).attempt_of)
     require_not_truncated(node.name, up.name, before.inputs.get(up.name, {}), commit)
     require_reach(node, up, before, commit)
-    _require_known_log(node.name, up.name, before, commit)
-
-
-def _require_known_log(name: str, of: str, before: Commit, commit: Commit) -> None:
-    if before.logs.get(of, commit.log) != commit.log:
+    if before.logs.get(up.name, commit.log) != commit.log:
         raise NeedsReplayError(
-            f"{name}: expected the log of {of} that batch {before.batch} consumed, got another log: "
-            f"its offsets mean other records. Replay {name} under another name, compare the two, and "
-            "swap them"
+            f"{node.name}: expected the log of {up.name} that batch {before.batch} consumed, got "
+            f"another log: its offsets mean other records. Replay {node.name} under another name, "
+            "compare the two, and swap them"
         )
 
 

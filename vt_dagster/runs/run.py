@@ -46,6 +46,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import (
+    CHUNK,
     InPlace,
     Outcome,
     by_partition,
@@ -576,8 +577,8 @@ class Run:
                 # Parquet files without new rows are not read again for these.
                 new = at_or_after(start, head.commit.next_offset)
                 earlier, rows = rows.where(consumed_before(start)), rows.where(new)
-            few, read = arrival.few_records_of(node.name), arrival.tables.get(node.name)
-            few_keys = read is not None and are_few_keys(read.reach(), arrival.records_of(node.name))
+            count, read = arrival.records_of(node.name), arrival.tables.get(node.name)
+            few, few_keys = count <= CHUNK, read is not None and are_few_keys(read.reach(), count)
             most = None
             if plan.counts_keys_of == node.name and few and not start and not arrival.single_task:
                 of_key = rows.groupBy(*node.key).count()
