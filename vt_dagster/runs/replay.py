@@ -300,7 +300,8 @@ def _runs_of(
         for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
             if _recreated(commit, ids):  # only with a start position in the new topic
                 continue
-            yield as_far_as(source, commit), commit.recorded_at if keep_recorded else None
+            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in commit.inputs.items()}
+            yield {"wanted": ends}, commit.recorded_at if keep_recorded else None
         return
     taken = source.taken_by(live.consumed_files(head)) if isinstance(source, FilesSource) else {}
     if taken and 0 not in taken.values():
@@ -373,14 +374,6 @@ def require_same_topics(live: AssetStore) -> None:
 
 def _recreated(commit: Commit, ids: Mapping[str, str]) -> list[str]:
     return [topic for topic, known in commit.topics.items() if ids.get(topic, known) != known]
-
-
-def as_far_as(source: Any, commit: Commit) -> dict[str, Any]:
-    """Returns the source arguments that read records up to a commit; empty if not supported."""
-    if not isinstance(source, KafkaSource):
-        return {}
-    ends = commit.inputs
-    return {"wanted": {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}}
 
 
 @dataclass(frozen=True)
