@@ -326,7 +326,9 @@ def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
         return
     for one in expressions_of(node):
         called = unknown_functions(one.text)
-        if called and not _deterministic(_columns(node, store.spark, one), one):
+        fault = _fault(_columns(node, store.spark, one), one) if called else None
+        # Any other fault of the expression is left to the run that computes it.
+        if fault is not None and fault.getCondition() == _REFUSED:
             raise TopologyError(
                 f"{node.name}: expected {one.setting} to give the same value whenever a row is "
                 f"computed, got {one.text!r}, where Spark marks {sorted(called)} as "
@@ -356,15 +358,9 @@ def _empty(node: Stream, spark: SparkSession) -> DataFrame:
     return spark.createDataFrame([], StructType(fields))
 
 
-def _deterministic(rows: DataFrame, one: Expression) -> bool:
-    """Returns whether Spark accepts the expression inside an aggregate, which must be deterministic.
-    Any other error of the expression is left to the run that computes it."""
-    fault = _fault(rows, one)
-    return fault is None or fault.getCondition() != _REFUSED
-
-
 def _fault(rows: DataFrame, one: Expression) -> AnalysisException | None:
-    """Returns the error of Spark about an expression inside an aggregate; None = it accepts it."""
+    """Returns the error of Spark about an expression inside an aggregate, which must be deterministic;
+    None = it accepts it."""
     text = one.text
     aggregate = _CALL.fullmatch(text) if one.setting == "aggregates" else None
     alias = next((m for m in _ALIAS.finditer(text) if m.end() == len(text)), None)
@@ -507,7 +503,7 @@ class Run:
         policy = run.plan.stream_time
         if policy is None:
             return run
-        with run._planned(arrival.small):
+        with run._settings_for(0):
             inputs, context = run._inputs(run.read()), run._context()
             arrival = advance_stream_time(arrival, policy, inputs, context, store.spark)
         return replace(run, arrival=arrival)
@@ -568,7 +564,7 @@ class Run:
             if start and plan.reads_tables and node.name in arrival.tables:
                 store, at = self.stores(node), arrival.tables[node.name]
                 table = store.current_at(at) if since is None else store.view_at(at, since)
-                if since is not None and arrival.small and is_small(arrival.records, at.reach(since)):
+                if since is not None and self._is_small(at.reach(since)):
                     # Settings for few rows have one task read them anyway: now nothing is shuffled.
                     table = table.coalesce(1)
                 table, times = table.drop(RECORDED_AT), at.stream_time
@@ -716,7 +712,7 @@ class Run:
         assert judged is not None
         if self.arrival.empty:
             return judged
-        with self._planned(self.arrival.small):
+        with self._settings_for(0):
             buffered = self._persist(judged)
             self.arrival.buffered.update(count_outcomes(buffered).counts)
         return buffered
@@ -741,15 +737,15 @@ class Run:
             with self._settings_for(self._own_rows):
                 yield
             return
-        with self._planned(self.arrival.small), self.store.look_up_settings():
+        with self._settings_for(0), self.store.look_up_settings():
             yield
 
     def _settings_for(self, rows_read: int) -> AbstractContextManager[None]:
         """Returns the planner settings of jobs that read the input and this number of table rows."""
-        return self._planned(self._small(Judged(rows_read=rows_read)))
+        return self.store.planner_settings(self._is_small(rows_read), self.arrival.about_records)
 
-    def _planned(self, small: bool) -> AbstractContextManager[None]:
-        return self.store.planner_settings(small, self.arrival.about_records)
+    def _is_small(self, rows_read: int) -> bool:
+        return self.arrival.small and is_small(self.arrival.records, rows_read)
 
     @property
     def _own_rows(self) -> int:
@@ -760,12 +756,12 @@ class Run:
     def _joined(self, records: DataFrame, context: RunContext) -> Results:
         """Joins judged records with the table's versions that are valid at their times."""
         arrival, plan, look_up = self.arrival, self.plan, self.processor.look_up
-        with self._planned(arrival.small):
+        with self._settings_for(0):
             judged = count_outcomes(records)
         table = plan.looked_up
         assert table is not None
         store, at = self.stores(table), arrival.tables.get(table.name)
-        with self._planned(self._small(judged)):
+        with self._settings_for(judged.rows_read):
             if at is None or at.head is None or judged.span is None:
                 none = store.spark.createDataFrame([], view_schema(table))
                 empty = Lookup(recorded_if(plan.uses_system_time, none), by_partition({}))
@@ -823,9 +819,6 @@ class Run:
             self.arrival.persisted[-1].count()
         return self.arrival.persisted[-1]
 
-    def _small(self, judged: Judged) -> bool:
-        return self.arrival.small and is_small(self.arrival.records, judged.rows_read)
-
     # -- commit ----------------------------------------------------------------------------------
 
     @_naming_expressions
@@ -855,7 +848,7 @@ class Run:
         columns = [f for f in results.rows.schema.fields if f.name in declared]
         refuse_types(StructType(columns), self.node.name)
         with self._explained():
-            with self._planned(self._small(results.judged)):
+            with self._settings_for(results.judged.rows_read):
                 rows, recorded_at = assign_system_times(results.rows, arrival, store, recorded_at)
                 rows = store.persist(rows)
                 arrival.persisted.append(rows)
