@@ -57,16 +57,7 @@ class Passing:
     elements: bool = False
 
 
-RowSpec = (
-    spec.FilterSpec
-    | spec.MapValuesSpec
-    | spec.ToTableSpec
-    | spec.ToStreamSpec
-    | spec.MergeSpec
-    | spec.SelectKeySpec
-    | spec.FlatMapValuesSpec
-)
-PASSING: Mapping[type[RowSpec], Passing] = {
+PASSING: Mapping[type[spec.OperatorSpec], Passing] = {
     spec.FilterSpec: Passing(tombstone=False),
     spec.MapValuesSpec: Passing(values=False),
     spec.ToTableSpec: Passing(),
@@ -78,7 +69,7 @@ PASSING: Mapping[type[RowSpec], Passing] = {
 """The operators whose result depends on one record only, by their specification."""
 
 
-def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
+def row_by_row(request: ExplainRequest[spec.OperatorSpec]) -> Derivation:
     """Returns the input record of a result; all candidates if several look equal. If a filter of a
     plain table emitted a tombstone because a row left, the row that was replaced comes before it."""
     operator = request.specification
@@ -89,7 +80,7 @@ def row_by_row(request: ExplainRequest[RowSpec]) -> Derivation:
     return Derivation(found[: request.most], len(found))
 
 
-def _origins(request: ExplainRequest[RowSpec]) -> list[tuple[Log, Record]]:
+def _origins(request: ExplainRequest[spec.OperatorSpec]) -> list[tuple[Log, Record]]:
     record, passing = request.record, PASSING[type(request.specification)]
     taken = [
         (request.inputs[name], one) for name in request.inputs for one in _records_of_run(request, name)
@@ -130,7 +121,7 @@ def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[Place, Record]:
     return {one.place: before[one.place] for _, one in found if one.place in before}
 
 
-def _records_of_run(request: ExplainRequest[RowSpec], name: str) -> list[Record]:
+def _records_of_run(request: ExplainRequest[spec.OperatorSpec], name: str) -> list[Record]:
     """Returns the records of an input that the run consumed and that have the result's time."""
     source, record, passing = request.inputs[name], request.record, PASSING[type(request.specification)]
     ranges = request.commit.taken.get(name, {})
@@ -144,7 +135,7 @@ def _records_of_run(request: ExplainRequest[RowSpec], name: str) -> list[Record]
     )
 
 
-def _may_be_input(request: ExplainRequest[RowSpec], source: Record) -> bool:
+def _may_be_input(request: ExplainRequest[spec.OperatorSpec], source: Record) -> bool:
     """Returns whether a record may be the input of the result."""
     result, passing = request.record, PASSING[type(request.specification)]
     if passing.tombstone and source.is_tombstone != result.is_tombstone:

@@ -389,7 +389,7 @@ def _answer(
     horizons = horizons_of(table, commit) if forgetful and join.before_first is None else {}
 
     def forgotten(version: Version) -> bool:
-        horizon = horizons.get(version.partition)
+        horizon = horizons.get(version.place.partition)
         return horizon is not None and moment < as_time(horizon)
 
     if join.looks_ahead:
@@ -481,7 +481,7 @@ def _look_up(
     expired = known and last.place not in {*then_by, *first_repeats}
     if first.version is None and known:
         first = Answer(None, rules.EXPIRED)
-    every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.offset))
+    every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.place.offset))
     near = [i for i, v in enumerate(every) if v.begin <= moment]
     middle = near[-1] if near else 0
     around = range(max(0, middle - AROUND), middle + AROUND + 1)
@@ -596,27 +596,19 @@ def corrected(request: ExplainRequest[spec.CorrectedJoinSpec]) -> Derivation:
     if record is None:
         reasoning.note(f"its record of {left} is gone{stream.limit}")
         return Derivation()
-    cause = mine[CAUSE]
+    cause, first = mine[CAUSE], "from the first join of its stream record"
     if cause is not None:
         reasoning.decide(rules.CORRECTED, f"revision {mine[REVISION]}, by {_spoken(cause)}")
     else:
-        reasoning.decide(
-            rules.APPLIED, f"revision {mine[REVISION]}: from the first join of its stream record"
-        )
+        reasoning.decide(rules.APPLIED, f"revision {mine[REVISION]}: {first}")
     for one in others[-request.most :]:
-        by = (
-            "from the first join of its stream record"
-            if one[CAUSE] is None
-            else f"by {_spoken(one[CAUSE])}"
-        )
-        gone, place = ", a tombstone" * one[IS_TOMBSTONE], Place(one[PARTITION], one[OFFSET])
-        reasoning.note(f"revision {one[REVISION]} at {place}{gone}: {by}")
+        by = first if one[CAUSE] is None else f"by {_spoken(one[CAUSE])}"
+        gone = ", a tombstone" * one[IS_TOMBSTONE]
+        reasoning.note(f"revision {one[REVISION]} at {_place_of(one)}{gone}: {by}")
     values = [record.values[c] for c in stream.key]
     made = _joined(request, record, values, [(stream, record)])
-    table, there = (
-        request.inputs[request.specification.right],
-        {(n.name, r.place) for n, r in made.parts},
-    )
+    table = request.inputs[request.specification.right]
+    there = {(log.name, part.place) for log, part in made.parts}
     causes = table.at([_place_of(cause)]) if cause and request.record.is_tombstone else []
     gone = [(table, one) for one in causes if (table.name, one.place) not in there]
     return Derivation([*made.parts, *gone], None, made.candidates, made.candidates_in_all)
@@ -631,8 +623,8 @@ def _revisions(request: ExplainRequest[Any]) -> tuple[dict[str, Any], list[dict[
     return rows[place], rows[:place] + rows[place + 1 :]
 
 
-def _place_of(cause: Mapping[str, Any]) -> Place:
-    return Place(cause[PARTITION], cause[OFFSET])
+def _place_of(row: Mapping[str, Any]) -> Place:
+    return Place(row[PARTITION], row[OFFSET])
 
 
 def _spoken(cause: Mapping[str, Any]) -> str:

@@ -165,20 +165,15 @@ class Version:
     """A row of a table with its validity.
 
     Args:
+        place: partition and offset of its record.
         begin: start of validity (inclusive).
         end: end of validity (exclusive); None = current.
     """
 
-    partition: int
-    offset: int
+    place: Place
     begin: datetime
     end: datetime | None
     is_tombstone: bool
-
-    @property
-    def place(self) -> Place:
-        """Partition and offset of its record."""
-        return Place(self.partition, self.offset)
 
 
 class History:
@@ -242,7 +237,7 @@ class History:
     def _listed(self, rows: pa.Table) -> list[Version]:
         deleted = rows.column(IS_TOMBSTONE).to_pylist()
         return [
-            Version(*place, as_time(begin), None if end is None else as_time(end), is_tombstone)
+            Version(place, as_time(begin), None if end is None else as_time(end), is_tombstone)
             for (place, begin, end), is_tombstone in zip(validity(rows), deleted, strict=True)
         ]
 
