@@ -58,7 +58,7 @@ from pyspark.sql.types import (
     VarcharType,
 )
 
-from vt_dagster.columns import IS_TOMBSTONE, LOG_COLUMNS, OFFSET, OLD, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import IS_TOMBSTONE, LOG_COLUMNS, OLD, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
@@ -81,6 +81,7 @@ from vt_dagster.storage.delta import address, place_of
 from vt_dagster.storage.maintenance import remove_attempts
 from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
 from vt_dagster.storage.spark_reader import Head
+from vt_dagster.storage.spark_reader import before as consumed_before
 from vt_dagster.storage.stale_reads import remove_replaced
 from vt_dagster.storage.values import as_key
 from vt_dagster.storage.view import stored_as
@@ -254,14 +255,15 @@ class Places:
         return posixpath.join(*self.node.path)
 
     @property
-    def _is_keyed_by_it(self) -> bool:
+    def is_keyed_by_it(self) -> bool:
+        """Whether rows of the erased key have their own keys in this asset, and no other rows."""
         return {*self.columns.values()} <= {*self.node.key}
 
     @property
     def way_of_log(self) -> Way:
         """A table's row under another key becomes a tombstone, because the versions of that key must
         not change. Other rows are removed."""
-        return "empty" if isinstance(self.node, Table) and not self._is_keyed_by_it else "remove"
+        return "empty" if isinstance(self.node, Table) and not self.is_keyed_by_it else "remove"
 
     @property
     def way_of_view(self) -> Way:
@@ -272,10 +274,6 @@ class Places:
     def values(self) -> list[str]:
         """The value columns, which are null in a tombstone."""
         return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
-
-    def marked(self, rows: DataFrame, key: Key) -> DataFrame:
-        """Adds ``_hit`` and ``_old_hit`` to the rows, see ``Target``."""
-        return key.within(rows, self.columns)
 
     def kept_in(self, export: str) -> str | None:
         """Returns why an erase does not search an export; None = it does."""
@@ -759,8 +757,7 @@ def _topics(warehouse: str, plan: Sequence[Places]) -> Iterator[str]:
         for topic in published(commit):
             for one in (nodes[up] for up in commit.inputs if up in nodes):
                 key = "{" + ", ".join(f'"{k}": …' for k in one.node.key) + "}"
-                own = {*one.columns.values()} <= {*one.node.key}
-                whose = "its key" if own else "each key that had it"
+                whose = "its key" if one.is_keyed_by_it else "each key that had it"
                 yield (
                     f"the topic {topic}, to which {name} has published {one.name} up to its offsets "
                     f"{commit.inputs[one.node.name]}: if it is compacted, publish a tombstone of "
@@ -975,7 +972,7 @@ class _Erase:
     def _targets(self, store: AssetStore, one: Places) -> Iterator[Target]:
         """Yields the tables of an asset to search: its log, then the existing tables derived from the
         log. The view of a table is always among them, because readers fold the log into it."""
-        node, marked = one.node, partial(one.marked, key=self.key)
+        node, marked = one.node, partial(self.key.within, places=one.columns)
         log, way, values = log_schema(node), one.way_of_log, one.values
         yield Target(f"{one.name}/log", store.log_path, node.name, marked, log, way, values)
         if isinstance(node, Table):
@@ -1133,19 +1130,14 @@ class _Erase:
         """Counts erased records that joins still buffer, so that the joins' record counts add up."""
         for other in self.plan:
             there = AssetStore(self.warehouse, other.node, self.spark).head()
-            if (
-                there is None
-                or not there.commit.counts.get(Outcome.WAITING)
-                or not there.commit.emitted_up_to
-            ):
+            taken = None if there is None else there.commit.inputs.get(store.node.name)
+            if there is None or taken is None or not there.commit.counts.get(Outcome.WAITING):
                 continue
-            taken = there.commit.inputs.get(store.node.name)
-            if taken is None:
+            if not there.commit.emitted_up_to:
                 continue
             out = by_partition(there.commit.emitted_up_to, "long")
-            waits = F.coalesce(F.unix_micros(TIMESTAMP) > out, F.lit(True))
-            ours = F.col(OFFSET) < F.coalesce(by_partition(taken, "long"), F.lit(0))
-            count = log.marked(store.log({}, head)).where(HIT).where(waits & ours).count()
+            waits = F.coalesce(F.unix_micros(TIMESTAMP) > out, F.lit(True)) & consumed_before(taken)
+            count = log.marked(store.log({}, head)).where(HIT).where(waits).count()
             if count:
                 self.done.waiting[other.name] = count
                 self.done.save()
@@ -1173,7 +1165,8 @@ class _Erase:
     def _export_target(self, path: str, one: Places) -> Target:
         whose = delta.last_commit(path)
         assert whose is not None
-        return Target(path, path, whose.document["asset"], partial(one.marked, key=self.key))
+        marked = partial(self.key.within, places=one.columns)
+        return Target(path, path, whose.document["asset"], marked)
 
     def _export(self, path: str, one: Places) -> None:
         kept = one.kept_in(path)

@@ -25,11 +25,10 @@ from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel, Field
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
@@ -54,6 +53,7 @@ from vt_dagster.storage.commit_log import (
     require_not_truncated,
 )
 from vt_dagster.storage.rewrite import Intent, exchange
+from vt_dagster.storage.spark_reader import before
 from vt_dagster.storage.stale_reads import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, VersionedTable, derived_from, topological
@@ -445,9 +445,7 @@ class _Restatement:
             "run_id": whose,
             "rejected": False,
         }
-        rows: DataFrame = live.log({}, head)
-        kept = F.col(OFFSET) < F.coalesce(by_partition(keep.next_offset, "long"), F.lit(0))
-        rows = rows.where(kept)
+        rows = live.log({}, head).where(before(keep.next_offset))
         if head.commit.erased:
             there = {r[PARTITION]: r["count"] for r in rows.groupBy(PARTITION).count().collect()}
             gone = {p: end - there.get(p, 0) for p, end in keep.next_offset.items()}
