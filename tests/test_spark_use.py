@@ -57,7 +57,6 @@ LATER = {
     "runs/run.py: commit",
     "runs/training_set_run.py: _quoted",
     "runs/what_if.py: _compared",
-    "runs/what_if.py: _kinds",
     "sources/frame_sources.py: digest",
     "sources/frame_sources.py: frame_of",
     "sources/text_formats.py: one_record",

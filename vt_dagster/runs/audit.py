@@ -200,16 +200,13 @@ def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) ->
     on_rows += [_of_log(store, node, head, scope, name, given) for name, given in log.items()]
     accounts = _accounts(store, head, scope)
     counted = _count([*[one.counts for one in on_rows], *accounts.values()])
-    found = [_skipped(check) for check in unchanged]
+    nothing = "nothing: the view is unchanged since the last audit"
+    found = [Finding(check.name, 0, [], looked_at=nothing) for check in unchanged]
     by_rule, by_account = counted[: len(on_rows)], counted[len(on_rows) :]
     for one, counts in zip(on_rows, by_rule, strict=True):
         found += one.findings(counts[None])
     of_accounts = dict(zip(accounts, by_account, strict=True))
     return [*found, _accounted(store, head, scope, of_accounts)]
-
-
-def _skipped(check: Check) -> Finding:
-    return Finding(check.name, 0, [], looked_at="nothing: the view is unchanged since the last audit")
 
 
 @dataclass(frozen=True)

@@ -781,21 +781,22 @@ def gate(
     of_partition: dict[int, list[Row]] = {}
     for row in found:
         of_partition.setdefault(row[PARTITION], []).append(row)
+
+    def tally(name: str, some: Sequence[Row]) -> int:
+        values = [row[name] for row in some if row[name] is not None]
+        return min(values, default=0) if name in smallest else sum(values)
+
     by_partition = {
         partition: {
             "in": sum(row["in"] for row in some),
             **{outcome: sum(r["in"] for r in some if r[OUTCOME] == outcome) for outcome in _COUNTED},
-            **{name: sum(row[name] for row in some) for name in tallies if name not in smallest},
-            **{
-                name: min((row[name] for row in some if row[name] is not None), default=0)
-                for name in smallest
-                if name in tallies
-            },
+            **{name: tally(name, some) for name in tallies},
         }
         for partition, some in of_partition.items()
     }
     counts = {name: sum(some[name] for some in by_partition.values()) for name in names}
-    broken = _broken(rules, found)
+    broken = {rule.name: sum(row[f"_rule{i}"] for row in found) for i, rule in enumerate(rules)}
+    broken = {name: n for name, n in broken.items() if n}
     if probes and any(row["_valued"] for row in found):
         kept = rows.where(applied)
         broken.update({p.name: -1 for p in probes if not p.holds(kept)})
@@ -869,8 +870,3 @@ def invariants_before_commit(
     if plan.emits_once:
         found.append(repeated_results(key, plan.order.columns()))
     return found
-
-
-def _broken(rules: list[Rule], found: list[Any]) -> dict[str, int]:
-    sums = {rule.name: sum(row[f"_rule{i}"] for row in found) for i, rule in enumerate(rules)}
-    return {name: n for name, n in sums.items() if n}

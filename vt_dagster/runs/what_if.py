@@ -284,8 +284,11 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
     differing = differing_rows(*both).persist()
     try:
         pairs = _paired(differing)
+        old, new = F.col(_BEFORE).isNotNull(), F.col(_AFTER).isNotNull()
         counts = pairs.agg(
-            *[F.count_if(one).alias(name) for name, one in _kinds().items()],
+            F.count_if(~old & new).alias("added"),
+            F.count_if(old & ~new).alias("removed"),
+            F.count_if(old & new).alias("changed"),
             F.count_distinct("key").alias("keys"),
         ).collect()[0]
         some = pairs.orderBy("id", "n").limit(EXAMPLES).collect()
@@ -307,11 +310,6 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
 
 
 _ROWS = "_rows"
-
-
-def _kinds() -> dict[str, Any]:
-    old, new = F.col(_BEFORE).isNotNull(), F.col(_AFTER).isNotNull()
-    return {"added": ~old & new, "removed": old & ~new, "changed": old & new}
 
 
 def _paired(differing: DataFrame) -> DataFrame:
