@@ -188,14 +188,9 @@ def _lateness(
     """Returns the costs; cached by the log's Delta version, so that a new commit is read anew."""
     _, head = head_of(warehouse, name)
     operator = head.shape.specification
-    graced = operator is not None and operator.lateness_option is not None
-    declared: timedelta | None = None
-    if graced:
-        known = lateness(name, warehouse=warehouse).declared
-        declared = None if known is None else known.length
-    elif isinstance(retention := head.shape.retention(), timedelta):
-        declared = retention
-    lengths = {parse_length(one) for one in (*(_GRACES if graced else _RETENTIONS), *more)}
-    if declared is not None:
+    option = None if operator is None else operator.lateness_option
+    declared = head.shape.retention() if option is None else option.length
+    lengths = {parse_length(one) for one in (*(_RETENTIONS if option is None else _GRACES), *more)}
+    if isinstance(declared, timedelta):
         lengths.add(declared)
     return lateness(name, grace=sorted(lengths), at_most=at_most, warehouse=warehouse)
