@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, log10
 
@@ -455,8 +455,8 @@ def timeline_of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
     times = [one.micros for one in records]
     times += [record.micros for one in history.lookups for record in one.records]
     window = history.window
-    low, high = _with_margin([*times, *(window or ())])
-    scale = _Scale(low, high)
+    scale = _Scale([*times, *(window or ())])
+    low, high = scale.low, scale.high
     seen = [one for one in history.spans if one.begin < high and (one.end is None or one.end > low)]
     what, bars = "true" if window is None else "window", list[Bar]()
     for turn, one in enumerate(seen):
@@ -476,10 +476,9 @@ def of_candidates(record: Record, candidates: Sequence[Candidate]) -> Timeline |
     times = [epoch_micros(t) for one in drawn for t in (one.valid_from, one.valid_to) if t is not None]
     if not drawn:
         return None
-    low, high = _with_margin([*times, record.micros])
-    scale = _Scale(low, high)
+    scale = _Scale([*times, record.micros])
     lanes = [_lane_of_candidate(scale, one) for one in drawn]
-    return Timeline(low, high, lanes, scale.at(record.micros))
+    return Timeline(scale.low, scale.high, lanes, scale.at(record.micros))
 
 
 def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
@@ -556,19 +555,16 @@ def time_text(moment: int, exact: bool = False) -> str:
     return text if exact else text.split(".")[0]
 
 
-def _with_margin(times: Iterable[int]) -> tuple[int, int]:
-    every = list(times)
-    margin = max((max(every) - min(every)) // 25, 1_000_000)
-    return min(every) - margin, max(every) + margin
-
-
 class _Scale:
-    def __init__(self, low: int, high: int) -> None:
-        self._low, self._width = low, high - low
+    """The drawn time: that of all given times, and a margin."""
+
+    def __init__(self, times: Sequence[int]) -> None:
+        margin = max((max(times) - min(times)) // 25, 1_000_000)
+        self.low, self.high = min(times) - margin, max(times) + margin
 
     def at(self, moment: int) -> float:
         """Returns the position of a time, 0 to 1; times outside are at the edge."""
-        return round(min(1.0, max(0.0, (moment - self._low) / self._width)), 6)
+        return round(min(1.0, max(0.0, (moment - self.low) / (self.high - self.low))), 6)
 
     def bar(self, record: Record, begin: int, end: int | None, look: str, what: str = "true") -> Bar:
         """Returns the bar of a version; end None = current."""

@@ -357,9 +357,8 @@ class Explainer:
                 parts = [self._of(up, one, 1) for one in records[-1:]]
                 return replace(found, made_of=tuple(parts or [self.explain(up.name, key)]))
         if type(operator) in _SAME_KEY:
-            sides = list(inputs.values())[
-                : 1 if isinstance(operator, spec.ForeignKeyJoinSpec) else None
-            ]
+            end = 1 if isinstance(operator, spec.ForeignKeyJoinSpec) else len(inputs)
+            sides = [*inputs.values()][:end]
             return replace(found, made_of=tuple(self.explain(up.name, key) for up in sides))
         reasoning.note(f"no record of it has arrived; its inputs are {', '.join(inputs)}")
         return found

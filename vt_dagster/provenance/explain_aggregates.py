@@ -294,14 +294,11 @@ def _just_left(
     """Returns the record one millisecond before a sliding window; empty if a record is at its end."""
     if any(_time_in_window(one, True) == end for one in inside):
         return []
-    before = [
-        one
-        for one in found
-        if not one.is_tombstone and _time_in_window(one, True) == start - _MILLISECOND
-    ]
-    for one in before[:1]:
-        request.note(f"its window starts a millisecond after {one}, which is not in it")
-    return [one.place for one in before[:1]]
+    for one in found:
+        if not one.is_tombstone and _time_in_window(one, True) == start - _MILLISECOND:
+            request.note(f"its window starts a millisecond after {one}, which is not in it")
+            return [one.place]
+    return []
 
 
 def _time_in_window(record: Record, sliding: bool) -> int:
@@ -332,15 +329,11 @@ def _count_accepted_by_then(request: WindowRequest, near: Sequence[Record], slid
 
 def _counted(request: WindowRequest) -> int | None:
     """Returns the result's own count of records; None = it has no ``count(*)``."""
-    return next(
-        (
-            int(request.record.values[column])
-            for column, sql in request.specification.aggregates
-            if sql.replace(" ", "").lower() in ("count(*)", "count(1)")
-            and request.record.values.get(column) is not None
-        ),
-        None,
-    )
+    for column, sql in request.specification.aggregates:
+        value = request.record.values.get(column)
+        if value is not None and sql.replace(" ", "").lower() in ("count(*)", "count(1)"):
+            return int(value)
+    return None
 
 
 def _count_accepted_until_now(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:

@@ -670,12 +670,8 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
     if pairs:
         return _matched(request, names, logs, pairs)
     kept = {"inner": (), "left": (0,), "outer": (0, 1)}[join.kind]
-    for side in kept:
-        alone = [
-            one
-            for one in sides[side]
-            if one.timestamp == moment and of_side(side, one) and of_side(1 - side, None)
-        ]
+    for side in (side for side in kept if of_side(1 - side, None)):
+        alone = [one for one in sides[side] if one.timestamp == moment and of_side(side, one)]
         if alone:
             return _alone(request, logs, side, _nth(request, alone), (before, after))
     reasoning.note("its input records are gone")
@@ -717,13 +713,9 @@ def _matched(
     logs: Sequence[Log],
     pairs: Sequence[tuple[Record, Record]],
 ) -> Derivation:
-    arrivals = Arrivals(request, names)
-    ordered = {
-        (place, one.place): i
-        for i, (place, one) in enumerate(
-            arrivals.sorted([(side, one) for pair in pairs for side, one in enumerate(pair)])
-        )
-    }
+    records = [(side, one) for pair in pairs for side, one in enumerate(pair)]
+    turns = enumerate(Arrivals(request, names).sorted(records))
+    ordered = {(side, one.place): turn for turn, (side, one) in turns}
 
     def place(pair: tuple[Record, Record]) -> tuple[int, datetime, int]:
         at = [ordered[side, one.place] for side, one in enumerate(pair)]

@@ -256,7 +256,7 @@ class Places:
 
     @property
     def is_keyed_by_it(self) -> bool:
-        """Whether rows of the erased key have their own keys in this asset, and no other rows."""
+        """Whether the columns that hold the key are a part of the asset's own key."""
         return {*self.columns.values()} <= {*self.node.key}
 
     @property
@@ -631,12 +631,11 @@ def _spans(store: AssetStore, log: Target) -> list[tuple[int, int]]:
     upto = Window.orderBy("low", "high").rowsBetween(Window.unboundedPreceding, 0)
     counted = spans.withColumn("begins", F.coalesce(begins, F.lit(1)))
     merged = counted.withColumn("span", F.sum("begins").over(upto)).groupBy("span")
-    merged_spans = merged.agg(F.min("low").alias("low"), F.max("high").alias("high")).orderBy("low")
+    ends = F.min("low").alias("low"), F.max("high").alias("high")
+    merged_spans = merged.agg(*ends).orderBy("low")
     # The last interval covers all that follow it, to bound their number.
     last = F.least(F.col("span"), F.lit(SPANS))
-    few = merged_spans.groupBy(last.alias("place")).agg(
-        F.min("low").alias("low"), F.max("high").alias("high")
-    )
+    few = merged_spans.groupBy(last.alias("place")).agg(*ends)
     return [(row["low"], row["high"]) for row in few.orderBy("low").collect()]
 
 
