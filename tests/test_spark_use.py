@@ -54,7 +54,6 @@ LATER = {
     "runs/replay.py: compare",
     "runs/record_times.py: watermark_columns",
     "runs/run.py: _context",
-    "runs/run.py: commit",
     "runs/training_set_run.py: _quoted",
     "runs/what_if.py: _compared",
     "sources/frame_sources.py: digest",

@@ -153,50 +153,6 @@ class Receipt:
     outcomes: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
 
 
-def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
-    """Returns the empty results of a run without records."""
-    places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN, EMITTED_AT, AT_ONCE)}
-    empty = spark.createDataFrame([], log_schema(node))
-    return empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)})
-
-
-def numbered(
-    rows: DataFrame,
-    first: Column,
-    node: Stream,
-    plan: RunPlan,
-    passed: Passed,
-    recorded_at: int,
-    in_place: InPlace | None = None,
-    span: tuple[int, int] | None = None,
-) -> DataFrame:
-    """Returns the log rows of a run: its results, numbered from ``first``.
-
-    Args:
-        passed: the result of the gate.
-        recorded_at: system time of rows for which no source provides one, epoch microseconds.
-        in_place: how they keep the order of one input log; None = they do not.
-        span: their smallest and largest timestamp, epoch microseconds; None = unknown.
-    """
-    results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
-    partitions = [p for p, some in passed.by_partition.items() if some[Outcome.APPLIED]]
-    if in_place is not None and (in_place.complete or not passed.single_task):
-        placed = number_in_place(results, first, in_place)
-    elif passed.in_blocks:
-        placed = number_by_blocks(results, first, partitions)
-    else:
-        level = chunk_level(passed.counts[Outcome.APPLIED], span)
-        chunk = plan.chunk_of_results(passed.single_task, level)
-        placed = number(results, first, plan.order.columns(), chunk, partitions)
-    columns: list[str | Column] = [*log_columns(node)]
-    if node.operator is None and RECORDED_AT in rows.columns:
-        columns.append(RECORDED_AT)
-    elif RECORDED_AT not in log_columns(node):
-        now = F.timestamp_micros(by_reference(recorded_at, PARTITION))
-        columns.append(now.alias(RECORDED_AT))
-    return placed.select(*columns)
-
-
 def count_outcomes(records: DataFrame) -> Judged:
     """Counts judged records by outcome and partition, and finds the time span of those to look up."""
     found = (
@@ -247,18 +203,18 @@ _FEW_IN_A_TILE = 128
 
 
 def join_strategy(
-    table: Table, view: DataFrame, few_records: bool, versions: int, span: tuple[int, int] | None
+    table: Table, view: DataFrame, few_records: bool, versions: int, span: tuple[int, int]
 ) -> tuple[JoinStrategy, str]:
     """Returns the strategy for one run, and the reason as text.
 
     Args:
         few_records: whether the run has few records.
         versions: upper bound of the number of versions in the view.
-        span: smallest and largest timestamp of the records to join; None = no records.
+        span: smallest and largest timestamp of the records to join, epoch microseconds.
     """
     if not isinstance(table, VersionedTable):
         return "sorted", ""
-    if few_records or span is None:
+    if few_records:
         return "sorted", "sorted: the run has few records"
     if versions <= _FEW_VERSIONS:
         counts = view.groupBy(*table.key).count()
@@ -658,7 +614,7 @@ class Run:
         """
         context = self._context(with_tables=True)
         if self.arrival.empty:
-            return Results(nothing_of(self.node, self.store.spark), context)
+            return self._nothing(context)
         require_deterministic_functions(self.arrival, self.store)
         if self.arrival.source is not None:
             read, context = self._prepared(read, context)
@@ -669,6 +625,12 @@ class Run:
             if judged is None:
                 return Results(self.processor.results(inputs, context), context)
         return self._joined(judged, context)
+
+    def _nothing(self, context: RunContext) -> Results:
+        """Returns the empty results of a run without records."""
+        empty = self.store.spark.createDataFrame([], log_schema(self.node))
+        places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN, EMITTED_AT, AT_ONCE)}
+        return Results(empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)}), context)
 
     def _prepared(
         self, read: Sequence[DataFrame], context: RunContext
@@ -725,7 +687,7 @@ class Run:
         """
         context = self._context(with_tables=True)
         if self.arrival.empty:
-            return Results(nothing_of(self.node, self.store.spark), context)
+            return self._nothing(context)
         results = self._joined(buffered, context)
         require_same(self.node, self.arrival.buffered, results.judged.counts)
         return results
@@ -853,11 +815,9 @@ class Run:
                 rows = store.persist(rows)
                 arrival.persisted.append(rows)
                 passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
-                first = by_partition(arrival.before.next_offset, "long")
-                plan = self.plan
-                in_place = places_of(arrival, plan, passed)
+                in_place = places_of(arrival, self.plan, passed)
                 now, span = commit.recorded_at, results.judged.span
-                new = numbered(rows, first, self.node, plan, passed, now, in_place, span)
+                new = self._numbered(rows, passed, now, in_place, span)
                 same_inputs = partial(require_inputs_unchanged, self.node.name, self._inputs_read())
                 head = store.commit(new, commit, passed.counts[Outcome.APPLIED], same_inputs)
             # A projection of many persisted rows need not be read back from the log. Few rows are
@@ -885,6 +845,41 @@ class Run:
             if gone is None:
                 raise
             raise gone from error
+
+    def _numbered(
+        self,
+        rows: DataFrame,
+        passed: Passed,
+        recorded_at: int,
+        in_place: InPlace | None,
+        span: tuple[int, int] | None,
+    ) -> DataFrame:
+        """Returns the log rows of the run: its results, numbered from the log's end.
+
+        Args:
+            recorded_at: system time of rows for which no source provides one, epoch microseconds.
+            in_place: how they keep the order of one input log; None = they do not.
+            span: their smallest and largest timestamp, epoch microseconds; None = unknown.
+        """
+        node, plan = self.node, self.plan
+        first = by_partition(self.arrival.before.next_offset, "long")
+        results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
+        partitions = [p for p, some in passed.by_partition.items() if some[Outcome.APPLIED]]
+        if in_place is not None and (in_place.complete or not passed.single_task):
+            placed = number_in_place(results, first, in_place)
+        elif passed.in_blocks:
+            placed = number_by_blocks(results, first, partitions)
+        else:
+            level = chunk_level(passed.counts[Outcome.APPLIED], span)
+            chunk = plan.chunk_of_results(passed.single_task, level)
+            placed = number(results, first, plan.order.columns(), chunk, partitions)
+        columns: list[str | Column] = [*log_columns(node)]
+        if node.operator is None and RECORDED_AT in rows.columns:
+            columns.append(RECORDED_AT)
+        elif RECORDED_AT not in log_columns(node):
+            now = F.timestamp_micros(by_reference(recorded_at, PARTITION))
+            columns.append(now.alias(RECORDED_AT))
+        return placed.select(*columns)
 
     def _inputs_read(self) -> list[tuple[Store, Head]]:
         """Returns the inputs of the run, each with the commit that it read."""
