@@ -220,12 +220,7 @@ def explain(
 
 
 class Explainer:
-    """Explains records of a warehouse; caches the explanation of each record.
-
-    Args:
-        warehouse: the directory or URL of the tables.
-        most: maximum number of named inputs of a record.
-    """
+    """Explains records of a warehouse, see :func:`explain`; caches the explanation of each record."""
 
     def __init__(self, warehouse: str, most: int = MOST) -> None:
         self._warehouse, self._most = warehouse, most

@@ -59,9 +59,8 @@ def of_source(
     source, start, own = arrival.source, arrival.start, counts
     assert source is not None
     if start is not None:
-        before_start = passed.counts
-        own = {**counts, "in": counts["in"] - before_start[START_IN]}
-        own[Outcome.QUARANTINED] -= before_start[START_BAD]
+        own = {**counts, "in": counts["in"] - passed.counts[START_IN]}
+        own[Outcome.QUARANTINED] -= passed.counts[START_BAD]
         rows = rows.where(~F.col(START))
     counts |= source.counts
     check_bad_share(arrival.node.name, source, rows, own)

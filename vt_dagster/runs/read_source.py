@@ -224,8 +224,7 @@ def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None
     window by key.
 
     Args:
-        records: prepared; they are read twice.
-        view: the current rows of the table before the run; None = none.
+        records, view: as for :func:`_without_truncations`.
     """
     if UNCHANGED not in records.columns:
         return records

@@ -280,13 +280,12 @@ class _Restatement:
             return None, f"{table.name} is recomputed"
         limits = dict[str, Offsets]()
         for up in run_plan.consumed:
-            keep = done[path_of(up)].keep if path_of(up) in done else None
-            if path_of(up) in done:
-                limits[up.name] = {} if keep is None else dict(keep.next_offset)
+            step = done.get(path_of(up))
+            if step is not None:
+                limits[up.name] = {} if step.keep is None else step.keep.next_offset
             if table is not None or node.name == self.node.name:
                 ends = self._first_after(up)
-                known = limits.get(up.name)
-                limits[up.name] = ends if known is None else _least(ends, known)
+                limits[up.name] = _least(ends, limits.get(up.name, ends))
         # Newest first: the first match keeps the most results.
         for found in delta.commits(self._live(node).log_path):
             commit = Commit.model_validate(found.document)

@@ -145,8 +145,7 @@ class TrainingRun:
             pinned={name: position_of(at) for name, at in found.items() if at.head is not None},
             versions={view.table.name: versions_of(view.table) for view in declared.features},
         )
-        last = None if before is None else manifest_of(before)
-        if last is not None and last.is_of(made):
+        if before is not None and manifest_of(before).is_of(made):
             self._write_manifest(before)  # a run killed after its commit may not have written it
             return None
         store = stores[declared.spine.name]
@@ -256,9 +255,7 @@ class TrainingRun:
             reads={f"{name}/log": head.version for name, head in heads.items()},
         )
 
-    def _write_manifest(self, commit: Commit | None) -> None:
-        if commit is None:
-            return
+    def _write_manifest(self, commit: Commit) -> None:
         path = posixpath.join(self.to, "_manifests", f"{commit.batch}.json")
         fs, local = delta.filesystem(path)
         with parquet.writing(path):
