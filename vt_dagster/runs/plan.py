@@ -44,7 +44,7 @@ from vt_dagster.runs.replay import (
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
-from vt_dagster.storage.asset_store import AssetStore, shape_of
+from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
 from vt_dagster.storage.spark_reader import Snapshot, columns_of
 from vt_dagster.topology.model import Stream, Table, derived_from, topological
 
@@ -109,10 +109,7 @@ def plan(
             "names out for all"
         )
     chosen = {*names, *gone} if assets is None else {*assets}
-
-    def stores(node: Stream) -> AssetStore:
-        return AssetStore(warehouse, node)  # without a session: a plan needs none
-
+    stores = stores_of(warehouse)  # without a session: a plan needs none
     found = [_planned(node, every, stores) for node in every if "/".join(node.path) in chosen]
     others = [AssetStore.open(warehouse, name, None) for name in gone if name in chosen]
     return [*found, *(one for store in others for one in _removed(store))]
@@ -127,10 +124,9 @@ def _planned(
     except NeedsReplayError as error:
         downstream = _consumers(node, every)
         return Planned(name, "needs_replay", (), str(error), downstream=downstream, **_size(store))
-    except _InputError as error:
-        return Planned(name, "refused", (), str(error), cause=error.cause, **_size(store))
-    except (VtDagsterError, OSError) as error:
-        return Planned(name, "refused", (), str(error), **_size(store))
+    except (VtDagsterError, OSError, _InputError) as error:
+        cause = error.cause if isinstance(error, _InputError) else None
+        return Planned(name, "refused", (), str(error), cause, **_size(store))
     if at.head is None:
         return Planned(name, "new")
     changes = tuple(_changes(store, at))
@@ -356,10 +352,7 @@ def require_restatable(warehouse: str, node: Stream, nodes: Sequence[Stream]) ->
     """
     again = derived_from(node, nodes)
     names = {"/".join(one.path) for one in again}
-
-    def stores(one: Stream) -> AssetStore:
-        return AssetStore(warehouse, one)
-
+    stores = stores_of(warehouse)
     for node in again:
         if stores(node).head() is None:
             continue  # it has no tables to make again

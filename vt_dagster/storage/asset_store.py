@@ -366,13 +366,13 @@ class AssetStore(AssetReader):
 
 def stores_of(
     warehouse: str,
-    spark: SparkSession | Callable[[], SparkSession],
+    spark: SparkSession | Callable[[], SparkSession] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Callable[[Stream], AssetStore]:
     """Returns a function that gives the store of each stream and table of a warehouse.
 
     Args:
-        spark: a session, or a function that creates it at first use.
+        spark: a session, or a function that creates it at first use; None = no call needs one.
         tell: receives a line for each write.
     """
     return lambda node: AssetStore(warehouse, node, spark, tell)
