@@ -441,18 +441,16 @@ class Run:
         """
         store = stores(node)
         at = store.catch_up()
-        of_source = node.operator is None
-        arrival = (
-            from_source(node, store, at, source, pin_arguments)
-            if of_source
-            else from_logs(node, store, at, stores, **pin_arguments)
-        )
+        if node.operator is None:
+            arrival = from_source(node, store, at, source, pin_arguments)
+        else:
+            arrival = from_logs(node, store, at, stores, **pin_arguments)
         run = cls(arrival, stores)
         if arrival.empty:
             return run
         if before_spark is not None:
             before_spark(arrival)
-        if of_source:
+        if node.operator is None:
             return run
         if not pin_arguments.get("accept_not_ready"):
             require_covered(arrival, stores)
