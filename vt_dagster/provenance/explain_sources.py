@@ -54,7 +54,6 @@ from vt_dagster.topology.durations import as_time, epoch_micros, spoken
 NAMED = 20
 """Maximum number of named files, or rejected rows."""
 _RAW = 500
-_FILES, _DELIVERIES = "files", "deliveries"
 
 
 def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
@@ -74,14 +73,14 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
     ranges = [one for some in taken.values() for one in some.values()]
     start, end = ranges[0] if len(taken) == 1 == len(ranges) else (None, None)
     if commit.deliveries:
-        names = sorted(commit.deliveries)
-        return Origin(_DELIVERIES, tuple(names[:NAMED]), len(names), start, end)
-    if _FILES in taken:
-        names = _files(log, commit.batch)
-        return Origin(_FILES, tuple(names[:NAMED]), len(names), start, end)
-    if not taken:
+        kind, names = "deliveries", sorted(commit.deliveries)
+    elif "files" in taken:
+        kind, names = "files", _files(log, commit.batch)
+    elif taken:
+        kind, names = "versions", sorted(taken)
+    else:
         return None
-    return Origin("versions", tuple(sorted(taken))[:NAMED], len(taken), start, end)
+    return Origin(kind, tuple(names[:NAMED]), len(names), start, end)
 
 
 def _files(log: Log, batch: int) -> list[str]:

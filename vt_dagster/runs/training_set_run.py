@@ -100,11 +100,7 @@ class TrainingRun:
         require_outside(self.declared.name, self.to, self.warehouse)
 
     def head(self) -> Commit | None:
-        """Returns the last commit of the set; None before the first. Does not use Spark.
-
-        Raises:
-            StorageError: the place has other files, or another writer has written to the table.
-        """
+        """Returns the last commit of the set, see :func:`head_in`."""
         return head_in(self.to, self.declared.name, _KIND)
 
     def run(self, pinned: Manifest | None = None, run_id: str | None = None) -> Commit | None:
