@@ -24,30 +24,6 @@ _LABELS = 15
 """Maximum number of lengths at the horizontal axis: more would overlap on a phone."""
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A number at an axis.
-
-    Args:
-        y: its position, pixels from the top.
-    """
-
-    y: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Label:
-    """A length at the horizontal axis.
-
-    Args:
-        x: its position, percent from the left.
-    """
-
-    x: float
-    length: timedelta
-
-
 class Axis:
     """A vertical axis from 0 to at least the largest of some values, in round steps.
 
@@ -68,9 +44,9 @@ class Axis:
         return round(HEIGHT * (1 - value / self._numbers[-1]), 1)
 
     @property
-    def ticks(self) -> list[Tick]:
-        """The numbers at the axis, from the bottom."""
-        return [Tick(self.y(n), f"{n:,.0f}" if self._whole else share(n)) for n in self._numbers]
+    def ticks(self) -> list[tuple[float, str]]:
+        """The numbers at the axis, from the bottom: position (pixels from the top) and text."""
+        return [(self.y(n), f"{n:,.0f}" if self._whole else share(n)) for n in self._numbers]
 
 
 def _round_up(number: float) -> float:
@@ -123,11 +99,11 @@ class LatenessCurves:
         return self.declared or 0
 
     @property
-    def labels(self) -> list[Label]:
-        """The lengths at the horizontal axis: all of them, or every second, every third, and so on."""
-        step = ceil(len(self.xs) / _LABELS)
-        every = [Label(x, one.length) for x, one in zip(self.xs, self.found.choices, strict=True)]
-        return every[::step]
+    def labels(self) -> list[tuple[float, timedelta]]:
+        """The lengths at the horizontal axis: all of them, or every second, every third, and so on. The
+        first of each pair is its position, percent from the left."""
+        lengths = [one.length for one in self.found.choices]
+        return [*zip(self.xs, lengths, strict=True)][:: ceil(len(self.xs) / _LABELS)]
 
     def path(self, line: Line) -> str:
         """Returns a line as an SVG path."""
