@@ -385,7 +385,7 @@ ANSWER = "_answer"
 class SystemTimeHistory(Protocol):
     """A table's history by system time, for rows that its current versions do not answer."""
 
-    def persist_rows(self, rows: DataFrame) -> DataFrame:
+    def persist_rows(self, rows: DataFrame, /) -> DataFrame:
         """Persists rows that are read several times."""
         ...
 

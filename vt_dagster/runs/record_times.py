@@ -210,13 +210,13 @@ class TableSystemTimeHistory:
     """A table's log and its stream time at each commit, up to the one that a run has pinned.
 
     Args:
-        persist: computes rows at once and persists them.
+        persist_rows: computes rows at once and persists them.
     """
 
     table: VersionedTable
     store: Store
     head: Head
-    persist: Callable[[DataFrame], DataFrame]
+    persist_rows: Callable[[DataFrame], DataFrame]
     doubtful: int = field(default=0, init=False)
     """How many rows were looked up in the log, not in the view."""
     _since: int = field(default=0, init=False)
@@ -226,9 +226,6 @@ class TableSystemTimeHistory:
     def description(self) -> str:
         """The number of rows looked up in the log, in words."""
         return f"{self.doubtful:,} records by the log, as to what was known"
-
-    def persist_rows(self, rows: DataFrame) -> DataFrame:
-        return self.persist(rows)
 
     def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
         found = doubtful.agg(
