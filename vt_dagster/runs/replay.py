@@ -203,8 +203,8 @@ def replay(
             truncated; or the history of a looked-up table does not cover the records.
         SourceError: the source no longer has the records, or cannot start at that position.
     """
-    head = AssetStore(warehouse, node, spark).head()
-    if head is None:
+    live = AssetStore(warehouse, node, spark)
+    if live.head() is None:
         raise StorageError(
             f"{node.name}: nothing was ever committed, so there is nothing to replay; run it first"
         )
@@ -224,7 +224,7 @@ def replay(
             )
         source = replace(source, start=start)
     else:
-        source = from_beginning(node, AssetStore(warehouse, node, spark)).source
+        source = from_beginning(node, live).source
     copy = renamed(replace(node, source=source), into)
     live = AssetStore(warehouse, replace(node, source=source), spark)
 

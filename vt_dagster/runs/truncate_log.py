@@ -140,12 +140,13 @@ class _Log:
         if head is None:
             return 0
         old = self._last(moment, ())
-        consumers = [] if old is None else [*self._consumers(head.commit)]
-        upto = None if old is None else self._last(moment, consumers)
-        if old is not None and upto != old:
-            for one in consumers:
-                if not one.allows(_document(old)):
-                    self.say(f"{self.node.name}: its log is held for {one.name}{one.why}")
+        if old is None:
+            return 0
+        consumers = self._consumers(head.commit)
+        for one in consumers:
+            if not one.allows({"next_offset": old.next_offset, "stream_time": old.stream_time}):
+                self.say(f"{self.node.name}: its log is held for {one.name}{one.why}")
+        upto = self._last(moment, consumers)
         if upto is None:
             return 0
         cut = head.commit.truncation
@@ -287,10 +288,6 @@ class _Log:
         cut = None if head is None else head.commit.truncation
         needed = () if cut is None else (cut.base,)
         remove_unused(base_path(self.store.root, ""), needed, time.time() - keep.total_seconds())
-
-
-def _document(commit: Commit) -> dict[str, Any]:
-    return {"next_offset": commit.next_offset, "stream_time": commit.stream_time}
 
 
 def _both(truncation: Truncation) -> delta.Wanted:
