@@ -55,7 +55,7 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
     if duckdb is None or not _means_the_same(sql, rows.column_names):
         return None
     try:
-        found = _table(duckdb.from_arrow(rows).project(sql.replace("`", '"'))).column(0)
+        found = duckdb.from_arrow(rows).project(sql.replace("`", '"')).to_arrow_table().column(0)
         cases = pa.types.is_string(found.type) and _CASES.search(sql) is not None
         # In other alphabets, the two have other capital letters.
         return None if cases and not all(v.isascii() for v in found.to_pylist() if v) else found
@@ -84,11 +84,6 @@ def _duckdb() -> Any:
         return import_module("duckdb")
     except ModuleNotFoundError:
         return None
-
-
-def _table(relation: Any) -> pa.Table:
-    found = relation.arrow()
-    return found.read_all() if hasattr(found, "read_all") else found
 
 
 def replaced_rows(rows: pa.Table) -> pa.Table:
@@ -229,7 +224,7 @@ def _only_match(log: Log, condition: Condition, where: str) -> tuple[Record | No
         )
     rows = log.rows(condition, only=used([where], log.columns.names))
     try:
-        table = _table(duckdb.from_arrow(rows).filter(where).limit(_MOST_NAMED + 1))
+        table = duckdb.from_arrow(rows).filter(where).limit(_MOST_NAMED + 1).to_arrow_table()
     except duckdb.Error as error:
         raise StorageError(
             f"{log.name}: expected a SQL condition over {log.columns.names}, got {where!r}: "
