@@ -477,11 +477,6 @@ class Certificate(Intent):
         self.searched[table] = replace(found, **sums)
         self.save()
 
-    def finish(self) -> None:
-        """Marks the erase as finished."""
-        self.finished = _now()
-        self.save()
-
 
 def begun(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Certificate:
     """Returns the certificate of an interrupted attempt at the same erase, or a new one."""
@@ -962,7 +957,8 @@ class _Erase:
         )
         if not self.dry_run:
             self.done.waiting = {}
-            self.done.finish()
+            self.done.finished = _now()
+            self.done.save()
         kept = (f"{name}: {why}" for name, why in self.done.kept.items())
         for line in (*kept, *self.done.elsewhere, *self.done.unreachable):
             self.say(f"! {line}")

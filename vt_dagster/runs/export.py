@@ -48,7 +48,6 @@ from vt_dagster.topology.options import check_types
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
 """The names of folders that a killed first run leaves behind."""
-_EXPORT = "export"
 AsOf = Literal["now"] | None
 """As of when an export has the rows of a versioned table, see :class:`Export`."""
 
@@ -219,7 +218,7 @@ class ExportRun:
             StorageError: the place has other files, or another writer has written to the table.
         """
         if self._iceberg is None:
-            return head_in(self.export.to, self.export.name, _EXPORT)
+            return head_in(self.export.to, self.export.name, "export")
         last = self._iceberg.last()
         return None if last is None else Commit.model_validate(last)
 

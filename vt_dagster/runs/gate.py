@@ -635,15 +635,14 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
     """
     if not broken:
         return
-    lines: list[str] = []
+    lines, of_name = list[str](), {rule.name: rule for rule in rules}
     for name, count in sorted(broken.items()):
         example = ""
-        for rule in rules:
-            if rule.name == name:
-                # Spark Connect has no toJSON.
-                text = as_json(node.schema.names)
-                found = with_columns_of(rows, [rule]).where(rule.violated).select(text).first()
-                example = f", for example {found[0]}" if found else ""
+        if (rule := of_name.get(name)) is not None:
+            # Spark Connect has no toJSON.
+            text = as_json(node.schema.names)
+            found = with_columns_of(rows, [rule]).where(rule.violated).select(text).first()
+            example = f", for example {found[0]}" if found else ""
         lines.append(f"{name}: {count if count >= 0 else 'some'} record(s){example}")
     raise ContractError(
         f"{node.name}: expected records that satisfy their schema, got some that break it; nothing "

@@ -35,8 +35,6 @@ from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream, VersionedTable
 
-_KIND = "training_set"
-
 
 class Position(BaseModel):
     """The position of a log at one of its commits."""
@@ -101,7 +99,7 @@ class TrainingRun:
 
     def head(self) -> Commit | None:
         """Returns the last commit of the set, see :func:`head_in`."""
-        return head_in(self.to, self.declared.name, _KIND)
+        return head_in(self.to, self.declared.name, "training_set")
 
     def run(self, pinned: Manifest | None = None, run_id: str | None = None) -> Commit | None:
         """Writes the set as a whole, in one Delta commit.
