@@ -414,21 +414,20 @@ def require_covered(arrival: Arrival, stores: Stores) -> None:
         RefusedRecordsError: names the earliest record, and the start of the table's history.
     """
     node = arrival.node
+    waited_for = () if node.operator is None else node.operator.waits_for
+    tables = [up for up in waited_for if waits(up) and up.retention is not None]
     streams = [up for up in node.inputs if up.name in arrival.taken and not up.is_table]
-    if node.operator is None or not arrival.ready or not streams:
+    if not arrival.ready or not streams or not tables:
         return
     stream, commit = streams[0], arrival.inputs[streams[0].name]
     start = arrival.before.inputs.get(stream.name, {})
     rows = stores(stream).log(start, commit).where(moves_stream_time(stream.key))
     earliest = rows.groupBy(PARTITION).agg(F.unix_micros(F.min(TIMESTAMP)).alias("first"))
-    found: dict[int, int] | None = None
-    for table in node.operator.waits_for:
-        if waits(table) and table.retention is not None:
-            if found is None:
-                found = {r[PARTITION]: r["first"] for r in earliest.collect()}
-            now = arrival.tables[table.name].stream_time
-            alike = _partitioned_alike(stream, commit.commit.stream_time, table, now)
-            _require_history(node, table, now, found, alike)
+    found = {r[PARTITION]: r["first"] for r in earliest.collect()}
+    for table in tables:
+        now = arrival.tables[table.name].stream_time
+        alike = _partitioned_alike(stream, commit.commit.stream_time, table, now)
+        _require_history(node, table, now, found, alike)
 
 
 def _partitioned_alike(
@@ -714,16 +713,11 @@ def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) ->
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:
     """Returns a clearer error if an input, its files or its values caused the given one; else None."""
-    if (elsewhere := unseen(error)) is not None:
-        return elsewhere
-    explanation = None
-    if arrival.source is not None:
-        explanation = arrival.source.explain(error)
-    if explanation is None and arrival.start is not None:
-        explanation = arrival.start.explain(error)
-    node = arrival.node
+    node, inputs = arrival.node, (arrival.source, arrival.start)
+    of_inputs = (one.explain(error) for one in inputs if one is not None)
     return (
-        explanation
+        unseen(error)
+        or next(filter(None, of_inputs), None)
         or gone_meanwhile(node, error)
         or unreadable(node.name, error)
         or zone_unknown(node, error)
