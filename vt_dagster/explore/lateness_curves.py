@@ -35,9 +35,8 @@ class Axis:
         highest, self._whole = max(values, default=0.0), whole
         step = _round_up(highest / 4) if highest else 0.25
         step = max(1.0, float(ceil(step))) if whole else step
-        self._numbers = (
-            [step * n for n in range(ceil(highest / step - 1e-9) + 1)] if highest else [0, step]
-        )
+        steps = ceil(highest / step - 1e-9) if highest else 1
+        self._numbers = [step * n for n in range(steps + 1)]
 
     def y(self, value: float) -> float:
         """Returns the position of a value, pixels from the top."""

@@ -237,9 +237,8 @@ def windowed_aggregate(request: WindowRequest) -> Derivation:
     start, end = bounds_of(request.record.values)
     merges = _merges(request, start, end) if kind == "session" else []
     if merges and request.record.is_tombstone:
-        merges = _merges(
-            request, *next((m for _, m, r in merges if r.offset > request.record.offset), (start, end))
-        )
+        after = (merged for _, merged, one in merges if one.offset > request.record.offset)
+        merges = _merges(request, *next(after, (start, end)))
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     found = _of_key(request, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:

@@ -761,15 +761,11 @@ def _alone(
     inside = [one for one in near if low <= one.timestamp <= high]
     around = [one for one in near if one.timestamp < low][-_AROUND:] + inside
     around += [one for one in near if one.timestamp > high][:_AROUND]
-    shown = [
-        Candidate.left_out(
-            one,
-            rules.RECORDED_SINCE if one in inside else rules.OTHER_TIME,
-            known=request.turn(name, one) < 2,
-        )
-        for one in around
-    ]
-    return Derivation([(logs[side], record)], None, shown[: request.most], len(near))
+    shown = list[Candidate]()
+    for one in around[: request.most]:
+        rule = rules.RECORDED_SINCE if one in inside else rules.OTHER_TIME
+        shown.append(Candidate.left_out(one, rule, known=request.turn(name, one) < 2))
+    return Derivation([(logs[side], record)], None, shown, len(near))
 
 
 def corrected_streams(request: ExplainRequest[spec.CorrectedStreamJoinSpec]) -> Derivation:
