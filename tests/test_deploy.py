@@ -29,6 +29,7 @@ import pyspark
 import pytest
 import yaml
 from pyspark.sql import SparkSession
+from sqlalchemy import make_url
 from typer.testing import CliRunner
 
 from tests.conftest import BIN, ROOT, output_of, server_environment
@@ -126,6 +127,10 @@ def test_compose_file(monkeypatch: Any) -> None:
             if "api" in service["command"]:
                 module = service["command"][-1].replace(".", "/")
                 assert (DEPLOY / f"{module}.py").exists(), module
+    # dagster-postgres brings psycopg2; without a driver in the URL, SQLAlchemy 2.1 takes psycopg.
+    asked_for = make_url(services["shop"]["environment"]["DAGSTER_POSTGRES_URL"])
+    assert asked_for.get_driver_name() == "psycopg2"
+    assert loaded("values.yaml")["postgresql"]["postgresqlScheme"] == asked_for.drivername
     called: list[Any] = []
     monkeypatch.setattr(server, "serve", lambda *given: called.append(given))
     done = CliRunner().invoke(app, services["connect"]["command"][1:])
