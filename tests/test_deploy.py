@@ -177,6 +177,7 @@ def test_dagster_yaml_is_valid(tmp_path: Path) -> None:
         assert instance.get_concurrency_config().pool_config.default_pool_limit == 1
         assert instance.get_concurrency_config().run_queue_config.max_concurrent_runs == 8
         assert instance.run_monitoring_settings["free_slots_after_run_end_seconds"] > 0
+        assert instance.run_retries_enabled
 
 
 def test_helm_values() -> None:
