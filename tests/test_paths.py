@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
+import fsspec
 import pytest
 from pyspark.sql import SparkSession
 
@@ -26,11 +27,14 @@ from vt_dagster import (
     build_maintenance,
     build_resources,
     build_training_set,
+    read,
 )
 from vt_dagster.cli.run import load_topology
 from vt_dagster.errors import SourceError, StorageError, TopologyError
 from vt_dagster.orchestration.resources import warehouse_of
+from vt_dagster.sources.consumed_files import files_in
 from vt_dagster.storage import parquet
+from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.delta import address, filesystem, require_place, unseen
 
@@ -168,3 +172,25 @@ def test_protocols_that_need_a_package_are_accepted() -> None:
     assert WarehouseResource(path=Path("lake")).path == "lake"
     with pytest.raises(StorageError, match=r"expected a package with the file system of oss://lake"):
         filesystem("oss://lake")
+
+
+def test_stores_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Could not connect to the endpoint URL")  # like botocore's, no OSError
+
+    monkeypatch.setattr(type(filesystem("memory://lake")[0]), "ls", refuse)
+    monkeypatch.setattr(type(filesystem("memory://lake")[0]), "isdir", refuse)
+    got = "expected to list memory://lake.*, got: Could not connect to the endpoint URL; correct the"
+    with pytest.raises(StorageError, match=got):
+        read("prices", warehouse="memory://lake")
+    with pytest.raises(StorageError, match=got):
+        asset_names("memory://lake")
+    with pytest.raises(SourceError, match=got):
+        files_in("memory://lake", "*", "files")
+
+    def lacks_libraries(_: str) -> None:
+        raise OSError("Unable to load libjvm\ndlopen(libjvm.so) failed")  # pyarrow's, for hdfs
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lacks_libraries)
+    with pytest.raises(StorageError, match="expected the file system of hdfs://x, got: Unable to load"):
+        filesystem("hdfs://x")

@@ -86,9 +86,14 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
         SourceError: the directory does not exist, or cannot be reached or listed.
     """
     try:
-        fs, root = delta.filesystem(directory)
+        with delta.listing(directory):
+            return _files_in(directory, pattern, what, recursive)
     except StorageError as error:
         raise SourceError(str(error)) from None
+
+
+def _files_in(directory: str, pattern: str, what: str, recursive: bool) -> list[FileInfo]:
+    fs, root = delta.filesystem(directory)
     if not fs.isdir(root):
         raise SourceError(
             f"expected a directory {directory!r} with {what}, found none; create it, or "

@@ -516,7 +516,8 @@ def asset_names(warehouse: str) -> list[str]:
 
     def within(folder: str, deep: int = 0) -> Iterator[str]:
         try:
-            found = fs.ls(posixpath.join(root, folder), detail=True)
+            with delta.listing(str(warehouse)):
+                found = fs.ls(posixpath.join(root, folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return
         folders = [f["name"] for f in found if f["type"] == "directory"]

@@ -16,11 +16,12 @@ counts in the log ensures that all rows are read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError
@@ -36,7 +37,7 @@ from deltalake.transaction import AddAction
 from fsspec.registry import available_protocols
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError, VtDagsterError
 from vt_dagster.spark.jars import one_line
 
 # Damage errors
@@ -243,7 +244,7 @@ def filesystem(path: str) -> tuple[Any, str]:
     """Returns the file system of a path, and the path on it. Hadoop's ``s3a://`` becomes ``s3://``.
 
     Raises:
-        StorageError: there is no file system for the protocol of a URL.
+        StorageError: there is no file system for the protocol of a URL, or it cannot be used here.
     """
     try:
         return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
@@ -251,6 +252,28 @@ def filesystem(path: str) -> tuple[Any, str]:
         raise StorageError(
             f"expected a package with the file system of {path}, got none: {str(error).rstrip('.')}; "
             "install it, for example s3fs, gcsfs or adlfs"
+        ) from error
+    except OSError as error:  # of pyarrow, which needs the libraries of Java and Hadoop for hdfs
+        raise StorageError(
+            f"expected the file system of {path}, got: {one_line(error)}; install what it needs"
+        ) from error
+
+
+@contextlib.contextmanager
+def listing(path: str) -> Generator[None]:
+    """Turns the errors of a store that does not answer into one sentence.
+
+    Raises:
+        StorageError: the store cannot be reached, or refuses the credentials.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, VtDagsterError):
+        raise
+    except Exception as error:  # each package has classes of its own: botocore, aiohttp, google.auth
+        raise StorageError(
+            f"expected to list {path}, got: {one_line(error).rstrip('.')}; correct the address, the "
+            "credentials or the rights of the process, or wait until the store answers"
         ) from error
 
 
@@ -637,7 +660,8 @@ def log_files(path: str) -> list[str]:
     """Returns the file names in a table's ``_delta_log``."""
     fs, root = filesystem(path)
     try:
-        found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
+        with listing(path):
+            found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [posixpath.basename(f) for f in found]
