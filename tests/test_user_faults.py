@@ -475,6 +475,32 @@ def test_parquet_files_with_unsupported_types(tmp_path: Path, spark: SparkSessio
     assert said["other"].startswith("n is double, expected bigint")
 
 
+def test_parquet_columns_without_values(tmp_path: Path, spark: SparkSession) -> None:
+    """pandas and Arrow give a column of nulls alone the type null: it is readable as any type."""
+    where = tmp_path / "sales"
+    where.mkdir()
+    kind = StructType.fromDDL(
+        "k string, note string, tags array<string>, dt string, s struct<x:string>"
+    )
+    rows = {"k": ["a", "b"], "note": [None, None], "tags": [None, None], "s": [{"x": "1"}] * 2}
+    pq.write_table(pa.table(rows), where / "1.parquet")
+    pq.write_table(pa.table({**rows, "k": ["c", "d"], "note": ["x", None]}), where / "2.parquet")
+    (where / "dt=3").mkdir()
+    pq.write_table(pa.table({**rows, "s": [{"x": None}] * 2}), where / "dt=3" / "3.parquet")
+    source = FilesSource(str(where), format="parquet", optional=["dt"], on_bad_file="quarantine")
+    found = source.read(spark, source.files(), kind).orderBy("_arrival").collect()
+    assert [(r.k, r.note, r.tags, r.dt, r._source, r._position) for r in found] == [
+        (None, None, None, None, "dt=3/3.parquet", 0),
+        ("a", None, None, None, "1.parquet", 1),
+        ("b", None, None, None, "1.parquet", 2),
+        ("c", "x", None, None, "2.parquet", 1),
+        ("d", None, None, None, "2.parquet", 2),
+    ]
+    assert [r._arrival for r in found[1:]] == [0, 1, 2, 3]
+    assert found[1]._raw == '{"k":"a","s":{"x":"1"}}'
+    assert found[0]._raw.startswith("s.x is int, expected string")
+
+
 @pytest.mark.parametrize("policy", ["fail", "quarantine"])
 def test_parquet_file_with_damaged_page(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
     """The footer is intact, so only a read of all pages detects the damage. The run fails, and names

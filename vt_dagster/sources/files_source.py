@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import reduce
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -258,10 +259,10 @@ def faults_of_parquet(
     schema: StructType,
     optional: Sequence[str] = (),
     path_columns: bool = True,
-) -> dict[str, str]:
-    """Returns the faults of Parquet files, by name. A file older than the schema may have narrower
-    types."""
-    found: dict[str, str] = {}
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Returns the faults of Parquet files, by name, and the columns of files that have no values and no
+    type, if Spark cannot read them. A file older than the schema may have narrower types."""
+    found, untyped = dict[str, str](), dict[str, tuple[str, ...]]()
     for file in files:
         broken = _fault_of_name(file) or _fault_of_footer(spark, file)
         if broken:
@@ -270,7 +271,7 @@ def faults_of_parquet(
         try:
             there = spark.read.parquet(delta.literal(file.path)).schema.fields
         except PySparkException as error:
-            finer = _nanoseconds_in(file)
+            finer = _columns_like(file, "timeUnit=nanoseconds")  # as pandas writes times
             found[file.name] = (
                 f"expected times in microseconds or milliseconds, got nanoseconds in {finer}; write "
                 "the file with microseconds, in pandas with to_parquet(path, coerce_timestamps='us')"
@@ -285,17 +286,19 @@ def faults_of_parquet(
             missing = f"{odd}: correct the file, or the names in the schema"
         if path_columns:
             missing = missing or fault_of_path(file.name, schema, list(types))
-        wrong = [
-            difference
+        wrong = {
+            c.name: differences(types[c.name], c.dataType, c.name, fits=widens)
             for c in schema.fields
             if c.name in types
-            for difference in differences(types[c.name], c.dataType, c.name, fits=widens)
-        ]
+        }
+        if any(wrong.values()):
+            untyped[file.name] = tuple(_columns_like(file, "Null"))
+        differ = [one for c in wrong if c not in untyped.get(file.name, ()) for one in wrong[c]]
         if missing:
             found[file.name] = missing
-        elif wrong:
-            found[file.name] = f"{'; '.join(wrong)}; correct the schema's types or the file's"
-    return found
+        elif differ:
+            found[file.name] = f"{'; '.join(differ)}; correct the schema's types or the file's"
+    return found, untyped
 
 
 def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[str]:
@@ -401,14 +404,13 @@ def _fault_of_codec(spark: SparkSession, file: FileInfo, footer: FileMetaData) -
     return None
 
 
-def _nanoseconds_in(file: FileInfo) -> list[str]:
-    """Returns the columns of a Parquet file that are times in nanoseconds, which Spark does not read;
-    pandas writes its times like this."""
+def _columns_like(file: FileInfo, kind: str) -> list[str]:
+    """Returns the columns of a Parquet file whose logical type has this text."""
     fs, local = delta.filesystem(file.path)
     with fs.open(local, "rb") as content:
         schema: Any = ParquetFile(content).schema
     columns = [schema.column(i) for i in range(len(schema))]
-    return [c.path for c in columns if "timeUnit=nanoseconds" in str(c.logical_type)]
+    return [c.path for c in columns if kind in str(c.logical_type)]
 
 
 def _fault_of_archive(file: FileInfo, format: str) -> str | None:
@@ -492,14 +494,37 @@ _LINE = "_line"
 
 
 def parquet_rows(
-    spark: SparkSession, files: Sequence[FileInfo], schema: StructType, path_columns: bool
+    spark: SparkSession,
+    files: Sequence[FileInfo],
+    schema: StructType,
+    path_columns: bool,
+    untyped: Mapping[str, tuple[str, ...]] = {},
 ) -> DataFrame:
     """Returns the rows of Parquet files, in the columns of ``FilesSource.read``.
 
     Plan: two scans, one of them for the number of rows in each file, which is then broadcast.
+
+    Args:
+        untyped: columns that are null and cannot be read, by file.
     """
-    rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
-    located = rows.select("*", file_name(files).alias(FILE), F.col("_metadata.row_index").alias(_LINE))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for f in files:
+        alike.setdefault(untyped.get(f.name, ()), []).append(delta.literal(f.path))
+
+    def located_in(paths: Sequence[str], without: tuple[str, ...]) -> DataFrame:
+        there = StructType([f for f in schema.fields if f.name not in without])
+        null = {f.name: F.lit(None).cast(f.dataType) for f in schema.fields if f.name in without}
+        return (
+            spark.read.schema(there)
+            .parquet(*paths)
+            .select(
+                *[null.get(c, F.col(c)).alias(c) for c in schema.names],
+                file_name(files).alias(FILE),
+                F.col("_metadata.row_index").alias(_LINE),
+            )
+        )
+
+    located = reduce(DataFrame.union, [located_in(paths, names) for names, paths in alike.items()])
     sizes = located.groupBy(FILE).agg(F.count(F.lit(1)).alias(START))
     starts = running_start(sizes, [FILE])
     broken = is_no_text(F.struct(*schema.names), schema)
@@ -857,7 +882,7 @@ class FilesSource:
         Raises:
             SourceError: a file is bad, and ``on_bad_file`` is ``fail``.
         """
-        bad = self._faults(spark, files, schema)
+        bad, untyped = self._faults(spark, files, schema)
         if bad and self.on_bad_file == "fail":
             name, fault = next(iter(bad.items()))
             others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
@@ -869,7 +894,7 @@ class FilesSource:
         if not good:
             return set_aside(spark, bad, schema)
         if self.format == "parquet":
-            rows = parquet_rows(spark, good, schema, self.path_columns)
+            rows = parquet_rows(spark, good, schema, self.path_columns, untyped)
         else:
             rows = text_rows(spark, good, schema, self.format, self.reading, self.path_columns)
         return rows.unionByName(set_aside(spark, bad, schema)) if bad else rows
@@ -886,8 +911,8 @@ class FilesSource:
 
     def _faults(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
-    ) -> dict[str, str]:
+    ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
         also = (self.optional, self.path_columns)
         if self.format == "parquet":
             return faults_of_parquet(spark, files, schema, *also)
-        return faults_of_text(files, schema, self.format, self.options, *also)
+        return faults_of_text(files, schema, self.format, self.options, *also), {}
