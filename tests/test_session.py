@@ -573,3 +573,20 @@ def test_session_without_delta_is_refused():
     assert "DeltaCatalog" in lines[1]
     for part in ("LazyPySparkResource", "the jars of io.delta:delta-spark", "pyspark_config()"):
         assert part in lines[2]
+
+
+def test_connect_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token makes Spark's client use TLS for each host but localhost: the message says so."""
+    monkeypatch.setattr(session, "_ANSWER_SECONDS", 1)
+    monkeypatch.delenv("SPARK_CONNECT_AUTHENTICATE_TOKEN", raising=False)
+    told = r"does not speak its protocol \(waited 1 s\)\. Correct the address or its use_ssl"
+    with socket.socket() as listens:
+        listens.bind(("127.0.0.1", 0))
+        listens.listen()
+        port = listens.getsockname()[1]
+        with pytest.raises(SparkUnavailableError, match=rf"{told}\.$"):
+            session.check_connect(f"sc://127.0.0.1:{port}")
+        for place in ("127.0.0.1:%d/;token=sesame", "localhost:%d/;use_ssl=true"):
+            with pytest.raises(SparkUnavailableError, match=rf"{told}: .* a token .* needs TLS") as got:
+                session.check_connect(f"sc://{place % port}")
+            assert "sesame" not in str(got.value)

@@ -683,13 +683,20 @@ def check_connect(url: str) -> None:
     import grpc
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
-    channel = DefaultChannelBuilder(url).toChannel()
+    builder = DefaultChannelBuilder(url)
+    channel = builder.toChannel()
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
+        by_tls = builder.use_ssl or (builder.secure and builder.host != "localhost")
+        tls = (
+            ": with it, or with a token for another host than localhost, the server needs TLS and a "
+            "certificate that this process trusts (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH)"
+        )
         raise SparkUnavailableError(
             f"Expected Spark Connect to answer at {shown(url)}, but what listens there does not speak "
-            f"its protocol (waited {_ANSWER_SECONDS} s). Correct the address or its use_ssl."
+            f"its protocol (waited {_ANSWER_SECONDS} s). Correct the address or its "
+            f"use_ssl{tls if by_tls else ''}."
         ) from None
     finally:
         channel.close()
