@@ -248,14 +248,16 @@ def test_package_requires_supported_spark_series():
 @pytest.mark.jvm
 def test_jvm_error_reaches_message():
     """The message has the JVM's own text: of options with which it does not start, whether or not it
-    prints the options from the environment first, of a missing jar, and of a package without a version,
-    before which Ivy prints its settings."""
+    prints the options from the environment first, of a missing jar, of a package without a version,
+    before which Ivy prints its settings, and of a directory that cannot be written, so that it ends."""
     heap, options = "conf={'spark.driver.memory': '99zz'}", ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")
-    *told, jar, package = refusals(
+    *told, jar, package, local = refusals(
         *((heap, {name: "-Dx=1"}) for name in options),
         ("conf={'spark.jars': '/no/such.jar'}", {}),
         ("conf={'spark.jars.packages': 'a:b'}", {}),
+        ("", {"SPARK_LOCAL_DIRS": "/dev/null/none"}),
     )
+    assert "Failed to create directory /dev/null/none/" in local
     for message in told:
         assert "Invalid maximum heap size: -Xmx99zz" in message
     assert "/no/such.jar" in jar

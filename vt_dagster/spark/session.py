@@ -130,6 +130,7 @@ def quiet_start(target: str) -> Iterator[Any]:
 
     If the start fails, one line of the JVM's output becomes the error, and the rest is dropped.
     """
+    from py4j.protocol import Py4JNetworkError
     from pyspark.java_gateway import launch_gateway
 
     stderr: _JvmStderr | None = None
@@ -143,8 +144,9 @@ def quiet_start(target: str) -> Iterator[Any]:
     try:
         yield launch
     except Exception as error:
-        # In these two cases the exception names a consequence only; the JVM's output has the cause.
-        next_only = re.search("JAVA_GATEWAY_EXITED|stopped SparkContext", str(error))
+        # In these cases the exception names a consequence only; the JVM's output has the cause.
+        gone = isinstance(error, Py4JNetworkError | ConnectionError)
+        next_only = gone or re.search("JAVA_GATEWAY_EXITED|stopped SparkContext", str(error))
         reason = stderr.reason() if stderr and next_only else ""
         if stderr:
             stderr.release(drop=True)
