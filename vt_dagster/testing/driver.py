@@ -522,17 +522,11 @@ class Records(Uncounted):
 
 
 def to_value(value: Any, kind: Any) -> Any:
-    """Converts a value for Arrow: times to datetimes, other values unchanged."""
+    """Converts a value for Arrow: a datetime (naive = UTC) or epoch milliseconds of a timestamp to a
+    datetime; other values unchanged."""
     if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
-        return as_time(to_micros(value))
+        return as_time(value * 1000 if isinstance(value, int) else epoch_micros(value))
     return value
-
-
-def to_micros(moment: datetime | int) -> int:
-    """Converts a datetime (naive = UTC) or epoch milliseconds to epoch microseconds."""
-    if isinstance(moment, int):
-        return moment * 1000
-    return epoch_micros(moment)
 
 
 # Versioned store
