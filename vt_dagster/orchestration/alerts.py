@@ -221,26 +221,15 @@ def _sensor(
     return sense
 
 
-@dataclass(frozen=True)
-class _Result:
-    id: int
-    run_id: str
-    at: float
-    evaluation: dg.AssetCheckEvaluation
-
-
-def _results(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> list[_Result]:
-    """Returns the last results of a check, newest first, without evaluations that are not finished."""
+def _results(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> list[Any]:
+    """Returns Dagster's records of the last results of a check, newest first, without those of
+    evaluations that are not finished."""
     records = instance.event_log_storage.get_asset_check_execution_history(key, limit=_HISTORY)
-    return [
-        _Result(record.id, record.run_id, record.create_timestamp, record.evaluation)
-        for record in records
-        if isinstance(record.evaluation, dg.AssetCheckEvaluation)
-    ]
+    return [one for one in records if isinstance(one.evaluation, dg.AssetCheckEvaluation)]
 
 
-def _alert(place: str, spec: dg.AssetCheckSpec, result: _Result) -> Alert:
-    found = result.evaluation
+def _alert(place: str, spec: dg.AssetCheckSpec, result: Any) -> Alert:
+    found: dg.AssetCheckEvaluation = result.evaluation
     values = {name: one.value for name, one in found.metadata.items() if isinstance(one, _PLAIN)}
     text = found.description or values.get("result") or spec.description or f"{place} failed"
     return Alert(
@@ -248,7 +237,7 @@ def _alert(place: str, spec: dg.AssetCheckSpec, result: _Result) -> Alert:
         check=found.check_name,
         text=str(text),
         severity=found.severity.value,
-        at=datetime.fromtimestamp(result.at, tz=timezone.utc),
+        at=datetime.fromtimestamp(result.create_timestamp, tz=timezone.utc),
         run_id=result.run_id,
         values=values,
     )
