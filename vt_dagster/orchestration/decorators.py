@@ -39,6 +39,7 @@ _RESOURCE = getattr(dg.ResourceParam[Any], "__metadata__", ())
 _RESOURCES = ("ConfigurableResourceFactory", "ResourceDefinition", "TreatAsResourceParam")
 """Dagster's classes of resources, of which the first and last have no public names."""
 _STARTED = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_RESTARTED}
+_SUCCEEDED = dg.DagsterEventType.STEP_SUCCESS
 
 
 def partitions_of(node: Stream) -> dg.PartitionsDefinition[Any] | None:
@@ -215,7 +216,7 @@ def _of_function(
             return reporter is None
         # Before that run this chain may have consumed other rows of the partition.
         since = tries[: tries.index(reporter) + 1] if reporter in tries else tries
-        return not any(_has_step(context, one, asset_op(node)) for one in since)
+        return not any(step_events(context, node, one, _SUCCEEDED) for one in since)
 
     def load() -> Any:
         return function(*first, **values)
@@ -233,11 +234,12 @@ def _has_failed(context: dg.AssetExecutionContext, run_id: str) -> bool:
     return run is not None and run.status != dg.DagsterRunStatus.SUCCESS
 
 
-def _has_step(context: dg.AssetExecutionContext, run_id: str, step: str) -> bool:
-    """Whether a step of a run has succeeded."""
-    succeeded = dg.DagsterEventType.STEP_SUCCESS
-    events = context.instance.get_records_for_run(run_id, of_type=succeeded).records
-    return any(one.event_log_entry.step_key == step for one in events)
+def step_events(
+    context: Any, node: Stream, run_id: str, of_type: dg.DagsterEventType | set[dg.DagsterEventType]
+) -> list[dg.EventLogRecord]:
+    """Returns the events of some types of the step of a node's asset in a run."""
+    events = context.instance.get_records_for_run(run_id, of_type=of_type).records
+    return [one for one in events if one.event_log_entry.step_key == asset_op(node)]
 
 
 def is_reported(context: Any, key: dg.AssetKey, partition: str, batch: int) -> bool:
@@ -377,7 +379,8 @@ def _version(
 ) -> str:
     """Returns the version of the loaded materialization; it is unknown if the asset was materialized
     during the load."""
-    if last.timestamp > _started(context, node):
+    started = step_events(context, node, context.run.run_id, _STARTED)  # before its inputs were loaded
+    if last.timestamp > max((one.timestamp for one in started), default=float("inf")):
         raise SourceError(
             f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "
             "got one; nothing was committed. Run again, or put both assets into one pool"
@@ -387,14 +390,6 @@ def _version(
 
 def _version_of(materialization: dg.EventLogRecord) -> str:
     return f"{materialization.run_id}@{materialization.timestamp:.6f}"
-
-
-def _started(context: dg.AssetExecutionContext, node: Stream) -> float:
-    """Returns when this step started, before its inputs were loaded; epoch seconds."""
-    step = asset_op(node)
-    events = context.instance.get_records_for_run(context.run.run_id, of_type=_STARTED).records
-    own = [one.timestamp for one in events if one.event_log_entry.step_key == step]
-    return max(own, default=float("inf"))
 
 
 # Decorators

@@ -16,7 +16,7 @@ from typing import Any, cast
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError, VtDagsterError
-from vt_dagster.orchestration.decorators import reported_batch
+from vt_dagster.orchestration.decorators import reported_batch, step_events
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, PARTITION_END, READ, READS
 from vt_dagster.orchestration.resources import PREFIX, asset_op, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of, start_waits
@@ -297,9 +297,7 @@ def _consumed_before(
     if made is not None:
         return (reported_batch(made) or 0) > batch
     # The materializations were wiped too. Or the run was of other assets: then it has not this step.
-    found = context.instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.STEP_SUCCESS)
-    steps = {one.event_log_entry.step_key for one in found.records}
-    return asset_op(node) in steps
+    return bool(step_events(context, node, run_id, dg.DagsterEventType.STEP_SUCCESS))
 
 
 def _after_failures(
