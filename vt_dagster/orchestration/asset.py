@@ -27,9 +27,9 @@ from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, To
 from vt_dagster.orchestration.decorators import (
     Inputs,
     delivered_frames,
-    is_reported,
     partitions_of,
     reported_batch,
+    reporter,
 )
 from vt_dagster.orchestration.metadata import (
     comments_of,
@@ -511,7 +511,8 @@ def _of_partition(
     batches = {
         partition: batch_of_delivery(consumed, partition) for partition in context.partition_keys
     }
-    if all(is_reported(context, key, partition, batch) for partition, batch in batches.items()):
+    reporters = (reporter(context, key, partition, batch) for partition, batch in batches.items())
+    if None not in reporters:
         return unchanged(context, key, last, partitions=[*batches])
     return _without_new_records(last, max(batches.values()))
 

@@ -211,11 +211,11 @@ def _of_function(
         might return other rows."""
         if run != origin and (_takes_again(context) or not _has_failed(context, run)):
             return False
-        reporter = _reporter(context, dg.AssetKey(node.path), partition, batch)
-        if reporter is None or run != origin:
-            return reporter is None
+        reported_by = reporter(context, dg.AssetKey(node.path), partition, batch)
+        if reported_by is None or run != origin:
+            return reported_by is None
         # Before that run this chain may have consumed other rows of the partition.
-        since = tries[: tries.index(reporter) + 1] if reporter in tries else tries
+        since = tries[: tries.index(reported_by) + 1] if reported_by in tries else tries
         return not any(step_events(context, node, one, _SUCCEEDED) for one in since)
 
     def load() -> Any:
@@ -242,14 +242,9 @@ def step_events(
     return [one for one in events if one.event_log_entry.step_key == asset_op(node)]
 
 
-def is_reported(context: Any, key: dg.AssetKey, partition: str, batch: int) -> bool:
-    """Whether this Dagster instance has a materialization of a partition that is at least as new as a
-    batch of its asset."""
-    return _reporter(context, key, partition, batch) is not None
-
-
-def _reporter(context: Any, key: dg.AssetKey, partition: str, batch: int) -> str | None:
-    """Returns the run of that materialization; None = there is none."""
+def reporter(context: Any, key: dg.AssetKey, partition: str, batch: int) -> str | None:
+    """Returns the run of a partition's last materialization if that is at least as new as a batch of
+    its asset; None = this Dagster instance has none, or an older one."""
     wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition])
     for record in context.instance.fetch_materializations(wanted, limit=1).records:
         made = record.asset_materialization
