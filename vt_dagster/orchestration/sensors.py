@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import dagster as dg
+from pydantic import BaseModel, ValidationError
 
 from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError, VtDagsterError
 from vt_dagster.orchestration.decorators import reported_batch, step_events
@@ -454,7 +455,8 @@ def build_partition_sensor(
             return dg.SkipReason(f"cannot look at {reads.name}: {error}")
         position = Position.after(head[1])
         made, last = known.made(context.instance)
-        cursor, now = _PartitionCursor.of(context.cursor), _PartitionCursor(position, last)
+        cursor = _PartitionCursor.of(context.cursor)
+        now = _PartitionCursor(position=position, storage_id=last)
         if cursor == now:
             return dg.SkipReason(f"nothing new in {reads.name}: {_position_text(head[1])}")
         wrong = _stale_partitions(warehouse, head, made, cursor)
@@ -469,13 +471,13 @@ def build_partition_sensor(
             if not why.forgotten
         ]
         if not requests:
-            context.update_cursor(now.text)
+            context.update_cursor(now.model_dump_json())
             return dg.SkipReason(
                 f"no partition of {len(made)} is wrong: {reads.name} has {_position_text(head[1])}"
             )
         reasons = Counter(request.tags[_WHY] for request in requests)
         context.log.info(", ".join(f"{count} {why}" for why, count in reasons.items()))
-        return dg.SensorResult(requests, cursor=now.text)
+        return dg.SensorResult(requests, cursor=now.model_dump_json())
 
     return sense
 
@@ -655,30 +657,20 @@ def _warn_of_partitions(
         )
 
 
-@dataclass(frozen=True)
-class _PartitionCursor:
-    """The progress of a sensor; losing it does no harm.
-
-    Args:
-        position: of the table's log.
-        storage_id: up to which materialization.
-    """
+class _PartitionCursor(BaseModel):
+    """The progress of a sensor; losing it does no harm."""
 
     position: Position | None = None
+    """Of the table's log."""
     storage_id: int = 0
+    """Up to which materialization."""
 
     @classmethod
     def of(cls, text: str | None) -> "_PartitionCursor":
         try:
-            cursor = json.loads(text or "")
-            return cls(Position.model_validate(cursor["position"]), int(cursor["storage_id"]))
-        except (ValueError, KeyError, TypeError):  # lost, or written by another sensor
+            return cls.model_validate_json(text or "")
+        except ValidationError:  # lost, or written by another sensor
             return cls()
-
-    @property
-    def text(self) -> str:
-        position = None if self.position is None else self.position.model_dump()
-        return json.dumps({"position": position, "storage_id": self.storage_id})
 
     def seen(self, made: _Made, read: Read, log: str) -> Read:
         """Returns a read with its position advanced to the last one that the sensor checked.
