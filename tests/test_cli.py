@@ -202,7 +202,7 @@ def test_unwritable_output_is_refused_first(
         raise AssertionError("it worked before it found that it cannot write")
 
     monkeypatch.setattr(of_explain, "find_lateness", works)
-    monkeypatch.setattr(of_run, "load_definitions", works)
+    monkeypatch.setattr(of_run, "load_locations", works)
     monkeypatch.setattr(of_conformance, "read_scenarios", works)
     monkeypatch.setattr(of_setup, "resolve_jars", works)
     place = tmp_path / "there"

@@ -109,9 +109,8 @@ def check(
     if junit is not None:
         require_writable(junit)
     started = time.monotonic()
-    results = [
-        result for defs in load_definitions(file, module) for result in run_checks(defs, selection)
-    ]
+    locations = load_locations(file, module)
+    results = [result for one in locations for result in run_checks(one.defs, selection)]
     if not results:
         raise DefinitionsError(
             f"expected assets with checks in the selection {selection!r}, found none; give the name of "
@@ -174,17 +173,6 @@ class Topology:
         return self.nodes[name]
 
 
-def load_definitions(file: Path | None, module: str | None) -> list[dg.Definitions]:
-    """Returns the Definitions of a file, of a module, or of each code location of ``./workspace.yaml``;
-    without that file, of the dg project in the working directory.
-
-    Raises:
-        DefinitionsError: a file, module or workspace is missing, or does not have exactly one
-            Definitions object.
-    """
-    return [one.defs for one in load_locations(file, module)]
-
-
 def load_topology(file: Path | None, module: str | None, warehouse: str | None) -> Topology:
     """Returns the streams and tables of a file, of a module, or of all code locations of
     ``./workspace.yaml``: those of its assets, and those that are variables of the file or module.
@@ -193,7 +181,7 @@ def load_topology(file: Path | None, module: str | None, warehouse: str | None) 
         warehouse: None = that of the definitions, or ``data/warehouse`` if they have none.
 
     Raises:
-        DefinitionsError: as :func:`load_definitions`; or the definitions have several warehouses.
+        DefinitionsError: as :func:`load_locations`; or the definitions have several warehouses.
         TopologyError: there are no streams and tables.
     """
     locations = load_locations(file, module, variables=True)
@@ -246,13 +234,15 @@ def _warehouse_of(defs: dg.Definitions, prefix: str) -> str | None:
 
 
 def load_locations(file: Path | None, module: str | None, variables: bool = False) -> list[Location]:
-    """Returns what a file, a module, or each code location of ``./workspace.yaml`` declares.
+    """Returns what a file, a module, or each code location of ``./workspace.yaml`` declares; without
+    that file, what the dg project in the working directory declares.
 
     Args:
         variables: whether a file or module may declare streams and tables as variables only.
 
     Raises:
-        DefinitionsError: see :func:`load_definitions`.
+        DefinitionsError: a file, module or workspace is missing, or does not have exactly one
+            Definitions object.
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -357,26 +347,16 @@ def _is_project(folder: Path) -> bool:
 
 
 def _of_module(name: str, variables: bool = False) -> Location:
-    return _in_module(module_of(name), name, variables)
-
-
-def module_of(name: str) -> Any:
-    """Imports a module of the user, also from the working directory.
-
-    Raises:
-        DefinitionsError: there is no such module. An error inside the module is raised unchanged.
-    """
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
+            raise  # an error inside the module
         raise DefinitionsError(
             f"expected a module {name!r}, found none; correct the name, or run this in the directory "
             "that contains it"
         ) from None
+    return _in_module(module, name, variables)
 
 
 def _in_module(module: Any, where: str, variables: bool) -> Location:
@@ -584,7 +564,7 @@ def run(
     or the dg project in the working directory.
     """
     started, failed, found = time.monotonic(), False, False
-    for defs in load_definitions(file, module):
+    for defs in (one.defs for one in load_locations(file, module)):
         graph = defs.resolve_asset_graph()
         keys = selected(graph, selection) & graph.materializable_asset_keys
         if parted := partitioned(graph, keys):
