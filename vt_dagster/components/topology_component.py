@@ -397,28 +397,19 @@ CHECKS = (
 _OF_LISTS = ("in_range", "isin", "notin")
 
 
-def _fields() -> dict[str, Any]:
-    kinds = {n: p.annotation for n, p in inspect.signature(pa.Field).parameters.items()}
-    return {
-        "type": (
-            str,
-            Field(description="A Spark type: " + ", ".join(_TYPES) + ", decimal(p,s), array<…>"),
-        ),
-        "nullable": (bool, Field(default=False, description="Whether the column may be null.")),
-        "description": (optional(str), Field(default=None, description="Shown in Dagster.")),
-        **{c: (optional(list[Any]) if c in _OF_LISTS else Any, None) for c in CHECKS if c in kinds},
-    }
-
-
 def _typed(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
+_CHECKS: dict[str, Any] = {c: (optional(list[Any]) if c in _OF_LISTS else Any, None) for c in CHECKS}
 _Settings = create_model(
     "Column",
     __base__=Part,
     __doc__="A column: its type as text, or its type and checks of its values.",
-    **_fields(),
+    type=(str, Field(description=f"A Spark type: {', '.join(_TYPES)}, decimal(p,s), array<…>")),
+    nullable=(bool, Field(default=False, description="Whether the column may be null.")),
+    description=(optional(str), Field(default=None, description="Shown in Dagster.")),
+    **_CHECKS,
 )
 Column = Annotated[_Settings, BeforeValidator(_typed, json_schema_input_type=str | _Settings)]
 
