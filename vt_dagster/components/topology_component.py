@@ -485,18 +485,20 @@ def _require_numbers(name: str, column: str, given: Mapping[str, Any]) -> None:
 _SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness", "log_retention")
 
 
+_SHARED_TYPES: dict[Any, Any] = {
+    Materialized: part("Materialized", [Materialized]),
+    Mapping[str, Unit]: Unit | dict[str, Unit],
+}
+"""YAML types of the parameters of many kinds of entries."""
+
+
 def _part(
     name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
 ) -> type[Part]:
-    types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
-    types[Mapping[str, Unit]] = Unit | dict[str, Unit]
     leave_out = (*_SHOWN, "other", "table", "others", "operator", "contract")
-    if name == "Sensor":
-        leave_out = ("node", "target", "resource_prefix")
-    return part(name, targets, leave_out, types, **more)
+    return part(name, targets, leave_out, {**_SHARED_TYPES, **types}, **more)
 
 
-_materialized = _part("Materialized", Materialized)
 _plain_formats = {
     "json": _part("Json", Json),
     "avro": _part("Avro", Avro, types={SchemaRegistry: _part("SchemaRegistry", SchemaRegistry)}),
@@ -559,7 +561,7 @@ _whole = choice(
     "A snapshot with the initial rows.",
     {name: _states[name] for name in ("snapshots", "delta")},
 )
-_sensor = _part("Sensor", build_sensor)
+_sensor = part("Sensor", [build_sensor], ["node", "target", "resource_prefix"])
 
 
 _SIZE = (_duration_or(*CALENDAR_SIZES), Field(description=described(TumblingWindow, "size")))
@@ -715,7 +717,7 @@ _AGGREGATE = part(
     "Aggregate",
     [GroupedTable.aggregate, GroupedStream.aggregate, WindowedStream.aggregate],
     (*_SHOWN, "select"),
-    {Materialized: _materialized},
+    _SHARED_TYPES,
     input=_NODE,
     group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
     window=(optional(_window), Field(default=None, description="Windows, for a stream only.")),
