@@ -219,9 +219,9 @@ class Part(BaseModel):
         """The names set in the YAML, in documented order."""
         return [name for name in type(self).model_fields if name in self.model_fields_set]
 
-    def values(self) -> dict[str, Any]:
+    def values(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
         """Returns the values set in the YAML as Python values, by name."""
-        return {name: _python(getattr(self, name)) for name in self.given}
+        return {n: _python(getattr(self, n)) for n in self.given if n not in leave_out}
 
     def make(self) -> Any:
         """Makes the Python value."""
@@ -600,26 +600,6 @@ _NODE: Any = (
 )
 
 
-_TYPES_OF_OPTIONS: dict[Any, Any] = {
-    datetime: _text_as(datetime, _time_or("initial_load")),
-    Source: _whole,
-}
-"""YAML types of the options of streams and tables that are no plain texts, numbers or lists."""
-
-
-def _declared(name: str, kind: type[Stream]) -> type[Part]:
-    """A stream or table with a source."""
-    return _part(
-        name,
-        kind,
-        types=_TYPES_OF_OPTIONS,
-        schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
-        columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
-        source=(_source, Field(description="Where its records come from.")),
-        sensor=(optional(_sensor), Field(default=None, description="Settings of its sensor.")),
-    )
-
-
 @dataclass(frozen=True)
 class Concept:
     """A kind of entry: its YAML model, and the function that makes the stream or table."""
@@ -631,8 +611,18 @@ class Concept:
 
 
 def _source_concept(title: str, kind: type[Stream]) -> Concept:
+    """Makes the kind of entry for a stream or table with a source."""
+    yaml = _part(
+        title,
+        kind,
+        types={datetime: _text_as(datetime, _time_or("initial_load")), Source: _whole},
+        schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
+        columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
+        source=(_source, Field(description="Where its records come from.")),
+        sensor=(optional(_sensor), Field(default=None, description="Settings of its sensor.")),
+    )
+
     def make(name: str, values: dict[str, Any], _: Any, shown: dict[str, Any]) -> Stream:
-        values.pop("sensor", None)
         columns, schema = values.pop("columns", None), values.pop("schema", None)
         if (columns is None) == (schema is None):
             raise TopologyError(
@@ -642,7 +632,7 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
             )
         return kind(name, schema=schema or contract(name, columns), **values, **shown)
 
-    return Concept(_declared(title, kind), (), make)
+    return Concept(yaml, (), make)
 
 
 def _bound(name: str) -> Any:
@@ -782,10 +772,8 @@ def make_asset(
     """
     given: Any = entry
     concept, about = CONCEPTS[entry.chosen], getattr(entry, entry.chosen)
-    columns = getattr(about, "columns", None)
-    sensor = getattr(about, "sensor", None)
-    about = about.model_copy(update={"columns": None, "sensor": None})
-    values = {n: v for n, v in about.values().items() if n not in concept.inputs}
+    columns, sensor = (getattr(about, name, None) for name in ("columns", "sensor"))
+    values = about.values(leave_out=(*concept.inputs, "columns", "sensor"))
     if columns is not None:
         values["columns"] = columns
     if values.get("schema") is not None:
