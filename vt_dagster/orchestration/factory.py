@@ -39,6 +39,9 @@ from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, topological
 from vt_dagster.topology.options import check_arguments
 
+_DEFAULT_SPARK = SparkResource()
+"""A single instance, because Dagster merges only identical resources of one key."""
+
 
 @check_arguments()
 def build_publication(
@@ -144,7 +147,7 @@ def build_resources(
     require_warehouse(warehouse)
     return {
         warehouse_key(resource_prefix): warehouse,
-        spark_key(resource_prefix): spark or _default_spark(),
+        spark_key(resource_prefix): spark or _DEFAULT_SPARK,
         tables_key(resource_prefix): tables_io_manager(resource_prefix),
         ops.OP_MEMORY: OP_MEMORY_IO_MANAGER,
     }
@@ -165,11 +168,6 @@ def warehouse_at(path: str | PathLike[str], catalog: str | None = None) -> Wareh
 @cache
 def _warehouse(path: str, catalog: str | None) -> WarehouseResource:
     return WarehouseResource(path=path, catalog=catalog)
-
-
-@cache
-def _default_spark() -> SparkResource:
-    return SparkResource()
 
 
 @check_arguments("spark", "warehouse")
