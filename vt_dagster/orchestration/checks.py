@@ -118,9 +118,8 @@ def _passed_before(
     storage = context.instance.event_log_storage
     for chosen in context.selected_asset_check_keys:
         known = storage.get_asset_check_execution_history(chosen, limit=10)
-        last = next((one.event for one in known if one.status.value != _PLANNED), None)
-        event = None if last is None else last.dagster_event
-        evaluation = event.asset_check_evaluation_data if event else None
+        last = next((one for one in known if one.status.value != _PLANNED), None)
+        evaluation = None if last is None else last.evaluation
         if evaluation is None or not evaluation.passed:
             return False
         checked = evaluation.metadata.get("versions")
