@@ -362,21 +362,15 @@ def _of_module(name: str, variables: bool = False) -> Location:
 def _in_module(module: Any, where: str, variables: bool) -> Location:
     lazy: Any = type(dg.definitions(lambda: dg.Definitions()))
     found = [value for value in vars(module).values() if isinstance(value, dg.Definitions | lazy)]
-    if variables and len(found) != 1:
-        none = dg.Definitions()
-        return Location(none, none, _assets_of(module))
-    if len(found) != 1:
+    if len(found) != 1 and not variables:
         raise DefinitionsError(
             f"expected one Definitions object in {where}, found {len(found)}; put one there, for "
             "example defs = build_definitions(...), and merge several with dagster.Definitions.merge"
         )
-    one: dg.Definitions | Callable[[], dg.Definitions] = found[0]
-    defs = one if isinstance(one, dg.Definitions) else one()
-    return Location(defs, defs, _assets_of(module) if variables else ())
-
-
-def _assets_of(module: Any) -> list[Any]:
-    return [one for one in vars(module).values() if isinstance(one, Stream | dg.AssetsDefinition)]
+    one: Any = found[0] if len(found) == 1 else dg.Definitions()
+    defs: dg.Definitions = one if isinstance(one, dg.Definitions) else one()
+    assets = [one for one in vars(module).values() if isinstance(one, Stream | dg.AssetsDefinition)]
+    return Location(defs, defs, assets if variables else ())
 
 
 # ------------------------------------------------------------------------------------ the checks
