@@ -97,9 +97,7 @@ def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) ->
         wrong = misfit(node, what, more, value)
         return dg.TypeCheck(success=wrong is None, description=wrong)
 
-    columns = [
-        dg.TableColumn(f.name, f.dataType.simpleString(), description=None) for f in node.schema.fields
-    ]
+    columns = [dg.TableColumn(f.name, f.dataType.simpleString()) for f in node.schema.fields]
     return dg.DagsterType(
         check,
         name=f"{node.name}_{what}",
@@ -228,8 +226,7 @@ def config_of(node: Stream) -> type[SourceConfig] | None:
     """Returns the config class of an asset; None if it has no config."""
     if node.operator is not None:
         return JoinConfig if node.operator.waits_for and waits(node) else None
-    source: object = node.source
-    return next((_CONFIGS[kind] for kind in type(source).__mro__ if kind in _CONFIGS), None)
+    return next((one for kind, one in _CONFIGS.items() if isinstance(node.source, kind)), None)
 
 
 def with_config(
@@ -507,10 +504,7 @@ def _of_partition(
     one whose last materialization is older than its last commit.
     """
     last, consumed = None if head is None else head.commit, store.consumed_files(head)
-
-    batches = {
-        partition: batch_of_delivery(consumed, partition) for partition in context.partition_keys
-    }
+    batches = {one: batch_of_delivery(consumed, one) for one in context.partition_keys}
     reporters = (reporter(context, key, partition, batch) for partition, batch in batches.items())
     if None not in reporters:
         return unchanged(context, key, last, partitions=[*batches])
