@@ -74,7 +74,6 @@ LATER = {
     "storage/spark_reader.py: at_or_after",
     "storage/spark_reader.py: before",
     "storage/view.py: segment_of",
-    "testing/driver.py: _stream_time",
     "testing/driver.py: get_each",
 }
 """Functions that build expressions and are called only after a read. Before you add a function here,

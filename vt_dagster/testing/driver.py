@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     BooleanType,
@@ -166,10 +166,10 @@ class TopologyTestDriver:
         node = self._table(name)
         with self._session():
             view = of_table.current(node, self._stores[name].view())
-            head = self._stores[name].head()
-            watermarks = {} if head is None else head.commit.watermarks
-            times = {} if head is None else head.commit.stream_time
-            return _rows_of(with_finality(of_table.rows_now(node, view, times), watermarks), node)
+            at = self._stores[name].snapshot()
+            watermarks = {} if at.head is None else at.head.commit.watermarks
+            rows = of_table.rows_now(node, view, at.stream_time)
+            return _rows_of(with_finality(rows, watermarks), node)
 
     def versions(self, name: str) -> list[Row]:
         """Returns all versions of a versioned table, with tombstones, by key and ``valid_from``."""
@@ -584,12 +584,13 @@ class VersionedStore:
         table = pa.Table.from_pylist(rows, schema=arrow_schema(schema))
         with self._session():
             view, calls_ = self._store.view(), self._store.frame(table)
-            now = of_table.rows_now(node, of_table.current(node, view), self._times())
+            times = self._store.snapshot().stream_time
+            now = of_table.rows_now(node, of_table.current(node, view), times)
             now = now.join(calls_.where(F.col(_AT).isNull()), list(node.key))
             dated = of_table.as_read(node, view).join(
                 calls_.where(F.col(_AT).isNotNull()), list(node.key)
             )
-            horizon = of_table.horizon_of(node, self._stream_time())
+            horizon = of_table.horizon_of(node, by_partition(times))
             then = versioned_table.get_as_of(dated, F.col(_AT), horizon)
             found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
         for row in found.values():
@@ -665,18 +666,11 @@ class VersionedStore:
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
                 of_table.as_read(node, store.view()),
                 rules=node.version_rules,
-                stream_time=self._stream_time(),
+                stream_time=by_partition(store.snapshot().stream_time),
             )
             rows = found.where("removed IS NOT NULL").select(ARRIVAL, "removed.*")
             removed = {r.pop(ARRIVAL): r for r in rows.toArrow().to_pylist()}
         return [removed.get(i) for i in range(len(records))]
-
-    def _stream_time(self) -> Column:
-        return by_partition(self._times())
-
-    def _times(self) -> Mapping[int, int]:
-        head = self._store.head()
-        return {} if head is None else head.commit.stream_time
 
     def _valid_to(self) -> Mapping[tuple[Any, ...], dict[datetime, datetime | None]]:
         """Returns ``valid_to`` by key and ``valid_from``."""
