@@ -902,10 +902,6 @@ class TopologyComponent(dg.Component):
         return TopologyAttributes
 
     @classmethod
-    def get_spec(cls) -> dg.ComponentTypeSpec:
-        return dg.ComponentTypeSpec(description=cls.__doc__)
-
-    @classmethod
     def load(cls, attributes: Any, context: dg.ComponentLoadContext) -> TopologyComponent:
         """Renders templates, which Dagster leaves to the component, and validates the result."""
         here = context.resolution_context.at_path("attributes")
