@@ -244,7 +244,7 @@ class _Group:
         self.failed_at: dict[int, int] = {}
 
     def run(self, results: Mapping[Scenario, ScenarioOutcome]) -> None:
-        outputs = {self._node(e, e.output): e for e in self.layouts}
+        outputs = dict.fromkeys(self._node(e, e.output) for e in self.layouts)
         for step in range(max(map(len, self.cuts))):
             left = {n: runs for n, runs in enumerate(self.cuts) if n not in self.failed_at}
             cuts = {n: runs[step] for n, runs in left.items() if step < len(runs)}
@@ -432,13 +432,9 @@ def _builds(scenario: Scenario, results: Mapping[Scenario, ScenarioOutcome]) -> 
             settle(results[scenario], compare("entry", scenario.expected, []))
         return False
     if must_fail:
-        message = f"  topology: expected an error ({_error(scenario)}) / got none"
-        settle(results[scenario], [message])
+        wanted = scenario.error and scenario.error["message"]
+        settle(results[scenario], [f"  topology: expected an error ({wanted}) / got none"])
     return not must_fail
-
-
-def _error(scenario: Scenario) -> str:
-    return str(scenario.error and scenario.error["message"])
 
 
 def _session() -> SparkSession:

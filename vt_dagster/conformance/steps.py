@@ -304,9 +304,7 @@ class _Node:
         if how == "characters":
             count = f"cast({self._by_scenario(lambda s: s['key_from'].split(':')[1])} as int)"
             return f"case when length(value) >= {count} then substring(value, 1, {count}) end"
-        bar = "instr(value, '|')"
-        head = f"case when {bar} > 0 then substring(value, 1, {bar} - 1) end"
-        return {"head": head, "value": "value", "upper_key": "upper(key)"}[how]
+        return {"head": _HEAD, "value": "value", "upper_key": "upper(key)"}[how]
 
     def _elements(self) -> str:
         # Escaped, not within \Q and \E: a separator may have \E.
