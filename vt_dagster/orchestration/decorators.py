@@ -335,14 +335,19 @@ def _delivery(
         wanted = _wanted(source, last.partition_key, after_storage_id=last.storage_id)
         return {*map(_version_of, context.instance.fetch_materializations(wanted, limit=1_000).records)}
 
-    version = _version(context, node, source, last)
+    started = step_events(context, node, context.run.run_id, _STARTED)  # before its inputs were loaded
+    if last.timestamp > max((one.timestamp for one in started), default=float("inf")):
+        raise SourceError(
+            f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "
+            "got one; nothing was committed. Run again, or put both assets into one pool"
+        )
     if value is None and _is_class(source.as_type):
         named = _named(source, last.partition_key)
         raise ContractError(
             f"{node.name}: expected a {source.as_type.__name__} of {named}, got None; return an empty "
             "DataFrame from that asset, or leave out as_type of AssetSource"
         )
-    return Delivery(last.partition_key or "", version, lambda: value, replaced_by)
+    return Delivery(last.partition_key or "", _version_of(last), lambda: value, replaced_by)
 
 
 def _named(source: AssetSource, partition: str | None) -> str:
@@ -367,20 +372,6 @@ def _materialization(
             "materialization with report_runless_asset_event"
         )
     return records[0]
-
-
-def _version(
-    context: dg.AssetExecutionContext, node: Stream, source: AssetSource, last: dg.EventLogRecord
-) -> str:
-    """Returns the version of the loaded materialization; it is unknown if the asset was materialized
-    during the load."""
-    started = step_events(context, node, context.run.run_id, _STARTED)  # before its inputs were loaded
-    if last.timestamp > max((one.timestamp for one in started), default=float("inf")):
-        raise SourceError(
-            f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "
-            "got one; nothing was committed. Run again, or put both assets into one pool"
-        )
-    return _version_of(last)
 
 
 def _version_of(materialization: dg.EventLogRecord) -> str:
