@@ -266,12 +266,17 @@ TABLES = tables_key(PREFIX)
 """Resource key of the IO manager that loads tables into the user's own assets."""
 
 
-def _require_place(context: dg.OpExecutionContext, node: Stream) -> None:
-    """Refuses a graph whose asset has another key than the node, and another process for each step,
-    before anything is read."""
+def _pinned(
+    context: dg.OpExecutionContext, node: Stream, prefix: str, pin_arguments: Mapping[str, Any]
+) -> Run:
+    """Returns the run of a graph. Before anything is read, it refuses a graph whose asset has another
+    key than the node, and another process for each step."""
     _require_one_process(context)
     if context.has_assets_def:
         require_key(node, context.assets_def.keys)
+    run = Run.pin(node, stores_for(context, prefix), **pin_arguments)
+    log_arrival(context.log, run.arrival)
+    return run
 
 
 def _require_one_process(context: dg.OpExecutionContext) -> None:
@@ -313,9 +318,7 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
     def read(
         context: dg.OpExecutionContext, pin_arguments: dict[str, Any]
     ) -> tuple[DataFrame, Arrival]:
-        _require_place(context, node)
-        run = Run.pin(node, stores_for(context, resource_prefix), **pin_arguments)
-        log_arrival(context.log, run.arrival)
+        run = _pinned(context, node, resource_prefix, pin_arguments)
         return run.read()[0], run.arrival
 
     return op(with_config(config_of(node) or SourceConfig, read))
@@ -364,9 +367,7 @@ def read_logs_op(
     )
 
     def read(context: dg.OpExecutionContext, pin_arguments: dict[str, Any]) -> tuple[Any, ...]:
-        _require_place(context, node)
-        run = Run.pin(node, stores_for(context, resource_prefix), **pin_arguments)
-        log_arrival(context.log, run.arrival)
+        run = _pinned(context, node, resource_prefix, pin_arguments)
         by_name = dict(zip((up.name for up in run.plan.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
 
