@@ -94,7 +94,6 @@ class TopologyTestDriver:
         self.nodes = {n.name: n for n in topological(nodes)}
         self.spark = spark
         self._stores = {name: MemoryStore(node, spark) for name, node in self.nodes.items()}
-        self._fates = {name: Counter[tuple[int, str]]() for name in self.nodes}
         self._read = dict.fromkeys(self.nodes, 0)
 
     # -- records in ------------------------------------------------------------------------------
@@ -123,7 +122,6 @@ class TopologyTestDriver:
                 "source, and read the results of operators with read()"
             )
         before = {name: store.saved() for name, store in self._stores.items()}
-        outcomes = {name: some.copy() for name, some in self._fates.items()}
         try:
             with self._session():
                 for name, node in self.nodes.items():
@@ -134,7 +132,6 @@ class TopologyTestDriver:
         except BaseException:
             for name, saved in before.items():
                 self._stores[name].restore(saved)
-            self._fates = outcomes
             raise
 
     def _count(self, name: str, receipt: Receipt) -> None:
@@ -149,7 +146,7 @@ class TopologyTestDriver:
                 Outcome.QUARANTINED,
             ):
                 if counts.get(outcome):
-                    self._fates[name][partition, outcome] += counts[outcome]
+                    self._stores[name].outcomes[partition, outcome] += counts[outcome]
 
     # -- results out -----------------------------------------------------------------------------
 
@@ -211,7 +208,7 @@ class TopologyTestDriver:
         homes = {} if head is None else head.commit.totals_by_partition
         found: Counter[str] = Counter({Outcome.WAITING: 0})
         every = [((p, Outcome.WAITING), some.get(Outcome.WAITING, 0)) for p, some in homes.items()]
-        every += self._fates[name].items()
+        every += store.outcomes.items()
         bad = [(p, why) for p, why in store.rejected if why not in arrival_order.REFUSED]
         every += [((p, f"{Outcome.QUARANTINED}/{why}"), 1) for p, why in bad]
         for (home, outcome), n in every:
@@ -282,6 +279,8 @@ class MemoryStore(Store):
         """The results of the last run, including those that the log refused."""
         self.rejected: list[tuple[int, str]] = []
         """Partition and reason of each source record that the log refused."""
+        self.outcomes = Counter[tuple[int, str]]()
+        """Number of records by partition and outcome."""
         self._refused: pa.Table | None = None
 
     def saved(self) -> dict[str, Any]:
