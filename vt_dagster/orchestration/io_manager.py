@@ -36,21 +36,15 @@ _LIBRARIES: dict[str, Into] = {
 """The reader of an annotated type, by the type's package."""
 
 
-class OpMemoryIOManager(dg.IOManager):
+class OpMemoryIOManager(dg.InMemoryIOManager):
     """Passes DataFrames between ops in one process; they are lazy plans, not data."""
 
-    def __init__(self) -> None:
-        self._values: dict[tuple[str, str, str], Any] = {}
-
-    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
-        self._values[context.run_id, context.step_key, context.name] = obj
-
     def load_input(self, context: dg.InputContext) -> Any:
-        upstream = context.upstream_output
-        assert upstream is not None
         try:
-            return self._values[upstream.run_id, upstream.step_key, upstream.name]
+            return super().load_input(context)
         except KeyError:
+            upstream = context.upstream_output
+            assert upstream is not None
             raise ExecutorError(
                 f"the output {upstream.name!r} of step {upstream.step_key!r} is not in this process: "
                 "vt_dagster's ops pass Spark DataFrames to each other, which needs one process for "
