@@ -111,7 +111,7 @@ def build_alerts(
         cron_schedule: when freshness is checked; default every quarter of an hour.
         running: whether the sensor and the schedule are on from the start.
         severity: of failed checks.
-        pool, resource_prefix: as in :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_asset`.
 
     Raises:
         TopologyError: ``to`` cannot be called, there is no limit, or a limit applies to no node.

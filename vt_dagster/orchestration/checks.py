@@ -183,7 +183,7 @@ def build_freshness_check(
         node: any stream or table.
         at_most: the limit, inclusive.
         severity: of a failure.
-        pool, resource_prefix: as in :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_asset`.
 
     Raises:
         TopologyError: the limit is not positive.
@@ -286,7 +286,7 @@ def build_quarantine_check(
         node: a stream or table with a source.
         at_most: the limit (inclusive), like ``"0.1%"`` or 0.001.
         severity: of a failure.
-        pool, resource_prefix: as in :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_asset`.
 
     Raises:
         TopologyError: the node has no source.
@@ -328,7 +328,7 @@ def build_waiting_check(
         node: a join of a stream with a table, or of two streams.
         at_most: the limit, a number of records (inclusive).
         severity: of a failure.
-        pool, resource_prefix: as in :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_asset`.
 
     Raises:
         TopologyError: no record waits for the node, or the limit is negative.
@@ -392,7 +392,7 @@ def build_lateness_check(
         at_most: the budget, like ``"0.1%"`` or 0.001.
         grace: the grace periods or history retentions to compare, see :func:`vt_dagster.lateness`.
         severity: of a failure.
-        pool, resource_prefix: as in :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_asset`.
 
     Raises:
         TopologyError: no record can be late for the node, ``lateness`` cannot count its results, or a
