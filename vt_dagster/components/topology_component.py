@@ -167,6 +167,11 @@ def optional(kind: Any) -> Any:
     return Annotated[kind | None, _NotNull]
 
 
+def setting(kind: Any, description: str | None = None) -> Any:
+    """Returns the field of a setting that may be omitted, as for pydantic's create_model."""
+    return optional(kind), Field(default=None, description=description)
+
+
 class Part(BaseModel):
     """A YAML mapping. The error for an unknown name lists the known ones."""
 
@@ -279,7 +284,7 @@ def _python(value: Any) -> Any:
 
 def choice(name: str, doc: str, of: Mapping[str, type[Part]], /, **more: Any) -> type[Choice]:
     """Makes a model with one of ``of``; ``more``: other fields, as for pydantic's create_model."""
-    fields: dict[str, Any] = {n: (optional(p), None) for n, p in of.items()}
+    fields: dict[str, Any] = {n: setting(p) for n, p in of.items()}
     with warnings.catch_warnings():  # pydantic's own BaseModel.json is deprecated, ours is a field
         warnings.filterwarnings("ignore", 'Field name "json"')
         made = create_model(name, __base__=Choice, __doc__=doc, **(more | fields))
@@ -316,10 +321,9 @@ def part(
             kind = _yaml_type(known.get(parameter.name, parameter.annotation), types)
             if parameter.kind is parameter.VAR_POSITIONAL:
                 kind, required = Texts, True
-            about = Field(
-                default=... if required else None, description=described(target, parameter.name)
-            )
-            fields.setdefault(parameter.name, (kind if required else optional(kind), about))
+            about = described(target, parameter.name)
+            field = (kind, Field(description=about)) if required else setting(kind, about)
+            fields.setdefault(parameter.name, field)
     doc = inspect.getdoc(targets[0])
     with warnings.catch_warnings():  # pydantic's own BaseModel.schema is deprecated, ours is a field
         warnings.filterwarnings("ignore", 'Field name "schema"')
@@ -408,7 +412,7 @@ _Settings = create_model(
     __doc__="A column: its type as text, or its type and checks of its values.",
     type=(str, Field(description=f"A Spark type: {', '.join(_TYPES)}, decimal(p,s), array<…>")),
     nullable=(bool, Field(default=False, description="Whether the column may be null.")),
-    description=(optional(str), Field(default=None, description="Shown in Dagster.")),
+    description=setting(str, "Shown in Dagster."),
     **_CHECKS,
 )
 Column = Annotated[_Settings, BeforeValidator(_typed, json_schema_input_type=str | _Settings)]
@@ -515,20 +519,18 @@ _format = choice(
     },
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
-_TOPICS_START: Any = (
-    optional(
-        Annotated[
-            datetime | str | dict[str, dict[int, int]],
-            BeforeValidator(
-                _time_or("earliest", "latest"), json_schema_input_type=str | dict[str, dict[str, int]]
-            ),
-        ]
-    ),
-    Field(default=None, description=described(KafkaSource, "start")),
+_TOPICS_START = setting(
+    Annotated[
+        datetime | str | dict[str, dict[int, int]],
+        BeforeValidator(
+            _time_or("earliest", "latest"), json_schema_input_type=str | dict[str, dict[str, int]]
+        ),
+    ],
+    described(KafkaSource, "start"),
 )
-_START = Field(default=None, description="current, earliest, or a version to start from.")
+_START = setting(int | str, "current, earliest, or a version to start from.")
 _states = {
-    "delta": _part("Delta", DeltaSource, start=(optional(int | str), _START)),
+    "delta": _part("Delta", DeltaSource, start=_START),
     "snapshots": _part("Snapshots", SnapshotSource),
 }
 _named = {
@@ -549,10 +551,7 @@ _source = choice(
             AssetSource,
             types={Mapping[str, Any]: dict[str, Any]},
             key=(str, Field(description="Key of the upstream asset, its parts joined by slashes.")),
-            **{
-                name: (optional(str), Field(default=None, description=f"Python path: {what}."))
-                for name, what in _named.items()
-            },
+            **{name: setting(str, f"Python path: {what}.") for name, what in _named.items()},
         ),
     },
 )
@@ -585,13 +584,10 @@ _until = choice(
 )
 
 
-_AS_KNOWN: Any = (
-    optional(_duration_or("now", "when_recorded")),
-    Field(
-        default=None,
-        description="Which versions of a versioned table can match: now, when_recorded, or a duration "
-        "like 1d: those recorded no later than that after the record's timestamp.",
-    ),
+_AS_KNOWN = setting(
+    _duration_or("now", "when_recorded"),
+    "Which versions of a versioned table can match: now, when_recorded, or a duration like 1d: those "
+    "recorded no later than that after the record's timestamp.",
 )
 
 _NODE: Any = (
@@ -616,10 +612,10 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
         title,
         kind,
         types={datetime: _text_as(datetime, _time_or("initial_load")), Source: _whole},
-        schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
-        columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
+        schema=setting(str, "Python path of a pandera model."),
+        columns=setting(dict[str, Column], "Instead of schema."),
         source=(_source, Field(description="Where its records come from.")),
-        sensor=(optional(_sensor), Field(default=None, description="Settings of its sensor.")),
+        sensor=setting(_sensor, "Settings of its sensor."),
     )
 
     def make(name: str, values: dict[str, Any], _: Any, shown: dict[str, Any]) -> Stream:
@@ -637,8 +633,8 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
 
 def _bound(name: str) -> Any:
     where = "-5m ends the window before it" if name == "after" else "-5m starts the window after it"
-    description = f"Join of two streams: how far {name} a left record its matches may lie; {where}."
-    return (optional(SignedDurationText), Field(default=None, description=description))
+    about = f"Join of two streams: how far {name} a left record its matches may lie; {where}."
+    return setting(SignedDurationText, about)
 
 
 def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
@@ -709,14 +705,14 @@ _AGGREGATE = part(
     (*_SHOWN, "select"),
     _SHARED_TYPES,
     input=_NODE,
-    group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
-    window=(optional(_window), Field(default=None, description="Windows, for a stream only.")),
+    group_by=setting(Texts, "column, or expression as name."),
+    window=setting(_window, "Windows, for a stream only."),
     aggregates=(
         dict[str, str],
         Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
     ),
-    partitions=(optional(int), None),
-    partition_by=(optional(str), None),
+    partitions=setting(int),
+    partition_by=setting(str),
 )
 
 CONCEPTS: dict[str, Concept] = {
@@ -743,21 +739,15 @@ AssetPart: type[Choice] = choice(
     "A stream or table: its name, how Dagster shows it, and exactly one source or operator.",
     {name: concept.yaml for name, concept in CONCEPTS.items()},
     name=(str, ...),
-    description=(optional(str), None),
-    group=(optional(str), None),
-    owners=(optional(Texts), None),
-    key_prefix=(optional(Texts), None),
-    freshness=(
-        optional(_duration_or("every_run", "on_growth")),
-        Field(
-            default=None,
-            description="How far a table's view may lag behind its log: on_growth, every_run, or 1h.",
-        ),
+    description=setting(str),
+    group=setting(str),
+    owners=setting(Texts),
+    key_prefix=setting(Texts),
+    freshness=setting(
+        _duration_or("every_run", "on_growth"),
+        "How far a table's view may lag behind its log: on_growth, every_run, or 1h.",
     ),
-    log_retention=(
-        optional(DurationText),
-        Field(default=None, description="How long maintenance keeps batches of the log, like 90d."),
-    ),
+    log_retention=setting(DurationText, "How long maintenance keeps batches of the log, like 90d."),
 )
 
 
@@ -831,10 +821,7 @@ _ALERTS = part(
     "Alerts",
     [build_alerts],
     ["nodes", "severity", "pool", "resource_prefix"],
-    assets=(
-        optional(Texts),
-        Field(default=None, description="Names of assets of this file; without it, all of them."),
-    ),
+    assets=setting(Texts, "Names of assets of this file; without it, all of them."),
     to=(str, Field(description="The function that sends an Alert, my_project.alerts:send.")),
 )
 
