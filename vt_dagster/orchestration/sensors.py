@@ -9,7 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -187,7 +187,7 @@ def build_sensor(
         request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         while _consumed_before(context, node, batch, request):
             # The cursor did not see it, as when it was lost: Dagster would ignore the request.
-            seen = replace(seen, epoch=seen.epoch + 1)
+            seen = seen.model_copy(update={"epoch": seen.epoch + 1})
             context.update_cursor(seen.text)
             request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         failed = _run_of(context, {_RUN_KEY: str(request.run_key)}, _FAILED)
@@ -349,34 +349,29 @@ def _records_of(
     return instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=statuses), limit=most)
 
 
-@dataclass(frozen=True)
-class _Cursor:
-    """The state of a sensor; losing it does no harm.
+class _Cursor(BaseModel):
+    """The state of a sensor; losing it does no harm."""
 
-    Args:
-        epoch: incremented whenever the table went back to an earlier batch, as after a replay.
-        batch: the table's last batch.
-        since: when a tick first saw the waiting input (epoch seconds); None = nothing waits.
-    """
-
-    epoch: int
+    epoch: int = 0
+    """Incremented whenever the table went back to an earlier batch, as after a replay."""
     batch: int
-    since: float | None
+    """The table's last batch."""
+    since: int | None = None
+    """When a tick first saw the waiting input (epoch seconds); None = nothing waits."""
 
     @classmethod
     def read(cls, cursor: str | None, batch: int, waiting: bool) -> "_Cursor":
         try:
-            seen = json.loads(cursor or "")
-            epoch = seen["epoch"] + (1 if batch < seen["batch"] else 0)
-            since = seen.get("since") if seen["batch"] == batch else None
-        except (ValueError, KeyError, TypeError):  # lost, or written by another sensor
-            epoch, since = 0, None
-        return cls(epoch, batch, (since or time.time()) if waiting else None)
+            seen = cls.model_validate_json(cursor or "")
+        except ValidationError:  # lost, or written by another sensor
+            seen = cls(batch=batch)
+        since = (seen.since if seen.batch == batch else None) or round(time.time())
+        epoch = seen.epoch + (1 if batch < seen.batch else 0)
+        return cls(epoch=epoch, batch=batch, since=since if waiting else None)
 
     @property
     def text(self) -> str:
-        since = {} if self.since is None else {"since": round(self.since)}
-        return json.dumps({"epoch": self.epoch, "batch": self.batch, **since})
+        return self.model_dump_json(exclude_none=True)
 
 
 # Partition sensor
