@@ -17,14 +17,11 @@ from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_arguments
 
-What = Literal["current", "versions", "log"]
-Format = Literal["delta", "iceberg"]
-
 
 @check_arguments()
 def build_export(
     node: Stream,
-    what: What | None = None,
+    what: Literal["current", "versions", "log"] | None = None,
     *,
     to: str,
     name: str | None = None,
@@ -32,7 +29,7 @@ def build_export(
     columns: Sequence[str] = (),
     with_columns: Sequence[str] = (),
     catalog_table: str | None = None,
-    format: Format = "delta",
+    format: Literal["delta", "iceberg"] = "delta",
     iceberg_catalog: str | None = None,
     warehouse: str | None = None,
     pool: str | None = None,
