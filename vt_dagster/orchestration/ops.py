@@ -525,11 +525,10 @@ def graph_arguments(
             "attach it with dagster.apply_freshness_policy, or use build_asset"
         )
     inputs = () if node.operator is None else input_nodes(node)
-    ins = {
+    about["ins"] = {
         f"after_{up.name}": dg.AssetIn(dg.AssetKey(up.path), dagster_type=dg.Nothing) for up in inputs
     }
-    arguments: Any = {**about, "ins": ins}
-    return arguments
+    return about
 
 
 def _output(result: dg.MaterializeResult[Any]) -> dg.Output[None]:
