@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from functools import cache
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import dagster as dg
@@ -357,8 +357,6 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
         of_texts = get_origin(member) is Mapping and get_args(member)[0] is str
         if of_texts or member == dict[str, str]:
             return TextsByName
-    if members == (Any,) or all(m is NoneType for m in members):
-        return Any
     raise TypeError(f"the YAML has no type for {hint}; add one to types or more")
 
 
