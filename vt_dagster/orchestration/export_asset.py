@@ -96,7 +96,9 @@ def build_export(
         io_manager_key=tables_key(resource_prefix),
     )
     def of_export(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
-        return _run(context, export, resource_prefix)
+        warehouse, spark = warehouse_of(context, resource_prefix), spark_for(context, resource_prefix)
+        way = ExportRun(export, warehouse, spark, context.log.info)
+        return retried(context, way.head, lambda: _run_once(context, way, export))
 
     return cast(dg.AssetsDefinition, of_export)
 
@@ -137,11 +139,6 @@ def _columns(export: Export) -> dg.TableSchema:
 def _lineage(export: Export) -> dg.TableColumnLineage:
     up = dg.AssetKey(export.node.path)
     return dg.TableColumnLineage({name: [dg.TableColumnDep(up, name)] for name in export.columns})
-
-
-def _run(context: dg.AssetExecutionContext, export: Export, prefix: str) -> dg.MaterializeResult[Any]:
-    way = ExportRun(export, warehouse_of(context, prefix), spark_for(context, prefix), context.log.info)
-    return retried(context, way.head, lambda: _run_once(context, way, export))
 
 
 def _run_once(
