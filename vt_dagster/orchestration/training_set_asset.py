@@ -129,7 +129,10 @@ def build_training_set(
             idle = unchanged(context, key, last)
             about: Any = {"metadata": idle.metadata, "data_version": idle.data_version}
             return dg.MaterializeResult(**about, check_results=checks)
-        return _materialized(declared, to, last, started, checks)
+        metadata = _metadata(declared, to, last, started)
+        return dg.MaterializeResult(
+            metadata=metadata, data_version=data_version(last), check_results=checks
+        )
 
     return cast(dg.AssetsDefinition, of_training_set)
 
@@ -200,29 +203,19 @@ def _lineage(declared: TrainingSet) -> dg.TableColumnLineage:
     return dg.TableColumnLineage(found)
 
 
-def _materialized(
-    declared: TrainingSet,
-    to: str,
-    commit: Commit,
-    started: float,
-    checks: Sequence[dg.AssetCheckResult],
-) -> dg.MaterializeResult[Any]:
+def _metadata(declared: TrainingSet, to: str, commit: Commit, started: float) -> dict[str, Any]:
     made = manifest_of(commit)
-    return dg.MaterializeResult(
-        metadata={
-            "dagster/uri": to,
-            "dagster/row_count": made.rows,
-            "dagster/column_schema": with_types(_columns(declared), types_of(parquet.schema(to))),
-            "dagster/column_lineage": _lineage(declared),
-            "seconds": round(time.monotonic() - started, 3),
-            "hash": made.hash,
-            "manifest": made.model_dump(mode="json"),
-            "records_in": commit.counts["in"],
-            **{f"match_rate_{n}": rate for n, rate in match_rates(declared, made).items()},
-            "versions": {"batch": commit.batch},
-            "positions": positions_of(commit),
-            "read_versions": dict(commit.reads),
-        },
-        data_version=data_version(commit),
-        check_results=checks,
-    )
+    return {
+        "dagster/uri": to,
+        "dagster/row_count": made.rows,
+        "dagster/column_schema": with_types(_columns(declared), types_of(parquet.schema(to))),
+        "dagster/column_lineage": _lineage(declared),
+        "seconds": round(time.monotonic() - started, 3),
+        "hash": made.hash,
+        "manifest": made.model_dump(mode="json"),
+        "records_in": commit.counts["in"],
+        **{f"match_rate_{n}": rate for n, rate in match_rates(declared, made).items()},
+        "versions": {"batch": commit.batch},
+        "positions": positions_of(commit),
+        "read_versions": dict(commit.reads),
+    }
