@@ -22,7 +22,7 @@ from vt_dagster.orchestration.checks import (
     build_quarantine_check,
     build_waiting_check,
     counts,
-    has_late_results,
+    why_not_counted,
 )
 from vt_dagster.orchestration.resources import PREFIX
 from vt_dagster.topology.model import Stream
@@ -125,7 +125,7 @@ def build_alerts(
     how: Any = {"severity": severity, "pool": pool, "resource_prefix": resource_prefix}
     limits: dict[str, tuple[Any, Callable[..., dg.AssetChecksDefinition], Callable[[Stream], bool]]] = {
         "freshness": (freshness, build_freshness_check, lambda _: True),
-        "late_share": (late_share, build_lateness_check, has_late_results),
+        "late_share": (late_share, build_lateness_check, lambda node: why_not_counted(node) is None),
         "quarantine_share": (
             quarantine_share,
             build_quarantine_check,

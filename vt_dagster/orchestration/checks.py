@@ -400,7 +400,7 @@ def build_lateness_check(
         StorageError: the budget is invalid.
         ContractError: a text in ``grace`` is not a length.
     """
-    why = _not_counted(node)
+    why = why_not_counted(node)
     if why is not None:
         raise TopologyError(
             f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
@@ -422,13 +422,7 @@ def build_lateness_check(
     return _not_blocking(node, LATENESS_CHECK, text, found, severity, pool, resource_prefix)
 
 
-def has_late_results(node: Stream) -> bool:
-    """Returns whether records can be late for a stream or table, so that its results are wrong, and
-    ``lateness`` can count them."""
-    return _not_counted(node) is None
-
-
-def _not_counted(node: Stream) -> str | None:
+def why_not_counted(node: Stream) -> str | None:
     """Returns why ``lateness`` counts no results of a stream or table; None = it counts them."""
     operator = None if node.operator is None else node.operator.specification
     tables = node.inputs[1:]
