@@ -15,7 +15,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -312,7 +312,9 @@ def part(
     fields: dict[str, Any] = {}
     kind: Any
     for target in targets:
-        known = get_type_hints(target.__init__ if _is_plain(target) else target)
+        # Of a class that is no dataclass, its __init__ has the annotations.
+        plain = isinstance(target, type) and not is_dataclass(target)
+        known = get_type_hints(target.__init__ if plain else target)
         for parameter in inspect.signature(target).parameters.values():
             left_out = parameter.name in {"self", *leave_out, *more}
             if left_out or parameter.kind is parameter.VAR_KEYWORD:
@@ -330,11 +332,6 @@ def part(
         made = create_model(name, __base__=Part, __doc__=doc, **(more | fields))
     made.target = targets[0]
     return made
-
-
-def _is_plain(target: Any) -> bool:
-    """Returns whether a class is no dataclass, so that ``__init__`` has its annotations."""
-    return isinstance(target, type) and not hasattr(target, "__dataclass_fields__")
 
 
 def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
