@@ -481,9 +481,7 @@ class Certificate(Intent):
 def begun(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Certificate:
     """Returns the certificate of an interrupted attempt at the same erase, or a new one."""
     folder = posixpath.join(warehouse, FOLDER)
-    fs, local = delta.filesystem(folder)
-    names = fs.ls(local, detail=False) if fs.exists(local) else []
-    for name in sorted(map(posixpath.basename, names)):
+    for name in sorted(delta.names_in(folder)):
         found = Certificate.read(posixpath.join(folder, name)) if name.endswith(".json") else None
         if found and found.finished is None and found.key_sha256 == _hash(found.salt, request):
             return found

@@ -12,7 +12,6 @@ rows have changed since.
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -438,9 +437,7 @@ def write_in(
 
 
 def _require_empty(to: str, name: str) -> None:
-    fs, local = delta.filesystem(to)
-    there = fs.ls(local, detail=False, refresh=True) if fs.exists(local) else []
-    others = [n for n in map(posixpath.basename, there) if not _OWN_FOLDER.fullmatch(n)]
+    others = [name for name in delta.names_in(to) if not _OWN_FOLDER.fullmatch(name)]
     if others or delta.exists(to):
         raise StorageError(
             f"{name}: expected an empty place or its own table in {to}, got "

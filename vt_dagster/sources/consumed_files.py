@@ -100,7 +100,7 @@ def _files_in(directory: str, pattern: str, what: str, recursive: bool) -> list[
             "correct the path"
         )
     root, found = root.rstrip("/"), list[FileInfo]()
-    local = _is_local(fs)
+    local = delta.is_local(fs)
     try:
         for entry in _entries(fs, root, recursive):
             name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
@@ -141,13 +141,9 @@ def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return bool(parts) and fnmatch(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
 
 
-def _is_local(fs: Any) -> bool:
-    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-
-
 def _entries(fs: Any, root: str, recursive: bool) -> Iterator[dict[str, Any]]:
     """Yields the entries of a directory without unfinished files."""
-    if _is_local(fs):
+    if delta.is_local(fs):
         yield from _local_entries(fs, root, recursive, {os.path.realpath(root)})
     elif not recursive:
         for entry in fs.ls(root, detail=True, refresh=True):

@@ -492,8 +492,7 @@ def require_in_place(warehouse: str, name: str) -> None:
         StorageError: the tables were moved away.
     """
     fs, root = delta.filesystem(str(warehouse))
-    there = fs.ls(root, detail=False, refresh=True) if fs.exists(root) else []
-    for folder in map(posixpath.basename, there):
+    for folder in delta.names_in(str(warehouse)):
         swapped, restated = folder.removeprefix("_").split(_SWAP), f"{folder}/{RESTATED}/{name}"
         if len(swapped) == 2 and name.replace("/", ".") in swapped:
             what, where = "swap", folder
@@ -686,7 +685,6 @@ def rows_of(
     if like is not None:
         columns = seen_as(columns, like)
     fs, root = delta.filesystem(path)
-    local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     files = delta.files_of(table, wanted)
     require_files(path, files, version)
     places = [posixpath.join(root, file.place) for file in files]
@@ -703,7 +701,7 @@ def rows_of(
         return dataset.to_table(columns=read.names, filter=chosen)
 
     try:
-        found = rows(pafs.LocalFileSystem()) if local else _by_python(fs, rows)
+        found = rows(pafs.LocalFileSystem()) if delta.is_local(fs) else _by_python(fs, rows)
         return by_newest_names(found, read)
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))

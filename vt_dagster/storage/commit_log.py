@@ -742,12 +742,7 @@ def _last_archived(root: str, early: Callable[[dict[str, Any]], bool]) -> dict[s
 
 def _archive_files(root: str) -> list[str]:
     """Returns the names of the archive files, ordered by the system time of their first commit."""
-    fs, folder = delta.filesystem(posixpath.join(root, "commits"))
-    try:
-        found = fs.ls(folder, detail=False, refresh=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(name for one in found if _KEPT.fullmatch(name := posixpath.basename(one)))
+    return sorted(filter(_KEPT.fullmatch, delta.names_in(posixpath.join(root, "commits"))))
 
 
 def _documents(root: str, name: str) -> list[dict[str, Any]]:
@@ -822,9 +817,7 @@ def base_path(root: str, name: str) -> str:
 
 def bases_of(root: str) -> list[str]:
     """Returns the directories of all truncation bases, unused ones included."""
-    fs, folder = delta.filesystem(posixpath.join(root, "bases"))
-    there: list[str] = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
-    return [base_path(root, posixpath.basename(path.rstrip("/"))) for path in there]
+    return [base_path(root, name) for name in delta.names_in(posixpath.join(root, "bases"))]
 
 
 def base_of(name: str, root: str, truncation: Truncation) -> delta.Committed:

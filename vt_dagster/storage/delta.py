@@ -247,7 +247,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         StorageError: there is no file system for the protocol of a URL, or it cannot be used here.
     """
     try:
-        return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
+        return fsspec.core.url_to_fs(location(path))
     except (ImportError, ValueError) as error:
         raise StorageError(
             f"expected a package with the file system of {path}, got none: {str(error).rstrip('.')}; "
@@ -658,13 +658,23 @@ def is_conflict(error: Exception) -> bool:
 
 def log_files(path: str) -> list[str]:
     """Returns the file names in a table's ``_delta_log``."""
-    fs, root = filesystem(path)
+    return names_in(posixpath.join(path, "_delta_log"))
+
+
+def names_in(directory: str) -> list[str]:
+    """Returns the names in a directory as of now; none if there is no such directory."""
+    fs, root = filesystem(directory)
     try:
-        with listing(path):
-            found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
+        with listing(directory):
+            found = fs.ls(root, detail=False, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [posixpath.basename(f) for f in found]
+    return [posixpath.basename(one.rstrip("/")) for one in found]
+
+
+def is_local(fs: Any) -> bool:
+    """Returns whether a file system is that of this machine."""
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -886,7 +896,7 @@ def sizes(path: str, places: Sequence[str]) -> dict[str, int | None]:
         except FileNotFoundError:
             return None
 
-    if len(places) <= _AT_ONCE or "file" in (fs.protocol if isinstance(fs.protocol, tuple) else ()):
+    if len(places) <= _AT_ONCE or is_local(fs):
         return {place: size(place) for place in places}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(places, pool.map(size, places), strict=True))

@@ -34,8 +34,8 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import parquet
 from vt_dagster.storage.delta import (
     MARK,
-    filesystem,
     location,
+    names_in,
     require_format,
     require_written,
     with_format,
@@ -128,9 +128,8 @@ class IcebergTable:
     def _require_empty(self) -> None:
         """Refuses a directory with files of another writer. An export that was dropped or killed leaves
         only ``metadata``, and its folders in ``data``."""
-        fs, root = filesystem(self.place)
-        found = _names(fs, root) - {"data", "metadata"}
-        found |= {n for n in _names(fs, f"{root}/data") if not _OWN_FOLDER.fullmatch(n)}
+        found = {*names_in(self.place)} - {"data", "metadata"}
+        found |= {n for n in names_in(f"{self.place}/data") if not _OWN_FOLDER.fullmatch(n)}
         if found:
             raise StorageError(
                 f"{self.asset}: expected an empty place for {self.name} in {self.place}, got "
@@ -373,20 +372,12 @@ def is_reference(text: str) -> bool:
 
 def is_table(path: str) -> bool:
     """Returns whether a directory has the metadata of an Iceberg table."""
-    fs, root = filesystem(path)
-    return any(name.endswith(".metadata.json") for name in _names(fs, f"{root}/metadata"))
+    return any(name.endswith(".metadata.json") for name in names_in(posixpath.join(path, "metadata")))
 
 
 def _parts(reference: str) -> tuple[str, str]:
     catalog, _, name = reference.partition(":")
     return catalog, name
-
-
-def _names(fs: Any, folder: str) -> set[str]:
-    try:
-        return {posixpath.basename(n.rstrip("/")) for n in fs.ls(folder, detail=False, refresh=True)}
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
 
 
 def _document(table: Table) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import OLD
 from vt_dagster.errors import NeedsReplayError, StorageError
-from vt_dagster.storage.delta import filesystem
+from vt_dagster.storage.delta import filesystem, is_local
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import earlier_names, named, pandera_schema, same, was
 from vt_dagster.topology.specification import Names
@@ -445,8 +445,7 @@ def _put(path: str, version: int, text: str) -> None:
     """Creates the file of a version atomically; fails if the file exists."""
     fs, root = filesystem(path)
     file = posixpath.join(root, "_delta_log", f"{version:020}.json")
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    if "file" not in protocols:
+    if not is_local(fs):
         fs.pipe_file(file, text.encode(), mode="create")
         return
     prepared = Path(root, "_delta_log", f".{uuid4().hex}.tmp")
