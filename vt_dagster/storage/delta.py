@@ -72,14 +72,10 @@ def way_out(path: str) -> str:
     return f"Restore the file from a backup, or remove {path}: the next run writes it again"
 
 
-def cut_off(path: str, version: int, names: Collection[str]) -> StorageError:
-    """Returns the error for a truncated commit file.
-
-    Args:
-        names: all file names in the table's ``_delta_log``.
-    """
+def cut_off(path: str, version: int) -> StorageError:
+    """Returns the error for a truncated commit file."""
     start = f"{version:020d}"
-    also = sorted(name for name in names if name.startswith(f"{start}.checkpoint."))
+    also = sorted(name for name in log_files(path) if name.startswith(f"{start}.checkpoint."))
     also += ["_last_checkpoint"] if also else []
     newest = f"move it away{f', together with {also}' * bool(also)}, and run again: the run reads the "
     newest += "records of the lost commit again. Consumers of that commit report how to continue"
@@ -89,40 +85,6 @@ def cut_off(path: str, version: int, names: Collection[str]) -> StorageError:
         f"{path}/_delta_log/{start}.json is truncated: its writer or the disk failed before the whole "
         f"file was stored. If it is the newest commit file of its directory, {newest}. If not, "
         "take it from a backup"
-    )
-
-
-def unreadable_log(
-    path: str, got: str, versions: Sequence[int], names: Collection[str]
-) -> StorageError:
-    """Returns the error for an unreadable ``_delta_log`` in which no commit file is truncated.
-
-    Args:
-        got: the reader's message.
-        versions: versions whose commit files exist, ascending.
-        names: all file names in the directory.
-    """
-    way = "Restore its _delta_log from a backup, or rebuild the asset beside it (vt-dagster replay)"
-    checkpoints = sorted(name for name in names if ".checkpoint." in name or name == "_last_checkpoint")
-    if checkpoints and list(versions) == list(range(len(versions))):
-        way = (
-            f"All its commits exist, so its checkpoints are not needed: move {checkpoints} "
-            f"out of {path}/_delta_log, and run again"
-        )
-    return StorageError(f"expected a readable Delta table in {path}, got: {got}. {way}")
-
-
-def damaged(path: str, place: str, expected: str, size: int | None) -> StorageError:
-    """Returns the error for a data file that does not match the table's log.
-
-    Args:
-        expected: what the log says of the file, for example its size.
-        size: actual size in bytes; None = the file is missing.
-    """
-    got = "it is missing" if size is None else f"it has {size:,} bytes"
-    return StorageError(
-        f"{asset_of(path)}: expected the data file {place} {expected} in {path}, but {got}; nothing "
-        f"was read. {way_out(path)}"
     )
 
 
@@ -441,7 +403,16 @@ def location(path: str) -> str:
 def _unreadable(path: str, error: Exception) -> StorageError:
     for _ in history(path):
         pass  # raises for a truncated commit file, and names it
-    return unreadable_log(path, one_line(error), versions(path), log_files(path))
+    way = "Restore its _delta_log from a backup, or rebuild the asset beside it (vt-dagster replay)"
+    names, there = log_files(path), versions(path)
+    checkpoints = sorted(name for name in names if ".checkpoint." in name or name == "_last_checkpoint")
+    if checkpoints and there == list(range(len(there))):
+        way = (
+            f"All its commits exist, so its checkpoints are not needed: move {checkpoints} "
+            f"out of {path}/_delta_log, and run again"
+        )
+    got = one_line(error)
+    return StorageError(f"expected a readable Delta table in {path}, got: {got}. {way}")
 
 
 def history(path: str) -> Iterator[dict[str, Any]]:
@@ -474,7 +445,7 @@ def _info(path: str, version: int) -> dict[str, Any]:
         if _is_cut_off(_metadata(info), text.splitlines()):
             raise ValueError(name)
     except ValueError:
-        raise cut_off(path, version, log_files(path)) from None
+        raise cut_off(path, version) from None
     return {**info, "version": version}
 
 
@@ -842,7 +813,11 @@ def require_files(path: str, files: Collection[File], version: int | None = None
                 "was removed, and newer versions do not contain it: a key was erased during this run, "
                 "or a clean-up kept too few files. Nothing was written: run again"
             )
-        raise damaged(path, place, f"of {expected:,} bytes", size)
+        got = "it is missing" if size is None else f"it has {size:,} bytes"
+        raise StorageError(
+            f"{asset_of(path)}: expected the data file {place} of {expected:,} bytes in {path}, but "
+            f"{got}; nothing was read. {way_out(path)}"
+        )
 
 
 def _newest(path: str) -> set[str]:
