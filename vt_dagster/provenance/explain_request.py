@@ -37,16 +37,15 @@ from vt_dagster.storage.arrow_reader import (
     micros,
     names_of,
     of_key,
+    rows_between,
     rows_of,
-    values_by_partition,
 )
 from vt_dagster.storage.commit_log import (
     Commit,
     Offsets,
     base_of,
     base_path,
-    file_at_or_after,
-    file_before,
+    file_between,
     known_at,
     last_that,
 )
@@ -432,15 +431,11 @@ class Log:
             only: the columns to read, besides partition and offset; None = all.
         """
         ends, first = self.commit.next_offset if end is None else end, start or {}
-        late, early = file_at_or_after(dict(first), ends), file_before(ends)
-        wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
+        wanted = file_between(first, ends)
         columns = None if only is None else (*only, PARTITION, OFFSET)
         rows = rows_of(self.path, self.version, condition, wanted, only=columns, opened=self._table)
-        rows = self._with_base(rows, condition)
-        offsets = rows.column(OFFSET).to_numpy()
-        since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
-        keep = (offsets >= since) & (offsets < until)
-        return rows.filter(pa.array(keep)).sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+        found = rows_between(self._with_base(rows, condition), first, ends)
+        return found.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
 
     def _with_base(self, rows: pa.Table, condition: Condition) -> pa.Table:
         """Adds the table's rows as of the truncation of its log: each stands for a truncated record."""

@@ -15,6 +15,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_, or_
 from typing import Any
 
 import numpy as np
@@ -46,8 +48,7 @@ from vt_dagster.storage.commit_log import (
     base_of,
     base_path,
     choose,
-    file_at_or_after,
-    file_before,
+    file_between,
     known_at,
     require_history,
     require_within_retention,
@@ -111,10 +112,8 @@ def fold(
     ends = np.zeros_like(start)
     ends[:-1] = start[1:]
     kind = rows.schema.field(VALID_TO).type
-    place = rows.schema.get_field_index(VALID_TO)
-    rows = rows.set_column(
-        place, VALID_TO, pa.array(ends, mask=~follows).cast(pa.timestamp("us")).cast(kind)
-    )
+    times = pa.array(ends, mask=~follows).cast(pa.timestamp("us")).cast(kind)
+    rows = _with_column(rows, VALID_TO, times)
     if OLD in rows.column_names:
         rows = _with_old_of_peers(rows, codes, start)
     replaced = follows & (ends <= start)
@@ -146,18 +145,17 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
     repeats = lives & same
     opens = np.flatnonzero(~repeats | first)
     last = np.append(opens[1:], rows.num_rows)[: len(opens)] - 1
-    place = rows.schema.get_field_index(VALID_TO)
     ends = rows.column(VALID_TO).take(pa.array(last))
     begun, repeated = rows.take(pa.array(opens)), pa.array(repeats[opens])
-    begun = begun.set_column(place, VALID_TO, ends)
+    begun = _with_column(begun, VALID_TO, ends)
     if old is None:
         return begun
     for name in begun.column_names:
         field = fields.get(TIMESTAMP if name == VALID_FROM else name)
         if field is not None:
-            place, now = begun.schema.get_field_index(name), begun.column(name)
+            now = begun.column(name)
             then = field.take(pa.array(opens)).cast(now.type)
-            begun = begun.set_column(place, name, pc.call_function("if_else", [repeated, then, now]))
+            begun = _with_column(begun, name, pc.call_function("if_else", [repeated, then, now]))
     return begun.drop_columns([OLD])
 
 
@@ -179,12 +177,15 @@ def _fields(struct: pa.StructArray) -> dict[str, Any]:
 
 def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.Table:
     """Returns sorted rows; rows of one key and timestamp share the ``old`` of the row that has it."""
-    place = rows.schema.get_field_index(OLD)
     index, there = np.arange(rows.num_rows), rows.column(OLD).is_valid().to_numpy()
     peers = np.logical_and.reduce([code[1:] == code[:-1] for code in (*codes, start)])
     for i in np.flatnonzero(peers & ~there[1:]) + 1:
         index[i] = index[i - 1]
-    return rows.set_column(place, OLD, rows.column(OLD).take(pa.array(index)))
+    return _with_column(rows, OLD, rows.column(OLD).take(pa.array(index)))
+
+
+def _with_column(rows: pa.Table, name: str, values: Any) -> pa.Table:
+    return rows.set_column(rows.schema.get_field_index(name), name, values)
 
 
 def clip_at_valid_until(rows: pa.Table, valid_until: str | None) -> pa.Table:
@@ -194,13 +195,9 @@ def clip_at_valid_until(rows: pa.Table, valid_until: str | None) -> pa.Table:
         return rows
     ends = rows.column(VALID_TO)
     own = rows.column(valid_until).cast(ends.type)
-    place = rows.schema.get_field_index(VALID_TO)
-    earlier = own.is_valid().to_numpy() & (ends.is_null().to_numpy() | _before(own, ends))
-    return rows.set_column(place, VALID_TO, pc.call_function("if_else", [pa.array(earlier), own, ends]))
-
-
-def _before(ones: Any, others: Any) -> Any:
-    return pc.call_function("less", [ones, others]).fill_null(False).to_numpy()
+    before = pc.call_function("less", [own, ends]).fill_null(False).to_numpy()
+    earlier = pa.array(own.is_valid().to_numpy() & (ends.is_null().to_numpy() | before))
+    return _with_column(rows, VALID_TO, pc.call_function("if_else", [earlier, own, ends]))
 
 
 def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
@@ -251,6 +248,14 @@ def values_by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: in
     for partition, value in values.items():
         found[partitions == partition] = value
     return found
+
+
+def rows_between(rows: pa.Table, start: Mapping[int, int], ends: Mapping[int, int]) -> pa.Table:
+    """Returns the rows of a log from ``start`` (inclusive; 0 of other partitions) to ``ends``
+    (exclusive; partitions without an entry have no rows)."""
+    offsets = rows.column(OFFSET).to_numpy()
+    since, until = values_by_partition(rows, start, 0), values_by_partition(rows, ends, 0)
+    return rows.filter(pa.array((offsets >= since) & (offsets < until)))
 
 
 def arrival_order(rows: pa.Table) -> list[Any]:
@@ -563,13 +568,9 @@ class AssetRows:
         """Returns the log rows from ``start`` (inclusive); None = all."""
         if start is None and not self.later:
             return self._rows(self.log_path, self.version)
-        ends, start = self.commit.next_offset, start or {}
-        late, early = file_at_or_after(dict(start), ends), file_before(ends)
-        rows = self._rows(self.log_path, self.version, lambda file: late(file) and early(file))
-        offsets, first = rows.column(OFFSET).to_numpy(), {p: start.get(p, 0) for p in ends}
-        since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
-        keep = (offsets >= since) & (offsets < until)
-        return rows.filter(pa.array(keep))
+        ends, first = self.commit.next_offset, dict(start or {})
+        rows = self._rows(self.log_path, self.version, file_between(first, ends))
+        return rows_between(rows, first, ends)
 
     def table(self, what: str, moment: int | None) -> pa.Table:
         """Returns versions or current rows; as of ``moment`` (epoch microseconds) if given."""
@@ -626,7 +627,7 @@ class AssetRows:
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        return self._rows(self.view_path, found.version, wanted, self._columns), then
+        return self._rows(self.view_path, found.version, wanted), then
 
     def _at_truncation(self) -> tuple[pa.Table | None, Checkpoint | None]:
         """Returns the rows as of the log's truncation, with their checkpoint; None if not truncated."""
@@ -637,20 +638,18 @@ class AssetRows:
         then = Checkpoint.model_validate(found.document)
         require_history(name, then, self._rules, self.commit)
         path = base_path(self.root, cut.base)
-        return self._rows(path, found.version, like=self._columns), then
+        return self._rows(path, found.version), then
 
     @property
     def _columns(self) -> pa.Schema:
         return columns_of(delta.require_table(self.log_path, self.version))
 
-    def _rows(
-        self,
-        path: str,
-        version: int,
-        wanted: delta.Wanted = delta.everything,
-        like: pa.Schema | None = None,
-    ) -> pa.Table:
-        return rows_of(path, version, self._condition, wanted, like)
+    def _rows(self, path: str, version: int, wanted: delta.Wanted = delta.everything) -> pa.Table:
+        return rows_of(path, version, self._condition, wanted, self._like(path))
+
+    def _like(self, path: str) -> pa.Schema | None:
+        """Returns the columns that rows of the view, or of the base of a truncated log, get."""
+        return None if path == self.log_path else self._columns
 
     def _condition(self, columns: pa.Schema) -> Any:
         path = self.log_path if self.shape.kind == "stream" else self.view_path
@@ -744,7 +743,7 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
         raise StorageError(
             f"{name} has the key {list(key)}: expected --key once for each column, got {list(values)}"
         )
-    condition: Any = None
+    conditions = list[Any]()
     for column, value in zip(key, values, strict=True):
         kind = columns.field(column).type
         if pa.types.is_nested(kind):
@@ -755,12 +754,9 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
             )
         scalar = as_key(column, value, kind)
         nan = pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py()
-        one: Any = None
-        for name in names_of(columns, column):
-            same = pc.field(name).is_nan() if nan else pc.field(name) == scalar
-            one = same if one is None else one | same
-        condition = one if condition is None else condition & one
-    return condition
+        named = map(pc.field, names_of(columns, column))
+        conditions.append(reduce(or_, [one.is_nan() if nan else one == scalar for one in named]))
+    return reduce(and_, conditions)
 
 
 def columns_of(table: Any) -> pa.Schema:

@@ -1033,6 +1033,13 @@ def file_at_or_after(start: Offsets, ends: Offsets, consumed: int = 0) -> Wanted
     return wanted
 
 
+def file_between(start: Offsets, ends: Offsets, consumed: int = 0) -> Wanted:
+    """Returns a filter for log files that pass both :func:`file_at_or_after` and :func:`file_before`,
+    of a version that also has later rows."""
+    late, early = file_at_or_after(start, ends, consumed), file_before(ends)
+    return lambda file: late(file) and early(file)
+
+
 def file_before(ends: Offsets) -> Wanted:
     """Returns a filter for log files that may have rows before ``ends``; files without statistics pass.
 

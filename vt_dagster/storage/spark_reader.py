@@ -45,7 +45,7 @@ from vt_dagster.storage.commit_log import (
     Shape,
     choose,
     file_at_or_after,
-    file_before,
+    file_between,
     require_within_retention,
 )
 from vt_dagster.storage.delta import address
@@ -347,8 +347,7 @@ class AssetReader:
         """
         ends = head.commit.next_offset
         if head.later:
-            early, late = file_before(ends), file_at_or_after(start, ends, consumed)
-            rows = self._read_log(head, lambda file: early(file) and late(file))
+            rows = self._read_log(head, file_between(start, ends, consumed))
             return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
             return self._read_log(head, counted=counted)

@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
+from operator import and_, or_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +53,7 @@ from vt_dagster.storage.arrow_reader import (
     null_codes,
     rows_of,
 )
-from vt_dagster.storage.commit_log import (
-    Commit,
-    Offsets,
-    choose,
-    file_at_or_after,
-    file_before,
-)
+from vt_dagster.storage.commit_log import Commit, Offsets, choose, file_between
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.version_rules import EVER
 
@@ -165,14 +161,8 @@ class _Side(AssetRows):
         names = [name for name in rows.column_names if name not in _OF_THE_LOG]
         return rows.select(names).filter(pa.array(there)), start[there], end[there]
 
-    def _rows(
-        self,
-        path: str,
-        version: int,
-        wanted: delta.Wanted = delta.everything,
-        like: pa.Schema | None = None,
-    ) -> pa.Table:
-        return rows_of(path, version, lambda _: None, wanted, self.like)
+    def _like(self, path: str) -> pa.Schema:
+        return self.like
 
 
 # Replaced tables
@@ -493,8 +483,7 @@ class _Changes(AssetRows):
     def _relevant_records(self, reads: _Reads) -> pa.Table:
         opened = delta.require_table(self.log_path, self.version)
         ends, only = self.commit.next_offset, [*self.key, PARTITION, OFFSET, TIMESTAMP]
-        late, early = file_at_or_after(reads.first, ends), file_before(ends)
-        files = delta.files_of(opened, lambda file: late(file) and early(file))
+        files = delta.files_of(opened, file_between(reads.first, ends))
         newest = _time(int(reads.times[-1]))
 
         def in_time(columns: pa.Schema) -> Any:
@@ -539,28 +528,20 @@ class _Changes(AssetRows):
         rows = fold(base, tail.rename_columns(names), self.key, {})
         return rows, ends_of(rows)
 
-    def _rows(
-        self,
-        path: str,
-        version: int,
-        wanted: delta.Wanted = delta.everything,
-        like: pa.Schema | None = None,
-    ) -> pa.Table:
-        return rows_of(path, version, self._condition, wanted, like, [*self.key, *_OURS])
+    def _rows(self, path: str, version: int, wanted: delta.Wanted = delta.everything) -> pa.Table:
+        only = [*self.key, *_OURS]
+        return rows_of(path, version, self._condition, wanted, self._like(path), only)
 
     def _condition(self, columns: pa.Schema) -> Any:
-        condition: Any = None
+        conditions = list[Any]()
         for column in self.key if self.keys is not None else ():
             kind = columns.field(column).type
             if pa.types.is_nested(kind) or pa.types.is_floating(kind):
                 continue  # reading more keys than needed does not change the result
             values = self.keys.column(column).unique().cast(kind)  # pyright: ignore[reportOptionalMemberAccess]
-            one: Any = None
-            for name in names_of(columns, column):
-                same = pc.field(name).isin(values)
-                one = same if one is None else one | same
-            condition = one if condition is None else condition & one
-        return condition
+            named = map(pc.field, names_of(columns, column))
+            conditions.append(reduce(or_, [one.isin(values) for one in named]))
+        return reduce(and_, conditions) if conditions else None
 
 
 def _time(micros: int) -> Any:
