@@ -8,7 +8,6 @@ that, the next writer updates them. So a run can be killed at any point and star
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import posixpath
@@ -94,9 +93,7 @@ class AssetStore(AssetReader):
             previous: the commit before the newest one.
         """
         if previous is not None and previous.commit.previous:
-            fs, local = delta.filesystem(self._attempt_path(previous.commit.previous))
-            with contextlib.suppress(OSError):
-                fs.rm(local, recursive=True)
+            parquet.remove(self._attempt_path(previous.commit.previous))
 
     # -- rows in memory --------------------------------------------------------------------------
 

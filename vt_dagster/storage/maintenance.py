@@ -76,24 +76,20 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
             with settings(spark, _CLEANING):
                 spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
         done["commits_removed"] += remove_commits(path, keep)
-    done["attempts_removed"] = len(remove_attempts(root, _ago(keep)))
+    done["attempts_removed"] = len(remove_attempts(root, time.time() - keep.total_seconds()))
     done["replaced_removed"] = remove_replaced(warehouse, name, keep)
     return done
 
 
 def is_older(path: str, age: timedelta) -> bool:
     """Returns whether a file, or every file of a directory, was written longer than ``age`` ago."""
-    return _is_before(path, _ago(age))
+    return _is_before(path, time.time() - age.total_seconds())
 
 
 def _is_before(path: str, until: float) -> bool:
     fs, local = delta.filesystem(path)
     # Object stores have modification times for files only.
     return all(fs.modified(name).timestamp() < until for name in fs.find(local) or [local])
-
-
-def _ago(age: timedelta) -> float:
-    return time.time() - age.total_seconds()
 
 
 def remove_unused(folder: str, needed: Collection[str], until: float) -> list[int]:

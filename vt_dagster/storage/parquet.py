@@ -235,7 +235,7 @@ def write(
                 except (DeltaError, OSError):
                     # With a new table version, either another writer has won, or this commit succeeded
                     # and a later step (a checkpoint) failed: the loop finds out which.
-                    if _version(path) == _of(table):
+                    if _of(open_table(path)) == _of(table):
                         raise
                 done = commit_of(path, batch, document["attempt"])
                 if done is not None:
@@ -283,10 +283,6 @@ def _version_of(table: DeltaTable | None, app: str) -> int:
 
 def _of(table: DeltaTable | None) -> int | None:
     return None if table is None else table.version()
-
-
-def _version(path: str) -> int | None:
-    return _of(open_table(path))
 
 
 def _commit(
@@ -416,7 +412,7 @@ def _milliseconds(since_epoch: int) -> str | None:
 
 
 def remove(folder: str) -> None:
-    """Removes a folder of a run that did not commit."""
+    """Removes a folder that no commit needs, such as that of a run that did not commit."""
     fs, local = filesystem(folder)
     with contextlib.suppress(OSError):
         fs.rm(local, recursive=True)

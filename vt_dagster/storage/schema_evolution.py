@@ -143,7 +143,7 @@ def evolve(
             if isinstance(kind, NullType) or same(home.dataType, kind):
                 kind = home.dataType
             else:
-                change = _change_of_type(field.name, home.dataType, kind)
+                change = f"{field.name}: {home.dataType.simpleString()} -> {kind.simpleString()}"
                 if not widens(home.dataType, kind):
                     changes["refused"].append(change)
                 elif field.name in fixed:
@@ -350,10 +350,6 @@ def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> li
                     "one in a later run"
                 )
     return found
-
-
-def _change_of_type(name: str, then: DataType, now: DataType) -> str:
-    return f"{name}: {then.simpleString()} -> {now.simpleString()}"
 
 
 def _struct(field: StructField) -> StructType:

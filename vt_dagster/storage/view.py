@@ -306,10 +306,8 @@ class View:
     ) -> DataFrame:
         """Returns the stored rows of the wanted files, with the declared columns; expired versions are
         included."""
-        return parquet.read(spark, base.path, base.version, wanted, like=self._schema())
-
-    def _schema(self) -> StructType:
-        return stored_as(self.node, self.log_path)
+        like = stored_as(self.node, self.log_path)
+        return parquet.read(spark, base.path, base.version, wanted, like=like)
 
     def drop_expired(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
         """Returns the rows without expired versions."""
@@ -334,13 +332,6 @@ class View:
         if isinstance(wanted, timedelta):
             return many or time.time() - then.written / 1e6 >= wanted.total_seconds()
         return many or base.rows <= EACH_RUN or tail >= SHARE * base.rows
-
-    def _is_of_log(self, then: Checkpoint, commit: Commit) -> bool:
-        return is_of_log(posixpath.dirname(self.path), then, commit)
-
-    def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
-        rules = self.node.version_rules
-        return [] if rules is None else checkpoint.lengthened(rules)
 
     def _report_expiry(self, commit: Commit) -> None:
         assert isinstance(self.node, VersionedTable)
@@ -376,19 +367,20 @@ class View:
         assert isinstance(node, Table)
         there = self.base()
         if there is not None and not rebuild:
-            longer = self._lengthened(there.checkpoint)
+            rules, then = node.version_rules, there.checkpoint
+            longer = [] if rules is None else then.lengthened(rules)
             if self.usable(there, commit) is not there:
                 # The view lacks versions that the log has, so only a rebuild restores them.
-                why = "history_retention is longer than before" if max(longer, default=0) > 0 else ""
-                why = why or (
-                    "" if there.checkpoint.suits(node.version_rules) else "new_version_on has changed"
-                )
-                if not why and not self._is_of_log(there.checkpoint, commit):
+                if max(longer, default=0) > 0:
+                    why = "history_retention is longer than before"
+                elif not then.suits(rules):
+                    why = "new_version_on has changed"
+                elif not is_of_log(posixpath.dirname(self.path), then, commit):
                     why = "the log was restored from a backup after the view was written"
-                why = why or "the log was truncated beyond the view"
+                else:
+                    why = "the log was truncated beyond the view"
                 self._progress.done(f"{why}: the view is rebuilt")
                 return self.update(commit, log, rebuild=True, tries=tries, most_keys=most_keys)
-            then = there.checkpoint
             if then.next_offset == commit.next_offset or then.batch > commit.batch:
                 return there
             if min(longer, default=0) < 0:
@@ -478,7 +470,7 @@ class View:
                 parted=segment is not None,
                 over=None if there is None else there.version,
                 replaced=replaced if old is not None else delta.everything,
-                like=self._schema(),
+                like=stored_as(node, self.log_path),
             )
 
     def rows(
