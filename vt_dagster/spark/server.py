@@ -169,12 +169,7 @@ def _launch(master: str, conf: Mapping[str, str]) -> tuple[Server, subprocess.Po
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     token = secrets.token_urlsafe(24)
-    settings = {
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(port),
-        "spark.connect.authenticate.token": token,
-        **session_settings("vt_dagster server", master, resolve_jars(), conf),
-    }
+    settings = _settings("127.0.0.1", port, token, master, conf)
     command, environment = _command(home, _file("conf"), settings)
     with _file("log").open("wb") as log:
         process = subprocess.Popen(
@@ -209,17 +204,21 @@ def serve(host: str, port: int, master: str = "local[*]", conf: Mapping[str, str
             "anyone who reaches the port could run code. Set it to a long random text, here and for "
             "the clients."
         )
-    settings = {
-        "spark.connect.grpc.binding.address": host,
-        "spark.connect.grpc.binding.port": str(port),
-        "spark.connect.authenticate.token": token,
-        **session_settings("vt_dagster server", master, resolve_jars(), conf),
-    }
+    settings = _settings(host, port, token, master, conf)
     place = _file("serve.conf")
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     check_java()
     command, environment = _command(check_spark_home(), place, settings)
     os.execve(command[0], command, environment)
+
+
+def _settings(host: str, port: int, token: str, master: str, conf: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "spark.connect.grpc.binding.address": host,
+        "spark.connect.grpc.binding.port": str(port),
+        "spark.connect.authenticate.token": token,
+        **session_settings("vt_dagster server", master, resolve_jars(), conf),
+    }
 
 
 def _command(home: Path, place: Path, settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -231,8 +231,6 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _CONNECT_SECONDS = 5.0  # for a TCP connection to a master
 _ANSWER_SECONDS = 20  # for an answer of Spark Connect
 
-# ------------------------------------------------------------------------------------- session
-
 
 def build_session(
     app_name: str = "vt_dagster",
@@ -702,6 +700,3 @@ def check_connect(url: str) -> None:
         ) from None
     finally:
         channel.close()
-
-
-# --------------------------------------------------------------------------------- quiet start
