@@ -28,7 +28,7 @@ from pyarrow.parquet import FileMetaData, ParquetFile
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, LongType, MapType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, LongType, MapType, StringType, StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json
@@ -206,10 +206,6 @@ def _decoded(text: str) -> str:
 # Bad files
 
 
-_LONGEST = 1 << 20
-"""Number of characters read of a first line of JSON."""
-
-
 def faults_of_text(
     files: Sequence[FileInfo],
     schema: StructType,
@@ -311,7 +307,7 @@ def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[
             fs, local = delta.filesystem(file.path)
             with fs.open(local, "rb") as content:
                 return ParquetFile(content).schema_arrow.names
-        first = json.loads(next(first_lines(file, options, _LONGEST), "null"))
+        first = json.loads(next(first_lines(file, options), "null"))
     except (ArrowException, OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error):
         return []
     return list(first) if isinstance(first, dict) else []
@@ -458,15 +454,14 @@ def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -
     Args:
         bad: the fault of each file, by name.
     """
-    more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
-    more += [(RAW, StringType()), (REASON, StringType())]
-    fields = [StructField(n, t) for n, t in more]
+    columns = nullable(schema).add(ARRIVAL, LongType()).add(SOURCE, StringType())
+    columns = columns.add(POSITION, LongType()).add(RAW, StringType()).add(REASON, StringType())
     none = [None] * len(schema)
     rows = [
         (*none, number - len(bad), name, 0, fault, Reason.UNREADABLE_FILE)
         for number, (name, fault) in enumerate(bad.items())
     ]
-    return spark.createDataFrame(rows, StructType([*nullable(schema).fields, *fields]))
+    return spark.createDataFrame(rows, columns)
 
 
 # File rows

@@ -341,6 +341,8 @@ _STRETCH, _STRETCH_BITS = "_stretch", 10
 LINE_OPTIONS = ("encoding", "lineSep")
 _TEXT, _ALL = "_text", 2**31 - 1
 _MARK = "\ufeff"
+_LONGEST = 1 << 20
+"""Number of characters read of a line without Spark."""
 
 
 def own_encoding(file: FileInfo, encoding: str) -> str:
@@ -351,12 +353,9 @@ def own_encoding(file: FileInfo, encoding: str) -> str:
     return "utf-16-be" if order == "UTF-16BE" else "utf-16-le"
 
 
-def first_lines(file: FileInfo, options: Mapping[str, str], longest: int) -> Iterator[str]:
-    """Yields the lines of a file, as in :func:`numbered_lines`. Does not use Spark.
-
-    Args:
-        longest: the maximum length in characters; a longer line is truncated to ``longest + 1``, and is
-            the last.
+def first_lines(file: FileInfo, options: Mapping[str, str]) -> Iterator[str]:
+    """Yields the lines of a file, as in :func:`numbered_lines`. A line of more than ``_LONGEST``
+    characters is truncated to one more than that, and is the last. Does not use Spark.
 
     Raises:
         UnicodeDecodeError: a line is not text in the encoding.
@@ -364,18 +363,18 @@ def first_lines(file: FileInfo, options: Mapping[str, str], longest: int) -> Ite
     """
     encoding, separator = own_encoding(file, encoding_of(options)), options.get("lineSep")
     end, rest, number = (separator or "\n").encode(encoding), b"", 0
-    width = 4 * longest
+    width = 4 * _LONGEST
     for chunk in chunks_of(file):
         rest += chunk
         while (place := _find(rest, end, encoding)) >= 0:
             number += 1
-            yield _line(rest[:place], encoding, separator, number, longest)
+            yield _line(rest[:place], encoding, separator, number)
             rest = rest[place + len(end) :]
         if len(rest) > width:
-            yield _line(rest[:width], encoding, separator, number + 1, longest, whole=False)
+            yield _line(rest[:width], encoding, separator, number + 1, whole=False)
             return
     if rest:
-        yield _line(rest, encoding, separator, number + 1, longest)
+        yield _line(rest, encoding, separator, number + 1)
 
 
 def _find(text: bytes, end: bytes, encoding: str) -> int:
@@ -386,15 +385,13 @@ def _find(text: bytes, end: bytes, encoding: str) -> int:
     return place
 
 
-def _line(
-    some: bytes, encoding: str, separator: str | None, number: int, longest: int, whole: bool = True
-) -> str:
+def _line(some: bytes, encoding: str, separator: str | None, number: int, whole: bool = True) -> str:
     if number == 1 and encoding not in WIDE:
         some = some.removeprefix(codecs.BOM_UTF8)  # as Hadoop does, in any encoding
     text = codecs.getincrementaldecoder(encoding)("strict").decode(some, final=whole)
     text = text.removeprefix(_MARK) if number == 1 else text
     text = text.removesuffix("\r") if separator is None else text
-    return text[: longest + 1]
+    return text[: _LONGEST + 1]
 
 
 _SPLITS = ("maxPartitionBytes", "openCostInBytes")
@@ -1124,7 +1121,6 @@ def _marked(text: Column, options: Mapping[str, str]) -> Column:
 # Csv text
 
 
-_LONGEST = 1 << 20
 _OF_LINES = {"header", "comment", *LINE_OPTIONS}
 """Options already applied when a file is split into lines."""
 _MOST_COLUMNS = 20480
@@ -1160,7 +1156,7 @@ def header_of(file: FileInfo, options: Mapping[str, str], schema: StructType | N
         gone = set[str]() if schema is None else earlier_names(schema)
         return Header(tuple(n for n in (schema.names if schema else ()) if n not in gone), 0)
     comment = options.get("comment")
-    for number, line in enumerate(first_lines(file, options, _LONGEST), 1):
+    for number, line in enumerate(first_lines(file, options), 1):
         if len(line) > _LONGEST:
             raise csv.Error(f"more than {_LONGEST} characters")
         if "\r" in line and "lineSep" not in options:
