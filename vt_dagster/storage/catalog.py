@@ -35,7 +35,7 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import parquet
 from vt_dagster.storage.arrow_reader import asset_names
-from vt_dagster.storage.delta import address
+from vt_dagster.storage.delta import address, quoted
 from vt_dagster.storage.schema_evolution import evolved, without_earlier_names
 from vt_dagster.storage.spark_reader import AssetReader
 from vt_dagster.storage.view import stored_as
@@ -271,7 +271,7 @@ def select(store: AssetReader, what: str) -> tuple[list[str], str]:
         return columns.names, stored
     steps = {"stored": stored}
     steps["newest"] = (
-        f"SELECT `{PARTITION}`, max(`{TIMESTAMP}`) AS stream_time FROM {_delta(path)} "
+        f"SELECT `{PARTITION}`, max(`{TIMESTAMP}`) AS stream_time FROM {quoted(address(path))} "
         f"WHERE `{SEGMENT}` IS NULL GROUP BY `{PARTITION}`"
     )
     if what == "current":
@@ -343,7 +343,7 @@ def _stored(path: str, like: StructType) -> tuple[StructType, str]:
     columns = evolved(path, stored, like, declared=()).columns
     gone = earlier_names(columns)
     values = [f"{_value('', f, stored)} AS `{f.name}`" for f in columns.fields if f.name not in gone]
-    return without_earlier_names(columns), f"SELECT {', '.join(values)} FROM {_delta(path)}"
+    return without_earlier_names(columns), f"SELECT {', '.join(values)} FROM {quoted(address(path))}"
 
 
 def _value(of: str, field: StructField, stored: StructType) -> str:
@@ -375,10 +375,6 @@ def _value(of: str, field: StructField, stored: StructType) -> str:
 
 def _list(columns: Sequence[str], values: Mapping[str, str] = {}) -> str:
     return ", ".join(f"{values[c]} AS `{c}`" if c in values else f"`{c}`" for c in columns)
-
-
-def _delta(path: str) -> str:
-    return f"delta.`{address(path).replace('`', '``')}`"
 
 
 def _literal(text: str) -> str:
