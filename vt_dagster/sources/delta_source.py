@@ -39,6 +39,7 @@ from vt_dagster.core.source_records import (
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError, StorageError
 from vt_dagster.sources.base import (
     End,
+    Limited,
     News,
     Uncounted,
     Whole,
@@ -46,15 +47,14 @@ from vt_dagster.sources.base import (
     check_place,
     of_id,
     replaced,
-    require_limits,
 )
 from vt_dagster.sources.snapshot_source import (
     UNREAD,
-    Limits,
     OnDuplicate,
     SnapshotSource,
     buckets_of,
     check_ignored,
+    check_limits,
     records_of,
 )
 from vt_dagster.sources.text_formats import file_path, nullable
@@ -274,30 +274,27 @@ _BY_STATE = "Set mode='snapshots' of the source for one run, which reads the cur
 
 
 @dataclass(frozen=True)
-class PinnedVersions(Uncounted):
+class PinnedVersions(Limited, Uncounted):
     """The versions of a table that a run consumes.
 
     Args:
-        mode: the mode of the source.
         first: the first version (inclusive); ``end``: the last one (exclusive).
         changes: the commits; empty if a full snapshot is read.
         time: the commit time of the last version in epoch microseconds.
         gap: an accepted range of missing versions, end exclusive; None = none.
         state: the version that is read as a full snapshot; None = the commits are read.
-        limits: the limits within which a full snapshot is accepted.
+        accepted: whether a full snapshot may be empty, or delete more than ``max_shrink``.
     """
 
+    source: DeltaSource
     table: ForeignTable
-    mode: str
     first: int
     end: int
     changes: tuple[Change, ...]
     time: int | None
     gap: tuple[int, int] | None
-    max_bad_share: float
-    max_clock_skew: timedelta
     state: int | None = None
-    limits: Limits | None = None
+    accepted: bool = False
 
     @property
     def bytes(self) -> int:
@@ -345,11 +342,12 @@ class PinnedVersions(Uncounted):
     def explain(self, error: Exception) -> SourceError | None:
         if not any(sign in str(error) for sign in _GONE):
             return None
+        other_mode = "" if self.source.mode == "append" else _BY_STATE
         return RecordsGoneError(
             f"files of versions {self.first} to {self.end - 1} of {self.table.path} are gone "
             f"({one_line(error)[:200]}): VACUUM removed them before they were consumed; nothing was "
-            f"committed. {'' if self.mode == 'append' else _BY_STATE}Reprocess into a new asset with "
-            "start='current', or have their files restored and run again"
+            f"committed. {other_mode}Reprocess into a new asset with start='current', or have their "
+            "files restored and run again"
         )
 
     # -- records ---------------------------------------------------------------------------------
@@ -365,7 +363,7 @@ class PinnedVersions(Uncounted):
         if self.state is not None:
             return self._records(self._ordered(self.rows(spark, node), node), node)
         self._require_columns(node, self.end - 1)
-        if self.mode == "append":
+        if self.source.mode == "append":
             return self._records(self._appended(spark, node), node)
         return self._records(self._changed(spark, node), node)
 
@@ -482,6 +480,11 @@ class PinnedState(PinnedVersions):
     """A version that is compared with the asset's table."""
 
     @property
+    def max_bad_share(self) -> float:
+        # Only the changed rows are known here: ``records_of`` checks the share of the version.
+        return 1.0
+
+    @property
     def what(self) -> str:
         """The version, for messages."""
         return f"version {self.state} of {self.table.path}"
@@ -489,12 +492,10 @@ class PinnedState(PinnedVersions):
     def difference(
         self, spark: SparkSession, node: Stream, held: DataFrame, hold: Callable[[DataFrame], DataFrame]
     ) -> DataFrame:
-        assert self.state is not None
-        assert self.limits is not None
         none = F.lit(None).cast("string")
         rows = self.rows(spark, node).drop(_TIME).withColumns({REASON: none, UNREAD: none})
-        about = {"what": self.what, "time": self.time or 0, "size": self.bytes}
-        return records_of(rows, node, held, hold, self.limits, **about)
+        about = {"accepted": self.accepted, "what": self.what, "size": self.bytes}
+        return records_of(rows, node, held, hold, self.source, time=self.time or 0, **about)
 
 
 def _columns(rows: DataFrame, node: Stream) -> list[Column]:
@@ -596,9 +597,7 @@ class DeltaSource:
             raise SourceError(
                 f"max_versions_per_run must be 1 or more, got {self.max_versions_per_run}"
             )
-        object.__setattr__(self, "ignore", tuple(self.ignore))
-        require_limits(self.max_bad_share, self.max_clock_skew)
-        self.limits(False).check(repr(self.path))
+        check_limits(self)
 
     @property
     def tables_only(self) -> bool:
@@ -619,11 +618,6 @@ class DeltaSource:
     def whole(self) -> bool:
         """Whether the source gives full snapshots instead of changes."""
         return self.mode == "snapshots"
-
-    def limits(self, accepted: bool) -> Limits:
-        """Returns the limits within which a full snapshot is accepted."""
-        shares = self.max_shrink, self.max_bad_share
-        return Limits(*shares, self.on_duplicate, self.ignore, accepted)
 
     def describe(self) -> str:
         """Returns a description of the source, for metadata and messages."""
@@ -802,8 +796,8 @@ class DeltaSource:
         self, table: ForeignTable, place: _Place, version: int, accept_shrink: bool
     ) -> PinnedVersions:
         kind = PinnedVersions if self.mode == "append" else PinnedState
-        limits = self.limits(accept_shrink)
-        return self._pinned(kind, table, place, place.gap, [], state=version, limits=limits)
+        about = {"state": version, "accepted": accept_shrink}
+        return self._pinned(kind, table, place, place.gap, [], **about)
 
     def _pinned(
         self,
@@ -821,15 +815,13 @@ class DeltaSource:
         upkeep = version is None and not any(c.changes_rows for c in changes)
         idle = upkeep and gap is None and len(changes) < _UPKEEP
         return kind(
+            self,
             table,
-            self.mode,
             place.first if version is None or not place.whole else 0,
             place.first if idle else end,
             changes=() if idle else tuple(changes),
             time=time,
             gap=gap,
-            max_bad_share=1.0 if kind is PinnedState else self.max_bad_share,
-            max_clock_skew=self.max_clock_skew,
             **state,
         )
 

@@ -97,39 +97,24 @@ class Dump(NamedTuple):
         return max(written_at(self.files).values())
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The limits within which a dump is accepted.
+def check_limits(source: Any) -> None:
+    """Checks the limits of a source of full snapshots, and stores ``ignore`` as a tuple.
 
-    Args:
-        max_shrink: the largest share of the table's rows that the dump may delete.
-        max_bad_share: the largest share of bad rows in the dump.
-        on_duplicate: the handling of rows that share a key.
-        ignore: value columns whose change alone is not a change.
-        accepted: whether this dump may delete more, or be empty.
+    Raises:
+        SourceError: a setting is not valid.
     """
-
-    max_shrink: float
-    max_bad_share: float
-    on_duplicate: OnDuplicate
-    ignore: Sequence[str] = ()
-    accepted: bool = False
-
-    def check(self, what: str) -> None:
-        """Checks the limits.
-
-        Raises:
-            SourceError: a setting is not valid.
-        """
-        if not 0 <= self.max_shrink <= 1:
-            raise SourceError(
-                f"max_shrink of {what} must be between 0 and 1, a share of the rows that the table "
-                f"holds, got {self.max_shrink}"
-            )
-        if self.on_duplicate not in ("fail", "quarantine"):
-            raise SourceError(
-                f"on_duplicate of {what} must be 'fail' or 'quarantine', got {self.on_duplicate!r}"
-            )
+    object.__setattr__(source, "ignore", tuple(source.ignore))
+    require_limits(source.max_bad_share, source.max_clock_skew)
+    what = repr(source.path)
+    if not 0 <= source.max_shrink <= 1:
+        raise SourceError(
+            f"max_shrink of {what} must be between 0 and 1, a share of the rows that the table "
+            f"holds, got {source.max_shrink}"
+        )
+    if source.on_duplicate not in ("fail", "quarantine"):
+        raise SourceError(
+            f"on_duplicate of {what} must be 'fail' or 'quarantine', got {source.on_duplicate!r}"
+        )
 
 
 def check_ignored(name: str, ignore: Sequence[str], key: Sequence[str], schema: StructType) -> None:
@@ -156,8 +141,9 @@ def records_of(
     node: Stream,
     held: DataFrame,
     hold: Callable[[DataFrame], DataFrame],
-    limits: Limits,
+    source: Any,
     *,
+    accepted: bool,
     what: str,
     time: int,
     size: int,
@@ -173,6 +159,8 @@ def records_of(
     Args:
         dump: the schema's columns, ``_source``, ``_position``, ``_unread`` and ``_reason``.
         held, hold: see ``Comparing``.
+        source: the source of the dump, with the limits within which the dump is accepted.
+        accepted: whether the dump may be empty, or delete more than ``max_shrink``.
         what: the name of the dump, for messages.
         time: the time of the dump in epoch microseconds.
         size: its size in bytes.
@@ -181,19 +169,19 @@ def records_of(
         SourceError: the dump is empty, deletes too many rows, or has duplicate keys.
         ContractError: the share of bad rows is too large.
     """
-    compared = [c for c in value_columns(node) if c not in limits.ignore]
+    compared = [c for c in value_columns(node) if c not in source.ignore]
     news = hold(difference(dump, held, key=node.key, compared=compared, buckets=buckets_of(size)))
     lost = ~F.col(DELETED) & ~has_key(node.key)
     twice = F.coalesce(F.col(REASON) == Reason.DUPLICATE_KEY, F.lit(False))
     found = _counted(
         news, deleted=F.col(DELETED), lost=lost, twice=twice, bad=lost | F.col(REASON).isNotNull()
     )
-    if found["twice"] and limits.on_duplicate == "fail":
+    if found["twice"] and source.on_duplicate == "fail":
         _refuse_duplicates(news.where(twice), node.key, what, found["twice"])
     if found["bad"]:
-        _check_share(what, found["bad"], dump.count(), limits.max_bad_share)
-    if not limits.accepted:
-        _check_size(what, found, held, limits.max_shrink)
+        _check_share(what, found["bad"], dump.count(), source.max_bad_share)
+    if not accepted:
+        _check_size(what, found, held, source.max_shrink)
     if found["lost"]:
         news = news.where(~F.col(DELETED))
     moment = F.timestamp_micros(F.lit(time))
@@ -345,9 +333,8 @@ class PinnedDump(Limited, Uncounted):
         dump, rows, name = self.dump, self.read(spark, node), self.what
         time = 0 if dump is None else self._time(name, dump, rows)
         self.learned["time"] = time
-        limits = self.source.limits(self.accepted or dump is None)
-        size = self.bytes
-        return records_of(rows, node, held, hold, limits, what=name, time=time, size=size)
+        about = {"accepted": self.accepted or dump is None, "what": name, "size": self.bytes}
+        return records_of(rows, node, held, hold, self.source, time=time, **about)
 
     def _time(self, name: str, dump: Dump, rows: DataFrame) -> int:
         time = self.source.time_of(dump)
@@ -491,9 +478,7 @@ class SnapshotSource:
         files = FilesSource(self.path, self.format, options=self.options)
         object.__setattr__(self, "options", files.options)
         object.__setattr__(self, "optional", tuple(self.optional))
-        object.__setattr__(self, "ignore", tuple(self.ignore))
-        require_limits(self.max_bad_share, self.max_clock_skew)
-        self.limits(False).check(repr(self.path))
+        check_limits(self)
 
     def files_of(self, path: str) -> FilesSource:
         """Returns the reader of the files in a directory of dumps."""
@@ -505,11 +490,6 @@ class SnapshotSource:
             timestamps=self.timestamps,
             path_columns=self.path_columns,
         )
-
-    def limits(self, accepted: bool) -> Limits:
-        """Returns the limits within which a dump is accepted."""
-        shares = self.max_shrink, self.max_bad_share
-        return Limits(*shares, self.on_duplicate, self.ignore, accepted)
 
     def describe(self) -> str:
         """Returns a description of the source, for metadata and messages."""
