@@ -45,7 +45,7 @@ from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
 from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
-from vt_dagster.storage.spark_reader import Snapshot, columns_of
+from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.model import Stream, Table, derived_from, topological
 
 Verdict = Literal["unchanged", "new", "goes_on", "needs_replay", "refused", "removed"]
@@ -166,7 +166,7 @@ def _pinned(node: Stream, stores: AssetStores, ask_sources: bool) -> Snapshot:
 def _changes(store: AssetStore, at: Snapshot) -> Iterator[str]:
     node, head = store.node, at.head
     assert head is not None
-    columns = columns_of(node, store.warehouse, store.log_path, log_schema(node), head)
+    columns = store.columns(log_schema(node), head)
     if columns.summary:
         yield columns.summary
     yield from shape_of(node).changed_settings(head.commit.shape)

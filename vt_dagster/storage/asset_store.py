@@ -135,7 +135,7 @@ class AssetStore(AssetReader):
         """
         self.require_writable(commit.batch)
         if commit.batch > 1:
-            warning = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).summary
+            warning = self.columns(noted(rows.schema, log_schema(self.node)), self.head()).summary
             if warning:
                 self.progress.done(f"! {warning}")
         commit = commit.model_copy(update={"staged": self._prepared.get(commit.attempt, {})})

@@ -211,35 +211,6 @@ def require_shape(node: Stream, shape: Shape) -> None:
         )
 
 
-def columns_of(
-    node: Stream, warehouse: str, log_path: str, now: StructType, head: Head | None
-) -> Evolution:
-    """Returns the evolution of the log's columns for new rows. Does not use Spark.
-
-    Args:
-        now: columns of the new rows.
-        head: the log's last commit.
-
-    Raises:
-        NeedsReplayError: the log cannot take the new columns.
-    """
-    placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
-    found = evolved(
-        node.name,
-        parquet.stored_schema(log_path, None if head is None else head.version),
-        now,
-        fixed={*node.key, *placed},
-        required=never_null(node),
-        declared=None if head is None else head.commit.shape.columns,
-        derived=node.operator is not None,
-    )
-    if found.added and found.dropped:
-        logs = [posixpath.join(warehouse, *up.path, "log") for up in node.inputs]
-        stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
-        require_declared_renames(node.name, found, stored)
-    return found
-
-
 # Spark reader
 
 
@@ -524,11 +495,35 @@ class AssetReader:
         if head is None:
             return Snapshot()
         require_shape(self.node, head.commit.shape)
-        self._columns(log_schema(self.node), head)
+        self.columns(log_schema(self.node), head)
         return Snapshot(head, self._view.usable(base, head.commit, of_log))
 
-    def _columns(self, now: StructType, head: Head | None) -> Evolution:
-        return columns_of(self.node, self.warehouse, self.log_path, now, head)
+    def columns(self, now: StructType, head: Head | None) -> Evolution:
+        """Returns the evolution of the log's columns for new rows. Does not use Spark.
+
+        Args:
+            now: columns of the new rows.
+            head: the log's last commit.
+
+        Raises:
+            NeedsReplayError: the log cannot take the new columns.
+        """
+        node = self.node
+        placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
+        found = evolved(
+            node.name,
+            parquet.stored_schema(self.log_path, None if head is None else head.version),
+            now,
+            fixed={*node.key, *placed},
+            required=never_null(node),
+            declared=None if head is None else head.commit.shape.columns,
+            derived=node.operator is not None,
+        )
+        if found.added and found.dropped:
+            logs = [posixpath.join(self.warehouse, *up.path, "log") for up in node.inputs]
+            stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
+            require_declared_renames(node.name, found, stored)
+        return found
 
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
         """Returns the rows of a table as of a snapshot: versions, or current rows.
