@@ -192,10 +192,6 @@ class ForeignTable:
         """Returns the table's columns at a version."""
         return StructType.fromJson(json.loads(self.at(version).schema().to_json()))
 
-    def parted_by(self, version: int) -> list[str]:
-        """Returns the partition columns."""
-        return list(self.at(version).metadata().partition_columns)
-
     def bytes(self, version: int) -> int:
         """Returns the size of all files of a version."""
         files = pa.RecordBatchReader.from_stream(self.at(version).get_add_actions(flatten=True))
@@ -386,7 +382,7 @@ class PinnedVersions(Limited, Uncounted):
         return in_order_of_keys(rows, key=node.key, then=[row], place=F.lit(0), buckets=buckets)
 
     def _appended(self, spark: SparkSession, node: Stream) -> DataFrame:
-        parted = set(self.table.parted_by(self.end - 1))
+        parted = set(self.table.at(self.end - 1).metadata().partition_columns)
         parts = [c for c in node.schema.names if c in parted]
         files = [(c, f) for c in self.changes for f in sorted(c.added, key=lambda one: one.place)]
         if not files:

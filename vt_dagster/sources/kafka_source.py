@@ -334,13 +334,20 @@ class KafkaSource:
         require_source_recorded_at(name, self.recorded_at, WORDS, schema)
         keys = StructType([f for f in schema.fields if f.name in key])
         for part, format_, wanted in (("key", self.key, keys), ("value", self.value, schema)):
-            if format_ is not None and not format_.columns(wanted):
+            if format_ is None:
+                continue
+            if not format_.columns(wanted):
                 raise TopologyError(
                     f"{name}: the message's {part} is read as {format_}, which fills none of the "
                     f"columns {wanted.names}; name one of them"
                 )
-            if format_ is not None:
-                self._require_types(name, part, format_, wanted)
+            own = StructType([f for f in wanted.fields if f.name != self.headers])
+            if odd := format_.misfits(own):
+                raise TopologyError(
+                    f"{name}: the {part} of a message cannot fill these columns: {'; '.join(odd)}; "
+                    "correct the columns' types, or the format"
+                )
+            require_units(name, getattr(format_, "timestamps", None), schema=own)
         if self.headers is None:
             return
         there = schema[self.headers].dataType if self.headers in schema.names else None
@@ -350,15 +357,6 @@ class KafkaSource:
                 f"{name}: expected headers to name a column of type {HEADERS.simpleString()}, got "
                 f"{self.headers!r}, {got}; correct it, or declare the column"
             )
-
-    def _require_types(self, name: str, part: str, format_: Format, wanted: StructType) -> None:
-        own = StructType([f for f in wanted.fields if f.name != self.headers])
-        if odd := format_.misfits(own):
-            raise TopologyError(
-                f"{name}: the {part} of a message cannot fill these columns: {'; '.join(odd)}; correct "
-                "the columns' types, or the format"
-            )
-        require_units(name, getattr(format_, "timestamps", None), schema=own)
 
     @property
     def timestamps(self) -> object:
@@ -574,6 +572,9 @@ class KafkaSource:
         self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]
     ) -> DataFrame:
         """Returns the messages of offset ranges, with their order of arrival."""
+        more = [] if self.headers is None else [F.col("headers")]
+        if self.recorded_at == APPEND_TIME:
+            more.append(F.expr(_APPENDED_AT).alias(SOURCE_RECORDED_AT))
         return in_order_of_arrival(
             read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
                 F.col("topic").alias(SOURCE),
@@ -582,12 +583,7 @@ class KafkaSource:
                 F.expr(_SENT_AT).alias(RECORD_TIME),
                 F.col("key").alias(RAW_KEY),
                 F.col("value").alias(RAW),
-                *(["headers"] if self.headers is not None else []),
-                *(
-                    [F.expr(_APPENDED_AT).alias(SOURCE_RECORDED_AT)]
-                    if self.recorded_at == APPEND_TIME
-                    else []
-                ),
+                *more,
             ),
             self.topics,
         )

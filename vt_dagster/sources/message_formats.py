@@ -376,15 +376,11 @@ class Avro(Format):
             found = row_of(F.col(name), schema, wanted, self.reading, newest)
             row = F.when(number == id_, found).otherwise(row)
         parsed[f"{into}_row"], row = once(row), F.col(f"{into}_row")
-        if known:
-            self._require(newest, wanted)
+        if known and (odd := avro.misfits(newest, wanted, self.reading)):
+            raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
         return Decoded(parsed, row, reason.when(row[READ].isNull(), Reason.UNREADABLE))
-
-    def _require(self, schema: str, wanted: StructType) -> None:
-        if odd := avro.misfits(schema, wanted, self.reading):
-            raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
 
 
 @dataclass(frozen=True)

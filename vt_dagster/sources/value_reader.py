@@ -439,7 +439,9 @@ def read(
         found = F.transform(value, lambda one: read(one, element, leaf, path)[0])
         return found, F.coalesce(bad, F.lit(False))
     if isinstance(kind, MapType):
-        return _read_map(value, kind, leaf, path)
+        of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
+        keys = read(F.map_keys(value), of_keys, lambda one, k, _: of_text(one, k), path)
+        return map_of(value, keys, read(F.map_values(value), of_values, leaf, path))
     found = leaf(value, kind, path)
     return found, value.isNotNull() & found.isNull()
 
@@ -483,12 +485,6 @@ def once(value: Column) -> Column:
     """Returns a value that Spark computes once per row, at this point of the plan, because the
     expression counts as nondeterministic."""
     return F.when(F.monotonically_increasing_id() >= 0, value)
-
-
-def _read_map(value: Column, kind: MapType, leaf: Leaf, path: tuple[str, ...]) -> tuple[Column, Column]:
-    of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
-    keys = read(F.map_keys(value), of_keys, lambda one, k, _: of_text(one, k), path)
-    return map_of(value, keys, read(F.map_values(value), of_values, leaf, path))
 
 
 def map_of(
