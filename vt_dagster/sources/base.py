@@ -37,27 +37,30 @@ def by_name(value: Column, got: DataType, wanted: DataType) -> Column:
     if same(got, wanted):
         return value
     if isinstance(got, StructType) and isinstance(wanted, StructType):
-        there = {f.name: f.dataType for f in got.fields}
-        fields = [
-            by_name(value[f.name], there[f.name], f.dataType).alias(f.name)
-            if f.name in there
-            else F.lit(None).cast(f.dataType).alias(f.name)
-            for f in wanted.fields
-        ]
-        return F.when(value.isNotNull(), F.struct(*fields))
+        return F.when(value.isNotNull(), F.struct(*all_by_name(lambda n: value[n], got, wanted)))
     if isinstance(got, ArrayType) and isinstance(wanted, ArrayType):
         element, other = got.elementType, wanted.elementType
         return F.transform(value, lambda one: by_name(one, element, other))
     if isinstance(got, MapType) and isinstance(wanted, MapType):
-        entries = F.transform(
-            F.map_entries(value),
-            lambda one: F.struct(
-                by_name(one["key"], got.keyType, wanted.keyType).alias("key"),
-                by_name(one["value"], got.valueType, wanted.valueType).alias("value"),
-            ),
-        )
-        return F.map_from_entries(entries)
+        keys = by_name(F.map_keys(value), ArrayType(got.keyType), ArrayType(wanted.keyType))
+        values = by_name(F.map_values(value), ArrayType(got.valueType), ArrayType(wanted.valueType))
+        return F.map_from_arrays(keys, values)
     return value.cast(wanted)
+
+
+def all_by_name(value: Callable[[str], Column], got: StructType, wanted: StructType) -> list[Column]:
+    """Returns the wanted fields or columns, see :func:`by_name`.
+
+    Args:
+        value: returns a field or column that is there, by name.
+    """
+    there = {f.name: f.dataType for f in got.fields}
+    return [
+        by_name(value(f.name), there[f.name], f.dataType).alias(f.name)
+        if f.name in there
+        else F.lit(None).cast(f.dataType).alias(f.name)
+        for f in wanted.fields
+    ]
 
 
 # Base

@@ -43,7 +43,7 @@ from vt_dagster.sources.base import (
     News,
     Uncounted,
     Whole,
-    by_name,
+    all_by_name,
     check_place,
     of_id,
     replaced,
@@ -496,13 +496,7 @@ class PinnedState(PinnedVersions):
 
 def _columns(rows: DataFrame, node: Stream) -> list[Column]:
     """Returns a node's columns, with nested fields by name; null for columns that the rows lack."""
-    kinds = {f.name: f.dataType for f in rows.schema.fields}
-    return [
-        by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).alias(f.name)
-        if f.name in kinds
-        else F.lit(None).cast(f.dataType).alias(f.name)
-        for f in node.schema.fields
-    ]
+    return all_by_name(lambda name: F.col(f"`{name}`"), rows.schema, node.schema)
 
 
 def _no_rows(spark: SparkSession, node: Stream) -> DataFrame:
