@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from vt_dagster.errors import StorageError
 
-_DATE = re.compile(r"([+-]?\d{4,6})-(\d\d)-(\d\d)")
+_DATE = re.compile(r"[+-]?\d{4,6}-\d\d-\d\d")
 _TIME = re.compile(r"(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,6})0*)?)?)?\s*(Z|[+-]\d\d:\d\d)?")
 _DAY = 86_400_000_000
 
@@ -56,12 +56,7 @@ def _parsed(text: str, kind: pa.DataType) -> Any:
 
 
 def _days(found: re.Match[str]) -> int:
-    year, month, day = (int(part) for part in found.groups()[:3])
-    first = np.datetime64(year - 1970, "Y").astype("datetime64[M]") + (month - 1)
-    days = first.astype("datetime64[D]") + (day - 1)
-    if not 1 <= month <= 12 or days.astype("datetime64[M]") != first:
-        raise ValueError(found[0])
-    return int(days.astype(np.int64))
+    return int(np.datetime64(found[0].removeprefix("+"), "D").astype(np.int64))
 
 
 def _moment(text: str) -> int:
