@@ -45,7 +45,7 @@ from vt_dagster.storage.commit_log import (
     require_not_truncated,
     require_same_log,
 )
-from vt_dagster.storage.spark_reader import Head
+from vt_dagster.storage.spark_reader import Head, before
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
 
@@ -427,10 +427,7 @@ class Publication:
         return {p: done.get(p, 0) + min(n, share) for p, n in new.items()}
 
     def _rows(self, head: Head, done: Offsets, ends: Offsets) -> DataFrame:
-        rows, upto = self._store.log(done, head), F.lit(False)
-        for partition, end in ends.items():
-            upto = upto | ((F.col(PARTITION) == partition) & (F.col(OFFSET) < end))
-        return rows.where(upto)
+        return self._store.log(done, head).where(before(ends))
 
     def _since(self, before: Commit | None, topic: TopicState) -> Offsets:
         """Returns the first offset by partition of the topic that may hold uncommitted records."""
