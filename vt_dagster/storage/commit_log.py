@@ -19,7 +19,7 @@ import posixpath
 import re
 import time
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -698,15 +698,11 @@ def _bisected(
             place -= 1
         return None
 
-    low, high = 0, len(versions)  # ``early`` holds before low, and fails from high on
-    while low < high:
-        middle = (low + high) // 2
-        found = ours(middle)
-        if found is None or early(found):
-            low = middle + 1
-        else:
-            high = middle
-    return ours(low - 1)
+    def is_late(place: int) -> bool:
+        found = ours(place)
+        return found is not None and not early(found)
+
+    return ours(bisect_left(range(len(versions)), True, key=is_late) - 1)
 
 
 # ------------------------------------------------------------------------------------ archived commits
