@@ -27,6 +27,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.runs import record_times
 from vt_dagster.runs.pin import Arrival
 from vt_dagster.runs.run import run_once
+from vt_dagster.sources.base import Uncounted
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
@@ -237,7 +238,7 @@ def test_recorded_times_never_decrease(
     )
     shape = shape_of(topology.orders)
     before = Commit(asset="orders", batch=1, attempt="a", shape=shape, recorded_at=1)
-    source: Any = object()
+    source: Any = Uncounted()
     arrival = Arrival(topology.orders, Head(0, before), "attempt", source=source)
     timed, end = record_times.assign_system_times(read, arrival, store, 12)
     found = [r[0] for r in timed.orderBy(ARRIVAL).select(F.unix_micros(RECORDED_AT)).collect()]

@@ -17,7 +17,6 @@ from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURC
 from vt_dagster.errors import SourceError
 from vt_dagster.runs.gate import Passed, check_bad_share
 from vt_dagster.runs.pin import Arrival, Store, after_run
-from vt_dagster.sources.base import Placed
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started, consumed_commits
 from vt_dagster.storage.view import Progress
@@ -102,7 +101,7 @@ def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None
         # Rows of a snapshot, and others that no record or several have, have no offset of their own.
         own = arrival.start is None and not passed.counts.get(Outcome.CARRIED)
         own = own and plan.order.by in ((ARRIVAL,), (ARRIVAL, PROPAGATED_FROM))
-        taken = source.places if own and isinstance(source, Placed) else None
+        taken = source.places if own else None
     elif plan.keeps_order:
         (taken,) = arrival.taken.values()
     if taken is None:

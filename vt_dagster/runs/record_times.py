@@ -27,7 +27,6 @@ from vt_dagster.core.processor import Input, RunContext, TimePolicy
 from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
 from vt_dagster.core.stream_time import Bounds, mean_and_most, running_max
 from vt_dagster.runs.pin import Arrival, Store
-from vt_dagster.sources.base import Recorded
 from vt_dagster.storage.commit_log import Commit, Step
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import VersionedTable
@@ -50,7 +49,7 @@ def assign_system_times(
     """
     source, first = arrival.source, arrival.before.recorded_at + 1
     last = time.time_ns() // 1000 if latest is None else latest
-    by_origin = source.recorded() if isinstance(source, Recorded) else None
+    by_origin = None if source is None else source.recorded()
     if by_origin:
         times = _of_origins(by_origin, first, last)
         # An initial snapshot comes last, and its system time is that of the run.

@@ -132,6 +132,16 @@ class Pinned(Protocol):
         ...
 
     @property
+    def places(self) -> Mapping[int, tuple[int, int]] | None:
+        """The offset range of each partition, if ``_arrival`` is the offset of a record; else None."""
+        ...
+
+    def recorded(self) -> Mapping[str, int] | None:
+        """Returns the system time (epoch µs) by ``_source``, in order of arrival; None = the time of
+        the commit."""
+        ...
+
+    @property
     def source_end(self) -> End:
         """The end of the source when the run started, even if the run takes less."""
         ...
@@ -220,7 +230,9 @@ def require_source_recorded_at(
 
 
 class Uncounted:
-    """The input of one run from a source without offsets and further counts."""
+    """The input of one run from a source without offsets, system times and further counts."""
+
+    places: Mapping[int, tuple[int, int]] | None = None
 
     @property
     def taken(self) -> Ranges:
@@ -237,6 +249,9 @@ class Uncounted:
     def reaches(self, end: End) -> bool:
         return True
 
+    def recorded(self) -> Mapping[str, int] | None:
+        return None
+
 
 @contextmanager
 def explained(pinned: Pinned) -> Iterator[None]:
@@ -250,7 +265,7 @@ def explained(pinned: Pinned) -> Iterator[None]:
         raise reason from error
 
 
-class Limited:
+class Limited(Uncounted):
     """The input of one run with the limits of its source."""
 
     source: Any
@@ -294,26 +309,6 @@ class Whole(Pinned, Comparing, Protocol):
 
     @property
     def bytes(self) -> int: ...
-
-
-@runtime_checkable
-class Recorded(Protocol):
-    """The input of one run from a source that provides system times: a ``Pinned``."""
-
-    def recorded(self) -> Mapping[str, int] | None:
-        """Returns the system time (epoch µs) by ``_source``, in order of arrival; None = the time of
-        the commit."""
-        ...
-
-
-@runtime_checkable
-class Placed(Protocol):
-    """The input of one run from a log with offsets: a ``Pinned``."""
-
-    @property
-    def places(self) -> Mapping[int, tuple[int, int]] | None:
-        """The offset range of each partition, if ``_arrival`` is the offset of a record; else None."""
-        ...
 
 
 @dataclass(frozen=True)

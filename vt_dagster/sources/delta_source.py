@@ -41,7 +41,6 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
-    Uncounted,
     Whole,
     all_by_name,
     check_place,
@@ -270,7 +269,7 @@ _BY_STATE = "Set mode='snapshots' of the source for one run, which reads the cur
 
 
 @dataclass(frozen=True)
-class PinnedVersions(Limited, Uncounted):
+class PinnedVersions(Limited):
     """The versions of a table that a run consumes.
 
     Args:

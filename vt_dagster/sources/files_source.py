@@ -37,7 +37,6 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
-    Uncounted,
     check_place,
     explained,
     read_by_all_names,
@@ -625,7 +624,7 @@ _LOOKED_AT = 20
 
 
 @dataclass(frozen=True)
-class PinnedFiles(Limited, Uncounted):
+class PinnedFiles(Limited):
     """The files that a run consumes.
 
     Args:

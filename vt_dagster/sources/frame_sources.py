@@ -30,7 +30,7 @@ from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.log_columns import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json, time_of
 from vt_dagster.errors import ContractError, SourceError
-from vt_dagster.sources.base import Limited, Uncounted, all_by_name, require_limits
+from vt_dagster.sources.base import Limited, all_by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME
@@ -660,7 +660,7 @@ def batch_of_delivery(consumed: Mapping[str, Any], name: str) -> int:
 
 
 @dataclass(frozen=True)
-class PinnedFrames(Limited, Uncounted):
+class PinnedFrames(Limited):
     """The deliveries that a run consumes.
 
     Args:

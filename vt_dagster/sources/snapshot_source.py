@@ -38,7 +38,6 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
-    Uncounted,
     check_place,
     explained,
     require_limits,
@@ -273,7 +272,7 @@ _SUFFIXES = re.compile(r"(\.(parquet|csv|jsonl?|txt|gz|bz2|zst|snappy|lz4))+$")
 
 
 @dataclass(frozen=True)
-class PinnedDump(Limited, Uncounted):
+class PinnedDump(Limited):
     """The dump that a run consumes.
 
     Args:
