@@ -26,24 +26,16 @@ from typing import Any
 
 from vt_dagster.errors import SparkUnavailableError
 
-# Series of Spark: Delta Lake, Kafka source, Avro. These versions depend on each other and on
-# session.JAVA_VERSIONS: after a change, check all.
+# These versions depend on each other and on session.JAVA_VERSIONS: after a change, check all.
+_VERSIONS = {"4.0": ("4.4.0", "4.0.0"), "4.1": ("4.4.0", "4.1.1"), "4.2": ("4.4.0", "4.2.0")}
+"""By series of Spark: the version of Delta Lake, and that of Spark's Kafka source and Avro."""
 SERIES = {
-    "4.0": (
-        "io.delta:delta-spark_4.0_2.13:4.4.0",
-        "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0",
-        "org.apache.spark:spark-avro_2.13:4.0.0",
-    ),
-    "4.1": (
-        "io.delta:delta-spark_4.1_2.13:4.4.0",
-        "org.apache.spark:spark-sql-kafka-0-10_2.13:4.1.1",
-        "org.apache.spark:spark-avro_2.13:4.1.1",
-    ),
-    "4.2": (
-        "io.delta:delta-spark_4.2_2.13:4.4.0",
-        "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
-        "org.apache.spark:spark-avro_2.13:4.2.0",
-    ),
+    series: (
+        f"io.delta:delta-spark_{series}_2.13:{of_delta}",
+        f"org.apache.spark:spark-sql-kafka-0-10_2.13:{of_spark}",
+        f"org.apache.spark:spark-avro_2.13:{of_spark}",
+    )
+    for series, (of_delta, of_spark) in _VERSIONS.items()
 }
 """The supported series of Spark, oldest first, each with the Maven coordinates of its jars."""
 
