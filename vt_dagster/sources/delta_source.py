@@ -10,7 +10,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
@@ -647,21 +647,21 @@ class DeltaSource:
         place = self._place(table, before, accept_gap)
         newest = table.version if version is None else min(version, table.version)
         if place.whole:
-            return self._state(table, place, place.first, accept_shrink)
+            return self._pinned(table, place, state=place.first, accepted=accept_shrink)
         if self.mode == "snapshots" and table.first_commit(newest) > place.first:
-            return self._state(table, place, newest, accept_shrink)
-        changes, gap = self._bounded(table, place.first, newest), place.gap
+            return self._pinned(table, place, state=newest, accepted=accept_shrink)
+        changes = self._bounded(table, place.first, newest)
         if self.mode == "snapshots":
             newest = max((c.version for c in changes if c.changes_rows), default=-1)
             if newest < 0:
-                return self._pinned(PinnedVersions, table, place, gap, changes)
-            return self._state(table, place, newest, accept_shrink)
+                return self._pinned(table, place, changes)
+            return self._pinned(table, place, state=newest, accepted=accept_shrink)
         if self.mode == "append":
             table.require_plain_files(max(newest, 0))
-            changes, gap = self._appended(changes, gap, accept_gap)
+            changes, place = self._appended(changes, place, accept_gap)
         else:
             self._require_feed(table, place.first, changes)
-        return self._pinned(PinnedVersions, table, place, gap, changes)
+        return self._pinned(table, place, changes)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """Returns the run config with the newest version. Does not use Spark."""
@@ -749,13 +749,13 @@ class DeltaSource:
         )
 
     def _appended(
-        self, changes: list[Change], gap: tuple[int, int] | None, accept_gap: bool
-    ) -> tuple[list[Change], tuple[int, int] | None]:
+        self, changes: list[Change], place: _Place, accept_gap: bool
+    ) -> tuple[list[Change], _Place]:
         rewrites = next((c for c in changes if c.removes), None)
         if rewrites is None:
-            return changes, gap
+            return changes, place
         version = rewrites.version
-        if not accept_gap or gap is not None:
+        if not accept_gap or place.gap is not None:
             raise SourceError(
                 f"{self.path}: version {version} ({rewrites.operation}) removes or rewrites rows, "
                 "which mode='append' does not support; nothing was committed. Set mode='changes' (with "
@@ -764,7 +764,7 @@ class DeltaSource:
             )
         kept = [c for c in changes if c.version < version]
         left_out = Change(version, rewrites.time, rewrites.operation, (), False, 0, None)
-        return [*kept, left_out], (version, version + 1)
+        return [*kept, left_out], replace(place, gap=(version, version + 1))
 
     def _require_feed(self, table: ForeignTable, first: int, changes: Sequence[Change]) -> None:
         if not changes:
@@ -781,37 +781,30 @@ class DeltaSource:
                     "one run, or create a new asset with start='current'"
                 )
 
-    def _state(
-        self, table: ForeignTable, place: _Place, version: int, accept_shrink: bool
-    ) -> PinnedVersions:
-        kind = PinnedVersions if self.mode == "append" else PinnedState
-        about = {"state": version, "accepted": accept_shrink}
-        return self._pinned(kind, table, place, place.gap, [], **about)
-
     def _pinned(
         self,
-        kind: type[PinnedVersions],
         table: ForeignTable,
         place: _Place,
-        gap: tuple[int, int] | None,
-        changes: Sequence[Change],
-        **state: Any,
+        changes: Sequence[Change] = (),
+        *,
+        state: int | None = None,
+        accepted: bool = False,
     ) -> PinnedVersions:
-        version: int | None = state.get("state")
-        end = place.first + len(changes) if version is None else version + 1
-        version_time = None if version is None else table.time(version)
-        time = changes[-1].time if changes else version_time
-        upkeep = version is None and not any(c.changes_rows for c in changes)
-        idle = upkeep and gap is None and len(changes) < _UPKEEP
+        end = place.first + len(changes) if state is None else state + 1
+        state_time = None if state is None else table.time(state)
+        upkeep = state is None and not any(c.changes_rows for c in changes)
+        idle = upkeep and place.gap is None and len(changes) < _UPKEEP
+        kind = PinnedVersions if state is None or self.mode == "append" else PinnedState
         return kind(
             self,
             table,
-            place.first if version is None or not place.whole else 0,
+            place.first if state is None or not place.whole else 0,
             place.first if idle else end,
             changes=() if idle else tuple(changes),
-            time=time,
-            gap=gap,
-            **state,
+            time=changes[-1].time if changes else state_time,
+            gap=place.gap,
+            state=state,
+            accepted=accepted,
         )
 
 
