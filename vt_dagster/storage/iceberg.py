@@ -350,14 +350,14 @@ class IcebergTable:
 def last_document(reference: str) -> dict[str, Any] | None:
     """Returns our last document in the table ``catalog:schema.table``; None = there is no such table,
     or another writer owns it."""
-    table = _open(*_parts(reference))
+    table = _open(*reference.split(":"))
     return None if table is None else _document(table)
 
 
 def renew(reference: str) -> None:
     """Makes the next run write the whole table ``catalog:schema.table``, because an erase has changed
     rows that are already committed there."""
-    table = _open(*_parts(reference))
+    table = _open(*reference.split(":"))
     document = None if table is None else _document(table)
     if table is None or document is None:
         return
@@ -373,11 +373,6 @@ def is_reference(text: str) -> bool:
 def is_table(path: str) -> bool:
     """Returns whether a directory has the metadata of an Iceberg table."""
     return any(name.endswith(".metadata.json") for name in names_in(posixpath.join(path, "metadata")))
-
-
-def _parts(reference: str) -> tuple[str, str]:
-    catalog, _, name = reference.partition(":")
-    return catalog, name
 
 
 def _document(table: Table) -> dict[str, Any] | None:

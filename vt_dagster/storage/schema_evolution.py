@@ -193,7 +193,8 @@ class _Columns:
             return None, (
                 f"{name} is the name of {home.name} in old rows, and no other column can have it"
             )
-        if home.name != name and home.name.lower() not in before and not before & self._known_as(home):
+        known = {n.lower() for n in (home.name, *was(home))}
+        if home.name != name and not before & known:
             return None, (
                 f"{home.name} is missing and its earlier name {name} is declared again: to rename it "
                 f"back, declare renamed={{{home.name!r}: {name!r}}}"
@@ -214,9 +215,6 @@ class _Columns:
     def known(self, name: str, now: Collection[str]) -> bool:
         """Returns whether a column is still declared, under its newest name."""
         return self._homes.get(name.lower(), name).lower() in now
-
-    def _known_as(self, home: StructField) -> set[str]:
-        return {n.lower() for n in was(home)}
 
 
 def evolved(name: str, then: StructType, now: StructType, **about: Any) -> Evolution:
