@@ -15,7 +15,7 @@ import json
 import posixpath
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
 from operator import and_, or_
@@ -458,10 +458,7 @@ class _Changes(AssetRows):
         rows = self._relevant_records(reads)
         if not rows.num_rows:
             return [None] * len(last)
-        keys = rows.select(self.key)
-        of_keys = _Changes(
-            self.root, self.commit, self.version, self.shape, None, self.later, keys=keys
-        )
+        of_keys = replace(self, keys=rows.select(self.key))
         since = int(micros(rows, TIMESTAMP).min())
         versions, end = of_keys._versions(reads.first, since)
         doubtful = ~versions.column(_WAS_LATEST).fill_null(True).to_numpy() & (end > horizon)
