@@ -71,6 +71,7 @@ LATE_IMPORTS = {
     "vt_dagster.spark.session": {
         "pyspark": "it starts a JVM, and the wrong PySpark is to be an error that says so",
         "grpc": "of Spark Connect, an extra of PySpark",
+        "py4j": "of PySpark, for a JVM in this process only",
     },
 }
 """Imports inside functions: by module, the package and the reason. None is of ``vt_dagster``."""

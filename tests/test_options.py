@@ -54,8 +54,8 @@ from vt_dagster.orchestration.metadata import definition_metadata
 from vt_dagster.orchestration.sensors import build_partition_sensor
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.provenance.lateness import require_computable
-from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import Shape
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.options import OPTIONS, Consumer, Option
 

@@ -20,7 +20,6 @@ STARTS = {
     "log",
     "view_at",
     "current_at",
-    "_read_log",
     "_read_staged",
 }
 """The attributes, and the methods that read, which start the session if there is none."""

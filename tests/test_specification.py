@@ -23,7 +23,7 @@ from vt_dagster import (
 from vt_dagster.errors import TopologyError
 from vt_dagster.provenance.explain import KINDS
 from vt_dagster.storage.commit_log import Shape
-from vt_dagster.storage.spark_reader import shape_of
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.topology.durations import iso8601
 from vt_dagster.topology.operators import Aggregator, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.specification import (

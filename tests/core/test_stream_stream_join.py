@@ -28,7 +28,7 @@ from vt_dagster.core import arrival_order, stream_time
 from vt_dagster.core.stream_stream_join import StreamJoinTime
 from vt_dagster.runs import gate
 from vt_dagster.runs import pin as arrivals
-from vt_dagster.storage.asset_store import shape_of
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.testing import TopologyTestDriver
 
 pytestmark = pytest.mark.usefixtures("few_rows")

@@ -30,8 +30,9 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.sources.base import Uncounted
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import commit_log, delta
-from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream, VersionedTable
 

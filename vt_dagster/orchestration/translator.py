@@ -14,7 +14,7 @@ from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.decorators import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, summary
-from vt_dagster.storage.asset_store import shape_of
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import definition_of
 from vt_dagster.topology.specification import without_layout

@@ -17,8 +17,8 @@ from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURC
 from vt_dagster.errors import SourceError
 from vt_dagster.runs.gate import Passed, check_bad_share
 from vt_dagster.runs.pin import Arrival, Store, after_run
-from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started, consumed_commits
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.storage.view import Progress
 from vt_dagster.topology.durations import in_utc
 

@@ -30,7 +30,7 @@ from vt_dagster.runs.pin import require_inputs_unchanged
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, iceberg, parquet
-from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
+from vt_dagster.storage.asset_store import AssetStore, Snapshot
 from vt_dagster.storage.commit_log import (
     Commit,
     Exported,
@@ -40,6 +40,7 @@ from vt_dagster.storage.commit_log import (
     require_same_log,
 )
 from vt_dagster.storage.delta import address
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.topology.durations import NOW, clock, in_utc
 from vt_dagster.topology.model import Stream, Table
 from vt_dagster.topology.node import listed

@@ -46,7 +46,6 @@ from vt_dagster.errors import (
 from vt_dagster.sources.base import Comparing, End, Pinned, Source, Whole
 from vt_dagster.sources.delta_source import pin_start
 from vt_dagster.spark.settings import is_small
-from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import (
     Commit,
     Offsets,
@@ -55,6 +54,7 @@ from vt_dagster.storage.commit_log import (
     require_same_log,
 )
 from vt_dagster.storage.delta import unreadable, unseen
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.storage.spark_reader import Head, Snapshot
 from vt_dagster.storage.view import MANY_ROWS, Progress
 from vt_dagster.topology.durations import epoch_micros, in_utc, spoken

@@ -44,7 +44,8 @@ from vt_dagster.runs.replay import (
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
-from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.model import Stream, Table, derived_from, topological
 

@@ -28,9 +28,10 @@ from vt_dagster.runs.pin import not_ready, require_inputs_unchanged
 from vt_dagster.runs.record_times import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.settings import is_small
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.asset_store import AssetStore, shape_of
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Offsets, consumed_commits, require_same_log
 from vt_dagster.storage.delta import place_of
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream, VersionedTable

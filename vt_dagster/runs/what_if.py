@@ -30,7 +30,8 @@ from vt_dagster.runs.replay import (
     require_logs,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.asset_store import AssetStore, shape_of
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.topology.model import Stream, topological
 
 EXAMPLES = 10

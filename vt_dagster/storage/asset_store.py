@@ -30,13 +30,10 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, require_in_place
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
 from vt_dagster.storage.delta import gone_before_commit, require_seen
-from vt_dagster.storage.spark_reader import AssetReader, Head, Snapshot, shape_of
+from vt_dagster.storage.spark_reader import AssetReader, Head, Snapshot
 from vt_dagster.storage.view import Base
 from vt_dagster.topology.model import Stream, Table
 from vt_dagster.topology.schema import noted
-
-__all__ = ["AssetStore", "shape_of", "stores_of"]
-
 
 _FAILED_WRITES = (StorageError, PySparkException, Py4JJavaError, DeltaError, OSError)
 

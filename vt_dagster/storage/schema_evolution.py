@@ -1,5 +1,5 @@
-"""Schema evolution of a live table: which column changes are applied in place, and which are refused.
-No Spark jobs.
+"""What may change in a live asset: which changes of columns and of the definition are applied in place,
+and which are refused. No Spark jobs.
 
 A plain Delta table has one schema, and data files keep the columns that they were written with. So only
 changes that every reader handles alike are applied: a missing column reads as null, and a narrower
@@ -52,9 +52,13 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import OLD
+from vt_dagster.core.source_order import follows_source
 from vt_dagster.errors import NeedsReplayError, StorageError
+from vt_dagster.storage.commit_log import Shape
 from vt_dagster.storage.delta import filesystem, is_local
-from vt_dagster.topology.model import Stream
+from vt_dagster.topology.durations import in_micros
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.options import options_in_commit
 from vt_dagster.topology.schema import earlier_names, named, pandera_schema, same, was
 from vt_dagster.topology.specification import Names
 
@@ -353,6 +357,55 @@ def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> li
 def _struct(field: StructField) -> StructType:
     assert isinstance(field.dataType, StructType)
     return field.dataType
+
+
+# Definition
+
+
+def shape_of(node: Stream) -> Shape:
+    """Returns the description of a node for its commits."""
+    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names}
+    about["specification"] = None if node.operator is None else node.operator.specification
+    about |= options_in_commit(node)
+    if not isinstance(node, VersionedTable):
+        return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
+    about["history_retention"] = in_micros(node.history_retention)
+    about["has_partial_updates"] = node.has_partial_updates
+    about["ordered_by_source"] = follows_source(node)
+    return Shape(kind="versioned", **about)
+
+
+def require_shape(node: Stream, shape: Shape) -> None:
+    """Checks that existing tables fit the declaration.
+
+    Args:
+        shape: shape in the log's last commit.
+
+    Raises:
+        NeedsReplayError: the operator's definition differs.
+        StorageError: the kind or the key differs.
+    """
+    declared = shape_of(node)
+    earlier = node.earlier
+    keys = zip(shape.key, declared.key, strict=False)
+    same_key = len(shape.key) == len(declared.key) and all(
+        then in (now, *earlier.get(now, ())) for then, now in keys
+    )
+    if shape.kind != declared.kind or not same_key:
+        raise StorageError(
+            f"{node.name}: declared as {declared.kind} keyed by "
+            f"{declared.key}, but its tables were written as {shape.kind} keyed by "
+            f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), or "
+            "give the new asset another name"
+        )
+    changed = node.changed_definition(shape.specification)
+    if changed:
+        raise NeedsReplayError(
+            f"{node.name}: the declaration differs from the one that wrote its log: "
+            f"{'; '.join(changed)}. Its log would mix both results: restore the earlier declaration, "
+            "give the new asset another name, or rebuild it beside the old one (vt-dagster replay) and "
+            "swap"
+        )
 
 
 # Schema transaction

@@ -33,16 +33,14 @@ from vt_dagster.core import table_store as of_table
 from vt_dagster.core import versioned_table
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import with_finality
-from vt_dagster.errors import ConcurrentRunError, NeedsReplayError, StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.storage import commit_log, delta, parquet
 from vt_dagster.storage.arrow_reader import exchanged, head_of, require_in_place
 from vt_dagster.storage.commit_log import (
     Checkpoint,
     Commit,
     Offsets,
-    Shape,
     choose,
     file_at_or_after,
     file_between,
@@ -55,9 +53,11 @@ from vt_dagster.storage.schema_evolution import (
     kept_by_newest_names,
     never_null,
     require_declared_renames,
+    require_shape,
+    shape_of,
 )
 from vt_dagster.storage.view import Base, Progress, View
-from vt_dagster.topology.durations import in_micros, parse_time
+from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.expressions import mentions
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
@@ -160,55 +160,6 @@ def _any_of(conditions: Iterable[tuple[Sequence[int], str]]) -> str:
     would need a call of the JVM for each of its steps."""
     terms = [f"`{PARTITION}` IN ({', '.join(map(str, some))}) AND {text}" for some, text in conditions]
     return " OR ".join(f"({term})" for term in terms) or "false"
-
-
-# Shape check
-
-
-def shape_of(node: Stream) -> Shape:
-    """Returns the description of a node for its commits."""
-    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names}
-    about["specification"] = None if node.operator is None else node.operator.specification
-    about |= options_in_commit(node)
-    if not isinstance(node, VersionedTable):
-        return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
-    about["history_retention"] = in_micros(node.history_retention)
-    about["has_partial_updates"] = node.has_partial_updates
-    about["ordered_by_source"] = follows_source(node)
-    return Shape(kind="versioned", **about)
-
-
-def require_shape(node: Stream, shape: Shape) -> None:
-    """Checks that existing tables fit the declaration.
-
-    Args:
-        shape: shape in the log's last commit.
-
-    Raises:
-        NeedsReplayError: the operator's definition differs.
-        StorageError: the kind or the key differs.
-    """
-    declared = shape_of(node)
-    earlier = node.earlier
-    keys = zip(shape.key, declared.key, strict=False)
-    same_key = len(shape.key) == len(declared.key) and all(
-        then in (now, *earlier.get(now, ())) for then, now in keys
-    )
-    if shape.kind != declared.kind or not same_key:
-        raise StorageError(
-            f"{node.name}: declared as {declared.kind} keyed by "
-            f"{declared.key}, but its tables were written as {shape.kind} keyed by "
-            f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), or "
-            "give the new asset another name"
-        )
-    changed = node.changed_definition(shape.specification)
-    if changed:
-        raise NeedsReplayError(
-            f"{node.name}: the declaration differs from the one that wrote its log: "
-            f"{'; '.join(changed)}. Its log would mix both results: restore the earlier declaration, "
-            "give the new asset another name, or rebuild it beside the old one (vt-dagster replay) and "
-            "swap"
-        )
 
 
 # Spark reader
@@ -316,21 +267,25 @@ class AssetReader:
         Raises:
             StorageError: the row counts differ, or a file is missing or has another size.
         """
-        ends = head.commit.next_offset
-        if head.later:
-            rows = self._read_log(head, file_between(start, ends, consumed))
-            return rows.where(at_or_after(start, ends) & before(ends))
-        if not start:
-            return self._read_log(head, counted=counted)
-        recent = file_at_or_after(start, ends, consumed)
+        ends, stored = head.commit.next_offset, head.commit.total - sum(head.commit.missing.values())
+        upto = file_between if head.later else file_at_or_after
+        recent = upto(start, ends, consumed)
 
         def needed(file: delta.File) -> bool:
-            older = after is not None and (file.newest is None or file.newest > after)
-            return recent(file) or older
+            may_wait = after is not None and (file.newest is None or file.newest > after)
+            return recent(file) or (not head.later and (not start or may_wait))
 
-        rows = self._read_log(head, needed, counted)
+        # A version with later commits has more rows than this commit counts.
+        count = stored if counted and not head.later else None
+        like = log_schema(self.node)
+        with self._of_one_log(head):
+            rows = parquet.read(self.spark, self.log_path, head.version, needed, like=like, count=count)
+        if not start and not head.later:
+            return rows
         # After the read, which starts the session: Spark columns need an active session.
         wanted = at_or_after(start, ends)
+        if head.later:
+            return rows.where(wanted & before(ends))
         if after is None:
             return rows.where(wanted)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
@@ -347,16 +302,6 @@ class AssetReader:
             times = [file.oldest for file in delta.files(self.log_path, head.version, recent)]
         known = [moment for moment in times if moment is not None]
         return min(known) if known and len(known) == len(times) else None
-
-    def _read_log(
-        self, head: Head, wanted: delta.Wanted = delta.everything, counted: bool = True
-    ) -> DataFrame:
-        # A version with later commits has more rows than this commit counts.
-        there = head.commit.total - sum(head.commit.missing.values())
-        count = there if counted and not head.later else None
-        like = log_schema(self.node)
-        with self._of_one_log(head):
-            return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
 
     @contextmanager
     def _of_one_log(self, head: Head | None) -> Iterator[None]:
