@@ -424,6 +424,18 @@ def test_adder_without_return_is_refused() -> None:
     assert all(joined_names(one) for one in (returns, chooses, partial(add), lambda row, names: names))
 
 
+def test_aggregator_of_a_stream_is_refused() -> None:
+    schema = StructType([StructField("k", StringType()), StructField("at", TimestampType())])
+    clicks = Stream("clicks", source=FilesSource("/clicks"), schema=schema, key="k", timestamp="at")
+    last = Aggregator(lambda row, total: row, lambda row, total: total)
+    windows = clicks.group_by().windowed_by(TumblingWindow(HOUR))
+    for groups in (clicks.group_by(), windows):
+        with pytest.raises(
+            TopologyError, match=r"totals: expected SQL aggregates of a stream.*to_table"
+        ):
+            groups.aggregate(last, name="totals")
+
+
 @pytest.mark.parametrize(
     ("expression", "kind", "value"),
     [

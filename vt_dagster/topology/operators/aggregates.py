@@ -77,8 +77,17 @@ class Aggregate(OneInput, ABC):
         return self.selected(self.group_key or self.source.key)
 
     def parsed(self) -> Aggregates:
-        """The parsed aggregates."""
-        assert not isinstance(self.aggregates, Aggregator)
+        """The parsed aggregates.
+
+        Raises:
+            TopologyError: they are an ``Aggregator``, which only a table's aggregate takes.
+        """
+        if isinstance(self.aggregates, Aggregator):
+            raise TopologyError(
+                f"{self.name}: expected SQL aggregates of a stream, for example {{'n': 'count(*)'}}, "
+                "got an Aggregator, which adds and subtracts the rows of a table; aggregate a table, "
+                "for example to_table(name=...), or write the aggregates in SQL"
+            )
         return Aggregates(self.name, self.aggregates)
 
     @property
