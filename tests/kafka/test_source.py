@@ -160,6 +160,21 @@ def test_tombstone_takes_message_timestamp(topics: Topics, pipeline: Pipeline) -
     ]
 
 
+def test_json_null_is_a_tombstone(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    texts = ["null", " null\n", "nul", "[null]", '"null"']
+    produced = [{"key": key, "value": {"n": 1}} for key in "abcde"]
+    topics.produce(
+        topic, produced + [{"key": k, "value": t} for k, t in zip("abcde", texts, strict=True)]
+    )
+    source = pipeline.source(topics, topic, key=Raw("k"), max_bad_share=1)
+    kinds = [StructField("k", StringType()), StructField("n", LongType())]
+    node = Table("t", key="k", schema=StructType(kinds), source=source)
+    assert pipeline.run(node)["records_quarantined"] == 3
+    assert [(r.k, r.n) for r in pipeline.log(node) if r.is_tombstone] == [("a", None), ("b", None)]
+    assert sorted(r.k for r in pipeline.current(node)) == ["c", "d", "e"]
+
+
 def test_poison_messages_are_quarantined_with_bytes(topics: Topics, pipeline: Pipeline) -> None:
     pipeline.checked = True
     topic = topics.create(partitions=2)

@@ -525,7 +525,7 @@ class KafkaSource:
         flat = isinstance(self.value, Json) and _UNWRAPPED.name not in own.names
         wanted = StructType([*own.fields, _UNWRAPPED]) if flat else own
         value = self.value.decode(message, wanted, f"{self.topics[0]}-value", "_read_value")
-        absent = message.isNull()
+        absent = self.value.is_null(message)
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
         reason = F.when(~absent, value.reason)

@@ -217,6 +217,10 @@ class Format(ABC):
             SourceError: a schema is not available.
         """
 
+    def is_null(self, message: Column) -> Column:
+        """Returns whether a message has no value, which deletes its key; never null."""
+        return message.isNull()
+
     def columns(self, wanted: StructType) -> list[str]:
         """Returns the wanted columns that a message can fill."""
         return wanted.names
@@ -232,7 +236,8 @@ class Json(Format):
 
     A message without any of the columns, or with a name that differs only in case, is unreadable. The
     envelope of Kafka Connect's converter, ``{"schema": ..., "payload": ...}``, is unwrapped. For a
-    single column, such as a key, the message may also be the value itself: ``"apple"``, ``17``.
+    single column, such as a key, the message may also be the value itself: ``"apple"``, ``17``. The
+    value ``null`` is a message without a value, as a deserializer of JSON gives it to Kafka Streams.
 
     Args:
         options: Spark's JSON options, as for ``FilesSource``; an option without effect is an error.
@@ -266,6 +271,10 @@ class Json(Format):
     def text(self, message: Column) -> Column:
         """Returns the message as text, without framing."""
         return (_unframed(message) if self.framed else message).cast("string")
+
+    def is_null(self, message: Column) -> Column:
+        text = F.trim(self.text(message), F.lit(" \t\r\n"))
+        return message.isNull() | F.coalesce(text == "null", F.lit(False))
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = self.text(message)
