@@ -178,6 +178,7 @@ def test_dagster_yaml_is_valid(tmp_path: Path) -> None:
         assert instance.get_concurrency_config().run_queue_config.max_concurrent_runs == 8
         assert instance.run_monitoring_settings["free_slots_after_run_end_seconds"] > 0
         assert instance.run_retries_enabled
+        assert not instance.run_retries_retry_on_asset_or_op_failure
 
 
 def test_helm_values() -> None:
@@ -195,6 +196,9 @@ def test_helm_values() -> None:
         security = pod["podSecurityContext"] if "podSecurityContext" in pod else pod["securityContext"]
         assert security["runAsNonRoot"] is True
         assert not [one["name"] for one in pod.get("env", []) if SECRET.search(one["name"])]
+    retries = values["dagsterDaemon"]["runRetries"]
+    assert retries["enabled"]
+    assert retries["retryOnAssetOrOpFailure"] is False  # an asset has a retry policy of its own
     for location in locations:
         assert location["includeConfigInLaunchedRuns"] == {"enabled": True}
         assert location["envSecrets"] == [{"name": "lake"}]
