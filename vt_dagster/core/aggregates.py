@@ -73,7 +73,10 @@ class AggregateProcessor(Processor[A]):
 
     *Entries* are the effects of records on groups: ``group key columns, _take, _add`` (structs of an
     aggregate's inputs, null if there is no row to subtract or to add), ``timestamp, partition, ORDER,
-    _turn``.
+    _turn``; those of a stream subtract nothing, and have ``_outcome`` and ``_absent`` from the start.
+
+    The state is ``group key columns, accumulators, timestamp``: the groups after a run. An
+    ``Aggregator`` has one accumulator, ``_acc``.
     """
 
     def aggregated(self, rows: DataFrame, context: RunContext) -> DataFrame:
@@ -85,8 +88,9 @@ class AggregateProcessor(Processor[A]):
         are joined with the state.
 
         Args:
-            rows: entries whose inputs are the accumulators, after :meth:`accepted`; ``_absent``: the
-                group does not exist after the update, so the update is a tombstone.
+            rows: entries whose inputs are the accumulators, with ``_outcome``; only ``applied`` ones
+                change a group. ``_absent``: the group does not exist after the update, so the update
+                is a tombstone.
 
         Returns:
             the results, with the accumulators after each, which ``state_after`` needs; with ``per_run``

@@ -52,8 +52,9 @@ class FilterProcessor(Processor[Filter]):
     """Turns rows that do not satisfy the condition into tombstones.
 
     For a versioned table every record is emitted (kip914-filter-versioned). For a plain table a record
-    is omitted if neither its row nor the previous row satisfies it (kip914-filter-unversioned). ``old``
-    is null if the previous row does not satisfy it.
+    is omitted if neither its row nor the previous row satisfies it (kip914-filter-unversioned); if the
+    result is versioned, a tombstone is omitted if no version of the key precedes it there. ``old`` is
+    null if the previous row does not satisfy it.
 
     Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
     """

@@ -404,10 +404,10 @@ class SuppressProcessor(Processor[Suppress]):
     update of the key so far is emitted, and the next one opens a new period. Without limits on the
     buffer, a run emits the same updates, in the same order, as record-by-record processing.
 
-    Until a window closes: the last update of a window is emitted once T has passed its end +
-    ``closes_after``. A tombstone keeps its place until then, as in Kafka Streams, but is not emitted. A
-    sliding window is still open at that moment: each of its later updates is emitted too, as in Kafka
-    Streams.
+    Until a window closes: the last update of a window is emitted once T has reached its end +
+    ``closes_after``, for a session once T is later (FORMAT section 7). A tombstone keeps its place
+    until then, as in Kafka Streams, but is not emitted. A sliding window is still open at that moment:
+    each of its later updates is emitted too, as in Kafka Streams.
 
     With ``emit_early`` the limits are checked after each update (see ``emit_early``). Otherwise all
     waiting updates are kept; their ``fullness`` is checked at the end of the run.
@@ -499,6 +499,8 @@ class SuppressProcessor(Processor[Suppress]):
         return with_stream_time(changes, context.stream_time, chunk=self.chunk, included=False)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
+        """Returns the buffer after a run: ``key columns, value columns, timestamp, partition,
+        is_tombstone, _place, _bytes`` of each update that waits."""
         return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(*self.kept, PLACE, BYTES)
 
 

@@ -892,8 +892,8 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         return _sliding(seen, earlier, key, window, aggregates, closed, self.chunk)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        """Returns the windows after a run that a later record can change or, for sliding windows,
-        read."""
+        """Returns the windows after a run that a later record can change or, for sliding windows, read:
+        ``key columns, window_start, window_end, partition, accumulators, timestamp``."""
         window, after = self.operator.window, context.stream_time_after
         end, now = F.unix_micros(WINDOW_END), F.unix_micros(after)
         if isinstance(window, SessionWindow):

@@ -77,7 +77,7 @@ class Rule:
 
     Args:
         name: of the invariant.
-        violated: the condition of an offending row.
+        violated: true for an offending row; false or null for any other.
         columns: further columns that the condition needs, by name. Equal names stand for equal
             expressions, so that several rules share them.
         of: the column that it is about; empty: the whole row.

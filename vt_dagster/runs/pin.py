@@ -542,7 +542,7 @@ def from_logs(
     Args:
         accept_not_ready: take the rows even if a table is not ready, or its history is too short.
     """
-    plan = processor_of(node).plan()
+    started, plan = time.monotonic(), processor_of(node).plan()
     before = before_of(node, at.head)
     inputs, tables, taken = dict[str, Head](), dict[str, Snapshot](), Ranges()
     rows_read = at.reach() if plan.reads_own_table else 0
@@ -594,6 +594,7 @@ def from_logs(
         ready=ready,
         not_ready=not_ready,
         waiting=0 if taken else waiting,
+        started=started,
     )
 
 
