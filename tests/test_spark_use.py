@@ -56,6 +56,7 @@ LATER = {
     "runs/training_set_run.py: _quoted",
     "runs/what_if.py: _compared",
     "sources/frame_sources.py: digest",
+    "sources/frame_sources.py: frame_of",
     "sources/text_formats.py: one_record",
     "runs/gate.py: _following",
     "runs/gate.py: _of_key",

@@ -30,7 +30,7 @@ from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.log_columns import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json, time_of
 from vt_dagster.errors import ContractError, SourceError
-from vt_dagster.sources.base import Limited, all_by_name, require_limits
+from vt_dagster.sources.base import Limited, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME
@@ -414,7 +414,11 @@ def frame_of(node: Stream, value: Any) -> Frame | None:
             if differences(kinds[f.name], f.dataType, f.name, fits=_fits):
                 got, wanted = kinds[f.name].simpleString(), f.dataType.simpleString()
                 raise wrong_type(name, f.name, got, wanted)
-        columns = all_by_name(lambda name: F.col(f"`{name}`"), there.schema, schema)
+        columns = [
+            # The cast changes only which fields may be null: the declared ones.
+            by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).cast(f.dataType).alias(f.name)
+            for f in schema.fields
+        ]
         found = SparkFrame(there.select(*columns), extra)
     if found.count:
         return found
