@@ -46,6 +46,10 @@ class StorageError(VtDagsterError):
     """A log or a view on storage is missing or damaged, or does not match its asset's declaration."""
 
 
+class StoreUnavailableError(StorageError):
+    """A store cannot be reached, or refuses the credentials; its tables may be intact."""
+
+
 class NeedsReplayError(StorageError):
     """A log cannot continue with a changed declaration, because it would mix two results. Replay the
     asset under another name, and swap."""

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable
+from fsspec.implementations.local import LocalFileSystem
 from pyspark.sql import SparkSession
 
 from tests.storage.test_commit_format import edit
 from tests.storage.topology import EPOCH, Topology
-from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError
+from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError, StoreUnavailableError
 from vt_dagster.runs import commit_document as run_commit
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
@@ -94,6 +95,26 @@ def write_other_columns(path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"k": ["a"]}), path)  # pyright: ignore
+
+
+def test_rebuild_keeps_view_of_unavailable_store(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that does not answer is no damage: the view stays as it is."""
+    store, ls = topology.store("rates", spark), LocalFileSystem.ls
+    files = sorted(folder(topology, "rates", "view").rglob("*"))
+
+    def fails(fs: LocalFileSystem, path: str, *args: Any, **about: Any) -> Any:
+        if path.endswith("view/_delta_log"):
+            raise OSError(5, "Input/output error")
+        return ls(fs, path, *args, **about)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "ls", fails)
+        with pytest.raises(StoreUnavailableError, match=r"expected to list .*Input/output error"):
+            store.rebuild_view()
+    assert files
+    assert sorted(folder(topology, "rates", "view").rglob("*")) == files
 
 
 @pytest.mark.parametrize("table", ["log", "view"])

@@ -230,7 +230,8 @@ def require_source_recorded_at(
 
 
 class Uncounted:
-    """The input of one run from a source without offsets, system times and further counts."""
+    """The input of one run without offsets, system times and further counts; the class of a source that
+    has some replaces them."""
 
     places: Mapping[int, tuple[int, int]] | None = None
 

@@ -87,42 +87,41 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
     """
     try:
         with delta.listing(directory):
-            return _files_in(directory, pattern, what, recursive)
+            fs, root = delta.filesystem(directory)
+            entries = _all_entries(fs, root, directory, recursive) if fs.isdir(root) else None
     except StorageError as error:
-        raise SourceError(str(error)) from None
-
-
-def _files_in(directory: str, pattern: str, what: str, recursive: bool) -> list[FileInfo]:
-    fs, root = delta.filesystem(directory)
-    if not fs.isdir(root):
+        raise SourceError(str(error)) from error
+    if entries is None:
         raise SourceError(
             f"expected a directory {directory!r} with {what}, found none; create it, or "
             "correct the path"
         )
     root, found = root.rstrip("/"), list[FileInfo]()
     local = delta.is_local(fs)
-    try:
-        for entry in _entries(fs, root, recursive):
-            name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
-            if not matches(name, pattern):
+    for entry in entries:
+        name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
+        if not matches(name, pattern):
+            continue
+        if entry.get("islink"):
+            if not fs.exists(entry["name"]):
                 continue
-            if entry.get("islink"):
-                if not fs.exists(entry["name"]):
-                    continue
-                entry = {**fs.info(entry["name"]), "name": entry["name"]}
-            if entry["type"] == "file":
-                stamp = next((str(entry[s]) for s in _STAMPS if entry.get(s) is not None), "")
-                # An object store keeps the scheme that was given: it is the one that Spark knows.
-                path = (
-                    fs.unstrip_protocol(entry["name"]) if local else f"{directory.rstrip('/')}/{name}"
-                )
-                found.append(FileInfo(name, path, entry["size"], stamp))
+            entry = {**fs.info(entry["name"]), "name": entry["name"]}
+        if entry["type"] == "file":
+            stamp = next((str(entry[s]) for s in _STAMPS if entry.get(s) is not None), "")
+            # An object store keeps the scheme that was given: it is the one that Spark knows.
+            path = fs.unstrip_protocol(entry["name"]) if local else f"{directory.rstrip('/')}/{name}"
+            found.append(FileInfo(name, path, entry["size"], stamp))
+    return sorted(found)
+
+
+def _all_entries(fs: Any, root: str, directory: str, recursive: bool) -> list[dict[str, Any]]:
+    try:
+        return [*_entries(fs, root.rstrip("/"), recursive)]
     except PermissionError as error:
         raise SourceError(
             f"a directory in {directory!r} cannot be listed: {error}; give the user of the run the "
             "right to read it, or set recursive=False to skip sub-directories"
         ) from None
-    return sorted(found)
 
 
 def matches(name: str, pattern: str) -> bool:

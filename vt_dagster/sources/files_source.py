@@ -496,7 +496,8 @@ def parquet_rows(
 ) -> DataFrame:
     """Returns the rows of Parquet files, in the columns of ``FilesSource.read``.
 
-    Plan: two scans, one of them for the number of rows in each file, which is then broadcast.
+    Plan: two scans, one of them for the number of rows in each file, which is then broadcast; two more
+    for each set of ``untyped`` columns.
 
     Args:
         untyped: columns that are null and cannot be read, by file.

@@ -37,7 +37,12 @@ from deltalake.transaction import AddAction
 from fsspec.registry import available_protocols
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
-from vt_dagster.errors import ConcurrentRunError, StorageError, VtDagsterError
+from vt_dagster.errors import (
+    ConcurrentRunError,
+    StorageError,
+    StoreUnavailableError,
+    VtDagsterError,
+)
 from vt_dagster.spark.jars import one_line
 
 # Damage errors
@@ -217,7 +222,8 @@ def filesystem(path: str) -> tuple[Any, str]:
         ) from error
     except OSError as error:  # of pyarrow, which needs the libraries of Java and Hadoop for hdfs
         raise StorageError(
-            f"expected the file system of {path}, got: {one_line(error)}; install what it needs"
+            f"expected the file system of {path}, got: {one_line(error)}; install what it needs, or "
+            "correct the path"
         ) from error
 
 
@@ -226,14 +232,14 @@ def listing(path: str) -> Generator[None]:
     """Turns the errors of a store that does not answer into one sentence.
 
     Raises:
-        StorageError: the store cannot be reached, or refuses the credentials.
+        StoreUnavailableError: the store cannot be reached, or refuses the credentials.
     """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, VtDagsterError):
         raise
     except Exception as error:  # each package has classes of its own: botocore, aiohttp, google.auth
-        raise StorageError(
+        raise StoreUnavailableError(
             f"expected to list {path}, got: {one_line(error).rstrip('.')}; correct the address, the "
             "credentials or the rights of the process, or wait until the store answers"
         ) from error
