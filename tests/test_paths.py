@@ -30,7 +30,7 @@ from vt_dagster import (
     read,
 )
 from vt_dagster.cli.run import load_topology
-from vt_dagster.errors import SourceError, StorageError, TopologyError
+from vt_dagster.errors import SourceError, StorageError, StoreUnavailableError, TopologyError
 from vt_dagster.orchestration.resources import warehouse_of
 from vt_dagster.sources.consumed_files import files_in
 from vt_dagster.storage import parquet
@@ -181,9 +181,9 @@ def test_stores_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(filesystem("memory://lake")[0]), "ls", refuse)
     monkeypatch.setattr(type(filesystem("memory://lake")[0]), "isdir", refuse)
     got = "expected to list memory://lake.*, got: Could not connect to the endpoint URL; correct the"
-    with pytest.raises(StorageError, match=got):
+    with pytest.raises(StoreUnavailableError, match=got):
         read("prices", warehouse="memory://lake")
-    with pytest.raises(StorageError, match=got):
+    with pytest.raises(StoreUnavailableError, match=got):
         asset_names("memory://lake")
     with pytest.raises(SourceError, match=got):
         files_in("memory://lake", "*", "files")

@@ -46,8 +46,9 @@ class StorageError(VtDagsterError):
     """A log or a view on storage is missing or damaged, or does not match its asset's declaration."""
 
 
-class StoreUnavailableError(StorageError):
-    """A store cannot be reached, or refuses the credentials; its tables may be intact."""
+class StoreUnavailableError(VtDagsterError, OSError):
+    """A store cannot be reached, or refuses the credentials. No StorageError, since its tables may be
+    intact."""
 
 
 class NeedsReplayError(StorageError):

@@ -3,6 +3,7 @@ the advice of each message literally."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -97,22 +98,37 @@ def write_other_columns(path: Path) -> None:
     pq.write_table(pa.table({"k": ["a"]}), path)  # pyright: ignore
 
 
-def test_rebuild_keeps_view_of_unavailable_store(
-    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", [0, 1])
+def test_unavailable_store_is_no_damaged_table(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """A store that does not answer is no damage: the view stays as it is."""
+    """A rebuild leaves the view as it is, and a truncation of logs fails instead of going on, whether
+    the first listing fails or the second."""
     store, ls = topology.store("rates", spark), LocalFileSystem.ls
     files = sorted(folder(topology, "rates", "view").rglob("*"))
+    rates = replace(topology.rates, log_retention=timedelta(0))
 
-    def fails(fs: LocalFileSystem, path: str, *args: Any, **about: Any) -> Any:
-        if path.endswith("view/_delta_log"):
-            raise OSError(5, "Input/output error")
-        return ls(fs, path, *args, **about)
+    def fails_in(table: str) -> Callable[..., Any]:
+        calls = itertools.count()
 
+        def fails(fs: LocalFileSystem, path: str, *args: Any, **about: Any) -> Any:
+            if path.endswith(f"{table}/_delta_log") and next(calls) == failing:
+                raise OSError(5, "Input/output error")
+            return ls(fs, path, *args, **about)
+
+        return fails
+
+    got = r"expected to list .*Input/output error"
     with monkeypatch.context() as patched:
-        patched.setattr(LocalFileSystem, "ls", fails)
-        with pytest.raises(StoreUnavailableError, match=r"expected to list .*Input/output error"):
+        patched.setattr(LocalFileSystem, "ls", fails_in("view"))
+        with pytest.raises(StoreUnavailableError, match=got):
             store.rebuild_view()
+        patched.setattr(LocalFileSystem, "ls", fails_in("view"))
+        with pytest.raises(StoreUnavailableError, match=got):
+            delta.open_table(store.view_path, to_read=True)
+        patched.setattr(LocalFileSystem, "ls", fails_in("log"))
+        with pytest.raises(StoreUnavailableError, match=got):
+            truncate_logs(topology.warehouse, spark, [rates])
     assert files
     assert sorted(folder(topology, "rates", "view").rglob("*")) == files
 

@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.errors import SourceError, StorageError, StoreUnavailableError
 from vt_dagster.storage import delta
 from vt_dagster.topology.durations import epoch_micros
 
@@ -89,7 +89,7 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
         with delta.listing(directory):
             fs, root = delta.filesystem(directory)
             entries = _all_entries(fs, root, directory, recursive) if fs.isdir(root) else None
-    except StorageError as error:
+    except (StorageError, StoreUnavailableError) as error:
         raise SourceError(str(error)) from error
     if entries is None:
         raise SourceError(

@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.errors import ConcurrentRunError, StorageError, StoreUnavailableError
+from vt_dagster.errors import ConcurrentRunError, StorageError, VtDagsterError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import is_small, look_up_of_few, small_run
 from vt_dagster.storage import delta, parquet
@@ -274,7 +274,7 @@ class AssetStore(AssetReader):
             if not just_made:
                 raise
             batch = head.commit.batch
-            why = str(error) if isinstance(error, StorageError) else one_line(error)
+            why = str(error) if isinstance(error, VtDagsterError) else one_line(error)
             raise StorageError(
                 f"{self.node.name}: batch {batch} is committed to its log, but then its view or "
                 f"quarantine could not be written: {why}. The next run, also without new records, "
@@ -352,8 +352,6 @@ class AssetStore(AssetReader):
             )
         try:
             self._view.base()
-        except StoreUnavailableError:
-            raise
         except StorageError:  # the view's transaction log is unreadable too
             fs, local = delta.filesystem(self.view_path)
             fs.rm(local, recursive=True)

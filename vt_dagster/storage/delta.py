@@ -354,11 +354,11 @@ def open_table(path: str, version: int | None = None, *, to_read: bool = False) 
     newest = next(history(path), None)
     if newest is None:
         return None
+    # Opening a table costs 5 ms of CPU, and a run reads the same version up to ten times. A commit
+    # without a time does not identify the table: another one may have been moved to its place.
+    state = (*sorted(log_files(path)), str(newest)) if to_read and "timestamp" in newest else None
     try:
-        # Opening a table costs 5 ms of CPU, and a run reads the same version up to ten times. A commit
-        # without a time does not identify the table: another one may have been moved to its place.
-        if to_read and "timestamp" in newest:
-            state = (*sorted(log_files(path)), str(newest))
+        if state is not None:
             return _shared(path, newest["version"] if version is None else version, state)
         return DeltaTable(location(path), version=version)
     except TableNotFoundError:
