@@ -447,10 +447,10 @@ def join(
             found = _near(found, F.col(_ROW)[VALID_FROM] <= F.col(TIMESTAMP) + F.lit(max_wait))
     if kind == "inner":
         found = found.where(F.col(FOUND))
-    return answered(found, stream.columns, _ROW, columns)
+    return with_selected_columns(found, stream.columns, _ROW, columns)
 
 
-def answered(
+def with_selected_columns(
     found: DataFrame, left: Sequence[str], row: str, columns: Sequence[tuple[str, str]]
 ) -> DataFrame:
     """Returns the results of looked-up records.
@@ -1086,7 +1086,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if again:
             has = judged.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
             found = found.unionByName(
-                answered(has, judged.columns, ANSWER, self.selected_columns(judged))
+                with_selected_columns(has, judged.columns, ANSWER, self.selected_columns(judged))
             )
         found = self._decided(found)
         if not self.operator.key:

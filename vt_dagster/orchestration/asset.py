@@ -74,7 +74,7 @@ RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, OUTCOME)
 """Columns that rows before the commit have in addition to their schema."""
 
 
-def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | None:
+def problems_of(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | None:
     """Returns the problems of a DataFrame before the commit of a stream or table; None = no problem."""
     # Spark DataFrames, classic or of Spark Connect, have no common class.
     if not (hasattr(value, "schema") and hasattr(value, "sparkSession")):
@@ -94,7 +94,7 @@ def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | 
 
 def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) -> dg.DagsterType:
     def check(_: Any, value: Any) -> dg.TypeCheck:
-        wrong = misfit(node, what, more, value)
+        wrong = problems_of(node, what, more, value)
         return dg.TypeCheck(success=wrong is None, description=wrong)
 
     columns = [dg.TableColumn(f.name, f.dataType.simpleString()) for f in node.schema.fields]
@@ -362,7 +362,7 @@ def _run(
         if run.arrival.empty:
             return materialized(context, stores(node), run.arrival, Receipt(None, None), prefix)
         results = run.operate(run.read())
-        wrong = misfit(node, "results", RESULTS, results.rows)
+        wrong = problems_of(node, "results", RESULTS, results.rows)
         if wrong:
             raise ContractError(wrong)
         receipt = run.commit(results, context.run.run_id)

@@ -261,7 +261,8 @@ class AssetStore(AssetReader):
             require_in_place(self.warehouse, "/".join(self.node.path))
             return found
         try:
-            self._publish_rejected(head)
+            if head.commit.rejected:
+                self._publish_rejected(head)
             if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
                 return found
             try:

@@ -437,6 +437,7 @@ class AssetReader:
         return Snapshot(Head(at.head.version, commit, later=True), base)
 
     def _snapshot(self, head: Head | None, base: Base | None, of_log: bool = True) -> Snapshot:
+        """Returns the view that a head's reader can use, after a check of the asset's definition."""
         if head is None:
             return Snapshot()
         require_shape(self.node, head.commit.shape)
@@ -507,7 +508,7 @@ class AssetReader:
     def quarantine(self) -> DataFrame | None:
         """Returns the rejected records with their reasons; None if there never were any."""
         head = self.head()
-        last = None if head is None else self._unpublished(head)
+        last = self._unpublished(head) if head is not None and head.commit.rejected else None
         if not delta.exists(self.quarantine_path):
             return last
         rows = parquet.read(self.spark, self.quarantine_path)
@@ -516,11 +517,8 @@ class AssetReader:
         return rows if last is None else rows.unionByName(last, allowMissingColumns=True)
 
     def _unpublished(self, head: Head) -> DataFrame | None:
-        """Returns records that the last run rejected and that are not yet in the quarantine table; None
-        = none."""
+        """Returns the records that the last run rejected; None = they are in the quarantine table."""
         commit = head.commit
-        if not commit.rejected:
-            return None
         if self._last_rejected(commit) >= commit.batch:
             return None
         return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
