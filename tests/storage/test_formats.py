@@ -50,7 +50,7 @@ from vt_dagster.kafka import (
     Raw,
     SchemaRegistry,
 )
-from vt_dagster.sources import kafka_source
+from vt_dagster.sources import kafka_source, text_formats
 from vt_dagster.sources.consumed_files import files_in
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.message_formats import Decoded, Format
@@ -253,6 +253,8 @@ def test_json_pattern_reader_equals_general_reader(spark: SparkSession) -> None:
     wanted = StructType()
     for name, kind in zip(USUAL, [*kinds, "string"], strict=True):
         wanted = wanted.add(name, kind)
+    wanted = wanted.add("__deleted", "string").add("__source_ts_ms", "long")
+    added = {"__deleted": '"true"', "__source_ts_ms": "5"}
 
     def text(fields: Mapping[str, str], around: str = "{%s}", sep: str = ",", colon: str = ":") -> str:
         return around % sep.join(f'"{name}"{colon}{token}' for name, token in fields.items())
@@ -264,6 +266,13 @@ def test_json_pattern_reader_equals_general_reader(spark: SparkSession) -> None:
     texts += [text(USUAL, colon=colon) for colon in (" : ", ":\t", "::", " ", "=")]
     texts += [text({**USUAL, more: "1"}) for more in ("Id", "ID", "more", "schema", "payload", "")]
     texts += [text({n: USUAL[n] for n in USUAL if n != gone}) for gone in USUAL]
+    texts += [text({**USUAL, name: token}) for name in added for token in TOKENS]
+    texts += [text({**USUAL, **added}), text({**USUAL, **added, "more": "1"}), text(added)]
+    texts += [text({**USUAL, **dict(reversed(added.items()))}), text({**added, **USUAL})]
+    texts += [
+        text({**USUAL, "__Deleted": '"true"'}),
+        text({**USUAL, **added})[:-1] + ',"__deleted":""}',
+    ]
     texts += [
         text(dict(reversed(USUAL.items()))),
         text(USUAL)[:-1] + ',"id":7}',
@@ -277,6 +286,40 @@ def test_json_pattern_reader_equals_general_reader(spark: SparkSession) -> None:
     odd = [one for one in zip(texts, by_pattern, read, strict=True) if repr(one[1]) != repr(one[2])]
     assert not odd, odd
     assert 100 < sum("reason" in one for one in read) < len(texts) - 100
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_usual_messages_are_read_by_pattern(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So are rows that Debezium has unwrapped, with the fields that it adds after them. Without the
+    general reader, other messages are unreadable."""
+    row, added = b'{"id": 1, "name": "x"', (b"", b', "__deleted": "false"', b',"__deleted":"true"')
+    all_added = b', "__deleted": "false", "__op": "u", "__source_ts_ms": 5'
+    usual = [*(row + more + b"}" for more in added), b'{"id":2,"name":null}']
+    sent = "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary"
+
+    def read(source: KafkaSource, values: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        columns = [("x", 0, n, AT, None, bytearray(value)) for n, value in enumerate(values)]
+        rows = spark.createDataFrame(columns, sent)
+        monkeypatch.setattr(kafka_source, "read_messages", lambda *_, **__: rows)
+        found = source.read(spark, {"x": {0: (0, len(values))}}, key=["id"], schema=ROW)
+        found = found.select("id", "name", "_deleted", REASON).orderBy("_position")
+        return [tuple(one) for one in found.collect()]
+
+    def without(parsed: Column, keys: Column, wanted: StructType, alone: Column | None) -> Column:
+        return F.when(F.lit(False), texts(parsed, keys, wanted, alone))
+
+    texts = text_formats._texts  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(text_formats, "_texts", without)
+    one, gone = (1, "x", False, None), (1, None, True, None)
+    bad = (None, None, False, "unreadable")
+    cluster = KafkaCluster("localhost:1")
+    other = b'{"name": "x", "id": 1}'
+    found = read(KafkaSource(cluster, "x"), [*usual, other])
+    assert found == [one, one, gone, (2, None, False, None), bad]
+    unwrapped = KafkaSource(cluster, "x", value=Debezium(unwrapped=True))
+    assert read(unwrapped, [*usual[:3], row + all_added + b"}", other]) == [one, one, gone, one, bad]
 
 
 def test_raw(spark: SparkSession) -> None:

@@ -171,6 +171,10 @@ _FRAME = 5
 big-endian)."""
 
 
+OF_DEBEZIUM = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
+"""Fields that Debezium's ExtractNewRecordState may add at the end of a row."""
+
+
 class Decoded(NamedTuple):
     """The columns of a decoded message.
 
@@ -278,7 +282,8 @@ class Json(Format):
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = self.text(message)
-        parsed = parse(text, wanted, self.options, into, alone=True, usual=wanted.names)
+        usual = [name for name in wanted.names if name not in OF_DEBEZIUM]
+        parsed = parse(text, wanted, self.options, into, alone=True, usual=usual)
         columns, row = read_object(parsed, wanted, self.reading, into)
         return Decoded(columns, row, _unreadable_if(row.isNull() | ~F.is_valid_utf8(text)))
 
@@ -538,8 +543,7 @@ class Debezium(Format):
         )
 
     def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
-        own = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
-        more = [StructField(n, kind) for n, kind in own.items() if n not in wanted.names]
+        more = [StructField(n, kind) for n, kind in OF_DEBEZIUM.items() if n not in wanted.names]
         message_type = StructType([*nullable(wanted).fields, *more])
         found = self.format.decode(message, message_type, subject, into)
         deleted = F.lower(found.row["__deleted"].cast("string")) == "true"

@@ -650,15 +650,17 @@ def parse(
         alone: whether a text may be the bare value of a single column instead of an object.
         bare_payload: whether an envelope may lack its schema, as for Debezium. The names in nested
             objects are then not checked: Kafka Connect generates them.
-        usual: the names that most objects have, in order: such an object is read by one regular
-            expression, see :func:`_usual_pattern`, which takes a third of the time. None = unknown.
+        usual: the names that most objects have, in order, or the wanted ones that some lack after
+            them: such an object is read by one regular expression, see :func:`_usual_pattern`, which
+            takes a third of the time. None = unknown.
         enveloped: whether an envelope is expected, if no wanted column has the name of a part of it.
     """
     columns, tokens = dict[str, Column](), None
-    pattern = None if usual is None else _usual_pattern(wanted, usual)
-    if usual is not None and pattern is not None:
+    in_order = [*(usual or ()), *(name for name in wanted.names if name not in (usual or ()))]
+    pattern = None if usual is None else _usual_pattern(wanted, in_order, len(usual))
+    if pattern is not None:
         split, tokens = f"{into}_split", F.col(f"{into}_tokens")
-        columns[split] = F.regexp_replace(text, pattern, _groups(wanted, usual))
+        columns[split] = F.regexp_replace(text, pattern, _groups(wanted, in_order))
         is_usual = F.startswith(split, F.lit(NUMBER))
         columns[f"{into}_tokens"] = F.when(is_usual, F.split(split, _TOKEN_END))
         text = F.when(tokens.isNull(), text)
@@ -692,8 +694,8 @@ def parse(
         texts = F.when(inside, unpacked).otherwise(texts)
     texts = F.when(sound, texts)
     if tokens is not None:
-        in_order = [name for name in usual or () if name in wanted.names]
-        found = {name: tokens[n] for n, name in enumerate(in_order, 1)}
+        places = enumerate((name for name in in_order if name in wanted.names), 1)
+        found = {name: tokens[n] for n, name in places}
         texts = F.when(tokens.isNotNull(), _texts_of_tokens(found, wanted)).otherwise(texts)
     columns[f"{into}_texts"] = texts
     return Parsed(columns, F.col(f"{into}_texts"), enveloped)
@@ -706,24 +708,28 @@ _BARE_NUMBER = r"-?+(?:[1-9][0-9]{0,99}+|0)(?:\.[0-9]{1,99}+)?+(?:[eE][+-]?+[0-9
 _ODD_NAME = re.compile(r'["\\\x00-\x1f]')
 
 
-def _usual_pattern(wanted: StructType, usual: Sequence[str]) -> str | None:
+def _usual_pattern(wanted: StructType, names: Sequence[str], usual: int) -> str | None:
     """Returns the pattern of an object with exactly these fields, in order, whose values have no
     escapes. Its groups are the tokens of the wanted fields, see :func:`_token`.
 
+    Args:
+        names: names of fields; an object may lack those after the first ``usual`` ones.
+
     Returns:
-        None = such an object cannot be read by its tokens alone: a value is nested, fields are missing,
-        or names differ only in case.
+        None = such an object cannot be read by its tokens alone: a value is nested, no column is among
+        the first, or names differ only in case.
     """
     lowered = {name.lower() for name in wanted.names}
-    odd = [n for n in usual if (n not in wanted.names and n.lower() in lowered) or _ODD_NAME.search(n)]
-    if odd or {*wanted.names} - {*usual} or len({*usual}) < len(usual):
+    odd = [n for n in names if (n not in wanted.names and n.lower() in lowered) or _ODD_NAME.search(n)]
+    if odd or not {*wanted.names} & {*names[:usual]} or len({*names}) < len(names):
         return None
     if any(isinstance(f.dataType, StructType | ArrayType | MapType) for f in wanted.fields):
         return None
     others = rf'(?:{_QUOTED}"|{_BARE_NUMBER}|null|true|false)'
-    tokens = [_token(wanted[n].dataType) if n in wanted.names else others for n in usual]
-    fields = [rf'"{re.escape(n)}": ?+{token}' for n, token in zip(usual, tokens, strict=True)]
-    return rf"\A\{{{', ?+'.join(fields)}\}}\z"
+    tokens = [_token(wanted[n].dataType) if n in wanted.names else others for n in names]
+    fields = [rf'"{re.escape(n)}": ?+{token}' for n, token in zip(names, tokens, strict=True)]
+    more = "".join(f"(?:, ?+{field})?+" for field in fields[usual:])
+    return rf"\A\{{{', ?+'.join(fields[:usual])}{more}\}}\z"
 
 
 def _token(kind: DataType) -> str:
@@ -738,10 +744,10 @@ def _token(kind: DataType) -> str:
     return f'(?:({_QUOTED})"|({_BARE_NUMBER})|null)'
 
 
-def _groups(wanted: StructType, usual: Sequence[str]) -> str:
+def _groups(wanted: StructType, names: Sequence[str]) -> str:
     """Returns the replacement for :func:`_usual_pattern`: a mark, and the token of each field."""
     found, group = [NUMBER], 1
-    for name in usual:
+    for name in names:
         if name in wanted.names:
             one = isinstance(wanted[name].dataType, (StringType, *_BARE))
             found.append(f"${group}" if one else f"${group}${group + 1}")
