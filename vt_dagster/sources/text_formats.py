@@ -656,8 +656,9 @@ def parse(
         enveloped: whether an envelope is expected, if no wanted column has the name of a part of it.
     """
     columns, tokens = dict[str, Column](), None
-    in_order = [*(usual or ()), *(name for name in wanted.names if name not in (usual or ()))]
-    pattern = None if usual is None else _usual_pattern(wanted, in_order, len(usual))
+    usual = _sound_names(wanted, usual)
+    in_order = [*usual, *(name for name in wanted.names if name not in usual)]
+    pattern = _usual_pattern(wanted, in_order, len(usual)) if usual else None
     if pattern is not None:
         split, tokens = f"{into}_split", F.col(f"{into}_tokens")
         columns[split] = F.regexp_replace(text, pattern, _groups(wanted, in_order))
@@ -688,7 +689,7 @@ def parse(
         proper = _has_proper_names(text, wanted, inside if enveloped else None)
         columns[f"{into}_sound"] = sound & proper
         sound = F.col(f"{into}_sound")
-    texts = _texts(F.col(into), keys, wanted, by_itself)
+    texts = _texts(F.col(into), keys, wanted, by_itself, (usual, in_order) if usual else ())
     if enveloped:
         unpacked = _unpacked(packed, keys, text, wanted, bare_payload)
         texts = F.when(inside, unpacked).otherwise(texts)
@@ -708,6 +709,16 @@ _BARE_NUMBER = r"-?+(?:[1-9][0-9]{0,99}+|0)(?:\.[0-9]{1,99}+)?+(?:[eE][+-]?+[0-9
 _ODD_NAME = re.compile(r'["\\\x00-\x1f]')
 
 
+def _sound_names(wanted: StructType, names: Sequence[str] | None) -> Sequence[str]:
+    """Returns the names of an object if it is sound: one is wanted, none occurs twice or differs only in
+    case from a wanted one; else none."""
+    lowered, found = {name.lower() for name in wanted.names}, {*(names or ())}
+    alike = [name for name in found if name not in wanted.names and name.lower() in lowered]
+    if names is None or alike or not found & {*wanted.names} or len(found) < len(names):
+        return ()
+    return names
+
+
 def _usual_pattern(wanted: StructType, names: Sequence[str], usual: int) -> str | None:
     """Returns the pattern of an object with exactly these fields, in order, whose values have no
     escapes. Its groups are the tokens of the wanted fields, see :func:`_token`.
@@ -716,12 +727,9 @@ def _usual_pattern(wanted: StructType, names: Sequence[str], usual: int) -> str 
         names: names of fields; an object may lack those after the first ``usual`` ones.
 
     Returns:
-        None = such an object cannot be read by its tokens alone: a value is nested, no column is among
-        the first, or names differ only in case.
+        None = such an object cannot be read by its tokens alone: a value is nested, or a name escaped.
     """
-    lowered = {name.lower() for name in wanted.names}
-    odd = [n for n in names if (n not in wanted.names and n.lower() in lowered) or _ODD_NAME.search(n)]
-    if odd or not {*wanted.names} & {*names[:usual]} or len({*names}) < len(names):
+    if any(_ODD_NAME.search(name) for name in names):
         return None
     if any(isinstance(f.dataType, StructType | ArrayType | MapType) for f in wanted.fields):
         return None
@@ -887,13 +895,25 @@ def _only_row(parsed: Column) -> tuple[Column, Column]:
     return row, parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
 
 
-def _texts(parsed: Column, keys: Column, wanted: StructType, by_itself: Column | None) -> Column:
+def _texts(
+    parsed: Column,
+    keys: Column,
+    wanted: StructType,
+    by_itself: Column | None,
+    sound: Sequence[Sequence[str]],
+) -> Column:
+    """Returns the columns as texts.
+
+    Args:
+        sound: lists of names that need no further look.
+    """
     row, whole = _only_row(parsed)
     # ``json_object_keys`` returns null for JSON that only options allow, such as comments: then the
     # columns decide.
     unnamed = keys.isNull()
-    # The fast path: most messages have exactly the columns, in order.
-    same = F.coalesce(keys == F.array(*map(F.lit, wanted.names)), F.lit(False))
+    lists = dict.fromkeys(map(tuple, (wanted.names, *sound)))
+    is_one = [keys == F.array(*map(F.lit, names)) for names in lists]
+    same = F.coalesce(any_of(is_one), F.lit(False))
     whole = whole & (same | unnamed | are_once(keys))
     if by_itself is not None:
         whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
