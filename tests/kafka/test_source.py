@@ -22,7 +22,7 @@ from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, Raw
 from vt_dagster.runs import gate
-from vt_dagster.sources import kafka_cluster, kafka_source
+from vt_dagster.sources import kafka_cluster, kafka_source, text_formats
 from vt_dagster.sources.kafka_source import HEADERS
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -53,6 +53,38 @@ def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> Non
     second = pipeline.run(node)
     assert second["taken"] == {topic: {"1": [2, 3]}}
     assert second["positions"] == {topic: {"0": 3, "1": 3}}
+
+
+@pytest.mark.parametrize(
+    ("first", "bad"),
+    [
+        (None, [1, 2]),
+        ({"more": None, "k": "a", "n": 1, "at": "2024-05-01T12:00:00Z"}, [1]),
+        ("[1]", [0, 1, 2]),
+    ],
+)
+def test_pattern_has_names_of_first_message(
+    first: Any, bad: list[int], topics: Topics, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of many messages reads them by the names of one, or of the columns if that is no object.
+    Without the general reader, messages with other names are unreadable; with it, none is."""
+    at = {"at": "2024-05-01T12:00:00Z"}
+    others = [{"n": 2, "k": "b", "odd": 1, **at}, {"more": "x", "k": "c", "n": 3, **at}]
+    topic, texts = topics.create(), text_formats._texts  # pyright: ignore[reportPrivateUsage]
+    topics.produce(topic, [{"key": "a", "value": first}, *({"value": one} for one in others)])
+    source = pipeline.source(topics, topic, max_bad_share=1)
+
+    def offsets(quarantined: bool) -> list[int]:
+        rows = source.read(pipeline.spark, {topic: {0: (0, 3)}}, key=["k"], schema=SCHEMA)
+        reason = F.col("_reason")
+        rows = rows.where(reason.isNotNull() if quarantined else reason.isNull())
+        return sorted(row["_position"] for row in rows.collect())
+
+    assert offsets(quarantined=True) == ([0] if isinstance(first, str) else [])
+    monkeypatch.setattr(kafka_source, "MANY_MESSAGES", 0)
+    assert offsets(quarantined=True) == ([0] if isinstance(first, str) else [])
+    monkeypatch.setattr(text_formats, "_texts", lambda *about: F.when(F.lit(False), texts(*about)))
+    assert offsets(quarantined=True) == bad
 
 
 def test_source_moved_to_another_cluster_and_back(

@@ -335,11 +335,17 @@ class KafkaCluster:
         Returns:
             epoch seconds; None if no record was read.
         """
+        times = [message.timestamp()[1] / 1000 for message in self.first_messages(positions)]
+        return min(times, default=None)
+
+    def first_messages(self, positions: Mapping[str, Mapping[int, int]]) -> list[Any]:
+        """Returns the first message at or after each of some positions; fewer if some are not there, or
+        the cluster does not answer within two seconds."""
         from confluent_kafka import Consumer, KafkaException, TopicPartition
 
         waiting = [TopicPartition(t, p, o) for t, some in positions.items() for p, o in some.items()]
         if not waiting:
-            return None
+            return []
         settings = {
             **self.client_settings(),
             "group.id": "vt_dagster_lag",
@@ -348,7 +354,7 @@ class KafkaCluster:
             "queued.min.messages": 1,
         }
         consumer = Consumer(settings)
-        seen: dict[tuple[str, int], float] = {}
+        seen: dict[tuple[str, int], Any] = {}
         try:
             consumer.assign(waiting)
             while len(seen) < len(waiting):
@@ -358,13 +364,13 @@ class KafkaCluster:
                 for message in found:
                     if message.error() is None:
                         place = (str(message.topic()), int(message.partition() or 0))
-                        seen.setdefault(place, message.timestamp()[1] / 1000)
+                        seen.setdefault(place, message)
                         consumer.pause([TopicPartition(*place)])
         except KafkaException:
-            return None
+            return []
         finally:
             consumer.close()
-        return min(seen.values(), default=None)
+        return [*seen.values()]
 
     def _call_admin(self, question: Callable[[Any], Any]) -> Any:
         confluent, reasons = _confluent(), list[str]()

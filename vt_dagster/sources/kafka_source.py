@@ -228,6 +228,8 @@ HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("v
 """The type of a column for a record's headers: name and bytes of each."""
 _UNWRAPPED = StructField("__deleted", StringType())
 """The field that Debezium's ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
+MANY_MESSAGES = 100_000
+"""Number of messages from which on a run looks at one of them before it plans."""
 _SENT_AT = "if(unix_micros(timestamp) < 0, null, timestamp)"
 """The timestamp -1 is that of a message without one; Kafka Streams refuses all negative ones."""
 _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
@@ -524,7 +526,12 @@ class KafkaSource:
         keys = StructType([f for f in schema.fields if f.name in key])
         flat = isinstance(self.value, Json) and _UNWRAPPED.name not in own.names
         wanted = StructType([*own.fields, _UNWRAPPED]) if flat else own
-        value = self.value.decode(message, wanted, f"{self.topics[0]}-value", "_read_value")
+        subject, into = f"{self.topics[0]}-value", "_read_value"
+        if isinstance(self.value, Json):
+            usual = self._usual_names(self.value, ranges)
+            value = self.value.decode(message, wanted, subject, into, usual)
+        else:
+            value = self.value.decode(message, wanted, subject, into)
         absent = self.value.is_null(message)
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
@@ -567,6 +574,23 @@ class KafkaSource:
         more = SOURCE_RECORDED_AT, UNCHANGED, MOVED
         inside += [*flags, *(c for c in read.columns if c in more)]
         return read.select(*columns, *inside)
+
+    def _usual_names(
+        self, format_: Json, ranges: Mapping[str, Mapping[int, tuple[int, int]]]
+    ) -> list[str] | None:
+        """Returns the names of the first message of the longest range, which most others have as well;
+        None = unknown, or the messages are too few for a look at one."""
+        sizes = {
+            (topic, partition): end - start
+            for topic, some in ranges.items()
+            for partition, (start, end) in some.items()
+        }
+        if sum(sizes.values()) < MANY_MESSAGES:
+            return None
+        topic, partition = max(sizes, key=sizes.__getitem__)
+        start, _ = ranges[topic][partition]
+        found = self.cluster.first_messages({topic: {partition: start}})
+        return format_.names(found[0].value()) if found else None
 
     def _messages(
         self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]

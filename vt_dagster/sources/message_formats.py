@@ -6,8 +6,9 @@ give a ``reason``, never an error: the record goes to quarantine.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.util import find_spec
@@ -280,9 +281,31 @@ class Json(Format):
         text = F.trim(self.text(message), F.lit(" \t\r\n"))
         return message.isNull() | F.coalesce(text == "null", F.lit(False))
 
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def names(self, message: bytes | None) -> list[str] | None:
+        """Returns the names of a message's fields, in order; None = it is no object."""
+        text = message or b"null"
+        try:
+            found = json.loads(text[_FRAME:] if self.framed else text)
+        except (ValueError, RecursionError):
+            return None
+        return list(found) if isinstance(found, dict) else None
+
+    def decode(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None = None,
+    ) -> Decoded:
+        """See :meth:`Format.decode`.
+
+        Args:
+            usual: the names that most messages have, in order; None = those of ``wanted``.
+        """
         text = self.text(message)
-        usual = [name for name in wanted.names if name not in OF_DEBEZIUM]
+        if usual is None:
+            usual = [name for name in wanted.names if name not in OF_DEBEZIUM]
         parsed = parse(text, wanted, self.options, into, alone=True, usual=usual)
         columns, row = read_object(parsed, wanted, self.reading, into)
         return Decoded(columns, row, _unreadable_if(row.isNull() | ~F.is_valid_utf8(text)))

@@ -710,8 +710,8 @@ _ODD_NAME = re.compile(r'["\\\x00-\x1f]')
 
 
 def _sound_names(wanted: StructType, names: Sequence[str] | None) -> Sequence[str]:
-    """Returns the names of an object if it is sound: one is wanted, none occurs twice or differs only in
-    case from a wanted one; else none."""
+    """Returns the names of an object if they are sound: one is wanted, and none occurs twice or differs
+    from a wanted one only in case; else none."""
     lowered, found = {name.lower() for name in wanted.names}, {*(names or ())}
     alike = [name for name in found if name not in wanted.names and name.lower() in lowered]
     if names is None or alike or not found & {*wanted.names} or len(found) < len(names):
