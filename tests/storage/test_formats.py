@@ -525,6 +525,29 @@ def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
         decoded(spark, Protobuf(str(path), "shop.Nothing"), [sent], wanted)
 
 
+def test_connects_envelope_of_a_null(spark: SparkSession) -> None:
+    """Connect's JsonConverter writes a null with a schema as an envelope."""
+    some, half = b'{"schema": {"type": "struct"}, "payload": null}', b'{ "payload":null }'
+    turned, twice = b'{"payload": null, "schema": null}', b'{"payload": null, "payload": null}'
+    rows = [b'{"schema": {}, "payload": {"payload": null}}', b'{"schema": {}, "payload": "null"}']
+    others = [twice, some + b" 1", some[:-1], b'{"schema": {"payload": null}}', *rows]
+    others += [b'{"id": 7, "payload": null}', b'{"schema": "\\"payload\\": null", "payload": {}}']
+    messages = [b" null\n", some, turned, half, *others]
+    own = StructType().add("payload", "string").add("schema", "string")
+
+    def nulls(format_: Format, wanted: StructType) -> list[bool]:
+        found = format_.decode(F.col("m"), wanted, "", "_m")
+        rows = spark.createDataFrame([(m,) for m in messages], "m binary")
+        rows = with_columns(rows, [found.parsed])
+        assert found.null is not None
+        return [row[0] for row in rows.select(found.null).collect()]
+
+    for format_ in (Json(), Debezium(unwrapped=True)):
+        assert nulls(format_, ROW) == [True] * 3 + [False] * 9
+        assert nulls(format_, own) == [True] + [False] * 11, "columns of these names"
+    assert nulls(Debezium(), ROW) == nulls(Debezium(), own) == [True] * 4 + [False] * 8
+
+
 def test_debezium_json(spark: SparkSession) -> None:
     one, two = {"id": 7, "name": "x"}, {"id": 7, "name": "y"}
 

@@ -532,7 +532,7 @@ class KafkaSource:
             value = self.value.decode(message, wanted, subject, into, usual)
         else:
             value = self.value.decode(message, wanted, subject, into)
-        absent = self.value.is_null(message)
+        absent = message.isNull() if value.null is None else message.isNull() | value.null
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
         reason = F.when(~absent, value.reason)

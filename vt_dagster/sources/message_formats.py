@@ -191,6 +191,8 @@ class Decoded(NamedTuple):
         unchanged: names of the columns whose unchanged value the message omits; null = none.
         images: of an update, structs of the columns before and after it, to be compared; null if the
             message has none. None = no message has both.
+        null: whether the message has no value, which deletes its key; never null. None = only a null
+            message has none.
     """
 
     parsed: dict[str, Column]
@@ -202,6 +204,7 @@ class Decoded(NamedTuple):
     truncates: Column | None = None
     unchanged: Column | None = None
     images: tuple[Column, Column] | None = None
+    null: Column | None = None
 
 
 class Format(ABC):
@@ -222,10 +225,6 @@ class Format(ABC):
             SourceError: a schema is not available.
         """
 
-    def is_null(self, message: Column) -> Column:
-        """Returns whether a message has no value, which deletes its key; never null."""
-        return message.isNull()
-
     def columns(self, wanted: StructType) -> list[str]:
         """Returns the wanted columns that a message can fill."""
         return wanted.names
@@ -242,7 +241,8 @@ class Json(Format):
     A message without any of the columns, or with a name that differs only in case, is unreadable. The
     envelope of Kafka Connect's converter, ``{"schema": ..., "payload": ...}``, is unwrapped. For a
     single column, such as a key, the message may also be the value itself: ``"apple"``, ``17``. The
-    value ``null`` is a message without a value, as a deserializer of JSON gives it to Kafka Streams.
+    value ``null`` is a message without a value, as a deserializer of JSON gives it to Kafka Streams; so
+    is an envelope whose payload is ``null``.
 
     Args:
         options: Spark's JSON options, as for ``FilesSource``; an option without effect is an error.
@@ -277,10 +277,6 @@ class Json(Format):
         """Returns the message as text, without framing."""
         return (_unframed(message) if self.framed else message).cast("string")
 
-    def is_null(self, message: Column) -> Column:
-        text = F.trim(self.text(message), F.lit(" \t\r\n"))
-        return message.isNull() | F.coalesce(text == "null", F.lit(False))
-
     def names(self, message: bytes | None) -> list[str] | None:
         """Returns the names of a message's fields, in order; None = it is no object."""
         text = message or b"null"
@@ -308,7 +304,8 @@ class Json(Format):
             usual = [name for name in wanted.names if name not in OF_DEBEZIUM]
         parsed = parse(text, wanted, self.options, into, alone=True, usual=usual)
         columns, row = read_object(parsed, wanted, self.reading, into)
-        return Decoded(columns, row, _unreadable_if(row.isNull() | ~F.is_valid_utf8(text)))
+        reason = _unreadable_if(row.isNull() | ~F.is_valid_utf8(text))
+        return Decoded(columns, row, reason, null=parsed.null)
 
 
 @dataclass(frozen=True)
@@ -560,9 +557,9 @@ class Debezium(Format):
         unchanged = self._unchanged(row, wanted, deleted)
         truncates = part["op"] == "t" if self.truncate == "delete" else None
         before, after = (F.when(part["op"] == "u", image) for image in images)
-        restates = part["op"] == "r"
+        restates, images = part["op"] == "r", (before, after)
         return Decoded(
-            found.parsed, row, reason, deleted, time, restates, truncates, unchanged, (before, after)
+            found.parsed, row, reason, deleted, time, restates, truncates, unchanged, images, found.null
         )
 
     def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
@@ -577,7 +574,10 @@ class Debezium(Format):
             reason = F.coalesce(reason, _unreadable_if(moment.isNotNull() & time.isNull()))
         unchanged = self._unchanged(found.row, wanted, deleted)
         restates = found.row["__op"] == "r"
-        return Decoded(found.parsed, found.row, reason, deleted, time, restates, None, unchanged)
+        row, null = found.row, found.null
+        return Decoded(
+            found.parsed, row, reason, deleted, time, restates, unchanged=unchanged, null=null
+        )
 
     def _time(self, millis: Column) -> Column | None:
         """Returns the time of a change; null outside the years 1 to 9999."""
@@ -616,7 +616,8 @@ class Debezium(Format):
         odd = F.when(lacks, ~has_names_of(whole, wanted)).otherwise(False)
         reason = _unreadable_if(row.isNull() | ~F.is_valid_utf8(text) | odd)
         timed = parsed.texts["source"]["ts_ms"].isNotNull()
-        return {"op": op, "ts_ms": ts_ms, "timed": timed, "row": row}, Decoded(columns, row, reason)
+        part = {"op": op, "ts_ms": ts_ms, "timed": timed, "row": row}
+        return part, Decoded(columns, row, reason, null=parsed.null)
 
 
 def _part_of(text: Column, part: str) -> Column:

@@ -618,11 +618,13 @@ class Parsed(NamedTuple):
         texts: a struct with the columns as texts, and Connect's ``schema``; null if the text is not one
             whole object with the expected names.
         enveloped: whether a text may be in Connect's envelope.
+        null: whether a text is ``null``, alone or in the envelope; never null.
     """
 
     columns: dict[str, Column]
     texts: Column
     enveloped: bool
+    null: Column
 
 
 def parse(
@@ -656,6 +658,7 @@ def parse(
         enveloped: whether an envelope is expected, if no wanted column has the name of a part of it.
     """
     columns, tokens = dict[str, Column](), None
+    null = F.trim(text, F.lit(" \t\r\n")) == "null"
     usual = _sound_names(wanted, usual)
     in_order = [*usual, *(name for name in wanted.names if name not in usual)]
     pattern = _usual_pattern(wanted, in_order, len(usual)) if usual else None
@@ -693,13 +696,15 @@ def parse(
     if enveloped:
         unpacked = _unpacked(packed, keys, text, wanted, bare_payload)
         texts = F.when(inside, unpacked).otherwise(texts)
+        row, whole = _only_row(packed)
+        null = null | (inside & whole & row[PAYLOAD].isNull())
     texts = F.when(sound, texts)
     if tokens is not None:
         places = enumerate((name for name in in_order if name in wanted.names), 1)
         found = {name: tokens[n] for n, name in places}
         texts = F.when(tokens.isNotNull(), _texts_of_tokens(found, wanted)).otherwise(texts)
     columns[f"{into}_texts"] = texts
-    return Parsed(columns, F.col(f"{into}_texts"), enveloped)
+    return Parsed(columns, F.col(f"{into}_texts"), enveloped, F.coalesce(null, F.lit(False)))
 
 
 _TOKEN_END = "\x1f"
