@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pyspark.sql.types import (
 from tests.market import Market, messages, record
 from vt_dagster import FilesSource, Stream
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.spark.settings import settings
 
 ROW = StructType([StructField("k", StringType()), StructField("n", IntegerType())])
@@ -111,6 +113,51 @@ def test_too_large_bad_share_fails_before_commit(spark: SparkSession, tmp_path: 
     assert not (market.warehouse / "prices" / "log").exists()
     # a share equal to the limit is accepted
     assert market.run([replace(strict, source=replace(source, max_bad_share=0.2))]).success
+
+
+ARRAY, OBJECT = '[{"k": "a"},\n {"k": "b"}]\n', '{\n  "k": "a",\n  "v": "p"\n}\n'
+LINES = "JSON is read line by line, one object a line"
+UNIT = "A number in ['at'] is a time only with its unit: set timestamps of the source"
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "hint"),
+    [
+        ("jsonl", ARRAY, LINES),
+        ("jsonl", ARRAY.replace("\n", ""), LINES),
+        ("jsonl", OBJECT, LINES),
+        ("jsonl", '{"k": "a",\n"v": "p"}\n', LINES),
+        ("jsonl", '{"k": "a", "at": 1714564800250}\n', UNIT),
+        ("csv", "k,v,at\na,p,1714564800\n", UNIT),
+    ],
+)
+def test_error_for_bad_records_says_how_to_read_them(
+    format: Any, text: str, hint: str, spark: SparkSession, tmp_path: Path
+) -> None:
+    market = Market(tmp_path, spark)
+    write(tmp_path / "landing" / "prices", "1.any", text)
+    source = FilesSource(str(tmp_path / "landing" / "prices"), format=format)
+    said = messages(market.run([replace(market.prices, source=source)]))
+    assert f". {hint}" in said, said
+
+
+def test_hints_for_bad_records() -> None:
+    inner = StructType().add("d", "date")
+    schema = StructType().add("k", "string").add("at", "timestamp").add("s", inner)
+    unit = "A number in {} is a time only with its unit"
+    for text, format, timestamps, said in [
+        ('{"s": {"d": 19844}, "at": "soon"}', "jsonl", None, unit.format(["s.d"])),
+        ('{"s": {"d": 19844}, "at": 7}', "jsonl", {"at": "millis"}, unit.format(["s.d"])),
+        ('{"payload": {"after": {"at" :-7}}}', None, None, unit.format(["at"])),
+        ('{"k": 1714564800, "at": "soon"}', "jsonl", None, ""),
+        ('{"at": 1714564800.5}', "jsonl", "millis", ""),
+        ("a;1714564800250", "csv", None, unit.format(["at", "s.d"])),
+        ("a;2024-05-01 12;20240501", "csv", None, ""),
+        ('{"k": "a", "a', "jsonl", None, ""),
+        ("[1, 2]", None, None, ""),
+    ]:
+        hint = hint_of([text], schema, SimpleNamespace(format=format, timestamps=timestamps))
+        assert (hint[: len(said)] if said else hint) == said, text
 
 
 @pytest.mark.usefixtures("few_rows")

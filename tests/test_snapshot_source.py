@@ -224,8 +224,8 @@ def test_bad_dump_rows_are_quarantined(spark: SparkSession, tmp_path: Path) -> N
         ("3/part.jsonl", 1, "unreadable", '{"id": "a", "na'),
         ("3/part.jsonl", 2, "null_key", '{"name":"?"}'),
     ]
-    deliver("4", "?", "?", "?", {"id": "a"})
-    with pytest.raises(ContractError, match="3 of 4 rows are bad"):
+    deliver("4", '[{"id": "c"},', '{"id": "b"}]', "?", {"id": "a"})
+    with pytest.raises(ContractError, match=r"3 of 4 rows are bad .* one object a line: convert"):
         shop.take()
     assert all(f.offending == 0 for f in audit(shop.store))
 

@@ -62,7 +62,7 @@ def of_source(
         own[Outcome.QUARANTINED] -= passed.counts[START_BAD]
         rows = rows.where(~F.col(START))
     counts |= source.counts
-    check_bad_share(arrival.node.name, source, rows, own)
+    check_bad_share(arrival.node, source, rows, own)
     position = source.position(arrival.before, own)
     _require_other_names(arrival, position)
     if start is None:

@@ -62,6 +62,7 @@ from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START,
 from vt_dagster.core.versioned_table import is_refused
 from vt_dagster.errors import ContractError
 from vt_dagster.sources.base import Pinned
+from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import pandera_schema, same
 
@@ -650,7 +651,7 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
     )
 
 
-def check_bad_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
+def check_bad_share(node: Stream, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
     """Refuses a run with too large a share of bad records. Unreadable files that the source is
     configured to quarantine do not count.
 
@@ -669,9 +670,11 @@ def check_bad_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[
         return
     worst = records.select(SOURCE, POSITION, REASON, RAW).orderBy(ARRIVAL).limit(3).collect()
     examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
+    texts = [_text(r[3]) for r in worst if r[2] == Reason.UNREADABLE]
+    hint = hint_of(texts, node.schema, node.source)
     raise ContractError(
-        f"{name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
-        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Fix the input, or "
+        f"{node.name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
+        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. {hint}Fix the input, or "
         "raise max_bad_share of the source to send them to quarantine"
     )
 

@@ -51,6 +51,7 @@ from vt_dagster.sources.consumed_files import (
     written_at,
 )
 from vt_dagster.sources.files_source import FileFormat, FilesSource
+from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
@@ -178,7 +179,7 @@ def records_of(
     if found["twice"] and source.on_duplicate == "fail":
         _refuse_duplicates(news.where(twice), node.key, what, found["twice"])
     if found["bad"]:
-        _check_share(what, found["bad"], dump.count(), source.max_bad_share)
+        _check_share(what, found["bad"], dump, source, node)
     if not accepted:
         _check_size(what, found, held, source.max_shrink)
     if found["lost"]:
@@ -219,12 +220,15 @@ def _refuse_duplicates(rows: DataFrame, key: Sequence[str], what: str, count: in
     )
 
 
-def _check_share(what: str, bad: int, rows: int, most: float) -> None:
+def _check_share(what: str, bad: int, dump: DataFrame, source: Any, node: Stream) -> None:
+    rows, most = dump.count(), source.max_bad_share
     if bad > most * rows:
+        some = dump.where(F.col(UNREAD).isNotNull()).orderBy(SOURCE, POSITION).limit(3)
+        hint = hint_of([str(row[0]) for row in some.select(UNREAD).collect()], node.schema, source)
         raise ContractError(
             f"{what}: {bad:,} of {rows:,} rows are bad ({bad / rows:.1%}): unreadable, without a key, "
             f"or with a duplicate key; expected at most {most:.1%}; nothing was committed. "
-            "Repair the dump, or raise max_bad_share of the source to send them to quarantine"
+            f"{hint}Repair the dump, or raise max_bad_share of the source to send them to quarantine"
         )
 
 

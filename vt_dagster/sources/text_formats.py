@@ -1149,6 +1149,40 @@ def _marked(text: Column, options: Mapping[str, str]) -> Column:
     return F.regexp_replace(text, pattern, f'$1"{NUMBER}$2"')
 
 
+_OF_SEVERAL_LINES = re.compile(r"\[|\{\Z|\{.*,\Z", re.DOTALL)
+_MANY_DIGITS = re.compile(r"(?<![\w.:+-])-?[0-9]{9,19}(?![\w:-])")
+
+
+def hint_of(texts: Sequence[str], schema: StructType, source: object) -> str:
+    """Returns a sentence on how to read unreadable records of JSON or CSV, for a message; empty if it
+    is not known.
+
+    Args:
+        texts: some of these records.
+    """
+    cut = any(_OF_SEVERAL_LINES.match(text.strip()) for text in texts)
+    if cut and getattr(source, "format", None) == "jsonl":
+        return (
+            "JSON is read line by line, one object a line: convert a file with an array by "
+            "jq -c '.[]', and one with objects of several lines by jq -c . "
+        )
+    if not hasattr(source, "timestamps"):
+        return ""
+    how, found = Reading(getattr(source, "timestamps", None)), list[str]()
+    for path, kind in leaves(schema):
+        named = re.compile(rf'"{re.escape(path[-1])}"\s*:\s*-?[0-9]')
+        numbers = [named if text.lstrip().startswith("{") else _MANY_DIGITS for text in texts]
+        some = any(number.search(text) for number, text in zip(numbers, texts, strict=True))
+        if isinstance(kind, TIMES) and how.unit(path) is None and some:
+            found.append(".".join(path))
+    if not found:
+        return ""
+    return (
+        f"A number in {found} is a time only with its unit: set timestamps of the source, or of its "
+        "format, for example timestamps='millis'. "
+    )
+
+
 # Csv text
 
 
