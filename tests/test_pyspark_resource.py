@@ -251,6 +251,10 @@ def test_invalid_spark_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("", "spark.driver.memory "):
         with pytest.raises(TopologyError, match="expected names of Spark settings"):
             SparkResource(spark_config={name: "4g"})
+    for name, value in (("master", "local[2]"), ("remote", "sc://host:15002/;token=secret")):
+        with pytest.raises(TopologyError, match=f"set it as {name} of SparkResource") as caught:
+            SparkResource(spark_config={f"spark.{name}": value})
+        assert "secret" not in str(caught.value)
     with pytest.raises(TopologyError, match="expected master to be a Spark master"):
         SparkResource(master=" ")
     for remote in ("localhost:15002", "spark://host:7077", " ", "local[2]"):

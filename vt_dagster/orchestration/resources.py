@@ -86,6 +86,11 @@ class SparkResource(dg.ConfigurableResource[None]):
                     f"SparkResource: expected {name} of spark_config to be a text, a number or a "
                     f"boolean, got a {type(value).__name__}; correct it"
                 )
+            if name in ("spark.master", "spark.remote"):
+                raise TopologyError(
+                    f"SparkResource: expected no {name} in spark_config, got {shown(str(value))!r}; "
+                    f"set it as {name.removeprefix('spark.')} of SparkResource"
+                )
         return spark_config
 
     @field_validator("master")
