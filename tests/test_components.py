@@ -500,6 +500,15 @@ BROKEN = {
     "zone of other windows": ("advance: 10m", "advance: 10m, zone: UTC", "'zone' is not known here; "),
     "format": ("format: csv", "format: xml", "Input should be 'jsonl', 'csv' or 'parquet'"),
     "share": ("format: csv", "max_bad_share: 3", "max_bad_share must be between 0 and 1, got 3"),
+    "boolean as a number": (
+        'history_retention: "{{ env.RETENTION }}"',
+        'history_retention: "{{ env.RETENTION }}"\n        partitions: true',
+        "expected a number, got true",
+    ),
+    "boolean as a share": ("format: csv", "max_bad_share: true", "expected a number, got true"),
+    "number as a time": ("start: latest", "start: 5", "expected earliest, latest or a time like"),
+    "boolean as an offset": ("start: latest", "start: {clicks: {0: true}}", "a number, got true"),
+    "bound": ("ge: 0", "ge: true", "expected ge of the column 'price' to compare with numbers, got "),
     "concept": ("      filter:", "      filtr:", "'filtr' is not known here; did you mean 'filter'?"),
     "no concept": (
         "      filter: {",

@@ -32,6 +32,12 @@ from vt_dagster.topology.model import topological
 HOUR = timedelta(hours=1)
 
 
+class Bounded(pa.DataFrameModel):
+    k: StringType
+    w: LongType = pa.Field(ge="zero")
+    at: TimestampType
+
+
 class Unique(pa.DataFrameModel):
     k: StringType
     at: TimestampType
@@ -160,6 +166,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["sales", "{'before': 'now'}", "got ['w']", "correct or remove it"],
     ),
     "partitions": (lambda: stream(partitions=0), ["sales", "partitions must be 1 or more, got 0"]),
+    "partitions as a boolean": (lambda: stream(partitions=True), ["must be 1 or more, got True"]),
+    "bound of another type": (
+        lambda: stream(schema=Bounded),
+        ["sales: expected ge of the column 'w' to compare with numbers, got 'zero'; correct it"],
+    ),
     "null key rule": (lambda: stream(null_key="drop"), ["sales", "'quarantine' or 'keep'", "'drop'"]),
     "contract break rule": (
         lambda: stream(on_contract_break="drop"),

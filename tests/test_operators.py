@@ -143,6 +143,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ),
         ["quiet", "max_records", "unbounded"],
     ),
+    "limit as a boolean": (
+        lambda: plain().suppress(UntilTimeLimit(HOUR, max_records=True), name="quiet"),
+        ["quiet", "max_records must be a number, 0 or more, got True"],
+    ),
     "versioned broadcast": (lambda: versioned(broadcast=True), ["prices", "broadcast", "plain Table"]),
     "grace of tables": (
         lambda: plain().join(versioned(), name="both", grace_period=HOUR),

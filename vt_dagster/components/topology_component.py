@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime, timedelta
-from decimal import Decimal, InvalidOperation
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -119,10 +118,11 @@ def _time_or(*words: str) -> Callable[[Any], Any]:
     """Makes a converter of a time, or one of some words; other values are unchanged."""
 
     def converted(value: Any) -> Any:
-        if not isinstance(value, str) or value in words or is_template(value):
+        is_number = isinstance(value, int | float)
+        if not (isinstance(value, str) or is_number) or value in words or is_template(value):
             return value
         try:
-            return datetime.fromisoformat(value.replace("Z", "+00:00"))
+            return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
         except ValueError:
             raise ValueError(
                 f"expected {', '.join(words)} or a time like 2024-06-01T00:00:00Z, got {value!r}"
@@ -131,6 +131,14 @@ def _time_or(*words: str) -> Callable[[Any], Any]:
     return converted
 
 
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got {str(value).lower()}")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_boolean, json_schema_input_type=int)]
+Number = Annotated[float, BeforeValidator(_no_boolean, json_schema_input_type=float)]
 DurationText = _text_as(timedelta, as_duration)
 SignedDurationText = _text_as(timedelta, as_signed_duration)
 Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
@@ -346,10 +354,12 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
         if member in known:
             return known[member]
     if {str, float} <= {*members}:
-        return float | str
-    plain_types = (int, float, str, bool, dict[str, Any])
+        return Number | str
+    numbers: dict[Any, Any] = {int: Whole, float: Number}
     for member in members:
-        if member in plain_types or get_origin(member) is Literal:
+        if member in numbers:
+            return numbers[member]
+        if member in (str, bool, dict[str, Any]) or get_origin(member) is Literal:
             return member
         of_texts = get_origin(member) is Mapping and get_args(member)[0] is str
         if of_texts or member == dict[str, str]:
@@ -452,8 +462,6 @@ def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
         given |= {check: list(given[check]) for check in ("isin", "notin") if check in given}
         plain = type(kind) in _TYPES.values()
         annotations[f"column_{number}"] = type(kind) if plain else kind
-        if isinstance(kind, T.NumericType):
-            _require_numbers(name, column, given)
         try:
             members[f"column_{number}"] = pa.Field(alias=column, **given)
         except (TypeError, ValueError) as error:
@@ -462,20 +470,6 @@ def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
                 "correct them"
             ) from None
     return type(name, (pa.DataFrameModel,), members)
-
-
-def _require_numbers(name: str, column: str, given: Mapping[str, Any]) -> None:
-    """Raises TopologyError for a check that compares a column of numbers with something else."""
-    for check in (c for c in CHECKS if c in given and not c.startswith("str_")):
-        value = given[check]
-        for one in value if check in _OF_LISTS else (value,):
-            try:
-                Decimal(str(one))
-            except InvalidOperation:
-                raise TopologyError(
-                    f"{name}: expected {check} of the column {column!r} to compare with numbers, got "
-                    f"{one!r}; correct it"
-                ) from None
 
 
 # Yaml assets
@@ -516,14 +510,14 @@ _format = choice(
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
 _TOPICS_START = setting(
     Annotated[
-        datetime | str | dict[str, dict[int, int]],
+        datetime | str | dict[str, dict[Whole, Whole]],
         BeforeValidator(
             _time_or("earliest", "latest"), json_schema_input_type=str | dict[str, dict[str, int]]
         ),
     ],
     described(KafkaSource, "start"),
 )
-_START = setting(int | str, "current, earliest, or a version to start from.")
+_START = setting(Whole | str, "current, earliest, or a version to start from.")
 _states = {
     "delta": _part("Delta", DeltaSource, start=_START),
     "snapshots": _part("Snapshots", SnapshotSource),
@@ -706,7 +700,7 @@ _AGGREGATE = part(
         dict[str, str],
         Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
     ),
-    partitions=setting(int),
+    partitions=setting(Whole),
     partition_by=setting(str),
 )
 

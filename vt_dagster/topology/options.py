@@ -319,7 +319,10 @@ class Option:
         default = declared.default
         if declared.default_factory is not MISSING:
             default = declared.default_factory()
-        return default is MISSING or bool(getattr(node, self.name) != default)
+        given = getattr(node, self.name)
+        # True equals 1, the number of partitions.
+        other = isinstance(given, bool) != isinstance(default, bool)
+        return default is MISSING or other or bool(given != default)
 
 
 def check_options(node: Any) -> None:
@@ -430,7 +433,8 @@ def require_readable(name: str, consumer: Consumer, node: Any) -> None:
 
 
 def _check_partitions(node: Any) -> None:
-    if not isinstance(node.partitions, Integral) or node.partitions < 1:
+    given = node.partitions
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
         raise TopologyError(f"{node.name}: partitions must be 1 or more, got {node.partitions!r}")
     object.__setattr__(node, "partitions", int(node.partitions))
 

@@ -8,7 +8,9 @@ the value under the current name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, timedelta
+from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar, cast
 
 from pyspark.sql.types import (
@@ -168,7 +170,51 @@ def as_struct(schema: Any, name: str) -> StructType:
             "its new records alone, of which several may have one key; remove it: a table has one row "
             "for each key, and unique_by of a stream leaves repeated records out"
         )
-    return _plain(cast(StructType, convert()))
+    found = _plain(cast(StructType, convert()))
+    for column, declared in getattr(pandera_schema(schema), "columns", {}).items():
+        if column in found.names and isinstance(found[column].dataType, NumericType):
+            _require_numbers(name, column, declared.checks)
+    return found
+
+
+_COMPARISONS = {
+    "equal_to": "eq",
+    "not_equal_to": "ne",
+    "greater_than": "gt",
+    "greater_than_or_equal_to": "ge",
+    "less_than": "lt",
+    "less_than_or_equal_to": "le",
+    "in_range": "in_range",
+    "isin": "isin",
+    "notin": "notin",
+}
+"""The parameters of ``pandera.pyspark.Field``, by the names of pandera's checks."""
+
+
+def _require_numbers(name: str, column: str, checks: Sequence[Any]) -> None:
+    """Raises TopologyError for a check that compares a column of numbers with something else."""
+    for check in (one for one in checks if one.name in _COMPARISONS):
+        for setting, value in (check.statistics or {}).items():
+            if setting.startswith("include"):  # whether the end of a range belongs to it
+                continue
+            several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+            odd = [one for one in (value if several else (value,)) if not _is_number(one)]
+            if odd:
+                raise TopologyError(
+                    f"{name}: expected {_COMPARISONS[check.name]} of the column {column!r} to compare "
+                    f"with numbers, got {odd[0]!r}; correct it"
+                )
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether a value compares with a number, perhaps as a text of it."""
+    if not isinstance(value, str):
+        return not isinstance(value, bool | bytes | date | timedelta)
+    try:
+        Decimal(value)
+    except InvalidOperation:
+        return False
+    return True
 
 
 _T = TypeVar("_T", bound=DataType)

@@ -110,7 +110,7 @@ class Suppress(OneInput):
         every: list[Any] = [limit]
         if isinstance(limit, Mapping):
             every = list(cast(Mapping[int, Any], limit).values())
-        wrong = [n for n in every if n is not None and (not isinstance(n, int) or n < 0)]
+        wrong = [n for n in every if n is not None and (type(n) is not int or n < 0)]
         if wrong:
             raise TopologyError(f"{self.name}: {what} must be a number, 0 or more, got {wrong[0]!r}")
         if any(n is not None for n in every) and self.until.when_full == "unbounded":
