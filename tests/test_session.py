@@ -248,11 +248,13 @@ def test_package_requires_supported_spark_series():
 @pytest.mark.jvm
 def test_jvm_error_reaches_message():
     """The message has the JVM's own text: of options with which it does not start, whether or not it
-    prints the options from the environment first, of a missing jar, of a package without a version,
-    before which Ivy prints its settings, and of a directory that cannot be written, so that it ends."""
+    prints the options from the environment first, of a heap that it cannot have, of a missing jar, of a
+    package without a version, before which Ivy prints its settings, and of a directory that cannot be
+    written, so that it ends."""
     heap, options = "conf={'spark.driver.memory': '99zz'}", ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")
-    *told, jar, package, local = refusals(
+    *told, large, small, jar, package, local = refusals(
         *((heap, {name: "-Dx=1"}) for name in options),
+        *((heap.replace("99zz", size), {}) for size in ("9999999g", "1k")),
         ("conf={'spark.jars': '/no/such.jar'}", {}),
         ("conf={'spark.jars.packages': 'a:b'}", {}),
         ("", {"SPARK_LOCAL_DIRS": "/dev/null/none"}),
@@ -260,6 +262,8 @@ def test_jvm_error_reaches_message():
     assert "Failed to create directory /dev/null/none/" in local
     for message in told:
         assert "Invalid maximum heap size: -Xmx99zz" in message
+    assert "got: Could not reserve enough space for" in large
+    assert "got: Too small maximum heap. Check" in small
     assert "/no/such.jar" in jar
     assert "Maven Coordinates must be in the form 'groupId:artifactId:version'" in package
 

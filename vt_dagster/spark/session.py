@@ -161,6 +161,7 @@ class _JvmStderr:
     """Copies the JVM's stderr to this process's stderr, without one useless warning."""
 
     _NOISE = b"WARNING: Using incubator modules"
+    _NO_JVM = "Error occurred during initialization of VM"
     _OPTIONS = re.compile(r"(NOTE: )?Picked up J\w+_OPTIONS")
 
     def __init__(self) -> None:
@@ -188,13 +189,13 @@ class _JvmStderr:
 
     def reason(self) -> str:
         """Returns the error in the JVM's own output, or its first line, without the prefix of a log
-        line."""
+        line. The second one if the first says only that there is no JVM."""
         self._thread.join(timeout=2)  # the thread ends when the JVM has ended
         with self._lock:
             lines = [line.decode(errors="replace").strip() for line in self._held or ()]
         own = [line for line in lines if line and not self._OPTIONS.match(line)]
         errors = [line for line in own if line.startswith("Exception in thread")]
-        first = next(iter([*errors, *own]), "")
+        first = next(iter([*errors, *(line for line in own if line != self._NO_JVM), *own]), "")
         return re.sub(r'^(Exception in thread "\w+"|\S+ \S+ ERROR \w+:) ', "", first)
 
     def _copy(self) -> None:
@@ -576,7 +577,11 @@ def session_settings(
     settings |= {
         "spark.jars": joined("spark.jars", ",", *(jar.as_uri() for jar in jars)),
         EXTENSIONS: joined(EXTENSIONS, ",", DELTA_EXTENSION),
-        JVM_OPTIONS: (f"-Dlog4j2.configurationFile={log4j} {driver} -Duser.timezone=UTC"),
+        # On stderr, which quiet_start reads, also why the JVM does not start.
+        JVM_OPTIONS: (
+            f"-XX:+DisplayVMOutputToStderr -Dlog4j2.configurationFile={log4j} {driver} "
+            "-Duser.timezone=UTC"
+        ),
         "spark.executor.extraJavaOptions": f"{executor} -Duser.timezone=UTC".strip(),
         TIME_ZONE: "UTC",
     }
