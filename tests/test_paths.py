@@ -32,11 +32,15 @@ from vt_dagster import (
 from vt_dagster.cli.run import load_topology
 from vt_dagster.errors import SourceError, StorageError, StoreUnavailableError, TopologyError
 from vt_dagster.orchestration.resources import warehouse_of
+from vt_dagster.runs import what_if
+from vt_dagster.runs.restate import require_free
 from vt_dagster.sources.consumed_files import files_in
 from vt_dagster.storage import parquet
 from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.delta import address, filesystem, require_place, unseen
+from vt_dagster.storage.maintenance import is_older, remove_unused
+from vt_dagster.storage.stale_reads import remove_replaced
 
 DAY = timedelta(days=1)
 
@@ -178,8 +182,8 @@ def test_stores_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("Could not connect to the endpoint URL")  # like botocore's, no OSError
 
-    monkeypatch.setattr(type(filesystem("memory://lake")[0]), "ls", refuse)
-    monkeypatch.setattr(type(filesystem("memory://lake")[0]), "isdir", refuse)
+    for name in ("ls", "find", "isdir"):
+        monkeypatch.setattr(type(filesystem("memory://lake")[0]), name, refuse)
     got = "expected to list memory://lake.*, got: Could not connect to the endpoint URL; correct the"
     with pytest.raises(StoreUnavailableError, match=got):
         read("prices", warehouse="memory://lake")
@@ -187,6 +191,17 @@ def test_stores_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         asset_names("memory://lake")
     with pytest.raises(SourceError, match=got):
         files_in("memory://lake", "*", "files")
+    for name in ("attempts/x", "prices.replaced/y", "what_if/z"):
+        filesystem("memory://lake")[0].makedirs(f"/lake/{name}", exist_ok=True)
+    for use in (
+        lambda: remove_unused("memory://lake/attempts", (), 0),
+        lambda: is_older("memory://lake/attempts", DAY),
+        lambda: remove_replaced("memory://lake", "prices", DAY),
+        lambda: require_free("memory://lake", "prices"),
+        lambda: what_if._place("memory://lake/what_if").__enter__(),
+    ):
+        with pytest.raises(StoreUnavailableError, match=got):
+            use()
 
     def lacks_libraries(_: str) -> None:
         raise OSError("Unable to load libjvm\ndlopen(libjvm.so) failed")  # pyarrow's, for hdfs
@@ -194,3 +209,33 @@ def test_stores_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacks_libraries)
     with pytest.raises(StorageError, match="expected the file system of hdfs://x, got: Unable to load"):
         filesystem("hdfs://x")
+
+
+def test_store_that_stops_answering_while_dumps_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "part.jsonl").write_text("{}")
+    source = SnapshotSource(str(tmp_path), dump_time="modified")
+    (dump,) = source.dumps()
+    calls, kind = list[str](), type(filesystem(str(tmp_path))[0])
+    ls = kind.ls
+
+    def answers_once(fs: Any, path: str, *args: Any, **about: Any) -> Any:
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError("Connection timed out")
+        return ls(fs, path, *args, **about)
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("Access Denied")
+
+    got = "expected to list .*, got: {}; correct the address"
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "ls", answers_once)
+        with pytest.raises(SourceError, match=got.format("Connection timed out")):
+            source.dumps()
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "modified", refuse)
+        with pytest.raises(SourceError, match=got.format("Access Denied")):
+            source.time_of(dump)

@@ -479,8 +479,8 @@ def require_free(warehouse: str, name: str, own: str = "") -> None:
         StorageError: a restatement was interrupted.
     """
     fs, root = delta.filesystem(warehouse)
-    there = [posixpath.basename(path) for path in fs.ls(root, detail=False, refresh=True)]
-    for folder in (one for one in there if one.endswith(restate_folder(())) and one != own):
+    others = [one for one in delta.names_in(warehouse) if one != own]
+    for folder in (one for one in others if one.endswith(restate_folder(()))):
         plan = Plan.read(posixpath.join(warehouse, folder, _PLAN))
         planned = plan is not None and name in {step.path for step in plan.steps}
         if planned or fs.exists(posixpath.join(root, folder, RESTATED, name)):

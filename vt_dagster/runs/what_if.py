@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, SparkSession
@@ -220,7 +219,7 @@ def _replayed(
 def _place(root: str) -> Iterator[str]:
     """Yields a directory of this process, and removes it at the end."""
     fs, folder = delta.filesystem(str(root))
-    _clean(fs, folder)
+    _clean(str(root))
     name = f"{_RUN}.{this_host()}.{os.getpid()}.{uuid4().hex[:8]}"
     try:
         yield posixpath.join(str(root), name)
@@ -229,15 +228,14 @@ def _place(root: str) -> Iterator[str]:
             fs.rm(posixpath.join(folder, name), recursive=True)
 
 
-def _clean(fs: Any, folder: str) -> None:
+def _clean(root: str) -> None:
     """Removes scratch directories of dead processes of this machine."""
-    if not fs.exists(folder):
-        return
-    for found in fs.ls(folder, detail=False, refresh=True):
-        what, *about = posixpath.basename(found.rstrip("/")).split(".")
+    fs, folder = delta.filesystem(root)
+    for name in delta.names_in(root):
+        what, *about = name.split(".")
         if what != _RUN or len(about) != 3 or about[0] != this_host() or _is_running(about[1]):
             continue
-        fs.rm(found, recursive=True)
+        fs.rm(posixpath.join(folder, name), recursive=True)
 
 
 def this_host() -> str:

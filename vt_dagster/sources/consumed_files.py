@@ -191,7 +191,11 @@ def _is_hidden(name: str, kind: str) -> bool:
 def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
     """Returns the modification times of files in epoch microseconds, by name. Does not use Spark."""
     places = {file.name: delta.filesystem(file.path) for file in files}
-    return {name: epoch_micros(fs.modified(place)) for name, (fs, place) in places.items()}
+    try:
+        with delta.listing(posixpath.dirname(files[0].path) if files else ""):
+            return {name: epoch_micros(fs.modified(place)) for name, (fs, place) in places.items()}
+    except StoreUnavailableError as error:
+        raise SourceError(str(error)) from error
 
 
 class Memory:

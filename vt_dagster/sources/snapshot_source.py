@@ -33,7 +33,7 @@ from vt_dagster.core.source_records import (
     as_json,
     difference,
 )
-from vt_dagster.errors import ContractError, SourceError, TopologyError
+from vt_dagster.errors import ContractError, SourceError, StoreUnavailableError, TopologyError
 from vt_dagster.sources.base import (
     End,
     Limited,
@@ -536,25 +536,35 @@ class SnapshotSource:
         """Returns the complete dumps, by name. Does not use Spark.
 
         Raises:
-            SourceError: the directory does not exist.
+            SourceError: the directory does not exist, or cannot be reached or listed.
         """
         path, what = str(self.path), f"{self.format} dumps"
         found = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern, what, False)]
-        fs, root = delta.filesystem(path)
-        folders = [
-            posixpath.basename(entry["name"].rstrip("/"))
-            for entry in fs.ls(root, detail=True, refresh=True)
-            if entry["type"] == "directory"
-        ]
-        for name in folders:
-            if name.startswith((".", "_")) or not fnmatch(name, self.pattern):
-                continue
-            if self.marker and not fs.exists(posixpath.join(root, name, self.marker)):
-                continue
+        for name in self._folders(path):
             within = files_in(posixpath.join(path, name), "*", what)
             files = [f for f in within if f.name != self.marker]
             found += [Dump(name, tuple(files), True)] if files else []
         return sorted(found)
+
+    def _folders(self, path: str) -> list[str]:
+        fs, root = delta.filesystem(path)
+        try:
+            with delta.listing(path):
+                there = fs.ls(root, detail=True, refresh=True)
+                names = [
+                    posixpath.basename(entry["name"].rstrip("/"))
+                    for entry in there
+                    if entry["type"] == "directory"
+                ]
+                return [
+                    name
+                    for name in names
+                    if not name.startswith((".", "_"))
+                    and fnmatch(name, self.pattern)
+                    and (not self.marker or fs.exists(posixpath.join(root, name, self.marker)))
+                ]
+        except StoreUnavailableError as error:
+            raise SourceError(str(error)) from error
 
     def pin(
         self,

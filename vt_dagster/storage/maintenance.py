@@ -88,8 +88,9 @@ def is_older(path: str, age: timedelta) -> bool:
 
 def _is_before(path: str, until: float) -> bool:
     fs, local = delta.filesystem(path)
-    # Object stores have modification times for files only.
-    return all(fs.modified(name).timestamp() < until for name in fs.find(local) or [local])
+    with delta.listing(path):
+        # Object stores have modification times for files only.
+        return all(fs.modified(name).timestamp() < until for name in fs.find(local) or [local])
 
 
 def remove_unused(folder: str, needed: Collection[str], until: float) -> list[int]:
@@ -104,8 +105,8 @@ def remove_unused(folder: str, needed: Collection[str], until: float) -> list[in
     """
     fs, local = delta.filesystem(folder)
     removed: list[int] = []
-    for path in fs.ls(local, detail=False, refresh=True) if fs.exists(local) else ():
-        name = posixpath.basename(path.rstrip("/"))
+    for name in delta.names_in(folder):
+        path = posixpath.join(local, name)
         if name in needed or not _is_before(posixpath.join(folder, name), until):
             continue
         with contextlib.suppress(FileNotFoundError):  # removed by a concurrent maintenance

@@ -214,13 +214,14 @@ def remove_replaced(warehouse: str, name: str, keep: timedelta) -> int:
     Returns:
         the number of removed logs (each with its view).
     """
-    fs, folder = delta.filesystem(_folder(warehouse, name))
-    there: list[Any] = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
-    removed = 0
-    for path in there:
-        age = time.time() - fs.modified(posixpath.join(path, _SINCE)).timestamp()
+    place = _folder(warehouse, name)
+    fs, folder = delta.filesystem(place)
+    there, removed = delta.names_in(place), 0
+    for log in there:
+        with delta.listing(place):
+            age = time.time() - fs.modified(posixpath.join(folder, log, _SINCE)).timestamp()
         if age >= keep.total_seconds():
-            fs.rm(path, recursive=True)
+            fs.rm(posixpath.join(folder, log), recursive=True)
             removed += 1
     if there and removed == len(there):
         fs.rm(folder, recursive=True)
