@@ -572,6 +572,7 @@ def test_plan_command(
         ["replay", "dear", "--planned"],
         ["replay", "dear"],
         ["replay", "dear", "--into", "x", "--no-swap"],
+        ["replay", "dear", "--into", "x", "--from", "2024-01-01", "--from-offsets", "{}"],
         ["what-if", "dear", "--planned"],
         ["what-if", "--planned", "--set", "grace_period=2h"],
         ["what-if"],

@@ -183,8 +183,9 @@ def test_failed_start_is_explained(environment: dict[str, str]) -> None:
     assert "Expected a Spark server on local[0] to start, got:" in said
     assert "server.log" in said
     assert status(environment)[0] == 1
-    wrong = CliRunner().invoke(app, ["spark", "start", "--conf", "spark.driver.memory"])
-    assert str(wrong.exception) == "Expected --conf name=value, got 'spark.driver.memory'."
+    for conf in ("spark.driver.memory", "=4g"):
+        wrong = CliRunner().invoke(app, ["spark", "start", "--conf", conf])
+        assert str(wrong.exception) == f"Expected --conf name=value, got {conf!r}."
 
 
 def test_starting_server_counts_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

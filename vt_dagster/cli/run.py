@@ -265,6 +265,11 @@ def load_locations(file: Path | None, module: str | None, variables: bool = Fals
 
 
 def _locations(file: Path | None, module: str | None, variables: bool) -> Iterator[Location]:
+    if file is not None and module is not None:
+        raise DefinitionsError(
+            "expected either --file or --module, got both; drop one of them, or import the other's "
+            "definitions there"
+        )
     if file is not None:
         yield _of_file(file, variables)
         return
@@ -348,6 +353,8 @@ def _is_project(folder: Path) -> bool:
 
 def _of_module(name: str, variables: bool = False) -> Location:
     try:
+        if name.startswith(".") or not name:  # a relative one
+            raise ModuleNotFoundError(name=name)
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):

@@ -166,7 +166,7 @@ def _settings(conf: list[str] | None) -> dict[str, str]:
     found = dict[str, str]()
     for given in conf or ():
         name, equals, value = given.partition("=")
-        if not equals:
+        if not equals or not name.strip():
             raise SparkUnavailableError(f"Expected --conf name=value, got {given!r}.")
         found[name] = value
     return found

@@ -138,6 +138,8 @@ def replay(
             "expected an asset and --into, or --planned; --no-swap and --yes need --planned; give one "
             "of the two"
         )
+    if start_time is not None and start_offsets is not None:
+        raise DefinitionsError("expected either --from or --from-offsets, got both; drop one of them")
     topology = load_topology(file, module, warehouse)
     if asset is None or into is None:
         _replay_planned(topology, swapping=not no_swap, yes=yes)
