@@ -217,6 +217,11 @@ def test_as_known_joins_follow_recorded_times(
         then = vt_dagster.read("rates", warehouse=copy, key=row["k"], **about)
         assert then["n"].to_pylist() == [n for n in [found[row["n"]]] if n is not None], row
     assert found == EXPECTED
+    for row in results:
+        place = row["partition"], row["offset"]
+        told = vt_dagster.explain("known", offset=place, warehouse=warehouse)
+        versions = [one.record for one in told.made_of if one.asset == "rates"]
+        assert [r and r.values["n"] for r in versions] == [n for n in [row["rate"]] if n is not None]
 
 
 EXPECTED = {1: 1, 2: 1, 3: 8, 4: None, 5: None, 6: 2, 7: 6, 8: None, 9: 5, 10: 1, 11: None, 12: 1}

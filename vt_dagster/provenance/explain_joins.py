@@ -49,7 +49,7 @@ from vt_dagster.provenance.explain_request import (
 from vt_dagster.provenance.explain_sources import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.expressions import evaluate, used
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import Commit, Offsets, last_that
+from vt_dagster.storage.commit_log import Commit, Offsets, last_known, last_that
 from vt_dagster.storage.values import texts
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import as_time, epoch_micros, length_at, spoken
@@ -549,7 +549,7 @@ def _joined(
     right, seen = request.specification.right, _pinned(request)
     table, cut = request.inputs[right], _known_until(request.specification, record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
-        seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
+        seen = last_known(table.root, cut, table.head.stepped)
         request.note(f"versions of {right} that were recorded after {as_time(cut)} do not count")
     looked = _look_up(request, values, record.timestamp, seen)
     _note_looked(request, looked, record.timestamp, as_known=cut is not None)

@@ -556,29 +556,27 @@ _NEWEST = 8
 
 
 def known_at(root: str, name: str, moment: int, truncation: Truncation | None) -> Commit:
-    """Returns the last commit of an asset's log up to a system time, with the current truncation. If a
-    commit has per-row system times and only some are in range, the result ends at those rows.
+    """Returns the last commit of an asset's log up to a system time, see :func:`last_known`, with the
+    current truncation.
 
     Args:
-        root: directory of the asset's tables.
+        root, moment: see :func:`last_known`.
         name: the asset, for messages.
-        moment: system time, epoch microseconds, inclusive.
         truncation: truncation of the log by its last commit.
 
     Raises:
         StorageError: nothing was recorded by then, the commits of then were removed, or the log was
             truncated after that time.
     """
-    found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
+    last = delta.last_commit(posixpath.join(root, "log"))
+    stepped = last is not None and bool(last.document.get("stepped"))
+    found = last_known(root, moment, stepped)
     if truncation is not None and (found is None or found.batch < truncation.batch):
         raise StorageError(
             f"{name}: expected a time from {in_utc(truncation.recorded_at)} on, got "
             f"{in_utc(moment)} as "
             f"as_known_at: {truncation.description()}; use a later time"
         )
-    last = delta.last_commit(posixpath.join(root, "log"))
-    if last is not None and last.document.get("stepped"):
-        found = _with_part(root, found, moment)
     warning = None
     if last is not None:
         warning = left_out_by_clock(name, moment, Commit.model_validate(last.document))
@@ -619,6 +617,19 @@ def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
         f"one run was ahead, and later runs got system times up to {in_utc(until)}. To include them, "
         "read without as_known_at, or use that time"
     )
+
+
+def last_known(root: str, moment: int, stepped: bool) -> Commit | None:
+    """Returns the last commit of an asset's log up to a system time; None = none. If a commit has
+    per-row system times and only some are in range, the result ends at those rows.
+
+    Args:
+        root: directory of the asset's tables.
+        moment: system time, epoch microseconds, inclusive.
+        stepped: see ``Commit``, of the last commit.
+    """
+    found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
+    return _with_part(root, found, moment) if stepped else found
 
 
 def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:
