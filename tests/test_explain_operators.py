@@ -34,7 +34,15 @@ from tests.explain_warehouse import (
     WITHIN,
     Warehouse,
 )
-from vt_dagster import FilesSource, VersionedTable, explain, read
+from vt_dagster import (
+    FilesSource,
+    Stream,
+    TumblingWindow,
+    UntilWindowCloses,
+    VersionedTable,
+    explain,
+    read,
+)
 from vt_dagster.provenance.explain import Explainer
 from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.runs.erase import erase
@@ -392,7 +400,7 @@ def test_explain_walks_to_sources(warehouse: Warehouse) -> None:
     ("name", "asked", "said"),
     [
         ("outer", {"key": "nobody"}, "there is no record of nobody"),
-        ("of_left", {"key": "nobody"}, "no record of it has arrived; its inputs are left"),
+        ("of_left", {"key": "nobody"}, "no run has read a record of it; its inputs are left"),
         ("tumbling", {"key": ["a", "1999-01-01", "1999-01-02"]}, "clicks has no record in this window"),
         ("either", {"key": "nobody"}, "there is no record of nobody"),
         ("refers", {"offset": "0:9999"}, "has the offsets 0 to"),
@@ -405,6 +413,63 @@ def test_explain_rows_that_never_existed(
     told = Explainer(warehouse.path).explain(name, **asked)
     assert told.record is None
     assert said in " ".join(told.notes)
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_explain_rows_that_no_run_has_made_yet(spark: SparkSession, tmp_path: Path) -> None:
+    """A record that is not consumed, or was not consumed at a system time, is neither too late nor
+    without a match."""
+    path = str(tmp_path / "warehouse")
+    left = Stream("left", key="k", schema=SCHEMA, source=FilesSource(str(tmp_path / "left")))
+    right = VersionedTable(
+        "right",
+        key="k",
+        schema=SCHEMA,
+        history_retention=timedelta(days=1),
+        source=FilesSource(str(tmp_path / "right")),
+    )
+    kept = right.filter("n > 0", name="kept")
+    hourly = left.group_by().windowed_by(TumblingWindow(timedelta(hours=1))).count(name="hourly")
+    made = [
+        left.join(right, name="joined", select=["left.n", "right.n as m"]),
+        hourly,
+        hourly.suppress(UntilWindowCloses(), name="final"),
+        left.group_by().count(name="counted"),
+        kept,
+        right.join(kept, name="both", select=["left.n", "right.n as m"]),
+    ]
+
+    def run(key: str, *nodes: Stream) -> None:
+        for node in (left, right):
+            (tmp_path / node.name).mkdir(exist_ok=True)
+            row = {"k": key, "g": "x", "n": 1, "timestamp": EPOCH.isoformat()}
+            (tmp_path / node.name / f"{key}.jsonl").write_text(json.dumps(row))
+        for node in nodes:
+            run_once(node, stores_of(path, spark))
+
+    def said(name: str, **more: Any) -> str:
+        window = (EPOCH, EPOCH + timedelta(hours=1)) if name in ("hourly", "final") else ()
+        told = Explainer(path).explain(name, key=("b", *window), **more)
+        assert (told.record, told.rules) == (None, ()), name
+        return " ".join(told.notes)
+
+    run("a", left, right, *made)
+    first = read("both", what="log", warehouse=path)["recorded_at"][0].as_py()
+    run("b", left, right)
+    reads = "no run of {} has read {} 0:1 yet"
+    assert reads.format("joined", "left") in said("joined")
+    assert reads.format("hourly", "left") in said("hourly")
+    assert reads.format("kept", "right") in said("kept")
+    assert reads.format("both", "right") in said("both")
+    for consumed in (False, True):
+        if consumed:
+            run("c", *made)
+        assert "left has no record in this window" in said("hourly", as_known_at=first)
+        assert "no run of final has consumed" in said("final", as_known_at=first)
+        assert "no run has read a record of it" in said("counted", as_known_at=first)
+        for name, up in (("joined", "left"), ("kept", "right"), ("both", "right")):
+            told = Explainer(path).explain(name, key="b", as_known_at=first)
+            assert (told.rules, told.made_of[0].asset, told.made_of[0].record) == ((), up, None)
 
 
 @pytest.mark.usefixtures("few_rows")

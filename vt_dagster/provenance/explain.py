@@ -226,7 +226,7 @@ class Explainer:
         self._warehouse, self._most = warehouse, most
         self._known: dict[tuple[str, Place], Explanation] = {}
         self._logs: dict[tuple[str, int | None], Log] = {}
-        self._inputs: dict[tuple[str, str], Log | None] = {}
+        self._inputs: dict[tuple[str, str, int | None], Log | None] = {}
         self._left = _MOST_IN_ALL
 
     def explain(
@@ -297,13 +297,20 @@ class Explainer:
             place_of(log, record, reasoning)
         return replace(found, decisions=tuple(reasoning.decisions), notes=tuple(reasoning.notes))
 
-    def _all_inputs(self, log: Log, reasoning: Reasoning) -> dict[str, Log]:
-        """Returns the logs of an operator's inputs, without missing ones."""
+    def _all_inputs(self, log: Log, reasoning: Reasoning, known: int | None = None) -> dict[str, Log]:
+        """Returns the logs of an operator's inputs as of a system time (None = now), without missing
+        ones."""
         found: dict[str, Log] = {}
         for name in dict.fromkeys(() if log.specification is None else log.specification.inputs):
-            place = log.name, name
+            place = log.name, name, known
             if place not in self._inputs:
-                self._inputs[place] = log.input(name)
+                try:
+                    self._inputs[place] = log.input(name, known)
+                except StorageError as error:
+                    if known is None:
+                        raise
+                    reasoning.note(str(error))  # it had no record by then
+                    continue
             up = self._inputs[place]
             if up is None:
                 reasoning.note(
@@ -338,7 +345,9 @@ class Explainer:
         self, found: Explanation, log: Log, key: Sequence[Any], reasoning: Reasoning
     ) -> Explanation:
         """Explains why an operator has no row for a key."""
-        inputs, operator = self._all_inputs(log, reasoning), log.specification
+        operator = log.specification
+        inputs = self._all_inputs(log, reasoning, log.known)
+        asked = {"key": key, "as_known_at": None if log.known is None else as_time(log.known)}
         for name, up in inputs.items():
             if isinstance(operator, spec.WindowedAggregateSpec):
                 late = aggregates.too_late(log, operator, up, key, self._most, reasoning)
@@ -350,12 +359,15 @@ class Explainer:
                 elif records:
                     _note_not_joined(log, name, records[-1], reasoning)
                 parts = [self._of(up, one, 1) for one in records[-1:]]
-                return replace(found, made_of=tuple(parts or [self.explain(up.name, key)]))
+                return replace(found, made_of=tuple(parts or [self.explain(up.name, **asked)]))
         if type(operator) in _SAME_KEY:
             end = 1 if isinstance(operator, spec.ForeignKeyJoinSpec) else len(inputs)
-            sides = [*inputs.values()][:end]
-            return replace(found, made_of=tuple(self.explain(up.name, key) for up in sides))
-        reasoning.note(f"no record of it has arrived; its inputs are {', '.join(inputs)}")
+            sides = {name: self.explain(up.name, **asked) for name, up in [*inputs.items()][:end]}
+            for name, side in sides.items():
+                if side.record is not None and not log.has_consumed(name, side.record):
+                    reasoning.note(f"no run of {log.name} has read {side.record} yet")
+            return replace(found, made_of=tuple(sides.values()))
+        reasoning.note(f"no run has read a record of it; its inputs are {', '.join(inputs)}")
         return found
 
 

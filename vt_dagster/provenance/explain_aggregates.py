@@ -449,6 +449,7 @@ def too_late(
     """Returns the newest records that came too late for a window without a row.
 
     Args:
+        source: the log of the input, as of the time of ``log``.
         key: the result's key; the last two values are the window's start and end.
         most: maximum number of records.
     """
@@ -458,9 +459,13 @@ def too_late(
     of_window = both(group.condition(), between(start, end - 1))
     rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
     inside = group.has(rows)
-    near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
-    if not near:
+    there = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
+    near = [one for one in there if log.has_consumed(operator.source, one)]
+    if not there:
         reasoning.note(f"{source.name} has no record in this window")
+    elif len(near) < len(there):
+        reasoning.note(f"no run of {log.name} has read {there[-1]} yet")
+    if not near:
         return []
     reasoning.decide(
         rules.WINDOW_CLOSED, f"all {len(near)} records of {source.name} in it arrived after that"
@@ -536,14 +541,14 @@ def held(
     Args:
         updates: the key's updates, in order.
     """
-    taken = [one for one in updates if one.offset < log.head.inputs.get(name, {}).get(one.partition, 0)]
+    taken = [one for one in updates if log.has_consumed(name, one)]
     if not taken:
         reasoning.note(f"no run of {log.name} has consumed a record of this key yet")
         return []
     first, last = taken[0], taken[-1]
     commit = log.taken_by(name, *first.place)
     batch = "not known" if commit is None else commit.batch
-    now = time_if_known(log.head.stream_time.get(first.partition))
+    now = time_if_known(log.commit.stream_time.get(first.partition))
     reasoning.decide(
         rules.SUPPRESSED,
         f"{len(taken)} updates since run {batch}: the first is of {first.timestamp}, the last, {last}, "

@@ -329,6 +329,7 @@ class Log:
         version: a Delta version that contains the commit's rows.
         commit: the commit as of which the log is read.
         head: the last commit.
+        known: the system time as of which the log is read, epoch microseconds; None = now.
     """
 
     warehouse: str
@@ -336,6 +337,7 @@ class Log:
     version: int
     commit: Commit
     head: Commit
+    known: int | None = None
 
     @classmethod
     def open(cls, warehouse: str, name: str, known: int | None = None) -> Log:
@@ -349,13 +351,17 @@ class Log:
         if known is not None and known < head.recorded_at:
             root = posixpath.join(str(warehouse), name)
             commit = known_at(root, name, known, head.truncation)
-        return cls(str(warehouse), name, version, commit, head)
+        return cls(str(warehouse), name, version, commit, head, known)
 
-    def input(self, name: str) -> Log | None:
+    def input(self, name: str, known: int | None = None) -> Log | None:
         """Returns the log of an input by its name without key prefix; None = it is not in the
-        warehouse, or is not the log that was consumed."""
+        warehouse, or is not the log that was consumed.
+
+        Args:
+            known: see :meth:`open`.
+        """
         for place in inputs_named(self.warehouse, self.name, name):
-            found = Log.open(self.warehouse, place)
+            found = Log.open(self.warehouse, place, known)
             if self.head.logs.get(name, found.head.log) == found.head.log:
                 return found
         return None
@@ -521,15 +527,19 @@ class Log:
         return self._after(before)
 
     def taken_by(self, name: str, partition: int, offset: int) -> Commit | None:
-        """Returns the commit that consumed a record of an input; None = not consumed yet."""
+        """Returns the commit that consumed a record of an input; None = not consumed by ``commit``."""
         place = str(partition)
 
         def before(commit: Mapping[str, Any]) -> bool:
             return commit.get("inputs", {}).get(name, {}).get(place, 0) <= offset
 
-        if self.head.inputs.get(name, {}).get(partition, 0) <= offset:
+        if self.commit.inputs.get(name, {}).get(partition, 0) <= offset:
             return None
         return self._after(before)
+
+    def has_consumed(self, name: str, record: Record) -> bool:
+        """Returns whether a record of an input was consumed by ``commit`` or an earlier one."""
+        return record.offset < self.commit.inputs.get(name, {}).get(record.partition, 0)
 
     def batch(self, number: int) -> Commit | None:
         """Returns the commit of a batch; None = there is none, or it is gone."""

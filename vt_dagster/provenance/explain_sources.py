@@ -134,6 +134,7 @@ def rejected(log: Log, key: Sequence[Any], reason: str | None = None) -> tuple[l
     rows = quarantine(log, None if reason is None else pc.field("reason") == reason)
     if rows is None:
         return [], 0
+    rows = rows.filter(pc.field("batch") <= log.commit.batch)
     for value in key:
         text = value if isinstance(value, bytes) else str(value)
         raw = rows.column("raw")
