@@ -323,6 +323,11 @@ def test_log_is_held_for_unknown_and_later_consumers(
     old = next(row["offset"] for row in kept if row["offset"] < first)
     told_of = vt_dagster.explain("rates", offset=(0, old), warehouse=topology.warehouse)
     assert "it is no longer known whether its key had" in str(told_of.decisions[0])
+    # The rows as of the truncation do not count.
+    rest = vt_dagster.read("rates", warehouse=topology.warehouse, what="log")
+    cost = vt_dagster.lateness("rates", grace=["10m"], warehouse=topology.warehouse)
+    assert (cost.choices[0].of, cost.choices[0].wrong) == (rest.num_rows, 0)
+    assert "records of rates that were removed do not count" in cost.notes[0]
     with pytest.raises(StorageError, match="high: expected the log of rates from 0:0 on") as refused:
         run_once(high, stores_of(topology.warehouse, spark))
     assert f"begins at 0:{first}" in str(refused.value)

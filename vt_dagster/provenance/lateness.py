@@ -45,7 +45,7 @@ from vt_dagster.provenance.explain_request import Log, both
 from vt_dagster.provenance.explain_sources import horizons_of, quarantine
 from vt_dagster.provenance.expressions import plain as plain_column
 from vt_dagster.storage.arrow_reader import arrival_order, micros, name_of
-from vt_dagster.storage.commit_log import Commit, Offsets, Shape, commits, commits_read
+from vt_dagster.storage.commit_log import Commit, Offsets, Shape, Truncation, commits, commits_read
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import (
     DAY,
@@ -997,7 +997,7 @@ def _key(log: Log, operator: spec.WindowedAggregateSpec, stream: Log) -> tuple[s
 
 
 class LateRecords:
-    """The accepted and refused records of a versioned table.
+    """The accepted and refused records of a versioned table, since its log was truncated.
 
     The lateness of a refused record is only known as a range: stream time at its arrival was between
     the stream times before and after its run.
@@ -1007,7 +1007,7 @@ class LateRecords:
     """
 
     def __init__(self, log: Log) -> None:
-        self.log = log
+        self.log, self.cut = log, log.head.truncation or Truncation(batch=0, recorded_at=0)
         self.refused_least, self.refused_most = self._refused()
 
     def _refused(self) -> tuple[Any, Any]:
@@ -1018,6 +1018,8 @@ class LateRecords:
         rows = None if self.log.specification else quarantine(self.log, pc.field("reason") == late)
         if rows is None or rows.num_rows > count:
             return np.zeros(count, np.int64), np.full(count, _NEVER)
+        kept = rows.filter(pc.field("batch") > self.cut.batch)
+        count, rows = count - (rows.num_rows - kept.num_rows), kept
         known = rows.num_rows
         moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
         home = rows.column(PARTITION).to_numpy()
@@ -1037,12 +1039,13 @@ class LateRecords:
         """Yields how far the records were behind stream time, microseconds: upper bounds for the
         refused records, then exact values for the accepted ones."""
         yield self.refused_most
-        latest: dict[int, int] = {}
+        latest, first = dict(self.cut.stream_time), self.cut.next_offset
         # Not from the source: versions that a late partial update changed and that were written again.
         parts = self.log.head.shape.has_partial_updates
         rewritten = parts and self.log.commit.totals.get(rules.CARRIED.name, 0)
         carried = [PROPAGATED_FROM] if rewritten else []
-        for start, end in split_ranges({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
+        ends = self.log.commit.next_offset.items()
+        for start, end in split_ranges({p: (first.get(p, 0), e) for p, e in ends}):
             rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
             for column in map(pc.field, carried):
                 rows = rows.filter(column.is_null() | (column == 0))
@@ -1234,6 +1237,12 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
         f"records of {counted.name} that were erased ({erased:,}) are not counted, and records that "
         "came after one of them may seem less late than they were"
     ] * bool(erased)
+    logs = (found.stream, found.table) if isinstance(found, LateJoin) else (counted,)
+    notes += [
+        f"records of {one.name} that were removed do not count: {cut.description()}"
+        for one in logs
+        if (cut := one.head.truncation) is not None
+    ]
     if isinstance(found, LateRecords):
         doubtful = found.doubtful([one.length for one in choices])
         return notes + [
