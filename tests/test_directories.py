@@ -572,6 +572,12 @@ CSV: dict[str, tuple[dict[str, str], str, list[tuple[Any, ...]]]] = {
         "k;n\n'a;\nb;2\n''c''';3\nd';4\ne;5'\n'f''s';6\n",
         [(2,), (3,), (4,), (5,), (6,), (7, "f's", 6)],
     ),
+    "tab after quotes": (
+        {"sep": "\\t", "ignoreLeadingWhiteSpace": "true"},
+        'k\tn\n"a\tb"\t1\n "c" \t2\n\t3\n',
+        [(2, "a\tb", 1), (3, "c", 2), (4, None, 3)],
+    ),
+    "zero character": ({"quote": ""}, "k,n\n\0a,1\n", [(2, "\0a", 1)]),
     "text after quotes": ({}, 'k,n\n"a"b,1\n"a "b" c",2\nd"e"f,3\n', [(2,), (3,), (4, 'd"e"f', 3)]),
 }
 TEXT = "k,n\nJosé €,1\nb,2\n"

@@ -150,6 +150,12 @@ LONG = [
     f'{AT},g,1,"another one',
     f"{AT},h,1,the last of long",
 ]
+CONTROL = [
+    "at,k,n,v",
+    f"{AT},a,1,a carriage\rreturn of control",
+    f'{AT},b\rc,2,"another\r, in quotes, of control"',
+    f'{AT},d,3,"a zero\0, ""\0, \0""of control"',
+]
 NESTED = "[" * 1500 + "]" * 1500
 HALVES = [line("b\ud83d"), line("b\ud83e"), line("c", v="\udc00 halves"), line("\udc00\ud83d")]
 
@@ -179,6 +185,7 @@ def csv_lines(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     latin = "\n".join(["k,n,v,at", *(f"{k},1,latin,{AT}" for k in LATIN)]).encode("latin-1")
     files = {"latin": latin, "quotes": "\n".join(IN_QUOTES).encode()}
     files["long"] = "\n".join(LONG).encode()
+    files["control"] = "\r\n".join(CONTROL).encode()
     return run_over_files(tmp_path_factory.mktemp("csv"), spark, files, format="csv")
 
 
@@ -247,6 +254,19 @@ def test_csv_multiline_field(csv_lines: dict[str, Lines]) -> None:
     records = {"b": 1, "c": 2_500, "its end": 1, "e": 1, "g": 1}
     keys = [text.split(",")[1] if "," in text else text.strip('"') for _, text in quarantined]
     assert Counter(keys) == records
+
+
+def test_csv_control_characters(csv_lines: dict[str, Lines]) -> None:
+    """A carriage return without a line feed is part of a value, and so is a zero character in
+    quotes."""
+    assert csv_lines["control"] == (
+        [
+            ("a", 1, "a carriage\rreturn of control"),
+            ("b\rc", 2, "another\r, in quotes, of control"),
+            ("d", 3, 'a zero\0, "\0, \0"of control'),
+        ],
+        [],
+    )
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])

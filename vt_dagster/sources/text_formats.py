@@ -420,7 +420,7 @@ def numbered_lines(
         groups.setdefault(own_encoding(file, encoding), []).append(file)
     lines = None
     for one, some in groups.items():
-        more = _lines_of(spark, some, one, options.get("lineSep"))
+        more = _lines_of(spark, some, one, options.get("lineSep"), quoted)
         lines = more if lines is None else lines.unionByName(more)
     assert lines is not None
     # The bytes of UTF-16 are no text yet.
@@ -510,16 +510,20 @@ def _in_one_task(spark: SparkSession, files: Sequence[FileInfo]) -> bool:
 
 
 def _lines_of(
-    spark: SparkSession, files: Sequence[FileInfo], encoding: str, end: str | None
+    spark: SparkSession, files: Sequence[FileInfo], encoding: str, end: str | None, csv: bool
 ) -> DataFrame:
-    reader = spark.read
+    reader, line = spark.read, F.col("value")
     if encoding in WIDE:
         name = "UTF-16BE" if encoding == "utf-16-be" else "UTF-16LE"
         reader = reader.option("encoding", name).option("lineSep", end or "\n")
     elif end is not None:
         reader = reader.option("lineSep", end)
+    elif csv:
+        # Spark also ends a line at a carriage return alone, which in CSV is part of a value.
+        reader = reader.option("lineSep", "\n")
+        line = F.when(F.endswith(line, F.lit("\r")), F.left(line, F.length(line) - 1)).otherwise(line)
     lines = reader.text([delta.literal(f.path) for f in files]).select(
-        F.col("value").alias(RAW),
+        line.alias(RAW),
         file_name(files).alias(FILE),
         F.col("_metadata.file_block_start").alias(_BLOCK),
         F.monotonically_increasing_id().alias(_ID),
@@ -1190,6 +1194,8 @@ _OF_LINES = {"header", "comment", *LINE_OPTIONS}
 """Options already applied when a file is split into lines."""
 _MOST_COLUMNS = 20480
 """Spark's own limit."""
+_NO_CHARACTER = "\uffff"
+"""Stands for no quote; no text has it."""
 _UNIT = "\x1f"
 """Replaces a separator of several characters, which Python's CSV reader does not support."""
 
@@ -1264,8 +1270,13 @@ def one_record(
     kept = {name: text for name, text in options.items() if name not in _OF_LINES}
     options = {**kept, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
     text = _of_few_columns(F.col(line), options)
-    # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
-    options = {"escape": options.get("quote", '"'), **options}
+    # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash. Its other
+    # defaults are a zero character, which is a character like others.
+    quote = options.get("quote", '"')
+    escape = options.get("escape", quote)
+    if quote in _NO_QUOTE:
+        quote = escape = _NO_CHARACTER
+    options = {"escape": escape, "charToEscapeQuoteEscaping": escape, **options, "quote": quote}
     texts = StructType([StructField(name, StringType()) for name in [*schema.names, _CORRUPT]])
     parsed = F.lit(None).cast(texts)
     for header, names in headers.items():
@@ -1362,14 +1373,14 @@ def _closes(line: Column, options: Mapping[str, str]) -> Column:
     """Returns whether a line that begins inside a quoted field closes it and ends outside of quotes."""
     field, last = _field_patterns(options)
     quote, separator = (re.escape(options.get(n, d)) for n, d in (("quote", '"'), ("sep", ",")))
-    begin = rf"{_inner_pattern(options)}{quote}[ \t]*+"
+    begin = rf"{_inner_pattern(options)}{quote}{_blanks(options)}"
     return F.rlike(line, F.lit(rf"(?s)\A{begin}(?:{separator}(?:{field})*+{last})?\z"))
 
 
 def _field_patterns(options: Mapping[str, str]) -> tuple[str, str]:
     """Returns the patterns of a field with its separator, and of the last field."""
     quote, separator = (re.escape(options.get(n, d)) for n, d in (("quote", '"'), ("sep", ",")))
-    quoted = rf"{quote}{_inner_pattern(options)}{quote}[ \t]*+"
+    quoted = rf"{quote}{_inner_pattern(options)}{quote}{_blanks(options)}"
     field = rf"{_blank(options)}(?:{quoted}|(?!{quote})(?:(?!{separator}).)*+)"
     return rf"{field}{separator}", field
 
@@ -1384,7 +1395,12 @@ def _inner_pattern(options: Mapping[str, str]) -> str:
 
 
 def _blank(options: Mapping[str, str]) -> str:
-    return "[ \\t]*+" if options.get("ignoreLeadingWhiteSpace") == "true" else ""
+    return _blanks(options) if options.get("ignoreLeadingWhiteSpace") == "true" else ""
+
+
+def _blanks(options: Mapping[str, str]) -> str:
+    """Returns the pattern of blanks beside a quote; the separator may be a tab."""
+    return rf"(?:(?!{re.escape(options.get('sep', ','))})[ \t])*+"
 
 
 _NO_QUOTE = ("", "\0")
