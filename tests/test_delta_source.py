@@ -471,6 +471,16 @@ def test_column_added_later_reads_as_null(take: Any, store: Any, tmp_path: Path,
     assert take(one) == {}
 
 
+def test_texts_with_line_separators(take: Any, store: Any, tmp_path: Path) -> None:
+    """The statistics in a Delta log have texts of the table as they are; Unicode has line separators
+    that JSON does not escape."""
+    theirs = Theirs(tmp_path / "theirs")
+    theirs.append(("a\u2028b\x85c", 1, "x"))
+    node = table_from("one", theirs, "append", start="earliest")
+    assert take(node)["applied"] == 1
+    assert [row[0] for row in log_of(store(node))] == ["a\u2028b\x85c"]
+
+
 def test_partition_values_equal_delta_reader(spark: SparkSession, tmp_path: Path) -> None:
     """A partition value has the same value as in Spark's Delta reader, for each text that a Delta log
     may have for a column."""

@@ -569,7 +569,7 @@ def test_key_in_file_statistics_is_found(shop: Shop, spark: SparkSession) -> Non
     path = f"{shop.warehouse}/customers"
     assert in_statistics(spark, f"{path}/quarantine", key, {}) > 0
     to = str(shop.root / "told")
-    rows = pa.table({"id": ["a", ERIN, "z" * 40], "n": [1, 2, 3]})
+    rows = pa.table({"id": ["a\u2028\x85", ERIN, "z" * 40], "n": [1, 2, 3]})
     write_deltalake(to, rows)
     write_deltalake(to, rows.slice(1, 1), mode="append")
     DeltaTable(to).create_checkpoint()

@@ -840,7 +840,7 @@ def _statistics(path: str) -> Iterator[dict[str, Any]]:
         place = posixpath.join(root, "_delta_log", name)
         texts = list[Any]()
         if delta.COMMIT_FILE.fullmatch(name):
-            actions = [json.loads(line) for line in fs.cat_file(place).decode().splitlines() if line]
+            actions = [json.loads(line) for line in fs.cat_file(place).splitlines() if line]
             texts = [(one.get("add") or one.get("remove") or {}).get("stats") for one in actions]
         elif name.endswith(".checkpoint.parquet"):
             with fs.open(place) as file:

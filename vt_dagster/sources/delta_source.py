@@ -220,9 +220,10 @@ class ForeignTable:
         """
         fs, root = delta.filesystem(self.path)
         place = posixpath.join(root, "_delta_log", f"{version:020}.json")
-        text = fs.cat_file(place).decode("utf-8")
+        # Of a str, Python's splitlines also splits within texts that contain a Unicode line separator.
+        lines = fs.cat_file(place).splitlines()
         try:
-            actions: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line]
+            actions: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
         except ValueError:
             raise SourceError(
                 f"{place} is truncated: expected a whole commit; restore it from a backup and run again"

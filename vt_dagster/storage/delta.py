@@ -446,9 +446,10 @@ def _info(path: str, version: int) -> dict[str, Any]:
     try:
         if not text.rstrip().endswith("}"):
             raise ValueError(name)
-        lines = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
-        info = next((one["commitInfo"] for one in lines if "commitInfo" in one), {})
-        if _is_cut_off(_metadata(info), text.splitlines()):
+        lines = text.split("\n")  # splitlines also splits within texts with a Unicode line separator
+        infos = [json.loads(line) for line in lines if '"commitInfo"' in line]
+        info = next((one["commitInfo"] for one in infos if "commitInfo" in one), {})
+        if _is_cut_off(_metadata(info), lines):
             raise ValueError(name)
     except ValueError:
         raise cut_off(path, version) from None
