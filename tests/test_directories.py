@@ -725,6 +725,12 @@ OTHER = StructType([StructField("b", LongType(), False), StructField("a", String
             ["x.key is bigint, expected string", "x.value has the fields ['a', 'b'], expected some of"],
         ),
         (StringType(), INNER, ["x is string, expected struct<a:string,b:bigint>"]),
+        (
+            ArrayType(StructType([StructField("A", StringType()), StructField("b", LongType())])),
+            ArrayType(INNER),
+            ["x[].a is named 'A', expected the same case"],
+        ),
+        (StructType([*INNER.fields, StructField("A", LongType())]), INNER, []),
     ],
 )
 def test_differences_between_types(got: DataType, wanted: DataType, said: list[str]) -> None:

@@ -394,7 +394,7 @@ def differences(
 
     Fields match by name at any depth: order, nullability and fields only in ``got`` are ignored. A
     field only in ``wanted`` is read as null; but a struct needs at least one of its fields, or all of
-    it would be null.
+    it would be null, and no name that differs only in case.
 
     Args:
         path: path of the value, for messages.
@@ -410,7 +410,13 @@ def differences(
         both = [f for f in wanted.fields if f.name in there]
         if not both:
             return [f"{path} has the fields {got.names}, expected some of {wanted.names}"]
-        return [
+        others = {name.lower(): name for name in got.names if name not in wanted.names}
+        named = [
+            f"{path}.{f.name} is named {others[f.name.lower()]!r}, expected the same case"
+            for f in wanted.fields
+            if f.name not in there and f.name.lower() in others
+        ]
+        return named + [
             difference
             for f in both
             for difference in differences(there[f.name], f.dataType, f"{path}.{f.name}", fits)
