@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import posixpath
 import re
 import tarfile
 import zipfile
@@ -131,6 +132,32 @@ def test_symbolic_links(tmp_path: Path) -> None:
     (landing / "nothing").symlink_to(tmp_path / "gone")
     names = [f.name for f in FilesSource(str(landing)).files()]
     assert names == ["dt=1/a.jsonl", "elsewhere/deep/b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "a Delta table"),
+        (".hoodie/hoodie.properties", "a Hudi table"),
+        ("metadata/00000-1.metadata.json", "an Iceberg table"),
+    ],
+)
+def test_files_of_a_table_are_refused(tmp_path: Path, log: str, kind: str) -> None:
+    """The files of a table also have rows that it has deleted or replaced."""
+    fs = fsspec.filesystem("memory")
+    for name in ("a/b.parquet", "sales/dt=1/c.parquet", f"sales/{log}"):
+        write(tmp_path / "landing" / posixpath.dirname(name), posixpath.basename(name), "")
+        fs.pipe_file(f"/landing/{name}", b"")
+    try:
+        for place in (str(tmp_path / "landing"), "memory://landing"):
+            with pytest.raises(SourceError, match=f"'sales' in '.*landing' is {kind}"):
+                files_in(place, "*.parquet", "files")
+            with pytest.raises(SourceError, match=f"'.*landing/sales' is {kind}"):
+                files_in(f"{place}/sales", "*.parquet", "files")
+            assert [f.name for f in files_in(place, "a/*", "files")] == ["a/b.parquet"]
+            assert files_in(f"{place}/sales", "*.jsonl", "files", recursive=False) == []
+    finally:
+        fs.rm("/landing", recursive=True)
 
 
 def test_object_store_is_listed_once() -> None:

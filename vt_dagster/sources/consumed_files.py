@@ -83,7 +83,8 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
         recursive: whether sub-directories are read.
 
     Raises:
-        SourceError: the directory does not exist, or cannot be reached or listed.
+        SourceError: the directory does not exist, or cannot be reached or listed; it has a table of
+            Delta Lake, Hudi or Iceberg with Parquet files that match.
     """
     try:
         with delta.listing(directory):
@@ -96,10 +97,11 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
             f"expected a directory {directory!r} with {what}, found none; create it, or "
             "correct the path"
         )
-    root, found = root.rstrip("/"), list[FileInfo]()
+    root, found, tables = root.rstrip("/"), list[FileInfo](), dict[str, str]()
     local = delta.is_local(fs)
     for entry in entries:
         name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
+        tables |= _table_of(name)
         if not matches(name, pattern):
             continue
         if entry.get("islink"):
@@ -111,7 +113,37 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
             # An object store keeps the scheme that was given: it is the one that Spark knows.
             path = fs.unstrip_protocol(entry["name"]) if local else f"{directory.rstrip('/')}/{name}"
             found.append(FileInfo(name, path, entry["size"], stamp))
+    _require_no_table(directory, tables, [f.name for f in found if f.name.endswith(".parquet")])
     return sorted(found)
+
+
+_LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
+"""The directory beside the files of a table, by which it is recognized."""
+
+
+def _table_of(name: str) -> dict[str, str]:
+    """Returns the kind of the table that a name belongs to, by the table's directory; empty = none is
+    known."""
+    parts = name.split("/")
+    if name.endswith(".metadata.json") and parts[-2:-1] == ["metadata"]:
+        return {"/".join(parts[:-2]): "an Iceberg table"}
+    return {"/".join(parts[:place]): _LOGS[part] for place, part in enumerate(parts) if part in _LOGS}
+
+
+def _require_no_table(directory: str, tables: Mapping[str, str], names: Sequence[str]) -> None:
+    for place, kind in tables.items():
+        if any(place in ("", *_above(name)) for name in names):
+            where = f"{place!r} in {directory!r}" if place else repr(directory)
+            reader = "a DeltaSource" if "Delta" in kind else "a function that returns a DataFrame"
+            raise SourceError(
+                f"{where} is {kind}, expected files: those of a table also have rows that it has "
+                f"deleted or replaced. Read it with {reader}, or leave it out by the source's pattern"
+            )
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:place]) for place in range(1, len(parts))]
 
 
 def _all_entries(fs: Any, root: str, directory: str, recursive: bool) -> list[dict[str, Any]]:
@@ -141,18 +173,22 @@ def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _entries(fs: Any, root: str, recursive: bool) -> Iterator[dict[str, Any]]:
-    """Yields the entries of a directory without unfinished files."""
+    """Yields the entries of a directory without unfinished files, and the logs of tables as
+    directories."""
     if delta.is_local(fs):
         yield from _local_entries(fs, root, recursive, {os.path.realpath(root)})
     elif not recursive:
         for entry in fs.ls(root, detail=True, refresh=True):
-            if not _is_hidden(posixpath.basename(entry["name"].rstrip("/")), entry["type"]):
+            name = posixpath.basename(entry["name"].rstrip("/"))
+            if name in _LOGS or not _is_hidden(name, entry["type"]):
                 yield entry
     else:
         fs.invalidate_cache()
         for name, entry in fs.find(root, detail=True).items():
             *above, last = name.removeprefix(root).strip("/").split("/")
-            if not _is_hidden(last, "file") and not any(_is_hidden(a, "directory") for a in above):
+            if _LOGS.keys() & {*above}:
+                yield {**entry, "type": "directory"}
+            elif not _is_hidden(last, "file") and not any(_is_hidden(a, "directory") for a in above):
                 yield entry
 
 
@@ -161,9 +197,11 @@ def _local_entries(fs: Any, place: str, recursive: bool, seen: set[str]) -> Iter
     for entry in fs.ls(place, detail=True, refresh=True):
         path = entry["name"].rstrip("/")
         is_directory = entry["type"] == "directory" or (entry.get("islink") and Path(path).is_dir())
-        if _is_hidden(posixpath.basename(path), "directory" if is_directory else "file"):
+        if posixpath.basename(path) in _LOGS:
+            yield entry
+        elif _is_hidden(posixpath.basename(path), "directory" if is_directory else "file"):
             continue
-        if not is_directory:
+        elif not is_directory:
             yield entry
         elif recursive and entry.get("islink"):
             linked.append(path)
