@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -469,6 +470,37 @@ def test_column_added_later_reads_as_null(take: Any, store: Any, tmp_path: Path,
         expected.insert(3, ("b", "y"))
     assert [(r["id"], r["day"]) for r in read] == expected
     assert take(one) == {}
+
+
+def test_columns_renamed_by_column_mapping(
+    spark: SparkSession, take: Any, store: Any, tmp_path: Path
+) -> None:
+    """A full snapshot has the values under the new names, also before a row changes. Delta does not
+    read a change feed across the rename."""
+    path = str(tmp_path / "theirs")
+    mapped = "'delta.columnMapping.mode' = 'name', 'delta.enableChangeDataFeed' = 'true'"
+    spark.sql(
+        f"CREATE TABLE delta.`{path}` (id STRING, n BIGINT, day STRING, other STRING) USING delta "
+        f"TBLPROPERTIES ({mapped})"
+    )
+    spark.sql(f"INSERT INTO delta.`{path}` VALUES ('a', 1, 'x', 'y')")
+    snapshots, changes = (
+        Table(mode, key="id", schema=ROW, source=DeltaSource(path, cast(Any, mode), start="earliest"))
+        for mode in ("snapshots", "changes")
+    )
+    assert [take(snapshots)["applied"], take(changes)["applied"]] == [1, 1]
+    spark.sql(f"ALTER TABLE delta.`{path}` DROP COLUMN day")
+    spark.sql(f"ALTER TABLE delta.`{path}` RENAME COLUMN other TO day")
+    assert take(snapshots)["applied"] == 1
+    assert [r["day"] for r in store(snapshots).read().collect()] == ["y"]
+    assert take(snapshots) == {}
+    spark.sql(f"INSERT INTO delta.`{path}` VALUES ('b', 2, 'z')")
+    with pytest.raises(SourceError, match=r"feed of versions 2 to 4 .* its columns were renamed"):
+        take(changes)
+    take(replace(changes, source=DeltaSource(path, "snapshots")))
+    spark.sql(f"UPDATE delta.`{path}` SET day = 'w' WHERE id = 'b'")
+    assert take(changes)["applied"] == 1
+    assert {(r["id"], r["day"]) for r in store(changes).read().collect()} == {("a", "y"), ("b", "w")}
 
 
 def test_texts_with_line_separators(take: Any, store: Any, tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ class Change:
         """Whether the commit changed rows."""
         return bool(self.added) or self.removes
 
+    @property
+    def changes_state(self) -> bool:
+        """Whether the commit changed rows or, with column mapping, perhaps the names of their
+        columns."""
+        return self.changes_rows or (self.properties or {}).get(_MAPPING, "none") != "none"
+
 
 class ForeignTable:
     """An external Delta table at its current version.
@@ -267,6 +273,8 @@ _GONE = (
 )
 """Texts of Spark's errors about missing files of a version."""
 _BY_STATE = "Set mode='snapshots' of the source for one run, which reads the current table. "
+_OTHER_COLUMNS = "DELTA_CHANGE_DATA_FEED_INCOMPATIBLE"
+"""The beginning of Delta's error classes for a change feed that spans other columns."""
 
 
 @dataclass(frozen=True)
@@ -336,6 +344,12 @@ class PinnedVersions(Limited):
         return lines
 
     def explain(self, error: Exception) -> SourceError | None:
+        if _OTHER_COLUMNS in str(error):
+            return SourceError(
+                f"the change data feed of versions {self.first} to {self.end - 1} of {self.table.path} "
+                "cannot be read: its columns were renamed, dropped or got another type; nothing was "
+                f"committed. {_BY_STATE.strip()}"
+            )
         if not any(sign in str(error) for sign in _GONE):
             return None
         other_mode = "" if self.source.mode == "append" else _BY_STATE
@@ -653,7 +667,7 @@ class DeltaSource:
             return self._pinned(table, place, state=newest, accepted=accept_shrink)
         changes = self._bounded(table, place.first, newest)
         if self.mode == "snapshots":
-            newest = max((c.version for c in changes if c.changes_rows), default=-1)
+            newest = max((c.version for c in changes if c.changes_state), default=-1)
             if newest < 0:
                 return self._pinned(table, place, changes)
             return self._pinned(table, place, state=newest, accepted=accept_shrink)
