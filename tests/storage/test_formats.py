@@ -640,6 +640,30 @@ def test_connect_envelope_is_unwrapped(spark: SparkSession) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
+def test_time_of_day_is_no_time(spark: SparkSession) -> None:
+    """A number that its schema calls a time of day has no date, whatever the unit of other numbers."""
+    wanted = StructType().add("id", "long").add("at", "timestamp")
+    said = Json(timestamps="millis")
+    names = ["org.apache.kafka.connect.data.Time", *(f"io.debezium.time.{n}Time" for n in _TIMES), None]
+    messages = list[bytes]()
+    for name in names:
+        field = {"field": "at", "type": "int64", "name": name}
+        whole = {"schema": {"type": "struct", "fields": [field]}, "payload": {"id": 7, "at": 37800000}}
+        messages.append(json.dumps(whole).encode())
+    read = {"id": 7, "at": datetime(1970, 1, 1, 10, 30)}
+    bad = {"reason": "unreadable"}
+    assert each_decoded(spark, (said, messages, wanted)) == [[bad, bad, bad, bad, read]]
+    for about in ({"logicalType": "time-millis"}, {"connect.name": "io.debezium.time.MicroTime"}):
+        fields = [{"name": "id", "type": "long"}, {"name": "at", "type": {"type": "long", **about}}]
+        schema = json.dumps({"type": "record", "name": "r", "fields": fields})
+        found = Avro(schema, timestamps="millis").misfits(wanted)
+        assert found == ["at is long in the schema, expected timestamp (a time of day has no date)"]
+
+
+_TIMES = ("", "Micro", "Nano")
+
+
+@pytest.mark.usefixtures("few_rows")
 def test_connect_decimals_in_columns_of_other_types(spark: SparkSession) -> None:
     """A column of another type gets the number, as it does from Avro, not the base64 of its bytes."""
     numbers = [(570, 3), (-150, 2), (0, 2), (5, 2), (-7, 0), (12, -2), (2**100, 5)]

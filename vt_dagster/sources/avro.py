@@ -26,6 +26,7 @@ from vt_dagster.sources.value_reader import (
     FLOATS,
     INTEGERS,
     NAMED_UNITS,
+    TIME_OF_DAY,
     TIMES,
     VARIABLE_DECIMAL,
     Reading,
@@ -57,6 +58,7 @@ _UNITS = {
     "local-timestamp-millis": "millis",
     "local-timestamp-micros": "micros",
     "local-timestamp-nanos": "nanos",
+    **dict.fromkeys(("time-millis", "time-micros"), TIME_OF_DAY),
 }
 _MOST_DIGITS = 38
 """Maximum digits of a DECIMAL in Spark. Kafka Connect's converter declares 64, unless the connector
@@ -308,7 +310,7 @@ def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     if isinstance(kind, StructType | ArrayType | MapType) or node.type in _DEEP:
         return False
     if node.type in ("int", "long") and isinstance(kind, TIMES):
-        return (node.unit or how.unit(path)) is not None
+        return (node.unit or how.unit(path)) not in (None, TIME_OF_DAY)
     return isinstance(kind, _FITTING.get(node.type, (DataType,)))
 
 
@@ -319,6 +321,7 @@ def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
     more = ""
     if node.type in ("int", "long") and isinstance(kind, TIMES):
         more = " without a logical type: set its unit with timestamps"
+        more = " (a time of day has no date)" if node.unit == TIME_OF_DAY else more
     name = " or ".join(one.type for one in node.members) or _NAMES.get(node.type, node.type)
     return f"{'.'.join(path)} is {name} in the schema, expected {kind.simpleString()}{more}"
 

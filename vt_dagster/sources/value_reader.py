@@ -52,6 +52,8 @@ INTEGERS = (ByteType, ShortType, IntegerType, LongType)
 FLOATS = (FloatType, DoubleType)
 TIMES = (DateType, TimestampType, TimestampNTZType)
 _MICROS = {"seconds": 1_000_000, "millis": 1_000, "micros": 1, "days": 86_400_000_000}
+TIME_OF_DAY = "time of day"
+"""Stands for the unit of a number that is no moment: it has no date."""
 NAMED_UNITS = {
     "io.debezium.time.Date": "days",
     "io.debezium.time.Timestamp": "millis",
@@ -59,6 +61,13 @@ NAMED_UNITS = {
     "io.debezium.time.NanoTimestamp": "nanos",
     "org.apache.kafka.connect.data.Date": "days",
     "org.apache.kafka.connect.data.Timestamp": "millis",
+    **dict.fromkeys(
+        (
+            *("io.debezium.time.Time", "io.debezium.time.MicroTime", "io.debezium.time.NanoTime"),
+            "org.apache.kafka.connect.data.Time",
+        ),
+        TIME_OF_DAY,
+    ),
 }
 """Units by type name in Kafka Connect's schemas."""
 VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
