@@ -295,16 +295,16 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     if pa.types.is_integer(column.type) and pa.types.is_decimal(wanted):
         column = column.cast(_WIDEST)  # else Arrow checks the digits of the type, not of the value
     done = column.cast(wanted)
-    loses = _kind(wanted) in ("float", "time", "list", "struct", "map")
+    loses = _kind(wanted) in ("float", "integer", "time", "list", "struct", "map")
     if loses and _loses(column.combine_chunks(), done.combine_chunks()):
         raise pa.ArrowInvalid("the type does not have the value")
     return done
 
 
 def _loses(before: pa.Array, after: pa.Array) -> bool:
-    """Returns whether a cast has rounded a number, or left out the time of a day, or Spark cannot have
-    the value: a time outside the years 1 to 9999, a map with a key twice. Arrow's cast checks none of
-    these."""
+    """Returns whether a cast, or pandas before it, may have rounded a number, or has left out the time
+    of a day, or Spark cannot have the value: a time outside the years 1 to 9999, a map with a key
+    twice. Arrow's cast checks none of these."""
     kind = after.type
     if pa.types.is_struct(kind):
         both = [f.name for f in kind if before.type.get_field_index(f.name) >= 0]
@@ -320,6 +320,10 @@ def _loses(before: pa.Array, after: pa.Array) -> bool:
         return _loses(before.flatten(), after.flatten())
     if kind == pa.float32() and before.type == pa.float64():
         return _rounds(before, after)
+    if pa.types.is_integer(kind) and before.type in _EXACT:
+        # A larger one may have been another integer: pandas stores integers with a null as floats.
+        most = _EXACT[before.type]
+        return pc.any(pc.greater_equal(pc.abs(before), float(most))).as_py() is True
     if _kind(kind) == "time":
         whole = after.cast(pa.int32() if kind == pa.date32() else pa.int64())
         bounds = pc.min_max(whole).as_py().values()
@@ -328,6 +332,10 @@ def _loses(before: pa.Array, after: pa.Array) -> bool:
         inside = all(one is None or first <= one <= last for one in bounds)
         return not inside or (pa.types.is_date(kind) and not after.cast(before.type).equals(before))
     return False
+
+
+_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
+"""The integer from which on a float does not have every integer."""
 
 
 def _rounds(before: pa.Array, after: pa.Array) -> bool:
