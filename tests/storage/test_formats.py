@@ -75,6 +75,13 @@ _NEWER: list[dict[str, Any]] = [
     {"name": "size", "type": "int", "default": 40},
     {"name": "shape", "type": ["string", "null"], "default": "round"},
     {"name": "height", "type": ["null", "int"], "default": None},
+    {"name": "price", "type": "int", "default": 2},
+    {"name": "due", "type": {"type": "long", "logicalType": "timestamp-millis"}, "default": 60_000},
+    {
+        "name": "rate",
+        "type": {"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 1},
+        "default": "1",
+    },
 ]
 V3 = {**V2, "fields": [*V2["fields"], *_NEWER]}
 AT = datetime(2024, 5, 1, 12, 0, 0, 250_000)
@@ -452,9 +459,11 @@ def test_avro_defaults_fill_newer_fields(
     """A field that a message's schema lacks has the default of the newest one; without it, null."""
     wanted = StructType().add("id", "integer").add("size", "long").add("shape", "string")
     wanted = wanted.add("height", "integer").add("colour", "string")
+    wanted = wanted.add("price", "decimal(9,2)").add("due", "timestamp").add("rate", "string")
     messages = [framed(11, orders[0]), framed(12, orders[1])]
     found = decoded(spark, Avro(registry=SchemaRegistry(registry)), messages, wanted)
-    filled = {"size": 40, "shape": "round", "height": None}
+    filled = {"size": 40, "shape": "round", "height": None, "price": Decimal("2.00"), "rate": None}
+    filled |= {"due": datetime(1970, 1, 1, 0, 1)}
     assert found == [{"id": 7, **filled, "colour": None}, {"id": 7, **filled, "colour": "red"}]
 
 

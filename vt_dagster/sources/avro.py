@@ -247,14 +247,14 @@ def row_of(
         there = F.when(~misfit & value.isNotNull(), read)
         return F.struct(found.alias(only.name), there.alias(READ))
     written = _written(json.loads(schema), wanted, newest)
-    defaults = _defaults(newest)
+    defaults, fields = _defaults(newest), {} if newest == "null" else node_of(newest).fields
     columns, lost = list[Column](), list[Column]()
     for f, name in zip(wanted.fields, written, strict=True):
         if name in node.fields:
             found, misfit = _fitted(value[name], node.fields[name], f.dataType, how, (f.name,))
             lost.append(misfit)
-        elif not node.fields.keys() & {*was(f)} and f.name in defaults and _plain_type(f.dataType):
-            found = _default(defaults[f.name], f.dataType)
+        elif not node.fields.keys() & {*was(f)} and f.name in defaults:
+            found = _default(defaults[f.name], fields[f.name], f.dataType, how, (f.name,))
         else:
             found = F.lit(None).cast(f.dataType)
             lost.append(F.lit(other_case(name, node.fields, wanted) is not None))
@@ -441,19 +441,25 @@ def _defaults(schema: str) -> dict[str, Any]:
     return {one["name"]: d for one in fields if isinstance(d := one.get("default"), str | int | float)}
 
 
-def _plain_type(kind: DataType) -> bool:
-    """Returns whether a default in JSON can be a value of the type."""
-    return isinstance(kind, (*INTEGERS, *FLOATS, StringType, BooleanType))
-
-
-def _default(value: str | int | float, kind: DataType) -> Column:
+def _default(
+    value: str | int | float, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
+) -> Column:
+    """Returns a field's default in JSON as a value of a type; null if it does not fit."""
+    none = F.lit(None).cast(kind)
+    if not _may_fit(node, kind, how, path):
+        return none
     if isinstance(value, bool):
         return of_boolean(F.lit(value), kind)
     if isinstance(value, str):
-        return of_text(F.lit(value), kind, Reading(base64=False))
+        # A default of bytes is a text with a character for each byte; that of a decimal is no number.
+        known = node.type in ("string", "enum", "union") or (node.type in _BYTES and value.isascii())
+        return of_text(F.lit(value), kind, Reading(base64=False)) if known else none
     if isinstance(value, int):
-        return of_long(F.lit(value).cast("bigint"), kind)
+        return of_long(F.lit(value).cast("bigint"), kind, node.unit or how.unit(path))
     return of_double(F.lit(value), kind)
+
+
+_BYTES = ("bytes", "fixed")
 
 
 def _is_record(kind: Any) -> bool:
