@@ -296,6 +296,27 @@ def test_concurrent_run_and_truncation_have_one_winner(rates_only: Kept, spark: 
     assert rates_only.cut(3, spark)[0]
 
 
+def test_late_records_before_truncation_do_not_count(tmp_path: Path, spark: SparkSession) -> None:
+    """``lateness`` compares the late records since then with the records that the log still has."""
+    topology = Topology(tmp_path)
+    topology.rates = replace(topology.rates, log_retention=timedelta(0))
+
+    def late() -> tuple[int, int]:
+        (choice,) = vt_dagster.lateness("rates", grace=["10m"], warehouse=topology.warehouse).choices
+        return choice.wrong, choice.of
+
+    for number, minute in enumerate((0, 60, 5, 61)):  # the third is late
+        topology.land("rates", f"{number}.jsonl", [("a", number, minute)])
+        topology.run("rates", spark)
+    assert late() == (1, 4)
+    assert truncate_logs(topology.warehouse, spark, [topology.rates]) == {"rates": 3}
+    assert late() == (0, 0)
+    for number, minute in enumerate((62, 55, 7), start=4):  # out of order, but not late; late
+        topology.land("rates", f"{number}.jsonl", [("a", number, minute)])
+        topology.run("rates", spark)
+    assert late() == (1, 3)
+
+
 def test_log_is_held_for_unknown_and_later_consumers(
     two_rounds: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:
