@@ -339,8 +339,8 @@ class KafkaCluster:
         return min(times, default=None)
 
     def first_messages(self, positions: Mapping[str, Mapping[int, int]]) -> list[Any]:
-        """Returns the first message at or after each of some positions; fewer if some are not there, or
-        the cluster does not answer within two seconds."""
+        """Returns the first message at or after each of some positions; fewer if some are not there or
+        must not be read, or if the cluster does not answer within two seconds."""
         from confluent_kafka import Consumer, KafkaException, TopicPartition
 
         waiting = [TopicPartition(t, p, o) for t, some in positions.items() for p, o in some.items()]
@@ -355,9 +355,10 @@ class KafkaCluster:
         }
         consumer = Consumer(settings)
         seen: dict[tuple[str, int], Any] = {}
+        until = time.monotonic() + 10  # the client may repeat an error for ever
         try:
             consumer.assign(waiting)
-            while len(seen) < len(waiting):
+            while len(seen) < len(waiting) and time.monotonic() < until:
                 found = consumer.consume(len(waiting), timeout=2.0)
                 if not found:
                     break
