@@ -139,7 +139,10 @@ def test_symbolic_links(tmp_path: Path) -> None:
     [
         ("_delta_log/00000000000000000000.json", "a Delta table"),
         (".hoodie/hoodie.properties", "a Hudi table"),
-        ("metadata/00000-1.metadata.json", "an Iceberg table"),
+        (
+            "metadata/00000-7d1e5d8c-6a0b-4a3e-9f43-2a9d1c7b6e55.metadata.json",
+            "an Iceberg table",
+        ),
     ],
 )
 def test_files_of_a_table_are_refused(tmp_path: Path, log: str, kind: str) -> None:
@@ -668,7 +671,7 @@ def test_declared_encoding_is_used(spark: SparkSession, tmp_path: Path) -> None:
         for format in ("csv", "jsonl") if encoding == "UTF-16" else (("csv", "jsonl")[number % 2],):
             text, first = f'{{"k":"{word}","n":1}}\n{{"k":"b","n":2}}\n', 1
             if format == "csv":
-                text, first = f"k,n\r\n{word},1\r\nb,2\r\n", 2
+                text, first = f"n,k\r\n1,{word}\r\n2,b\r\n", 2
             folder = tmp_path / f"{encoding}-{format}"
             write(folder, "1", text, encoding)
             if wide:

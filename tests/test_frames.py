@@ -154,6 +154,7 @@ COUNTS = pa.map_(pa.string(), pa.int64())
         (T.ArrayType(T.IntegerType()), [[1.0, None], [1.5]], [[1, None], None]),
         # 2⁵³ may have been 2⁵³ + 1, which pandas stores as this float if the column has a null.
         (T.LongType(), [2.0**53 - 1, 2.0**53, -(2.0**53)], [2**53 - 1, None, None]),
+        (T.LongType(), pa.array([1.0, 2048.0], pa.float16()), [1, None]),
         (T.ArrayType(T.LongType()), pa.array([[2.0**24]], pa.list_(pa.float32())), [None]),
         (T.ArrayType(T.StringType()), pa.array([["a"]], pa.list_(WORDS)), [["a"]]),
         (

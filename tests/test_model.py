@@ -38,6 +38,12 @@ class Bounded(pa.DataFrameModel):
     at: TimestampType
 
 
+class Listed(pa.DataFrameModel):
+    k: StringType
+    w: LongType = pa.Field(isin=[1, None])
+    at: TimestampType
+
+
 class Unique(pa.DataFrameModel):
     k: StringType
     at: TimestampType
@@ -167,6 +173,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "partitions": (lambda: stream(partitions=0), ["sales", "partitions must be 1 or more, got 0"]),
     "partitions as a boolean": (lambda: stream(partitions=True), ["must be 1 or more, got True"]),
+    "null among values": (
+        lambda: stream(schema=Listed),
+        ["sales: expected isin of the column 'w' to compare with numbers, got None; correct it"],
+    ),
     "bound of another type": (
         lambda: stream(schema=Bounded),
         ["sales: expected ge of the column 'w' to compare with numbers, got 'zero'; correct it"],

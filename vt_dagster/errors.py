@@ -47,8 +47,8 @@ class StorageError(VtDagsterError):
 
 
 class StoreUnavailableError(VtDagsterError, OSError):
-    """A store cannot be reached, or refuses the credentials. No StorageError, since its tables may be
-    intact."""
+    """A store cannot be reached, or refuses the credentials. It is no StorageError, because the tables
+    may be intact."""
 
 
 class NeedsReplayError(StorageError):

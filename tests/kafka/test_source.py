@@ -61,6 +61,7 @@ def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> Non
         (None, [1, 2]),
         ({"more": None, "k": "a", "n": 1, "at": "2024-05-01T12:00:00Z"}, [1]),
         ("[1]", [0, 1, 2]),
+        ('{"\\ud800": 1, "k": "a", "n": 1, "at": "2024-05-01T12:00:00Z"}', [0, 1, 2]),
     ],
 )
 def test_pattern_has_names_of_first_message(

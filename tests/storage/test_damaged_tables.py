@@ -127,6 +127,9 @@ def test_unavailable_store_is_no_damaged_table(
         with pytest.raises(StoreUnavailableError, match=got):
             delta.open_table(store.view_path, to_read=True)
         patched.setattr(LocalFileSystem, "ls", fails_in("log"))
+        with pytest.raises(StoreUnavailableError, match=got), parquet.writing(store.log_path):
+            _ = delta.versions(store.log_path), delta.versions(store.log_path)
+        patched.setattr(LocalFileSystem, "ls", fails_in("log"))
         with pytest.raises(StoreUnavailableError, match=got):
             truncate_logs(topology.warehouse, spark, [rates])
     assert files

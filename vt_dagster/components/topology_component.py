@@ -122,7 +122,9 @@ def _time_or(*words: str) -> Callable[[Any], Any]:
         if not (isinstance(value, str) or is_number) or value in words or is_template(value):
             return value
         try:
-            return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+            if is_number:  # fromisoformat takes some as a date
+                raise ValueError(value)
+            return datetime.fromisoformat(value.replace("Z", "+00:00"))
         except ValueError:
             raise ValueError(
                 f"expected {', '.join(words)} or a time like 2024-06-01T00:00:00Z, got {value!r}"

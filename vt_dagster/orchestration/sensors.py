@@ -16,7 +16,14 @@ from typing import Any, cast
 import dagster as dg
 from pydantic import BaseModel, ValidationError
 
-from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError, VtDagsterError
+from vt_dagster.errors import (
+    RecordsGoneError,
+    SourceError,
+    StorageError,
+    StoreUnavailableError,
+    TopologyError,
+    VtDagsterError,
+)
 from vt_dagster.orchestration.decorators import reported_batch, step_events
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, PARTITION_END, READ, READS
 from vt_dagster.orchestration.resources import PREFIX, asset_op, warehouse_key, warehouse_of
@@ -154,6 +161,8 @@ def build_sensor(
                 news = News({}, "the snapshot to start with")
         except RecordsGoneError:
             raise
+        except StoreUnavailableError as error:  # of the warehouse
+            return dg.SkipReason(str(error))
         except (SourceError, OSError) as error:
             return dg.SkipReason(f"cannot look at {source.describe()}: {error}")
         except VtDagsterError as error:

@@ -309,7 +309,7 @@ class Explainer:
                 except StorageError as error:
                     if known is None:
                         raise
-                    reasoning.note(str(error))  # it had no record by then
+                    reasoning.note(str(error))  # nothing recorded by then, or truncated since
                     continue
             up = self._inputs[place]
             if up is None:
@@ -347,6 +347,8 @@ class Explainer:
         """Explains why an operator has no row for a key."""
         operator = log.specification
         inputs = self._all_inputs(log, reasoning, log.known)
+        if operator is not None and operator.inputs[0] not in inputs:
+            return found  # the notes say why
         asked = {"key": key, "as_known_at": None if log.known is None else as_time(log.known)}
         for name, up in inputs.items():
             if isinstance(operator, spec.WindowedAggregateSpec):

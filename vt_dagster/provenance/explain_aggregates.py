@@ -461,10 +461,11 @@ def too_late(
     inside = group.has(rows)
     there = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
     near = [one for one in there if log.has_consumed(operator.source, one)]
+    unread = [one for one in there if not log.has_consumed(operator.source, one)]
     if not there:
         reasoning.note(f"{source.name} has no record in this window")
-    elif len(near) < len(there):
-        reasoning.note(f"no run of {log.name} has read {there[-1]} yet")
+    elif unread:
+        reasoning.note(f"no run of {log.name} has read {unread[-1]} yet")
     if not near:
         return []
     reasoning.decide(

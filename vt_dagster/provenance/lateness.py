@@ -1014,12 +1014,14 @@ class LateRecords:
         """Returns lower and upper bounds of the refused records' lateness: how far each was behind
         stream time, microseconds."""
         late = rules.LATE.name
-        count = self.log.commit.totals.get(late, 0)
-        rows = None if self.log.specification else quarantine(self.log, pc.field("reason") == late)
+        count, first, last = self.log.commit.totals.get(late, 0), self.cut.batch, self.log.commit.batch
+        if first:
+            runs = (run for run in commits(self.log.root) if first < run.batch <= last)
+            count = sum(run.counts.get(late, 0) for run in runs)
+        of_batch = (pc.field("reason") == late) & (pc.field("batch") > first)
+        rows = None if self.log.specification else quarantine(self.log, of_batch)
         if rows is None or rows.num_rows > count:
             return np.zeros(count, np.int64), np.full(count, _NEVER)
-        kept = rows.filter(pc.field("batch") > self.cut.batch)
-        count, rows = count - (rows.num_rows - kept.num_rows), kept
         known = rows.num_rows
         moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
         home = rows.column(PARTITION).to_numpy()

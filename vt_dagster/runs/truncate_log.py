@@ -101,6 +101,10 @@ def truncate_logs(
 
     Returns:
         by truncated log, the number of removed records.
+
+    Raises:
+        StoreUnavailableError: a store does not answer. Any other failure concerns one log only, and is
+            told as a line.
     """
     known, done = topological(nodes), dict[str, int]()
     for node in known:

@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import os
 import posixpath
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -117,6 +118,7 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
     return sorted(found)
 
 
+_ICEBERG = re.compile(r"(v\d+|\d{5,}-[0-9a-f-]{36})(\.gz)?\.metadata\.json")
 _LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 """The directory beside the files of a table, by which it is recognized."""
 
@@ -125,7 +127,7 @@ def _table_of(name: str) -> dict[str, str]:
     """Returns the kind of the table that a name belongs to, by the table's directory; empty = none is
     known."""
     parts = name.split("/")
-    if name.endswith(".metadata.json") and parts[-2:-1] == ["metadata"]:
+    if parts[-2:-1] == ["metadata"] and _ICEBERG.fullmatch(parts[-1]):
         return {"/".join(parts[:-2]): "an Iceberg table"}
     return {"/".join(parts[:place]): _LOGS[part] for place, part in enumerate(parts) if part in _LOGS}
 

@@ -36,7 +36,13 @@ from vt_dagster.core.source_records import (
     as_json,
     changes,
 )
-from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError, StorageError
+from vt_dagster.errors import (
+    ConcurrentRunError,
+    RecordsGoneError,
+    SourceError,
+    StorageError,
+    StoreUnavailableError,
+)
 from vt_dagster.sources.base import (
     End,
     Limited,
@@ -182,7 +188,7 @@ class ForeignTable:
             return self._table
         try:
             found = delta.open_table(self.path, version)
-        except (ConcurrentRunError, StorageError) as error:
+        except (ConcurrentRunError, StorageError, StoreUnavailableError) as error:
             raise SourceError(
                 f"expected version {version} of {self.path}, got: {one_line(error)}; run again"
             ) from None
@@ -668,6 +674,8 @@ class DeltaSource:
         changes = self._bounded(table, place.first, newest)
         if self.mode == "snapshots":
             newest = max((c.version for c in changes if c.changes_state), default=-1)
+            if before is None and not any(c.changes_rows for c in changes):
+                newest = -1  # a new table has no rows yet
             if newest < 0:
                 return self._pinned(table, place, changes)
             return self._pinned(table, place, state=newest, accepted=accept_shrink)

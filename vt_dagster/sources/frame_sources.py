@@ -322,8 +322,8 @@ def _loses(before: pa.Array, after: pa.Array) -> bool:
         return _rounds(before, after)
     if pa.types.is_integer(kind) and before.type in _EXACT:
         # A larger one may have been another integer: pandas stores integers with a null as floats.
-        most = _EXACT[before.type]
-        return pc.any(pc.greater_equal(pc.abs(before), float(most))).as_py() is True
+        size = pc.abs(before.cast(pa.float64()))
+        return pc.any(pc.greater_equal(size, float(_EXACT[before.type]))).as_py() is True
     if _kind(kind) == "time":
         whole = after.cast(pa.int32() if kind == pa.date32() else pa.int64())
         bounds = pc.min_max(whole).as_py().values()

@@ -230,6 +230,8 @@ _UNWRAPPED = StructField("__deleted", StringType())
 """The field that Debezium's ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
 MANY_MESSAGES = 100_000
 """Number of messages from which on a run looks at one of them before it plans."""
+_MOST_NAMES = 200
+"""Number of names up to which a regular expression reads them."""
 _SENT_AT = "if(unix_micros(timestamp) < 0, null, timestamp)"
 """The timestamp -1 is that of a message without one; Kafka Streams refuses all negative ones."""
 _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
@@ -590,7 +592,8 @@ class KafkaSource:
         topic, partition = max(sizes, key=sizes.__getitem__)
         start, _ = ranges[topic][partition]
         found = self.cluster.first_messages({topic: {partition: start}})
-        return format_.names(found[0].value()) if found else None
+        names = format_.names(found[0].value()) if found else None
+        return None if names is None or len(names) > _MOST_NAMES else names
 
     def _messages(
         self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]

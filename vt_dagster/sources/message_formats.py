@@ -297,10 +297,11 @@ class Json(Format):
         """See :meth:`Format.decode`.
 
         Args:
-            usual: the names that most messages have, in order; None = those of ``wanted``.
+            usual: the names that most messages have, in order; those of ``wanted`` if None, or if they
+                have none of these.
         """
         text = self.text(message)
-        if usual is None:
+        if not {*(usual or ())} & {*wanted.names}:
             usual = [name for name in wanted.names if name not in OF_DEBEZIUM]
         parsed = parse(text, wanted, self.options, into, alone=True, usual=usual)
         columns, row = read_object(parsed, wanted, self.reading, into)

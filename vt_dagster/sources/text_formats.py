@@ -519,9 +519,11 @@ def _lines_of(
     elif end is not None:
         reader = reader.option("lineSep", end)
     elif csv:
-        # Spark also ends a line at a carriage return alone, which in CSV is part of a value.
+        # Spark also ends a line at a carriage return alone, which in CSV is part of a value. The last
+        # byte is cut off, not the last character: the text may have another encoding than UTF-8.
         reader = reader.option("lineSep", "\n")
-        line = F.when(F.endswith(line, F.lit("\r")), F.left(line, F.length(line) - 1)).otherwise(line)
+        cut = F.substring(line.cast("binary"), F.lit(1), F.octet_length(line) - 1).cast("string")
+        line = F.when(F.endswith(line, F.lit("\r")), cut).otherwise(line)
     lines = reader.text([delta.literal(f.path) for f in files]).select(
         line.alias(RAW),
         file_name(files).alias(FILE),
@@ -715,15 +717,18 @@ _TOKEN_END = "\x1f"
 """Separates the values of an object; no text in JSON has this character."""
 _QUOTED = r'"[^"\\\x00-\x1f]*+'
 _BARE_NUMBER = r"-?+(?:[1-9][0-9]{0,99}+|0)(?:\.[0-9]{1,99}+)?+(?:[eE][+-]?+[0-9]{1,9}+)?+"
+_HALF = re.compile("[\ud800-\udfff]")
 _ODD_NAME = re.compile(r'["\\\x00-\x1f]')
 
 
 def _sound_names(wanted: StructType, names: Sequence[str] | None) -> Sequence[str]:
-    """Returns the names of an object if they are sound: one is wanted, and none occurs twice or differs
-    from a wanted one only in case; else none."""
+    """Returns the names of an object if they are sound: one is wanted, and none occurs twice, differs
+    from a wanted one only in case, or has half of a surrogate pair; else none."""
     lowered, found = {name.lower() for name in wanted.names}, {*(names or ())}
     alike = [name for name in found if name not in wanted.names and name.lower() in lowered]
     if names is None or alike or not found & {*wanted.names} or len(found) < len(names):
+        return ()
+    if any(_HALF.search(name) for name in names):
         return ()
     return names
 

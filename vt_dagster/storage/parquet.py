@@ -26,7 +26,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError, StoreUnavailableError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import in_one_task
 from vt_dagster.storage.delta import (
@@ -427,6 +427,8 @@ def writing(path: str) -> Iterator[None]:
     """
     try:
         yield
+    except StoreUnavailableError:  # of a listing, which says nothing about the right to write
+        raise
     except Exception as error:
         text = str(error)
         sign = next((sign for sign in _REFUSALS if sign in text), None)

@@ -8,9 +8,9 @@ the value under the current name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import date, timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
+from numbers import Number
 from typing import Any, TypeVar, cast
 
 from pyspark.sql.types import (
@@ -197,7 +197,7 @@ def _require_numbers(name: str, column: str, checks: Sequence[Any]) -> None:
         for setting, value in (check.statistics or {}).items():
             if setting.startswith("include"):  # whether the end of a range belongs to it
                 continue
-            several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+            several = check.name in ("isin", "notin") and not isinstance(value, str)
             odd = [one for one in (value if several else (value,)) if not _is_number(one)]
             if odd:
                 raise TopologyError(
@@ -209,7 +209,7 @@ def _require_numbers(name: str, column: str, checks: Sequence[Any]) -> None:
 def _is_number(value: Any) -> bool:
     """Returns whether a value compares with a number, perhaps as a text of it."""
     if not isinstance(value, str):
-        return not isinstance(value, bool | bytes | date | timedelta)
+        return isinstance(value, Number) and not isinstance(value, bool)
     try:
         Decimal(value)
     except InvalidOperation:
