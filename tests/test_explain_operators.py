@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
 
 from tests.core.reference.stream_join import as_here
 from tests.core.reference_model import complete
@@ -470,6 +471,61 @@ def test_explain_rows_that_no_run_has_made_yet(spark: SparkSession, tmp_path: Pa
         for name, up in (("joined", "left"), ("kept", "right"), ("both", "right")):
             told = Explainer(path).explain(name, key="b", as_known_at=first)
             assert (told.rules, told.made_of[0].asset, told.made_of[0].record) == ((), up, None)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("key", [("id",), ()])
+def test_explain_missing_rows_of_a_corrected_join(
+    spark: SparkSession, tmp_path: Path, key: tuple[str, ...]
+) -> None:
+    """The key of a corrected join identifies a stream record: it waits, is in quarantine, was not
+    consumed yet, or does not exist."""
+    path, landing = str(tmp_path / "warehouse"), tmp_path / "orders"
+    orders = Stream(
+        "orders",
+        key="k",
+        schema=StructType.fromDDL("id STRING, k STRING, n INT, timestamp TIMESTAMP"),
+        source=FilesSource(str(landing), max_bad_share=1.0),
+    )
+    right = VersionedTable(
+        "right",
+        key="k",
+        schema=SCHEMA,
+        history_retention=timedelta(days=1),
+        source=FilesSource(str(tmp_path / "right")),
+    )
+    select = ["left.*", "right.n as m"]
+    day, hour = timedelta(days=1), timedelta(hours=1)
+    corrected: Any = orders.left_join(
+        right, name="corrected", grace_period=hour, corrected_for=day, key=key, select=select
+    )
+
+    def put(name: str, *rows: dict[str, Any]) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        there = tmp_path / name / f"{len([*(tmp_path / name).iterdir()])}.jsonl"
+        there.write_text("\n".join(json.dumps({"timestamp": EPOCH.isoformat(), **r}) for r in rows))
+
+    stores = stores_of(path, spark)
+    put("right", {"k": "a", "g": "x", "n": 1})
+    put("orders", {"id": "first", "k": "a", "n": 1}, {"id": "bad", "k": "a", "n": "one"})
+    for node in (orders, right, corrected):
+        run_once(node, stores)
+    put("orders", {"id": "second", "k": "a", "n": 2})
+    run_once(orders, stores)
+    for id, place, rules, said in (
+        ("first", 0, ("waiting",), "corrected has no such row"),
+        ("second", 1, (), "no run of corrected has read orders 0:1 yet"),
+        ("bad", None, ("unreadable",), "orders has no record of it"),
+        ("nobody", None, (), "orders has no record of it"),
+    ):
+        if place is None and not key:
+            continue
+        told = explain("corrected", key=(id,) if key else (0, place), warehouse=path)
+        assert told.record is None
+        assert told.rules == rules, id
+        assert said in " ".join(told.notes)
+        made = [one.record.offset for one in told.made_of if one.record is not None]
+        assert made == ([] if place is None else [place])
 
 
 @pytest.mark.usefixtures("few_rows")

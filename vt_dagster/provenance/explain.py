@@ -30,7 +30,7 @@ from vt_dagster.provenance.explain_request import (
 )
 from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_of, rejected
 from vt_dagster.provenance.expressions import in_micros, select_record
-from vt_dagster.storage.arrow_reader import name_of
+from vt_dagster.storage.arrow_reader import name_of, of_key
 from vt_dagster.topology import specification as spec
 from vt_dagster.topology.durations import as_time, spoken
 from vt_dagster.topology.options import check_arguments
@@ -330,13 +330,7 @@ class Explainer:
             reasoning.note(f"{erased:,} rows of its log have been erased: it may have been one of them")
         found = Explanation(log.name, log.operator)
         if key is not None and log.specification is None:
-            rows, count = rejected(log, key)
-            for reason in dict.fromkeys(row.reason for row in rows):
-                of_it = sum(row.reason == reason for row in rows)
-                reasoning.decide(
-                    reason, f"{of_it} of the {count} rows in quarantine that mention the key"
-                )
-            found = replace(found, rejected=tuple(rows))
+            found = _in_quarantine(found, log, key, reasoning)
         elif key is not None:
             found = self._not_made(found, log, key, reasoning)
         return replace(found, decisions=tuple(reasoning.decisions), notes=tuple(reasoning.notes))
@@ -350,6 +344,8 @@ class Explainer:
         if operator is not None and operator.inputs[0] not in inputs:
             return found  # the notes say why
         asked = {"key": key, "as_known_at": None if log.known is None else as_time(log.known)}
+        if isinstance(operator, spec.CorrectedJoinSpec):
+            return self._not_corrected(found, log, operator, inputs[operator.left], key, reasoning)
         for name, up in inputs.items():
             if isinstance(operator, spec.WindowedAggregateSpec):
                 late = aggregates.too_late(log, operator, up, key, self._most, reasoning)
@@ -372,6 +368,38 @@ class Explainer:
         reasoning.note(f"no run has read a record of it; its inputs are {', '.join(inputs)}")
         return found
 
+    def _not_corrected(
+        self,
+        found: Explanation,
+        log: Log,
+        join: spec.CorrectedJoinSpec,
+        stream: Log,
+        key: Sequence[Any],
+        reasoning: Reasoning,
+    ) -> Explanation:
+        """Explains why a corrected join has no row for a key, which identifies a stream record."""
+        if join.key:
+            records = stream.records(lambda columns: of_key(stream.path, columns, join.key, key))
+        else:
+            records = stream.at([Place(*map(int, key))])
+        if records:
+            _note_not_joined(log, join.left, records[-1], reasoning)
+            return replace(found, made_of=(self._of(stream, records[-1], 1),))
+        reasoning.note(f"{join.left} has no record of it in its log")
+        quarantined = bool(join.key) and stream.specification is None
+        return _in_quarantine(found, stream, key, reasoning) if quarantined else found
+
+
+def _in_quarantine(
+    found: Explanation, log: Log, key: Sequence[Any], reasoning: Reasoning
+) -> Explanation:
+    """Adds the rows of a source's quarantine that mention a key, and counts them by reason."""
+    rows, count = rejected(log, key)
+    for reason in dict.fromkeys(row.reason for row in rows):
+        of_it = sum(row.reason == reason for row in rows)
+        reasoning.decide(reason, f"{of_it} of the {count} rows in quarantine that mention the key")
+    return replace(found, rejected=tuple(rows))
+
 
 def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) -> None:
     """Adds the outcome of the stream's newest record of a key that has no join result."""
@@ -384,7 +412,7 @@ def _note_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
     elif released is not None and record.micros > released:
         now = log.commit.stream_time[record.partition]
         join = log.commit.shape.specification
-        assert isinstance(join, spec.StreamTableJoinSpec)
+        assert isinstance(join, spec.LookupJoinSpec)
         grace = join.grace_of(record.partition)
         reasoning.decide(
             rules.WAITING,
