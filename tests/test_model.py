@@ -25,7 +25,14 @@ from pyspark.sql.types import (
     YearMonthIntervalType,
 )
 
-from vt_dagster import FilesSource, Stream, Table, VersionedTable, build_definitions
+from vt_dagster import (
+    FilesSource,
+    Materialized,
+    Stream,
+    Table,
+    VersionedTable,
+    build_definitions,
+)
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.model import topological
 
@@ -280,6 +287,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "another timestamp": (
         lambda: join(select=["left.v", "right.timestamp"]),
         ["priced", "own timestamp", "as seen_at"],
+    ),
+    "versions of a stream": (
+        lambda: join(materialized=Materialized(24 * HOUR)),
+        ["priced", "a stream_table_join has, got 'materialized'; remove it"],
+    ),
+    "another key of a result": (
+        lambda: join(left=versioned("costs"), key="v"),
+        ["priced", "a table_table_join has, got 'key'; remove it"],
+    ),
+    "retention of a result": (
+        lambda: versioned().filter("v > 1", name="cheap", history_retention=HOUR),
+        ["cheap", "got 'history_retention'; set materialized=Materialized(history_retention=...)"],
     ),
     "two of one name": (
         lambda: topological([stream(), stream(partitions=2)]),

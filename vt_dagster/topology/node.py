@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -441,6 +441,11 @@ def make_node(kind: Kind, name: str, **about: Any) -> Any:
     Operators cannot import those classes, whose methods make operators.
     """
     return _KINDS[kind](name, **about)
+
+
+def settings_of(kind: Kind) -> set[str]:
+    """Returns the names of the settings of a stream or table of a kind."""
+    return {one.name for one in fields(_KINDS[kind]) if one.init}
 
 
 def topological(nodes: Sequence[N]) -> list[N]:

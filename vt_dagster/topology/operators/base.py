@@ -13,7 +13,7 @@ from vt_dagster.columns import CAUSE, IS_FINAL, REVISION, TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.expressions import Projection, Selection, Side
-from vt_dagster.topology.node import Input, Node, Operator, make_node
+from vt_dagster.topology.node import Input, Kind, Node, Operator, make_node, settings_of
 from vt_dagster.topology.options import Consumer
 from vt_dagster.topology.schema import same_types
 from vt_dagster.topology.specification import JoinKind
@@ -78,7 +78,9 @@ def make_stream(
         "null_key": "keep",
         "operator": operator,
     }
-    return make_node("stream", operator.name, **{**about, **more}, **shown)
+    about |= more
+    _check_shown(operator, "stream", about, shown)
+    return make_node("stream", operator.name, **about, **shown)
 
 
 def make_table(
@@ -106,16 +108,32 @@ def make_table(
         "partition_by": source.partition_by,
         "operator": operator,
         **more,
-        **shown,
     }
     if retention is None:
-        return make_node("table", operator.name, **about)
+        _check_shown(operator, "table", about, shown)
+        return make_node("table", operator.name, **about, **shown)
     if operator.emit == "per_run":
         raise TopologyError(
             f"{operator.name}: emit='per_run' keeps only the last result of a key in a run, but a "
             "versioned table needs every result; remove emit, or materialize without history_retention"
         )
-    return make_node("versioned_table", operator.name, history_retention=retention, **about)
+    about["history_retention"] = retention
+    _check_shown(operator, "versioned_table", about, shown)
+    return make_node("versioned_table", operator.name, **about, **shown)
+
+
+def _check_shown(
+    operator: Operator, kind: Kind, about: Mapping[str, Any], shown: Mapping[str, Any]
+) -> None:
+    """Raises TopologyError for a setting that the result of an operator does not have."""
+    for one in shown:
+        if one in about or one not in settings_of(kind):
+            history = one == "history_retention" and hasattr(operator, "materialized")
+            instead = "set materialized=Materialized(history_retention=...)" if history else "remove it"
+            raise TopologyError(
+                f"{operator.name}: expected settings that the result of a "
+                f"{operator.specification.operator} has, got {one!r}; {instead}, or correct its name"
+            )
 
 
 def need_table(name: str, what: str, node: Any) -> None:
