@@ -309,14 +309,16 @@ def test_late_share_skips_uncountable_assets() -> None:
     window = TumblingWindow(day)
     by_name = sales.group_by("v").windowed_by(window).count(name="by_name")
     by_letter = sales.group_by("left(v, 1) as letter").windowed_by(window).count(name="by_letter")
+    corrected = sales.left_join(prices, name="corrected", corrected_for=day, select=select)
     counted = [prices, offers, priced, by_name]
-    every = [*counted, dump, offered, by_letter, sales]
+    every = [*counted, dump, offered, by_letter, sales, corrected]
     alerts = build_alerts(every, to=Pager().send, late_share="1%")
     keys = {spec.asset_key for check in alerts.asset_checks or () for spec in check.check_specs}
     assert keys == {dg.AssetKey(node.name) for node in counted}
     for node, why in (
         (dump, "for which no record is late"),
         (offered, r"with offers, which has new_version_on: the cost .* cannot be computed; remove"),
+        (corrected, "whose wrong results its log does not show: a later run corrects each row that"),
         (by_letter, r"by left\(v, 1\) as letter, which needs Spark; remove the check"),
     ):
         with pytest.raises(TopologyError, match=f"^{node.name}: expected .* got one {why}"):

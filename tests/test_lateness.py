@@ -333,6 +333,8 @@ def test_lateness_command_and_check(lab: Lab, tmp_path: Path) -> None:
         (one,) = result.get_asset_check_evaluations()
         assert one.passed is passed
         assert one.metadata["wrong"].value == said["choices"][0]["wrong"]
+        assert one.description is not None
+        assert one.description.lower() == f"{one.metadata['result'].value}.".lower()
         assert "image/svg+xml" in str(one.metadata["picture"].value)
     with pytest.raises(TopologyError, match="orders: expected a join of a stream"):
         build_lateness_check(lab.orders, at_most="1%")

@@ -295,6 +295,22 @@ def test_refused_when_declared(tmp_path: Path, report: Any, reads: str, said: st
         build_partition_sensor(report, reads=getattr(market, reads))
 
 
+def test_refusal_says_how_a_result_gets_a_history(tmp_path: Path) -> None:
+    market: Any = Market(tmp_path, None)  # pyright: ignore[reportArgumentType]
+    select, day = ["left.*", "right.v as price"], timedelta(days=1)
+    late = market.sales.left_join(market.prices, name="late", corrected_for=day, select=select)
+    counted = market.sales.group_by().count(name="counted")
+    history = r"materialized=Materialized\(history_retention=...\)"
+    for reads, said in (
+        (market.rates, "declare its history_retention"),
+        (counted, f"declare it with {history}"),
+        (late, rf"read to_stream\(name=...\).to_table\(name=..., {history}\) of it"),
+        (market.sales, rf"read to_table\(name=..., {history}\) of it"),
+    ):
+        with pytest.raises(TopologyError, match=f"{reads.name}', which has no history; {said}$"):
+            build_partition_sensor(_asset(**AS_OF), reads=reads)
+
+
 def test_sensor_reads_only_new_materializations(
     reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

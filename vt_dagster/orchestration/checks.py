@@ -413,10 +413,10 @@ def build_lateness_check(
         started = time.monotonic()
         result = lateness(node, grace=lengths, at_most=at_most, warehouse=warehouse)
         metadata = _metadata(result)
-        context.log.info(
-            f"{node.name}: {metadata['result'].value} ({time.monotonic() - started:.1f} s)"
-        )
-        return {"passed": result.passed, "metadata": metadata}
+        told = metadata["result"].value
+        context.log.info(f"{node.name}: {told} ({time.monotonic() - started:.1f} s)")
+        described = f"{told[0].upper()}{told[1:]}."
+        return {"passed": result.passed, "description": described, "metadata": metadata}
 
     text = f"At most {at_most} of the results are wrong because of late records."
     return _not_blocking(node, LATENESS_CHECK, text, found, severity, pool, resource_prefix)
@@ -429,7 +429,11 @@ def why_not_counted(node: Stream) -> str | None:
     if operator is None or operator.lateness_option is None:
         tables, can_be_late = (), node.versioned and not follows_source(node)
     else:
-        can_be_late = operator.lateness_unsupported is None and all(one.versioned for one in tables)
+        can_be_late = all(one.versioned for one in tables)
+    unsupported = None if operator is None else operator.lateness_unsupported
+    if unsupported is not None:
+        first = unsupported.why.partition(". ")[0]
+        return f"whose wrong results its log does not show: {first[0].lower()}{first[1:]}"
     if not can_be_late:
         return "for which no record is late"
     if isinstance(operator, WindowedAggregateSpec):

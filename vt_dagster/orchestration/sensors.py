@@ -499,9 +499,17 @@ def _require_reader(
             "it a partitions_def such as dagster.DailyPartitionsDefinition"
         )
     if not isinstance(reads, VersionedTable):
+        materialized = "materialized=Materialized(history_retention=...)"
+        if hasattr(reads.operator, "materialized"):
+            history = f"declare it with {materialized}"
+        elif not reads.is_table or reads.operator is not None:
+            stream = "to_stream(name=...)." * reads.is_table
+            history = f"read {stream}to_table(name=..., {materialized}) of it"
+        else:
+            history = "declare its history_retention"
         raise TopologyError(
             f"{named}: expected a versioned table in reads, got the {type(reads).__name__} "
-            f"{reads.name!r}, which has no history; declare its history_retention"
+            f"{reads.name!r}, which has no history; {history}"
         )
     require_readable(named, Consumer.PARTITION_SENSOR, reads)
     found = [one for one, up in report.keys_by_input_name.items() if up == dg.AssetKey(reads.path)]
