@@ -223,8 +223,10 @@ def test_invalid_calls_are_refused(spark: SparkSession) -> None:
         driver.pipe("joined", {"flight": 1})
     with pytest.raises(ContractError, match=r"got \['tmp'\]"):
         driver.pipe("weather", {"origin": "JFK", "tmp": 1.0, "timestamp": 1})
-    with pytest.raises(ContractError, match="expected values of the schema's types"):
+    with pytest.raises(ContractError, match=r"weather: expected temp to be double, got: .*warm"):
         driver.pipe("weather", {"origin": "JFK", "temp": "warm", "timestamp": 1})
+    with pytest.raises(ContractError, match="weather: expected origin to be string, got: "):
+        driver.store("weather").get(4)
     with pytest.raises(ContractError, match="expected one of"):
         driver.read("nothing")
     with pytest.raises(ContractError, match="expected a table, got 'flights'"):
@@ -233,6 +235,23 @@ def test_invalid_calls_are_refused(spark: SparkSession) -> None:
         driver.store("weather").put("JFK", 3.0, 1)
     with pytest.raises(TopologyError, match="grace"):
         flights.join(weather, name="late", grace_period=ms(101))
+
+
+def test_store_of_a_key_with_a_time(spark: SparkSession) -> None:
+    """A time in a key is given like any other time of a test."""
+    shifts = VersionedTable(
+        "shifts",
+        key=("began",),
+        schema=schema(began=TimestampType(), who=StringType(), timestamp=TimestampType()),
+        history_retention=ms(100),
+    )
+    store = TopologyTestDriver(shifts, spark=spark).store("shifts")
+    store.put(1_000, "Ada", 5)
+    for key in (1_000, at(1_000), at(1_000).replace(tzinfo=None)):
+        row = store.get(key)
+        assert row is not None
+        assert row["who"] == "Ada"
+        assert [one["who"] for one in store.history(key)] == ["Ada"]
 
 
 def test_users_session_stays_active(spark: SparkSession) -> None:

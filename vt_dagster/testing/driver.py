@@ -507,13 +507,7 @@ class Records(Uncounted):
         kinds |= {_GIVEN_PARTITION: IntegerType(), SOURCE: StringType(), RAW: StringType()}
         kinds |= {REASON: StringType()}
         schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
-        try:
-            table = pa.Table.from_pylist(values, schema=arrow_schema(schema))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise ContractError(
-                f"{node.name}: expected values of the schema's types "
-                f"({node.schema.simpleString()}), got: {error}; correct the record"
-            ) from None
+        table = _to_table(node.name, values, schema)
         home = F.coalesce(_GIVEN_PARTITION, home_of(node.key, node))
         nothing = F.lit(None).cast("timestamp")
         rows = self.store.frame(table).withColumns({PARTITION: home, RECORD_TIME: nothing})
@@ -526,6 +520,25 @@ def to_value(value: Any, kind: Any) -> Any:
     if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
         return as_time(value * 1000 if isinstance(value, int) else epoch_micros(value))
     return value
+
+
+def _to_table(name: str, rows: Sequence[Mapping[str, Any]], schema: StructType) -> pa.Table:
+    """Makes an Arrow table of records or keys of a stream or table.
+
+    Raises:
+        ContractError: a value that is not of its column's type.
+    """
+    columns: list[pa.Array] = []
+    expected = arrow_schema(schema)
+    for field, kind in zip(expected, schema.fields, strict=True):
+        try:
+            columns.append(pa.array([row.get(field.name) for row in rows], field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            raise ContractError(
+                f"{name}: expected {field.name} to be {kind.dataType.simpleString()}, got: {error}; "
+                "correct the value"
+            ) from None
+    return pa.Table.from_arrays(columns, schema=expected)
 
 
 # Versioned store
@@ -580,7 +593,7 @@ class VersionedStore:
             {**self._key(key), _AT: to_value(as_of, TimestampType()), ARRIVAL: i}
             for i, (key, as_of) in enumerate(calls)
         ]
-        table = pa.Table.from_pylist(rows, schema=arrow_schema(schema))
+        table = _to_table(node.name, rows, schema)
         with self._session():
             view, calls_ = self._store.view(), self._store.frame(table)
             times = self._store.snapshot().stream_time
@@ -690,7 +703,8 @@ class VersionedStore:
                 f"{self._node.name}: expected a key with a value for each of {list(names)}, got "
                 f"{key!r}; a composite key is a tuple, and no part of it may be None"
             )
-        return dict(zip(names, values, strict=True))
+        kinds = self._node.key_types
+        return {n: to_value(v, t) for n, v, t in zip(names, values, kinds, strict=True)}
 
     def _record(self, key: Any, value: Any, timestamp: datetime | int) -> Row:
         node = self._node
