@@ -60,6 +60,20 @@ def warehouse(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     return root / "warehouse"
 
 
+def test_run_names_assets_of_the_users_own(tmp_path: Path) -> None:
+    declared = tmp_path / "mine.py"
+    declared.write_text(
+        "import dagster as dg\n"
+        "@dg.asset\ndef report() -> None: ...\n"
+        "@dg.asset\ndef sent() -> dg.MaterializeResult:\n"
+        "    return dg.MaterializeResult(metadata={'records_published': 1200})\n"
+        "defs = dg.Definitions(assets=[report, sent])\n"
+    )
+    said = CliRunner().invoke(app, ["run", "--file", str(declared)])
+    assert said.exit_code == 0, said.output
+    assert {"report: materialized", "sent: 1,200 records published"} <= {*said.output.splitlines()}
+
+
 def run_command(warehouse: Path, command: str, table: str, *keys: str) -> Result:
     options = [part for key in keys for part in ("--key", key)]
     about = {"VT_DAGSTER_WAREHOUSE": str(warehouse), "COLUMNS": "300"}

@@ -432,6 +432,11 @@ BROKEN = {
         "the grace period 40 days, 0:00:00 is longer than the history retention 30 days",
     ),
     "template": ("{{ env.RETENTION }}", "{{ nowhere.x }}", "'nowhere' not found in scope"),
+    "unset variable": (
+        "{{ env.RETENTION }}",
+        "{{ env.NOT_SET }}",
+        "expected a value of {{ env.NOT_SET }}, got none; set the environment variable",
+    ),
     "rendered": ("{{ env.RETENTION }}", "{{ 'long' + 'er' }}", "expected a length of time like 7d"),
     "key": ("key: product", "key: produkt", "key columns ['produkt'] are not in the schema"),
     "input": ("left: orders", "left: order", "expected one of the assets of this file (alerts, board,"),

@@ -154,6 +154,7 @@ def test_broken_contract_fails_before_commit(spark: SparkSession, tmp_path: Path
     assert 'price_names_its_shop: 1 record(s), for example {"k":"b","v":"pa"' in text
     assert "is_a_price" not in text
     assert "nothing was committed" in text
+    assert "run again; on_contract_break='quarantine' commits the other records" in text
     assert not committed(market)
     market.land("prices", "1.jsonl", record("a", "pa", "1 00:00"), record("a", None, "1 03:00"))
     assert market.run([], build_asset(table)).success
@@ -232,6 +233,7 @@ def test_frame_level_check_fails_run(spark: SparkSession, tmp_path: Path) -> Non
     result = market.run([], build_asset(table))
     assert not result.success
     assert "one_shop: some record(s)" in messages(result)
+    assert "commits the other records" not in messages(result)
 
 
 def test_stream_quarantines_rows_failing_check(spark: SparkSession) -> None:

@@ -292,6 +292,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: join(materialized=Materialized(24 * HOUR)),
         ["priced", "a stream_table_join has, got 'materialized'; remove it"],
     ),
+    "foreign key of a stream": (
+        lambda: join(foreign_key="v"),
+        ["priced", "got 'foreign_key'; make it the key of the stream with select_key"],
+    ),
     "another key of a result": (
         lambda: join(left=versioned("costs"), key="v"),
         ["priced", "a table_table_join has, got 'key'; remove it"],

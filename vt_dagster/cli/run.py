@@ -615,7 +615,13 @@ def execute(
 
 def _report(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:
     """Prints checks, errors and new rows of a run; returns whether all succeeded."""
-    made = {e.asset_key for e in result.get_asset_materialization_events()}
+    events = result.get_asset_materialization_events()
+    made = {e.asset_key for e in events}
+    for one in (e.materialization for e in events):
+        if "at_a_glance" not in one.metadata:  # an export, a publication, an asset of the user's own
+            published = one.metadata.get("records_published")
+            what = "materialized" if published is None else f"{published.value:,} records published"
+            typer.echo(f"{one.asset_key.to_user_string()}: {what}")
     if result.success and (idle := sorted(k.to_user_string() for k in keys - made)):
         typer.echo(f"nothing new for {', '.join(idle)}")
     checks = result.get_asset_check_evaluations()
@@ -627,7 +633,7 @@ def _report(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey
         typer.echo(f"checks: {len(checks) - len(broken)} of {len(checks)} passed")
     for step, error in errors_of(result):
         typer.echo(f"{step}: {error}", err=True)
-    for event in result.get_asset_materialization_events():
+    for event in events:
         if not any(child in keys for child in graph.get(event.asset_key).child_keys):
             _show(event.materialization, most)
     stops = any(c.severity == dg.AssetCheckSeverity.ERROR for c in broken)

@@ -947,7 +947,13 @@ def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
         return {k: _rendered(v, context.at_path(k)) for k, v in value.items()}
     if isinstance(value, list):
         return [_rendered(v, context.at_path(i)) for i, v in enumerate(value)]
-    return context.resolve_value(value) if is_template(value) else value
+    if not is_template(value):
+        return value
+    found = context.resolve_value(value)
+    if found is None:
+        said = f"expected a value of {value}, got none; set the environment variable, or a value"
+        raise DefinitionsError(_placed(context, (), said))
+    return found
 
 
 def _placed(context: dg.ResolutionContext | None, path: Any, message: str) -> str:

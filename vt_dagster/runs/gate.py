@@ -60,7 +60,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START, Reason, as_json
 from vt_dagster.core.versioned_table import is_refused
-from vt_dagster.errors import ContractError
+from vt_dagster.errors import ContractError, TopologyError
 from vt_dagster.sources.base import Pinned
 from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -645,10 +645,25 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
             found = with_columns_of(rows, [rule]).where(rule.violated).select(text).first()
             example = f", for example {found[0]}" if found else ""
         lines.append(f"{name}: {count if count >= 0 else 'some'} record(s){example}")
+    instead = ""
+    if _may_quarantine(node) and broken.keys() <= {rule.name for rule in contract_of(node)[0]}:
+        instead = "; on_contract_break='quarantine' commits the other records"
     raise ContractError(
-        f"{node.name}: expected records that satisfy their schema, got some that break it; nothing "
-        f"was committed. {'; '.join(lines)}. Fix the input, or the rule in the schema, and run again"
+        f"{node.name}: expected records that satisfy their schema, got some that break it; nothing was "
+        f"committed. {'; '.join(lines)}. Fix the input, or the rule in the schema, and run again"
+        f"{instead}"
     )
+
+
+def _may_quarantine(node: Stream) -> bool:
+    """Returns whether a stream or table may send the rows that break its model to quarantine."""
+    if node.on_contract_break != "fail":
+        return False
+    try:
+        replace(node, on_contract_break="quarantine")
+    except TopologyError:
+        return False
+    return True
 
 
 def check_bad_share(node: Stream, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:

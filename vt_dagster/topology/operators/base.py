@@ -128,8 +128,11 @@ def _check_shown(
     """Raises TopologyError for a setting that the result of an operator does not have."""
     for one in shown:
         if one in about or one not in settings_of(kind):
-            history = one == "history_retention" and hasattr(operator, "materialized")
-            instead = "set materialized=Materialized(history_retention=...)" if history else "remove it"
+            instead = "remove it"
+            if one == "history_retention" and hasattr(operator, "materialized"):
+                instead = "set materialized=Materialized(history_retention=...)"
+            elif one == "foreign_key":
+                instead = "make it the key of the stream with select_key"
             raise TopologyError(
                 f"{operator.name}: expected settings that the result of a "
                 f"{operator.specification.operator} has, got {one!r}; {instead}, or correct its name"
