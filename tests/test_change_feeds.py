@@ -121,6 +121,7 @@ def test_invalid_deleted_when_is_refused(spark: SparkSession) -> None:
         "no_such(k)": "which Spark refuses",
         "lsns = 1": "similar to 'lsn'",
         "name is null": "which was renamed to 'v'",
+        "__deleted = 'true'": "names '__deleted', a name that vt_dagster reserves",
     }.items():
         node = table(tombstone=condition, renamed={"name": "v"})
         driver = TopologyTestDriver(node, spark=spark)

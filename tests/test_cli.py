@@ -74,6 +74,25 @@ def test_run_names_assets_of_the_users_own(tmp_path: Path) -> None:
     assert {"report: materialized", "sent: 1,200 records published"} <= {*said.output.splitlines()}
 
 
+def test_run_shows_the_key_of_a_deleted_row(tmp_path: Path) -> None:
+    LogWriter(tmp_path / "warehouse").run([("apple", "1", 0), ("apple", None, 1)], 1)
+    declared = tmp_path / "mine.py"
+    declared.write_text(
+        "import dagster as dg\n"
+        "key = dg.TableColumn('k', constraints=dg.TableColumnConstraints(other=['key']))\n"
+        "schema = dg.TableSchema(columns=[key, dg.TableColumn('v')])\n"
+        "@dg.asset\ndef prices() -> dg.MaterializeResult:\n"
+        "    return dg.MaterializeResult(metadata={'log_rows': 2, 'dagster/column_schema': schema,\n"
+        f"        'dagster/uri': {str(tmp_path / 'warehouse' / 'prices' / 'view')!r}}})\n"
+        "defs = dg.Definitions(assets=[prices])\n"
+    )
+    said = CliRunner().invoke(app, ["run", "--file", str(declared)])
+    assert said.exit_code == 0, (said.output, said.exception)
+    rows = [line.split() for line in said.output.splitlines()]
+    assert ["apple", "1"] in rows
+    assert ["apple", "(deleted)"] in rows
+
+
 def run_command(warehouse: Path, command: str, table: str, *keys: str) -> Result:
     options = [part for key in keys for part in ("--key", key)]
     about = {"VT_DAGSTER_WAREHOUSE": str(warehouse), "COLUMNS": "300"}

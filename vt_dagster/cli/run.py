@@ -654,9 +654,11 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     new = new.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
     columns = [c for c in new.column_names if c not in _OURS]
     table = TextTable(*map(escape, columns), box=SIMPLE)
+    schema: dg.TableSchema = about["dagster/column_schema"]
+    key = {column.name for column in schema.columns if "key" in column.constraints.other}
     for row in texts(new.slice(0, most)):
         gone = row.get(IS_TOMBSTONE)
-        table.add_row(*(Text("(deleted)" if gone else shown(row[c])) for c in columns))
+        table.add_row(*(Text("(deleted)" if gone and c not in key else shown(row[c])) for c in columns))
     typer.echo(f"new rows of {name}: {len(new):,}{f', of which {most:,}' if len(new) > most else ''}")
     Console().print(table)
     place = f"{new[PARTITION][0].as_py()}:{new[OFFSET][0].as_py()}"

@@ -19,7 +19,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
-from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, OUTCOME, RESERVED, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition, by_reference, with_columns
 from vt_dagster.core.duplicates import remembered_of_log
@@ -401,6 +401,11 @@ def _require_other(node: Stream, setting: _Setting, name: str, alone: bool) -> N
         raise TopologyError(
             f"{text}, which was renamed to {node.renamed[name]!r}: expected the new name, which also "
             "reads the old one; correct it"
+        )
+    if name.lower() in RESERVED or name.startswith("_"):
+        raise TopologyError(
+            f"{text}, a name that vt_dagster reserves: expected a column of the source with another "
+            "name, which does not begin with an underscore; rename it in the source"
         )
     alike = get_close_matches(name.lower(), [c.lower() for c in node.schema.names], 1, _ALIKE)
     if alike:
