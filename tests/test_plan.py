@@ -25,6 +25,7 @@ from pyspark.sql.types import (
 )
 from typer.testing import CliRunner, Result
 
+from tests.log_writer import LogWriter
 from vt_dagster.cli import app
 from vt_dagster.errors import (
     DefinitionsError,
@@ -261,6 +262,17 @@ CASES = {
     ),
     "removed asset": Case(lambda root: shop(root)[:-1], {"hourly": ("removed", "")}, {}),
 }
+
+
+def test_publication_is_no_removed_asset(tmp_path: Path) -> None:
+    """The position of a publication is a log in the warehouse, without rows of an asset."""
+    logs = {"prices": "log of prices", "topic sold": "an id"}
+    LogWriter(tmp_path, "prices_to_kafka", kind="stream", logs=logs).run([("a", "1", 0)], 1)
+    LogWriter(tmp_path, "old").run([("a", "1", 0)], 1)
+    new = shop(tmp_path / "landing")[:1]
+    found = {one.asset: one.verdict for one in plan(str(tmp_path), new)}
+    assert {*found} == {new[0].name, "old"}
+    assert found["old"] == "removed"
 
 
 def text(one: Planned) -> str:

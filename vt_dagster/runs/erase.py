@@ -76,7 +76,7 @@ from vt_dagster.spark.settings import is_small, small_run
 from vt_dagster.storage import delta, iceberg, parquet, rewrite
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
-from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of
+from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of, published
 from vt_dagster.storage.delta import address, place_of
 from vt_dagster.storage.maintenance import remove_attempts
 from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
@@ -346,11 +346,6 @@ def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Place
                 f"which is derived from {used[0]}; add its definition (--module)"
             )
     return [one for one in found if delta.exists(posixpath.join(warehouse, one.name, "log"))]
-
-
-def published(commit: Commit) -> list[str]:
-    """Returns the topics of a publication's commit; empty for any other asset."""
-    return [up.removeprefix("topic ") for up in commit.inputs if up.startswith("topic ")]
 
 
 def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:

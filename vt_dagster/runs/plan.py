@@ -43,8 +43,9 @@ from vt_dagster.runs.replay import (
 )
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_reader import asset_names, require_in_place, swap_folder
+from vt_dagster.storage.arrow_reader import asset_names, head_of, require_in_place, swap_folder
 from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.commit_log import published
 from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.storage.spark_reader import Snapshot
 from vt_dagster.topology.model import Stream, Table, derived_from, topological
@@ -102,7 +103,9 @@ def plan(
     """
     every = topological(nodes)
     names = ["/".join(node.path) for node in every]
-    gone = [name for name in asset_names(warehouse) if name not in names]
+    others = [name for name in asset_names(warehouse) if name not in names]
+    # The log of a publication has no rows of an asset; whether it is declared is not known here.
+    gone = [name for name in others if not published(head_of(warehouse, name)[1])]
     unknown = sorted({*(assets or ())} - {*names, *gone})
     if unknown:
         raise TopologyError(
@@ -112,8 +115,8 @@ def plan(
     chosen = {*names, *gone} if assets is None else {*assets}
     stores = stores_of(warehouse)  # without a session: a plan needs none
     found = [_planned(node, every, stores) for node in every if "/".join(node.path) in chosen]
-    others = [AssetStore.open(warehouse, name, None) for name in gone if name in chosen]
-    return [*found, *(one for store in others for one in _removed(store))]
+    left = [AssetStore.open(warehouse, name, None) for name in gone if name in chosen]
+    return [*found, *(one for store in left for one in _removed(store))]
 
 
 def _planned(

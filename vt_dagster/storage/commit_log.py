@@ -904,6 +904,11 @@ def columns_to_compare(columns: Collection[str], commit: Commit | None) -> list[
     return [c for c in columns if (c in declared or c in times) and c not in recorded]
 
 
+def published(commit: Commit) -> list[str]:
+    """Returns the topics of a publication's commit; empty for any other asset."""
+    return [up.removeprefix("topic ") for up in commit.inputs if up.startswith("topic ")]
+
+
 def require_whole_stream(name: str, commit: Commit) -> None:
     """Checks that a log to compare is not that of a truncated stream, whose removed records are
     unknown.
