@@ -460,8 +460,9 @@ def too_late(
     rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
     inside = group.has(rows)
     there = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
-    near = [one for one in there if log.has_consumed(operator.source, one)]
-    unread = [one for one in there if not log.has_consumed(operator.source, one)]
+    near, unread = list[Record](), list[Record]()
+    for one in there:
+        (near if log.has_consumed(operator.source, one) else unread).append(one)
     if not there:
         reasoning.note(f"{source.name} has no record in this window")
     elif unread:

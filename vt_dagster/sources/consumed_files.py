@@ -21,7 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vt_dagster.errors import SourceError, StorageError, StoreUnavailableError
+from vt_dagster.errors import SourceError
 from vt_dagster.storage import delta
 from vt_dagster.topology.durations import epoch_micros
 
@@ -87,12 +87,9 @@ def files_in(directory: str, pattern: str, what: str, recursive: bool = True) ->
         SourceError: the directory does not exist, or cannot be reached or listed; it has a table of
             Delta Lake, Hudi or Iceberg with Parquet files that match.
     """
-    try:
-        with delta.listing(directory):
-            fs, root = delta.filesystem(directory)
-            entries = _all_entries(fs, root, directory, recursive) if fs.isdir(root) else None
-    except (StorageError, StoreUnavailableError) as error:
-        raise SourceError(str(error)) from error
+    with delta.listing_source(directory):
+        fs, root = delta.filesystem(directory)
+        entries = _all_entries(fs, root, directory, recursive) if fs.isdir(root) else None
     if entries is None:
         raise SourceError(
             f"expected a directory {directory!r} with {what}, found none; create it, or "
@@ -231,11 +228,8 @@ def _is_hidden(name: str, kind: str) -> bool:
 def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
     """Returns the modification times of files in epoch microseconds, by name. Does not use Spark."""
     places = {file.name: delta.filesystem(file.path) for file in files}
-    try:
-        with delta.listing(posixpath.dirname(files[0].path) if files else ""):
-            return {name: epoch_micros(fs.modified(place)) for name, (fs, place) in places.items()}
-    except StoreUnavailableError as error:
-        raise SourceError(str(error)) from error
+    with delta.listing_source(posixpath.dirname(files[0].path) if files else ""):
+        return {name: epoch_micros(fs.modified(place)) for name, (fs, place) in places.items()}
 
 
 class Memory:

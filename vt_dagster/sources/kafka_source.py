@@ -55,7 +55,7 @@ from vt_dagster.sources.kafka_cluster import (
     reason_of,
     require_topic,
 )
-from vt_dagster.sources.message_formats import Decoded, Format, Json
+from vt_dagster.sources.message_formats import UNWRAPPED, Decoded, Format, Json
 from vt_dagster.sources.value_reader import any_of, require_units
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
@@ -226,8 +226,6 @@ class PinnedTopics(Limited):
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column for a record's headers: name and bytes of each."""
-_UNWRAPPED = StructField("__deleted", StringType())
-"""The field that Debezium's ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
 MANY_MESSAGES = 100_000
 """Number of messages from which on a run looks at one of them before it plans."""
 _MOST_NAMES = 200
@@ -526,8 +524,8 @@ class KafkaSource:
         message, message_key = F.col(RAW), F.col(RAW_KEY)
         own = StructType([f for f in schema.fields if f.name != self.headers])
         keys = StructType([f for f in schema.fields if f.name in key])
-        flat = isinstance(self.value, Json) and _UNWRAPPED.name not in own.names
-        wanted = StructType([*own.fields, _UNWRAPPED]) if flat else own
+        flat = isinstance(self.value, Json) and UNWRAPPED.name not in own.names
+        wanted = StructType([*own.fields, UNWRAPPED]) if flat else own
         subject, into = f"{self.topics[0]}-value", "_read_value"
         if isinstance(self.value, Json):
             usual = self._usual_names(self.value, ranges)
@@ -640,7 +638,7 @@ def _markers(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
     """
     gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
     if flat:
-        gone = F.coalesce(F.lower(value.row[_UNWRAPPED.name]) == "true", F.lit(False))
+        gone = F.coalesce(F.lower(value.row[UNWRAPPED.name]) == "true", F.lit(False))
     markers = {DELETED: absent | gone}
     if value.restates is not None:
         markers[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))

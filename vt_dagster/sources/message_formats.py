@@ -172,8 +172,10 @@ _FRAME = 5
 big-endian)."""
 
 
-OF_DEBEZIUM = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
-"""Fields that Debezium's ExtractNewRecordState may add at the end of a row."""
+UNWRAPPED = StructField("__deleted", StringType())
+"""The field that Debezium's ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
+OF_DEBEZIUM = StructType([UNWRAPPED]).add("__op", StringType()).add("__source_ts_ms", LongType())
+"""All fields that it may add at the end of a row."""
 
 
 class Decoded(NamedTuple):
@@ -302,7 +304,7 @@ class Json(Format):
         """
         text = self.text(message)
         if not {*(usual or ())} & {*wanted.names}:
-            usual = [name for name in wanted.names if name not in OF_DEBEZIUM]
+            usual = [name for name in wanted.names if name not in OF_DEBEZIUM.names]
         parsed = parse(text, wanted, self.options, into, alone=True, usual=usual)
         columns, row = read_object(parsed, wanted, self.reading, into)
         reason = _unreadable_if(row.isNull() | ~F.is_valid_utf8(text))
@@ -564,10 +566,10 @@ class Debezium(Format):
         )
 
     def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
-        more = [StructField(n, kind) for n, kind in OF_DEBEZIUM.items() if n not in wanted.names]
+        more = [f for f in OF_DEBEZIUM.fields if f.name not in wanted.names]
         message_type = StructType([*nullable(wanted).fields, *more])
         found = self.format.decode(message, message_type, subject, into)
-        deleted = F.lower(found.row["__deleted"].cast("string")) == "true"
+        deleted = F.lower(found.row[UNWRAPPED.name].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
         moment = found.row["__source_ts_ms"]
         time, reason = self._time(moment.try_cast("long")), found.reason

@@ -33,7 +33,7 @@ from vt_dagster.core.source_records import (
     as_json,
     difference,
 )
-from vt_dagster.errors import ContractError, SourceError, StoreUnavailableError, TopologyError
+from vt_dagster.errors import ContractError, SourceError, TopologyError
 from vt_dagster.sources.base import (
     End,
     Limited,
@@ -547,24 +547,21 @@ class SnapshotSource:
         return sorted(found)
 
     def _folders(self, path: str) -> list[str]:
-        fs, root = delta.filesystem(path)
-        try:
-            with delta.listing(path):
-                there = fs.ls(root, detail=True, refresh=True)
-                names = [
-                    posixpath.basename(entry["name"].rstrip("/"))
-                    for entry in there
-                    if entry["type"] == "directory"
-                ]
-                return [
-                    name
-                    for name in names
-                    if not name.startswith((".", "_"))
-                    and fnmatch(name, self.pattern)
-                    and (not self.marker or fs.exists(posixpath.join(root, name, self.marker)))
-                ]
-        except StoreUnavailableError as error:
-            raise SourceError(str(error)) from error
+        with delta.listing_source(path):
+            fs, root = delta.filesystem(path)
+            there = fs.ls(root, detail=True, refresh=True)
+            names = [
+                posixpath.basename(entry["name"].rstrip("/"))
+                for entry in there
+                if entry["type"] == "directory"
+            ]
+            return [
+                name
+                for name in names
+                if not name.startswith((".", "_"))
+                and fnmatch(name, self.pattern)
+                and (not self.marker or fs.exists(posixpath.join(root, name, self.marker)))
+            ]
 
     def pin(
         self,

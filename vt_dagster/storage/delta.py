@@ -39,6 +39,7 @@ from fsspec.registry import available_protocols
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import (
     ConcurrentRunError,
+    SourceError,
     StorageError,
     StoreUnavailableError,
     VtDagsterError,
@@ -243,6 +244,21 @@ def listing(path: str) -> Generator[None]:
             f"expected to list {path}, got: {one_line(error).rstrip('.')}; correct the address, the "
             "credentials or the rights of the process, or wait until the store answers"
         ) from error
+
+
+@contextlib.contextmanager
+def listing_source(path: str) -> Generator[None]:
+    """Like :func:`listing`, for the files of a source.
+
+    Raises:
+        SourceError: there is no file system for the path; or the store cannot be reached, or refuses
+            the credentials.
+    """
+    try:
+        with listing(path):
+            yield
+    except (StorageError, StoreUnavailableError) as error:
+        raise SourceError(str(error)) from error
 
 
 _PROTOCOL = re.compile(r"([a-zA-Z][\w+.-]*):(//)?")
