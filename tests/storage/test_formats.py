@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,6 +328,13 @@ def test_usual_messages_are_read_by_pattern(
     assert found == [one, one, gone, (2, None, False, None), bad]
     unwrapped = KafkaSource(cluster, "x", value=Debezium(unwrapped=True))
     assert read(unwrapped, [*usual[:3], row + all_added + b"}", other]) == [one, one, gone, one, bad]
+    # Of many messages, a run takes the names of the first one.
+    first = [b'{"more": 5, "id": 1, "name": "x"' + more + b"}" for more in added]
+    looked = [SimpleNamespace(value=lambda: first[0])]
+    monkeypatch.setattr(kafka_source, "MANY_MESSAGES", 0)
+    monkeypatch.setattr(KafkaCluster, "first_messages", lambda *_: looked)
+    assert read(KafkaSource(cluster, "x"), [*first, row + b"}"]) == [one, one, gone, bad]
+    assert read(unwrapped, [*first, row + b"}"]) == [one, one, gone, bad]
 
 
 def test_raw(spark: SparkSession) -> None:

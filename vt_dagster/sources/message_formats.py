@@ -275,6 +275,11 @@ class Json(Format):
     def reading(self) -> Reading:
         return Reading(self.timestamps, self.options, unscaled=self.decimals == "base64")
 
+    @property
+    def rows(self) -> Json:
+        """The format of messages whose fields are the columns."""
+        return self
+
     def text(self, message: Column) -> Column:
         """Returns the message as text, without framing."""
         return (_unframed(message) if self.framed else message).cast("string")
@@ -537,9 +542,22 @@ class Debezium(Format):
         message_type = wanted if self.unwrapped else _event(wanted)
         return self.format.misfits(message_type) if isinstance(self.format, Avro) else []
 
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    @property
+    def rows(self) -> Json | None:
+        """The format of messages whose fields are the columns; None = they are no JSON, or events."""
+        return self.format if self.unwrapped and isinstance(self.format, Json) else None
+
+    def decode(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None = None,
+    ) -> Decoded:
+        """See :meth:`Format.decode`; ``usual`` as for :class:`Json`, of an unwrapped row."""
         if self.unwrapped:
-            return self._unwrapped(message, wanted, subject, into)
+            return self._unwrapped(message, wanted, subject, into, usual)
         if isinstance(self.format, Json):
             part, found = self._json(self.format, message, wanted, into)
             images = F.col(f"{into}_texts")["before"], F.col(f"{into}_texts")["after"]
@@ -565,10 +583,20 @@ class Debezium(Format):
             found.parsed, row, reason, deleted, time, restates, truncates, unchanged, images, found.null
         )
 
-    def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def _unwrapped(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None,
+    ) -> Decoded:
         more = [f for f in OF_DEBEZIUM.fields if f.name not in wanted.names]
         message_type = StructType([*nullable(wanted).fields, *more])
-        found = self.format.decode(message, message_type, subject, into)
+        if isinstance(self.format, Json):
+            found = self.format.decode(message, message_type, subject, into, usual)
+        else:
+            found = self.format.decode(message, message_type, subject, into)
         deleted = F.lower(found.row[UNWRAPPED.name].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
         moment = found.row["__source_ts_ms"]
