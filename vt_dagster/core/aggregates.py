@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival_order import Outcome, gathered, has_key, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, has_key, repartitioned, union, with_columns
 from vt_dagster.core.log_columns import arrow_schema, value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -27,10 +27,10 @@ from vt_dagster.core.processor import (
     RunPlan,
     RunTimes,
     folded,
-    is_exact,
     is_last,
+    is_order_independent,
 )
-from vt_dagster.core.source_records import home_of
+from vt_dagster.core.source_records import partition_of_key
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.core.versioned_table import is_refused, repeats_version
@@ -114,7 +114,7 @@ class AggregateProcessor(Processor[A]):
         merged = {_CHANGE + a.name: _MERGED[a.merge][0](_CHANGE + a.name) for a in kept}
         # Spark's types for a sum over all rows: otherwise each run would widen a decimal by a digit.
         types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
-        if once and is_exact([f.dataType for f in types]):
+        if once and is_order_independent([f.dataType for f in types]):
             home = {TIMESTAMP: F.max(TIMESTAMP), PARTITION: F.max(PARTITION)}
             changes = folded(changes, [*key, OUTCOME], applied, merged | home)
             changes = changes.withColumn(ABSENT, F.lit(False))  # a versioned result has every update
@@ -285,7 +285,7 @@ class TableAggregateProcessor(AggregateProcessor[TableAggregate]):
             PARTITION,
             *ORDER,
         )
-        return flat.withColumn(PARTITION, home_of(self.node.key, self.node))
+        return flat.withColumn(PARTITION, partition_of_key(self.node.key, self.node))
 
     def _by(self, chosen: Aggregator, rows: DataFrame, context: RunContext) -> DataFrame:
         """Returns every update of every group, computed by user functions.
@@ -310,7 +310,7 @@ class TableAggregateProcessor(AggregateProcessor[TableAggregate]):
         initializer, adder, subtractor = chosen.initializer, chosen.adder, chosen.subtractor
         schema = None if chosen.schema is None else as_struct(chosen.schema, self.node.name)
         key = self.node.key
-        known = gathered(_with_base(rows, context.state, key, ("_acc",)), key)
+        known = repartitioned(_with_base(rows, context.state, key, ("_acc",)), key)
         # Python cannot detect where a group begins, because NaN != NaN there.
         first = F.row_number().over(W.partitionBy(*key).orderBy(*ORDER, TURN)) == 1
         marked = known.withColumns({_FIRST: first, _LAST: is_last(key)})
@@ -441,7 +441,7 @@ class StreamAggregateProcessor(AggregateProcessor[StreamAggregate]):
             F.lit(0).alias(TURN),
             F.lit(False).alias(ABSENT),
         )
-        home = home_of(node.key, node) if operator.group_key else F.col(PARTITION)
+        home = partition_of_key(node.key, node) if operator.group_key else F.col(PARTITION)
         added = entries.withColumns({OUTCOME: outcome, PARTITION: home}).drop(IS_TOMBSTONE)
         if isinstance(node, VersionedTable):
             taken = F.col(OUTCOME) == Outcome.APPLIED

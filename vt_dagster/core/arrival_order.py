@@ -93,7 +93,7 @@ def with_columns(rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
     return rows.withColumns({**columns}) if columns else rows
 
 
-def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+def repartitioned(rows: DataFrame, by: Sequence[str]) -> DataFrame:
     """Repartitions rows so that rows with equal values in these columns share a task: one shuffle."""
     return rows.repartition(*[F.col(c) for c in by])
 

@@ -195,11 +195,11 @@ def with_answers(
         return answering.withColumns(
             {ANSWERS_FROM: F.coalesce(before + instant, _ever()), ANSWERS_TO: begin + instant}
         )
-    here = F.coalesce(_turn(before, begin, F.lag(end).over(by_time)), _ever())
+    here = F.coalesce(_nearest_until(before, begin, F.lag(end).over(by_time)), _ever())
     # Before the horizon only a version that is valid then can answer, which must be the current one.
     limited = end.isNull() & horizon.isNotNull()
     opened = F.when(limited, F.greatest(here, F.least(begin, horizon))).otherwise(here)
-    until = _turn(begin, F.lead(begin).over(by_time), end)
+    until = _nearest_until(begin, F.lead(begin).over(by_time), end)
     return answering.withColumns({ANSWERS_FROM: opened, ANSWERS_TO: until})
 
 
@@ -235,7 +235,7 @@ def _span(begin: Column, end: Column) -> Column:
     return F.struct(begin.alias(ANSWERS_FROM), end.alias(ANSWERS_TO))
 
 
-def _turn(one: Column, next_one: Column, end: Column) -> Column:
+def _nearest_until(one: Column, next_one: Column, end: Column) -> Column:
     """Returns the time from which on a version is no longer the nearest: the next one is nearer, or the
     version has ended; null = never."""
     middle = F.shiftright(F.unix_micros(one) + F.unix_micros(next_one), 1)
@@ -261,7 +261,7 @@ def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int)
     return lives.groupBy(*([_BUCKET] if key else [])).agg(level, F.count(F.lit(1)).alias("versions"))
 
 
-def crowd_of(
+def max_versions_per_tile(
     versions: DataFrame,
     *,
     key: Sequence[str],

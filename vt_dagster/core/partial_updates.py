@@ -39,7 +39,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Outcome, gathered, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, repartitioned, union, with_columns
 
 np: Any = numpy
 pa: Any = pyarrow
@@ -202,7 +202,7 @@ def merge_forward(
     backwards = W.partitionBy(*of_key).orderBy(*[c.desc() for c in in_order])
     after = backwards.rowsBetween(W.unboundedPreceding, -1)
     floor = F.min(F.when(is_record, F.col(_TIME))).over(after)
-    rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_FLOOR, floor)
+    rows = repartitioned(rows, [f"`{k}`" for k in key]).withColumn(_FLOOR, floor)
     # Versions precede the records of their key, so their floor is the time of its oldest record.
     ends = F.unix_micros(_END)
     met = F.col(_FLOOR).isNotNull() & (ends.isNull() | (ends > F.col(_FLOOR)))

@@ -572,7 +572,7 @@ def is_last(key: Sequence[str]) -> Column:
     return applied & (updates.over(so_far) == updates.over(whole))
 
 
-def is_exact(types: Sequence[DataType]) -> bool:
+def is_order_independent(types: Sequence[DataType]) -> bool:
     """Returns whether sums, minima and maxima of these types are independent of the order of rows.
 
     Floating-point sums depend on it: they are made in order of the records, and the minimum of 0.0 and
@@ -674,9 +674,9 @@ class Processor(ABC, Generic[O]):
                 )
                 rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
             ordered.append(rows)
-        return self.placed(ordered)
+        return self.with_order_columns(ordered)
 
-    def placed(self, rows: Sequence[DataFrame]) -> list[DataFrame]:
+    def with_order_columns(self, rows: Sequence[DataFrame]) -> list[DataFrame]:
         """Adds to the inputs' rows the columns of ``ORDER`` after ``_arrival``."""
         names = [node.name for node in self.plan().consumed]
         found: list[DataFrame] = []

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from vt_dagster.columns import IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN, VALID_TO
-from vt_dagster.core.arrival_order import Outcome, gathered, has_key, micros, with_columns
+from vt_dagster.core.arrival_order import Outcome, has_key, micros, repartitioned, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -25,7 +25,7 @@ from vt_dagster.core.processor import (
     RunPlan,
     RunTimes,
 )
-from vt_dagster.core.source_records import home_of
+from vt_dagster.core.source_records import partition_of_key
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.errors import NullArrayError
 from vt_dagster.topology.model import VersionedTable
@@ -124,7 +124,7 @@ def _without_repeated_tombstones(
             _RETENTION: micros(node.history_retention),
         }
     )
-    ordered = gathered(marked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
+    ordered = repartitioned(marked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
     names = (*key, PARTITION, IS_TOMBSTONE, _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION)
 
     plain = _plain()
@@ -299,7 +299,7 @@ class SelectKeyProcessor(Processor[SelectKey]):
         return RunPlan(self.whole_inputs, merges=True)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        columns, partition = self.operator.keys().columns, home_of(self.node.key, self.node)
+        columns, partition = self.operator.keys().columns, partition_of_key(self.node.key, self.node)
         chosen = with_columns(rows[0], {name: F.expr(sql) for name, sql in columns})
         return chosen.withColumns(
             {PARTITION: partition, OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)}
@@ -348,7 +348,7 @@ class ToTableProcessor(Processor[ToTable]):
         made = rows[0].withColumns({TURN: F.lit(0), OUTCOME: outcome})
         if self.operator.partitioning is not None:
             return made
-        return made.withColumn(PARTITION, home_of(self.node.key, self.node))
+        return made.withColumn(PARTITION, partition_of_key(self.node.key, self.node))
 
 
 # To stream

@@ -58,13 +58,13 @@ def deletions_yield(node: Stream) -> bool:
     return own_time and getattr(node.source, "assumes_deletions", False) and not follows_source(node)
 
 
-def restates(node: Stream) -> bool:
+def may_restate(node: Stream) -> bool:
     """Returns whether the source of a table may repeat a row that the table has already. Such a record
     has the outcome ``nothing_new``."""
     return follows_source(node) and getattr(node.source, "restates", False)
 
 
-def carries(node: Stream) -> bool:
+def has_derived_rows(node: Stream) -> bool:
     """Returns whether the log of a table has added rows besides the source's records, each directly
     after its record, by ``core.partial_updates`` or by this module."""
     return bool(partial_columns(node)) or follows_source(node) or deletions_yield(node)

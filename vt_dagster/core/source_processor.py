@@ -25,7 +25,7 @@ from vt_dagster.core.processor import (
     RunTimes,
     TimePolicy,
 )
-from vt_dagster.core.source_order import carries, follows_source, restates
+from vt_dagster.core.source_order import follows_source, has_derived_rows, may_restate
 from vt_dagster.core.source_records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -62,13 +62,13 @@ class SourceCounts(RunCounts):
     @property
     def outcomes(self) -> tuple[str, ...]:
         of_options = [name for option in set_options(self.node) for name in option.outcomes]
-        again = (Outcome.NOTHING_NEW,) if restates(self.node) else ()
+        again = (Outcome.NOTHING_NEW,) if may_restate(self.node) else ()
         return (Outcome.APPLIED, Outcome.LATE, *of_options, *again, Outcome.QUARANTINED)
 
     @property
     def _carried(self) -> tuple[str, ...]:
         # A carried version is no record.
-        return (Outcome.CARRIED,) if carries(self.node) else ()
+        return (Outcome.CARRIED,) if has_derived_rows(self.node) else ()
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         carried = (
@@ -119,8 +119,8 @@ class SourceProcessor(Processor[None]):
         bounded = not self.single_task and late and not own
         # An event that deletes every key gives one record per key, all with the same position of
         # arrival.
-        keys = node.key if restates(node) else ()
-        carried = (PROPAGATED_FROM,) if carries(node) else ()
+        keys = node.key if may_restate(node) else ()
+        carried = (PROPAGATED_FROM,) if has_derived_rows(node) else ()
         return RunPlan(
             inputs=(),
             table_time=SourceTime(self, bounded=True) if bounded else None,

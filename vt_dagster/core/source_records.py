@@ -179,7 +179,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         if node.partition_by is not None:
             chosen = _chosen(node.partition_by)
             reason = reason.when(has_key(node.key) & chosen.isNull(), Reason.NULL_PARTITION)
-        added[PARTITION] = home_of(node.key, node)
+        added[PARTITION] = partition_of_key(node.key, node)
     outcome = F.when(F.col(REASON).isNotNull(), Outcome.QUARANTINED)
     # The quarantine is a table too, and its readers fail at times outside the range above.
     in_range = F.when(sane, F.col(TIMESTAMP))
@@ -319,7 +319,7 @@ def _attempt(value: Column, kind: str) -> Column:
     return F.try_to_binary(value.cast("string"), F.lit("utf-8")).cast("string").cast(kind)
 
 
-def home_of(key: Sequence[str], node: Stream) -> Column:
+def partition_of_key(key: Sequence[str], node: Stream) -> Column:
     """Returns the partition of a key in a log that chooses it.
 
     If ``partition_by`` gives null, as for a record without a key, it is the first partition.

@@ -141,13 +141,15 @@ def matches(
     left, right = new
     # New left records with all right ones, then new right ones with earlier left ones: each pair with a
     # new record once.
-    found = found_by(operator, left, union(right, earlier[1]), 0)
+    found = matches_of_new(operator, left, union(right, earlier[1]), 0)
     if earlier[0] is None:
         return found
-    return found.unionByName(found_by(operator, right, earlier[0], 1))
+    return found.unionByName(matches_of_new(operator, right, earlier[0], 1))
 
 
-def found_by(operator: StreamStreamJoin, new: DataFrame, others: DataFrame, place: int) -> DataFrame:
+def matches_of_new(
+    operator: StreamStreamJoin, new: DataFrame, others: DataFrame, place: int
+) -> DataFrame:
     """Returns the pairs of new records of one side with others, like :func:`matches`.
 
     Args:
@@ -175,51 +177,51 @@ def without_match(operator: StreamStreamJoin, records: DataFrame, others: DataFr
     theirs = _wide(others, width)
     narrow = [*on, _TILE, AT, LOW, HIGH, NEW, *ORDER, LATE, LOOK, HORIZON]
     theirs = _named(theirs.select(*narrow), "o")
-    meet = _equal(on, "u", "o") & _c("u", AT).between(_c("o", LOW), _c("o", HIGH))
-    after = _c("o", NEW) & (~_c("u", NEW) | (_order("o") > _order("u")))
-    in_time = ~_c("u", ONCE) & F.coalesce(_c("o", LOOK) <= _c("u", END), F.lit(True))
-    finds = F.when(after, in_time & _finds("o", "u")).otherwise(_c("u", NEW) & _finds("u", "o"))
+    meet = _equal(on, "u", "o") & _col("u", AT).between(_col("o", LOW), _col("o", HIGH))
+    after = _col("o", NEW) & (~_col("u", NEW) | (_order("o") > _order("u")))
+    in_time = ~_col("u", ONCE) & F.coalesce(_col("o", LOOK) <= _col("u", END), F.lit(True))
+    finds = F.when(after, in_time & _finds("o", "u")).otherwise(_col("u", NEW) & _finds("u", "o"))
     left = mine.join(theirs, meet & finds, "left_anti")
-    return left.select(*[_c("u", c).alias(c) for c in records.columns])
+    return left.select(*[_col("u", c).alias(c) for c in records.columns])
 
 
 def _pairs(left: DataFrame, right: DataFrame, on: Sequence[str]) -> DataFrame:
     ours, theirs = _named(left, "l"), _named(right, "r")
-    meet = _equal(on, "l", "r") & _c("r", AT).between(_c("l", LOW), _c("l", HIGH))
-    by_left = _c("l", NEW) & (~_c("r", NEW) | (_order("l") > _order("r")))
+    meet = _equal(on, "l", "r") & _col("r", AT).between(_col("l", LOW), _col("l", HIGH))
+    by_left = _col("l", NEW) & (~_col("r", NEW) | (_order("l") > _order("r")))
     finds = F.when(by_left, _finds("l", "r")).otherwise(_finds("r", "l"))
 
     def of_later(column: str) -> Column:
-        return F.when(by_left, _c("l", column)).otherwise(_c("r", column)).alias(column)
+        return F.when(by_left, _col("l", column)).otherwise(_col("r", column)).alias(column)
 
     def of_earlier(column: str, name: str) -> Column:
-        return F.when(by_left, _c("r", column)).otherwise(_c("l", column)).alias(name)
+        return F.when(by_left, _col("r", column)).otherwise(_col("l", column)).alias(name)
 
     return ours.join(theirs, meet & finds).select(
-        _c("l", LEFT).alias(LEFT),
-        _c("r", RIGHT).alias(RIGHT),
-        F.greatest(_c("l", AT), _c("r", AT)).alias(AT),
+        _col("l", LEFT).alias(LEFT),
+        _col("r", RIGHT).alias(RIGHT),
+        F.greatest(_col("l", AT), _col("r", AT)).alias(AT),
         *[of_later(c) for c in (PARTITION, *ORDER, LATE)],
         of_earlier(AT, THERE),
         of_earlier(OFFSET, FROM),
-        *[_c("l", c).alias(n) for c, n in ((PARTITION, LEFT_PARTITION), (OFFSET, LEFT_OFFSET))],
-        *[_c("r", c).alias(n) for c, n in ((PARTITION, RIGHT_PARTITION), (OFFSET, RIGHT_OFFSET))],
+        *[_col("l", c).alias(n) for c, n in ((PARTITION, LEFT_PARTITION), (OFFSET, LEFT_OFFSET))],
+        *[_col("r", c).alias(n) for c, n in ((PARTITION, RIGHT_PARTITION), (OFFSET, RIGHT_OFFSET))],
     )
 
 
 def _finds(one: str, other: str) -> Column:
     """Returns whether a new record finds an earlier one in its window."""
-    return ~_c(one, LATE) | (_c(other, AT) > _c(one, HORIZON))
+    return ~_col(one, LATE) | (_col(other, AT) > _col(one, HORIZON))
 
 
 def _order(side: str) -> Column:
-    return F.struct(*[_c(side, c) for c in (ARRIVAL, INPUT, HOME, SEQUENCE)])
+    return F.struct(*[_col(side, c) for c in (ARRIVAL, INPUT, HOME, SEQUENCE)])
 
 
 def _equal(on: Sequence[str], one: str, other: str) -> Column:
-    equal = _c(one, _TILE) == _c(other, _TILE)
+    equal = _col(one, _TILE) == _col(other, _TILE)
     for name in on:
-        equal = equal & (_c(one, name) == _c(other, name))
+        equal = equal & (_col(one, name) == _col(other, name))
     return equal
 
 
@@ -243,7 +245,7 @@ def _named(rows: DataFrame, side: str) -> DataFrame:
     return rows.select(*[F.col(f"`{c}`").alias(f"{side}_{c}") for c in rows.columns])
 
 
-def _c(side: str, column: str) -> Column:
+def _col(side: str, column: str) -> Column:
     return F.col(f"`{side}_{column}`")
 
 
@@ -494,7 +496,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
             records = union(sides[i], self.pending_unmatched(earlier[i], i, context))
             alone = without_match(self.operator, records, union(sides[1 - i], earlier[1 - i]))
             unmatched = self.unmatched_rows(alone, records, i, new, context)
-            parts += [unmatched, self._keyless(new, i)]
+            parts += [unmatched, self._unmatched_without_key(new, i)]
             parts += self.retractions(earlier[i], sides[1 - i], i, context)
         return reduce(union, parts)
 
@@ -536,7 +538,9 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         """
         # One way for both kinds: two filters of these rows would compute the anti-join twice.
         timed = self.with_emission(rows, records, self.unmatched_end(place), new)
-        return self.leaving(self.with_unmatched_outcome(timed, place, context), F.col(ONCE), place)
+        return self.emitted_and_waiting(
+            self.with_unmatched_outcome(timed, place, context), F.col(ONCE), place
+        )
 
     def unmatched_end(self, place: int) -> Column:
         """Returns the stream time after which an unmatched record is emitted."""
@@ -544,10 +548,10 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
 
     def with_unmatched_outcome(self, rows: DataFrame, place: int, context: RunContext) -> DataFrame:
         """Adds whether an unmatched record is emitted or still waits for a match."""
-        leaves = F.col(ONCE) | self.is_over(self.unmatched_end(place), context)
+        leaves = F.col(ONCE) | self.is_past(self.unmatched_end(place), context)
         return rows.withColumn(OUTCOME, F.when(leaves, Outcome.APPLIED).otherwise(Outcome.KEPT))
 
-    def is_over(self, moment: Column, context: RunContext) -> Column:
+    def is_past(self, moment: Column, context: RunContext) -> Column:
         """Returns whether stream time is past a moment when the run emits unmatched records."""
         return F.coalesce(
             moment < context.watermarks_after.get(LOOK_WATERMARK, no_time()), F.lit(False)
@@ -589,7 +593,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         )
         return found.drop(_PLACE)
 
-    def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
+    def emitted_and_waiting(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
         """Returns the results of unmatched records, and what is kept of those that wait.
 
         Args:
@@ -601,7 +605,9 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         first = {c: F.when(waited, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
         first[ARRIVAL] = F.when(waited, F.col(EMITTED_AT)).otherwise(F.col(ARRIVAL))
         first[THERE] = F.when(waited, F.col(AT)).otherwise(0)
-        return self._results(self.with_nothing(with_columns(leaving, first), place), matched=False)
+        return self._results(
+            self.with_left_key_only(with_columns(leaving, first), place), matched=False
+        )
 
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
@@ -609,13 +615,13 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         """Returns retractions of unmatched rows; this join has none."""
         return []
 
-    def _keyless(self, new: DataFrame, place: int) -> DataFrame:
+    def _unmatched_without_key(self, new: DataFrame, place: int) -> DataFrame:
         """Emits records of a preserved side with a value but no key: at once, unmatched."""
         rows = new.where((F.col(SIDE) == place) & ~F.col(VALID) & ~F.col(IS_TOMBSTONE))
         rows = rows.withColumns({EMITTED_AT: F.col(AT), OUTCOME: F.lit(Outcome.APPLIED)})
-        return self.leaving(rows, F.lit(True), place)
+        return self.emitted_and_waiting(rows, F.lit(True), place)
 
-    def with_nothing(self, rows: DataFrame, place: int) -> DataFrame:
+    def with_left_key_only(self, rows: DataFrame, place: int) -> DataFrame:
         """Adds a left side that contains only the key, for unmatched records of the right side."""
         if place == 0:
             return rows
@@ -821,8 +827,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         each. Omits those that were emitted and can find none."""
         before = F.col(_EMITTED) if _EMITTED in rows.columns else F.lit(False)
         emitted = F.coalesce(before, F.lit(False))
-        leaves = ~emitted & (F.col(ONCE) | self.is_over(self.unmatched_end(place), context))
-        waits = ~F.col(ONCE) & ~self.is_over(F.col(END), context)
+        leaves = ~emitted & (F.col(ONCE) | self.is_past(self.unmatched_end(place), context))
+        waits = ~F.col(ONCE) & ~self.is_past(F.col(END), context)
         outcomes = F.array(F.when(leaves, Outcome.APPLIED), F.when(waits, Outcome.KEPT))
         return rows.withColumns(
             {_EMITTED: emitted | leaves, OUTCOME: F.explode(F.array_compact(outcomes))}
@@ -840,7 +846,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         if there is None:
             return []
         emitted = there.where(_EMITTED).drop(_EMITTED)
-        found = found_by(self.operator, others, emitted, 1 - place)
+        found = matches_of_new(self.operator, others, emitted, 1 - place)
         first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
         row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
         return [self._tombstones_of_unmatched(row, place)]

@@ -47,9 +47,9 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import (
     Outcome,
     by_partition,
-    gathered,
     hour_of_arrival,
     micros,
+    repartitioned,
     union,
 )
 from vt_dagster.core.log_columns import value_columns
@@ -115,7 +115,7 @@ def emit_early(
     """
     in_order = W.partitionBy(PARTITION).orderBy(FRESH, *ORDER, AT, *turn)
     ordered = (
-        gathered(rows, [PARTITION])
+        repartitioned(rows, [PARTITION])
         .withColumn(_KEY, F.dense_rank().over(W.partitionBy(PARTITION).orderBy(*turn)).cast("long"))
         .withColumns({_SIZE: size.cast("long"), _PERIOD: period})
         .withColumns({_RECORDS: max_records.cast("long"), _MOST_BYTES: max_bytes.cast("long")})
@@ -251,7 +251,7 @@ def split_into_periods(
     group, order = [PARTITION, *key], [FRESH, *ORDER]
     in_order = W.partitionBy(*group).orderBy(*order)
     grouped = (
-        gathered(rows, group)
+        repartitioned(rows, group)
         .withColumns({_PERIOD: period, _AFTER: after})
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
@@ -563,7 +563,7 @@ def _final(
 ) -> DataFrame:
     """Returns the last update of each window."""
     # By key alone, as the result's store needs them next: each partition has its own keys.
-    rows = gathered(_together(changes, buffer, kept), key)
+    rows = repartitioned(_together(changes, buffer, kept), key)
     in_order = W.partitionBy(*key, PARTITION).orderBy(FRESH, *ORDER)
     end = F.unix_micros(WINDOW_END)
     # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.
@@ -594,7 +594,7 @@ def _each_final(
     An update is emitted iff the window is due when the next one arrives, or at the end of the run.
     """
     seen = F.unix_micros(STREAM_TIME).alias(STREAM_TIME)
-    rows = gathered(_together(changes, buffer, kept, seen), key)
+    rows = repartitioned(_together(changes, buffer, kept, seen), key)
     in_order = W.partitionBy(*key, PARTITION).orderBy(FRESH, *ORDER)
     next_one = F.lead(F.struct(STREAM_TIME)).over(in_order)
     end = F.unix_micros(WINDOW_END)

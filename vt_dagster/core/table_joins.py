@@ -31,7 +31,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import Outcome, by_partition, gathered, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, by_partition, repartitioned, union, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
@@ -41,7 +41,7 @@ from vt_dagster.core.processor import (
     RunPlan,
     RunTimes,
 )
-from vt_dagster.core.source_records import home_of
+from vt_dagster.core.source_records import partition_of_key
 from vt_dagster.core.table_changes import (
     EXISTS,
     LEFT,
@@ -96,18 +96,18 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             about = changes, there, node.key, value_columns(node), node.versioned
             sides.append(TableInput(*about, new_version_on=on))
         left, right = sides
-        joined = self.at_home(self.joined(left, right, inputs))
+        joined = self.at_partition_of_key(self.joined(left, right, inputs))
         if not self.operator.monotone:
             return joined
         known = with_last_time(joined, context.state, self.node.key)
         return known if self.plan().risen else monotone(known, self.node.key)
 
-    def at_home(self, joined: DataFrame) -> DataFrame:
+    def at_partition_of_key(self, joined: DataFrame) -> DataFrame:
         """Moves all results of a key to one partition, if the sides may store the key in different
         ones: offsets of two partitions have no common order."""
         if self.operator.partitioning is not None:
             return joined
-        return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
+        return joined.withColumn(PARTITION, partition_of_key(self.node.key, self.node))
 
     def joined(self, left: TableInput, right: TableInput, inputs: Sequence[Input]) -> DataFrame:
         """Joins both sides."""
@@ -402,7 +402,7 @@ def _while_both_last(operator: ForeignKeyJoin, left: TableInput, right: TableInp
     if right.versioned:
         dropped = right.changes.where(~right.taken())
         rows = union(rows, dropped.select(TIMESTAMP, PARTITION, *ORDER, F.lit(False).alias(TAKEN)))
-    rows = gathered(rows, key)  # before a row has its place twice
+    rows = repartitioned(rows, key)  # before a row has its place twice
     # Not a frame of all following rows, which Spark would compute anew for each row.
     place = f"PARTITION BY {', '.join(key)} ORDER BY {', '.join(ORDER)}"
     rows = rows.withColumn(_END, F.when(F.col(TAKEN), moment)).withColumns(
@@ -668,7 +668,7 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         # Results are emitted by time, whenever the changes have arrived.
-        return self.placed([one.rows for one in inputs])
+        return self.with_order_columns([one.rows for one in inputs])
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         sides: list[TableInput] = []
@@ -676,7 +676,7 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
             assert isinstance(node, VersionedTable)
             horizon = table_store.horizon_of(node, by_partition(one.times))
             sides.append(TableInput(changes, one.table, node.key, value_columns(node), True, horizon))
-        return self.at_home(join_histories(self.operator, *sides))
+        return self.at_partition_of_key(join_histories(self.operator, *sides))
 
 
 def join_histories(operator: TableTableJoin, left: TableInput, right: TableInput) -> DataFrame:

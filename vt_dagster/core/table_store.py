@@ -180,7 +180,7 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
     return versioned_table.horizon_of(node.version_rules, stream_time)
 
 
-def meets_versions(node: Stream) -> bool:
+def needs_colliding_versions(node: Stream) -> bool:
     """Returns whether records are compared with, or completed from, the versions at their time."""
     ties = node.version_rules is not None and node.version_rules.tie_break is not None
     return ties or bool(partial_columns(node))

@@ -54,7 +54,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival_order import Outcome, gathered, has_key, micros, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, has_key, micros, repartitioned, union, with_columns
 from vt_dagster.core.processor import (
     BEFORE_ANY_RUN,
     Counts,
@@ -68,9 +68,9 @@ from vt_dagster.core.processor import (
     TimePolicy,
     Times,
     folded,
-    is_exact,
+    is_order_independent,
 )
-from vt_dagster.core.source_records import home_of
+from vt_dagster.core.source_records import partition_of_key
 from vt_dagster.core.stream_time import (
     PASSED,
     STREAM_TIME,
@@ -96,7 +96,9 @@ from vt_dagster.topology.windows import (
 # Fixed windows
 
 
-def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
+def assign_windows(
+    fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow
+) -> DataFrame:
     """Returns each record once per window that contains it, with the window's start and end.
 
     A record without a key, which is dropped, gives one row without a window. Kafka has no windows that
@@ -170,10 +172,10 @@ def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
 
 def closes_at(window: TumblingWindow | HoppingWindow, end: Column) -> Column:
     """Returns the stream time (epoch microseconds, inclusive) from which on a window is closed."""
-    return F.try_add(over_at(end), micros(window.grace))
+    return F.try_add(first_time_after(end), micros(window.grace))
 
 
-def over_at(end: Column) -> Column:
+def first_time_after(end: Column) -> Column:
     """Returns the first time (epoch microseconds) after a window."""
     # The last window contains its end, since no time follows it.
     return F.when(end >= LAST_TIME, F.lit(LAST_TIME + 1)).otherwise(end)
@@ -460,7 +462,7 @@ def _by_key(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     group, order = [PARTITION, *key], [*in_order_of(rows), WINDOW_START]
     in_order = W.partitionBy(*group).orderBy(*order)
     return (
-        gathered(rows, group)
+        repartitioned(rows, group)
         # The kernel gets Arrow batches that may split a key: flags mark where a key begins and ends.
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
@@ -739,7 +741,7 @@ class WindowedAggregateTime(TimePolicy):
         if isinstance(window, (SessionWindow, SlidingWindow)):
             # Which windows are closed depends on those that there are, so no chunk is decided here.
             return exact_chunks(bounds)
-        rows = placed(timed.rows, self.processor.grouping, window)
+        rows = assign_windows(timed.rows, self.processor.grouping, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
         return undecided_chunks(rows, deadline, self.processor.fine_chunk, bounds)
 
@@ -852,7 +854,9 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         if not self.operator.group_key:
             return rows
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
-        return with_columns(rows, chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
+        return with_columns(rows, chosen).withColumn(
+            PARTITION, partition_of_key(list(chosen), self.node)
+        )
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, window, key = self.operator, self.operator.window, self.grouping
@@ -879,12 +883,12 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         # Up to there an earlier, shorter grace period had closed windows.
         closed = context.watermarks.get(CLOSED_UP_TO)
         if isinstance(window, (TumblingWindow, HoppingWindow)):
-            rows_of_windows = placed(records.select(*fresh), key, window)
+            rows_of_windows = assign_windows(records.select(*fresh), key, window)
             deadline = closes_at(window, F.unix_micros(WINDOW_END))
             moves = F.col(KEYED)
             judged = passed(rows_of_windows, deadline, before, moves, chunk=chunk, bounds=bounds)
             once = operator.emit == "per_run"
-            return _fixed(judged, earlier, key, window, aggregates, closed, once)
+            return _tumbling_or_hopping(judged, earlier, key, window, aggregates, closed, once)
         seen = with_time_where_needed(records, before, counts, chunk=chunk, bounds=bounds)
         seen = seen.select(*fresh, STREAM_TIME)
         if isinstance(window, SessionWindow):
@@ -922,7 +926,7 @@ def moves_stream_time(key: Sequence[str], window: Window) -> Column:
     return has_key(key) & ~F.col(IS_TOMBSTONE) if sliding else has_key(key)
 
 
-def _fixed(
+def _tumbling_or_hopping(
     judged: DataFrame,
     earlier: DataFrame | None,
     key: Sequence[str],
@@ -934,18 +938,18 @@ def _fixed(
     """Computes tumbling and hopping windows: running aggregates, starting from the state's row."""
     is_open = ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()
     if closed is not None:
-        is_open &= F.coalesce(over_at(F.unix_micros(WINDOW_END)) > closed, F.lit(True))
+        is_open &= F.coalesce(first_time_after(F.unix_micros(WINDOW_END)) > closed, F.lit(True))
     judged = judged.withColumn(_OPEN, is_open).drop(PASSED)
     names = [a.name for a in aggregates.accumulators]
     place = place_in(judged)
     rows = union(judged, earlier)
     group = [*key, WINDOW_START, WINDOW_END, PARTITION]
     types = {a: rows.schema[a].dataType for a in names}
-    alone = once and is_exact(list(types.values()))
+    alone = once and is_order_independent(list(types.values()))
     if not alone:
         # By key and window alone, as the result's store needs them next: each partition has its own
         # keys.
-        rows = gathered(rows, [*key, WINDOW_START, WINDOW_END])
+        rows = repartitioned(rows, [*key, WINDOW_START, WINDOW_END])
     # Rows of closed windows are kept because they are counted, but add nothing. The state's are open.
     counts = F.coalesce(F.col(_OPEN), F.lit(True))
     added = {c: F.when(counts, F.col(c)) for c in names} | {_MARK: F.when(counts, F.col(TIMESTAMP))}

@@ -33,7 +33,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.stream_table_join import moves_stream_time
 from vt_dagster.core.stream_time import Bounds
-from vt_dagster.core.table_store import meets_versions, start_of
+from vt_dagster.core.table_store import needs_colliding_versions, start_of
 from vt_dagster.errors import (
     ConcurrentRunError,
     ContractError,
@@ -272,7 +272,9 @@ class Arrival:
             plan = processor_of(node).plan(self.times)
             again = any(one.rescan_from is not None for one in plan.inputs)
             return node.operator.stored and plan.looked_up is None and not again
-        compares = isinstance(self.source, Comparing) or meets_versions(node) or follows_source(node)
+        compares = (
+            isinstance(self.source, Comparing) or needs_colliding_versions(node) or follows_source(node)
+        )
         return self.start is None and not compares
 
     @property

@@ -37,7 +37,7 @@ from vt_dagster.core.source_records import (
     Reason,
     prepare,
 )
-from vt_dagster.core.table_store import meets_versions
+from vt_dagster.core.table_store import needs_colliding_versions
 from vt_dagster.core.versioned_table import FIRST
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.pin import Arrival, Store
@@ -165,7 +165,7 @@ def reads_twice(records: DataFrame, arrival: Arrival) -> bool:
     if {TRUNCATES, UNCHANGED} & {*records.columns}:
         return True
     node = arrival.node
-    return arrival.previous is not None and (meets_versions(node) or follows_source(node))
+    return arrival.previous is not None and (needs_colliding_versions(node) or follows_source(node))
 
 
 def with_table_history(
@@ -181,7 +181,7 @@ def with_table_history(
     view = context.view if context.look_up is None else store.current()
     records = _without_truncations(records, arrival, view)
     records = _with_unchanged(records, arrival, view)
-    if arrival.previous is not None and meets_versions(node):
+    if arrival.previous is not None and needs_colliding_versions(node):
         context = replace(context, colliding_versions=_colliding_versions_of(records, store))
     if arrival.previous is not None and follows_source(node):
         context = replace(context, last=_last_of(records, arrival, store))

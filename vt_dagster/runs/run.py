@@ -56,7 +56,7 @@ from vt_dagster.core.arrival_order import (
     number_by_blocks,
     number_in_place,
 )
-from vt_dagster.core.as_of_join import JoinStrategy, Tiles, crowd_of, level_for
+from vt_dagster.core.as_of_join import JoinStrategy, Tiles, level_for, max_versions_per_tile
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
 from vt_dagster.core.processor import Input, Lookup, Processor, RunContext, RunPlan
 from vt_dagster.core.processor_registry import processor_of
@@ -249,7 +249,7 @@ def tiles_of(
 
     def tiles(level: int | DataFrame) -> tuple[Tiles, int]:
         places = max(1, count // 8)
-        found = crowd_of(versions, key=key, level=level, **span, places=places).collect()
+        found = max_versions_per_tile(versions, key=key, level=level, **span, places=places).collect()
         return Tiles(level, first, last, tasks), 1 + (found[0]["most"] or 0)
 
     alike = tiles(level or 0)

@@ -53,7 +53,7 @@ from vt_dagster.core.source_records import (
     REASON,
     RECORD_TIME,
     SOURCE,
-    home_of,
+    partition_of_key,
     prepare,
 )
 from vt_dagster.core.stream_table_join import with_finality
@@ -508,7 +508,7 @@ class Records(Uncounted):
         kinds |= {REASON: StringType()}
         schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
         table = _to_table(node.name, values, schema)
-        home = F.coalesce(_GIVEN_PARTITION, home_of(node.key, node))
+        home = F.coalesce(_GIVEN_PARTITION, partition_of_key(node.key, node))
         nothing = F.lit(None).cast("timestamp")
         rows = self.store.frame(table).withColumns({PARTITION: home, RECORD_TIME: nothing})
         return rows.drop(_GIVEN_PARTITION)
