@@ -50,7 +50,7 @@ from vt_dagster.orchestration.resources import (
 )
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
 from vt_dagster.runs.gate import misfits
-from vt_dagster.runs.pin import Arrival, source_of, waits
+from vt_dagster.runs.pin import Arrival, declares_ready, source_of
 from vt_dagster.runs.run import Receipt, Results, Run
 from vt_dagster.sources.base import delivered
 from vt_dagster.sources.delta_source import DeltaSource
@@ -225,7 +225,7 @@ _CONFIGS: dict[type[Any], type[SourceConfig]] = {
 def config_of(node: Stream) -> type[SourceConfig] | None:
     """Returns the config class of an asset; None if it has no config."""
     if node.operator is not None:
-        return JoinConfig if node.operator.waits_for and waits(node) else None
+        return JoinConfig if node.operator.waits_for and declares_ready(node) else None
     return next((one for kind, one in _CONFIGS.items() if isinstance(node.source, kind)), None)
 
 

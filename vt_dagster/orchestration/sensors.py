@@ -27,7 +27,7 @@ from vt_dagster.errors import (
 from vt_dagster.orchestration.decorators import reported_batch, step_events
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, PARTITION_END, READ, READS
 from vt_dagster.orchestration.resources import PREFIX, asset_op, warehouse_key, warehouse_of
-from vt_dagster.runs.pin import source_of, start_waits
+from vt_dagster.runs.pin import snapshot_is_pending, source_of
 from vt_dagster.sources.base import News, Watched
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage.arrow_reader import head_of
@@ -157,7 +157,7 @@ def build_sensor(
             head = store.head()
             commit = None if head is None else head.commit
             news = source.news(commit, store.consumed_files(head))
-            if news.config is None and start_waits(node, commit):
+            if news.config is None and snapshot_is_pending(node, commit):
                 news = News({}, "the snapshot to start with")
         except RecordsGoneError:
             raise

@@ -445,14 +445,14 @@ class Log:
 
     def _with_base(self, rows: pa.Table, condition: Condition) -> pa.Table:
         """Adds the table's rows as of the truncation of its log: each stands for a truncated record."""
-        cut = self.head.truncation
-        if cut is None or not cut.base:
+        truncation = self.head.truncation
+        if truncation is None or not truncation.base:
             return rows
-        found = base_of(self.name, self.root, cut)
+        found = base_of(self.name, self.root, truncation)
         # Of the log's columns, which have their earlier names: the base may be older than a new name.
         names = {*rows.column_names} - {OLD, IS_LATEST}
         like = pa.schema([f for f in self.columns if f.name in names])
-        base = rows_of(base_path(self.root, cut.base), found.version, condition, like=like)
+        base = rows_of(base_path(self.root, truncation.base), found.version, condition, like=like)
         base = base.select([c for c in base.column_names if c in like.names])
         return pa.concat_tables([base, rows], promote_options="default")
 

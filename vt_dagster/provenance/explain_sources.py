@@ -249,8 +249,8 @@ class History:
         recorded, head = micros(rows, RECORDED_AT), self.log.head
         if offset < head.kept_from(partition):
             # The rows as of the truncation: those of any earlier time are gone.
-            cut = {p: head.kept_from(p) for p in head.next_offset}
-            known = place < values_by_partition(rows, cut, 0)
+            kept_from = {p: head.kept_from(p) for p in head.next_offset}
+            known = place < values_by_partition(rows, kept_from, 0)
         else:
             own = recorded[(home == partition) & (place == offset)][0]
             there = (home < partition) | ((home == partition) & (place <= offset))

@@ -1007,14 +1007,15 @@ class LateRecords:
     """
 
     def __init__(self, log: Log) -> None:
-        self.log, self.cut = log, log.head.truncation or Truncation(batch=0, recorded_at=0)
+        self.log, self.truncation = log, log.head.truncation or Truncation(batch=0, recorded_at=0)
         self.refused_least, self.refused_most = self._refused()
 
     def _refused(self) -> tuple[Any, Any]:
         """Returns lower and upper bounds of the refused records' lateness: how far each was behind
         stream time, microseconds."""
         late = rules.LATE.name
-        count, first, last = self.log.commit.totals.get(late, 0), self.cut.batch, self.log.commit.batch
+        count, last = self.log.commit.totals.get(late, 0), self.log.commit.batch
+        first = self.truncation.batch
         if first:
             runs = (run for run in commits(self.log.root) if first < run.batch <= last)
             count = sum(run.counts.get(late, 0) for run in runs)
@@ -1041,7 +1042,7 @@ class LateRecords:
         """Yields how far the records were behind stream time, microseconds: upper bounds for the
         refused records, then exact values for the accepted ones."""
         yield self.refused_most
-        latest, first = dict(self.cut.stream_time), self.cut.next_offset
+        latest, first = dict(self.truncation.stream_time), self.truncation.next_offset
         # Not from the source: versions that a late partial update changed and that were written again.
         parts = self.log.head.shape.has_partial_updates
         rewritten = parts and self.log.commit.totals.get(rules.CARRIED.name, 0)
@@ -1241,9 +1242,9 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
     ] * bool(erased)
     logs = (found.stream, found.table) if isinstance(found, LateJoin) else (counted,)
     notes += [
-        f"records of {one.name} that were removed do not count: {cut.description()}"
+        f"records of {one.name} that were removed do not count: {truncation.description()}"
         for one in logs
-        if (cut := one.head.truncation) is not None
+        if (truncation := one.head.truncation) is not None
     ]
     if isinstance(found, LateRecords):
         doubtful = found.doubtful([one.length for one in choices])

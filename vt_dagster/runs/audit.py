@@ -145,7 +145,7 @@ def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]
     scope = None
     if run_id is not None and head.commit.run_id == run_id:
-        scope = _of_the_batch(store, head, there.base)
+        scope = _scope_of_batch(store, head, there.base)
     scope = scope or Scope({}, None, sum(head.commit.next_offset.values()), 0)
     with small_run(store.spark, is_small(scope.rows, scope.rows_read), scope.rows):
         found = _findings(store, head, there.base, scope)
@@ -155,7 +155,7 @@ def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
     return [replace(one, looked_at=changed) if one.looked_at == EVERYTHING else one for one in found]
 
 
-def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | None:
+def _scope_of_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | None:
     """Returns what the last batch has changed; None = the audit must check more than that."""
     batch = head.commit.batch
     before = delta.batch_before(store.log_path, batch)
@@ -198,7 +198,7 @@ def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) ->
         else:
             on_rows.append(_rows(store, node))
     on_rows += [_of_log(store, node, head, scope, name, given) for name, given in log.items()]
-    accounts = _accounts(store, head, scope)
+    accounts = _count_recorded(store, head, scope)
     counted = _count([*[one.counts for one in on_rows], *accounts.values()])
     nothing = "nothing: the view is unchanged since the last audit"
     found = [Finding(check.name, 0, [], looked_at=nothing) for check in unchanged]
@@ -206,7 +206,7 @@ def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) ->
     for one, counts in zip(on_rows, by_rule, strict=True):
         found += one.findings(counts[None])
     of_accounts = dict(zip(accounts, by_account, strict=True))
-    return [*found, _accounted(store, head, scope, of_accounts)]
+    return [*found, _check_recorded(store, head, scope, of_accounts)]
 
 
 @dataclass(frozen=True)
@@ -364,8 +364,8 @@ def _log_of(store: AssetStore, head: Head, scope: Scope) -> DataFrame:
     return store.log(scope.start, head, counted=False) if scope.start else _stored_log(store)
 
 
-def _accounts(store: AssetStore, head: Head, scope: Scope) -> dict[str, _Counts]:
-    """Returns the counts that :func:`_accounted` needs."""
+def _count_recorded(store: AssetStore, head: Head, scope: Scope) -> dict[str, _Counts]:
+    """Returns the counts that :func:`_check_recorded` needs."""
     node, log = store.node, _log_of(store, head, scope)
     spots = {"rows": F.count(F.lit(1)), "offsets": F.count_distinct(OFFSET)}
     found = {"log": _Counts(log, spots, PARTITION)}
@@ -384,11 +384,13 @@ def _accounts(store: AssetStore, head: Head, scope: Scope) -> dict[str, _Counts]
     return found
 
 
-def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str, _Counted]) -> Finding:
+def _check_recorded(
+    store: AssetStore, head: Head, scope: Scope, counted: Mapping[str, _Counted]
+) -> Finding:
     """Compares the stored rows with the record counts in the commits.
 
     Args:
-        counted: the results of :func:`_accounts`.
+        counted: the results of :func:`_count_recorded`.
     """
     node, totals, there = store.node, head.commit.totals, counted["log"]
     erased, gone = head.commit.erased, sum(head.commit.missing.values())

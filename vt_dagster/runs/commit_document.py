@@ -15,7 +15,7 @@ from vt_dagster.core.processor import RunPlan
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START
 from vt_dagster.errors import SourceError
-from vt_dagster.runs.gate import Passed, check_bad_share
+from vt_dagster.runs.gate import GateResult, check_bad_share
 from vt_dagster.runs.pin import Arrival, Store, after_run
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started, consumed_commits
 from vt_dagster.storage.schema_evolution import shape_of
@@ -47,7 +47,7 @@ def stage_rejected(store: Store, attempt: str, rows: DataFrame, outcomes: Sequen
 
 
 def of_source(
-    arrival: Arrival, rows: DataFrame, passed: Passed, counts: dict[str, int]
+    arrival: Arrival, rows: DataFrame, passed: GateResult, counts: dict[str, int]
 ) -> dict[str, Any]:
     """Returns the fields of ``Commit`` for the position in the source. Adds the source's own counts to
     ``counts``.
@@ -94,7 +94,7 @@ def _require_other_names(arrival: Arrival, position: Mapping[str, Any]) -> None:
             )
 
 
-def places_of(arrival: Arrival, plan: RunPlan, passed: Passed) -> InPlace | None:
+def places_of(arrival: Arrival, plan: RunPlan, passed: GateResult) -> InPlace | None:
     """Returns the input offsets, if results keep the order and offsets of their records; else None."""
     source, taken = arrival.source, None
     if source is not None:
@@ -171,7 +171,7 @@ def system_time_by_clock(
 
 def document(
     arrival: Arrival,
-    passed: Passed,
+    passed: GateResult,
     counts: dict[str, int],
     outcomes: Mapping[int, Mapping[str, int]],
     *,

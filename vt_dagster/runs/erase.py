@@ -79,7 +79,7 @@ from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import ERASE, Checkpoint, Commit, Erasure, bases_of, published
 from vt_dagster.storage.delta import address, place_of
 from vt_dagster.storage.maintenance import remove_attempts
-from vt_dagster.storage.rewrite import HIT, OLD_HIT, Found, Intent, Target, Way
+from vt_dagster.storage.rewrite import HIT, OLD_HIT, EraseMode, Found, Intent, Target
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.storage.spark_reader import before as consumed_before
 from vt_dagster.storage.stale_reads import remove_replaced
@@ -239,7 +239,7 @@ def _quoted(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Places:
+class KeyColumns:
     """The columns of one asset that hold the key.
 
     Args:
@@ -260,15 +260,15 @@ class Places:
         return {*self.columns.values()} <= {*self.node.key}
 
     @property
-    def way_of_log(self) -> Way:
+    def log_erase_mode(self) -> EraseMode:
         """A table's row under another key becomes a tombstone, because the versions of that key must
         not change. Other rows are removed."""
         return "empty" if isinstance(self.node, Table) and not self.is_keyed_by_it else "remove"
 
     @property
-    def way_of_view(self) -> Way:
-        """Like :attr:`way_of_log`, but only the view of a versioned table keeps tombstones."""
-        return self.way_of_log if isinstance(self.node, VersionedTable) else "remove"
+    def view_erase_mode(self) -> EraseMode:
+        """Like :attr:`log_erase_mode`, but only the view of a versioned table keeps tombstones."""
+        return self.log_erase_mode if isinstance(self.node, VersionedTable) else "remove"
 
     @property
     def values(self) -> list[str]:
@@ -319,20 +319,20 @@ def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None
     return Key(types, typed, where)
 
 
-def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Places]:
+def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[KeyColumns]:
     """Returns an asset and all assets derived from it, inputs first.
 
     Raises:
         StorageError: a derived asset is not among the definitions.
     """
-    found = [Places(node, {k: k for k in node.key})]
+    found = [KeyColumns(node, {k: k for k in node.key})]
     known = {node.name: found[0].columns}
     for one in topological(nodes):
         if one.name in known or not any(up.name in known for up in one.inputs):
             continue
         columns = _columns(one, known)
         known[one.name] = columns
-        found.append(Places(one, columns))
+        found.append(KeyColumns(one, columns))
     names = {one.name for one in found}
     for name in asset_names(warehouse):
         commit = head_of(warehouse, name)[1]
@@ -383,7 +383,7 @@ def _joined(node: Stream, up: Any, column: str) -> str | None:
     return next((c for c, of in operator.copied().items() if of == [left]), None)
 
 
-def exported(plan: Sequence[Places], path: str) -> Places:
+def exported(plan: Sequence[KeyColumns], path: str) -> KeyColumns:
     """Returns the asset that an export is made from.
 
     Raises:
@@ -473,19 +473,19 @@ class Certificate(Intent):
         self.save()
 
 
-def begun(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Certificate:
+def open_certificate(warehouse: str, asset: str, request: Sequence[Any], reason: str) -> Certificate:
     """Returns the certificate of an interrupted attempt at the same erase, or a new one."""
     folder = posixpath.join(warehouse, FOLDER)
     for name in sorted(delta.names_in(folder)):
         found = Certificate.read(posixpath.join(folder, name)) if name.endswith(".json") else None
         if found and found.finished is None and found.key_sha256 == _hash(found.salt, request):
             return found
-    made = unwritten(asset, request, reason)
+    made = new_certificate(asset, request, reason)
     made.save(posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{made.id}.json"))
     return made
 
 
-def unwritten(asset: str, request: Sequence[Any], reason: str) -> Certificate:
+def new_certificate(asset: str, request: Sequence[Any], reason: str) -> Certificate:
     """Returns a new certificate that is not written to a file, for a dry run."""
     salt = uuid4().hex
     return Certificate(
@@ -506,7 +506,7 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def elsewhere(
+def find_other_copies(
     warehouse: str, key: Key, spark: SparkSession, left: Mapping[str, DataFrame] = {}
 ) -> list[str]:
     """Returns the logs of a warehouse that still have the key in columns with the key's names; a key of
@@ -653,7 +653,7 @@ _LONGEST = 32
 
 def erase_residuals(
     warehouse: str,
-    plan: Sequence[Places],
+    plan: Sequence[KeyColumns],
     key: Key,
     spark: SparkSession,
     runs: Sequence[str] | None = None,
@@ -736,7 +736,7 @@ def _rows_by_file(
     return {row[SOURCE]: row["count"] for row in hits.groupBy(SOURCE).count().collect()}
 
 
-def _topics(warehouse: str, plan: Sequence[Places]) -> Iterator[str]:
+def _topics(warehouse: str, plan: Sequence[KeyColumns]) -> Iterator[str]:
     """Yields the topics that the assets are published to."""
     nodes = {one.node.name: one for one in plan}
     for name in asset_names(warehouse):
@@ -753,7 +753,7 @@ def _topics(warehouse: str, plan: Sequence[Places]) -> Iterator[str]:
                 )
 
 
-def _events(plan: Sequence[Places], runs: Sequence[str] | None) -> str:
+def _events(plan: Sequence[KeyColumns], runs: Sequence[str] | None) -> str:
     """Returns the residuals in Dagster's events: samples of checks, and pictures in metadata."""
     assets = "; ".join(
         f"{one.name} with its checks {', '.join(check.name for check in checks_of(one.node))}"
@@ -825,8 +825,8 @@ def _candidates(
 
 def _full_value(text: str, value: Any) -> str:
     """Returns the key's value if the statistics have its truncated prefix; else the text."""
-    cut = isinstance(value, str) and len(text) >= _LONGEST and value.startswith(text[:_LONGEST])
-    return value if cut else text
+    is_prefix = isinstance(value, str) and len(text) >= _LONGEST and value.startswith(text[:_LONGEST])
+    return value if is_prefix else text
 
 
 def _statistics(path: str) -> Iterator[dict[str, Any]]:
@@ -930,9 +930,10 @@ class _Erase:
         self.exports = {path: exported(self.plan, path) for path in exports}
         name = posixpath.join(*node.path)
         request = [name, self.key.values, where]
-        self.done = (
-            unwritten(name, request, reason) if dry_run else begun(warehouse, name, request, reason)
-        )
+        if dry_run:
+            self.done = new_certificate(name, request, reason)
+        else:
+            self.done = open_certificate(warehouse, name, request, reason)
 
     def run(self) -> Certificate:
         # Views, exports and consumed files have about as many rows as their logs.
@@ -944,7 +945,7 @@ class _Erase:
 
     def _run(self) -> Certificate:
         left = self._preview() if self.dry_run else self._erase()
-        self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark, left)
+        self.done.elsewhere = find_other_copies(self.warehouse, self.key, self.spark, left)
         self.done.unreachable = erase_residuals(
             self.warehouse, self.plan, self.key, self.spark, self.runs
         )
@@ -957,14 +958,14 @@ class _Erase:
             self.say(f"! {line}")
         return self.done
 
-    def _targets(self, store: AssetStore, one: Places) -> Iterator[Target]:
+    def _targets(self, store: AssetStore, one: KeyColumns) -> Iterator[Target]:
         """Yields the tables of an asset to search: its log, then the existing tables derived from the
         log. The view of a table is always among them, because readers fold the log into it."""
         node, marked = one.node, partial(self.key.within, places=one.columns)
-        log, way, values = log_schema(node), one.way_of_log, one.values
-        yield Target(f"{one.name}/log", store.log_path, node.name, marked, log, way, values)
+        log, mode, values = log_schema(node), one.log_erase_mode, one.values
+        yield Target(f"{one.name}/log", store.log_path, node.name, marked, log, mode, values)
         if isinstance(node, Table):
-            about = marked, stored_as(node, store.log_path), one.way_of_view, values
+            about = marked, stored_as(node, store.log_path), one.view_erase_mode, values
             parted = isinstance(node, VersionedTable)
             yield Target(f"{one.name}/view", store.view_path, f"{node.name}:view", *about, parted)
             for base in filter(delta.exists, bases_of(store.root)):
@@ -1031,14 +1032,14 @@ class _Erase:
         self.plan += new
         return {}
 
-    def _assets(self, some: Sequence[Places]) -> None:
+    def _assets(self, some: Sequence[KeyColumns]) -> None:
         for one in some:
             if not one.columns:
                 self.done.kept[one.name] = KEPT
                 continue
             self._asset(one)
 
-    def _asset(self, one: Places) -> None:
+    def _asset(self, one: KeyColumns) -> None:
         store = AssetStore(self.warehouse, one.node, self.spark, None)
         # First: the quarantine is written from staged data, which may have the key and is removed
         # below.
@@ -1063,7 +1064,7 @@ class _Erase:
         self.done.files_removed += removed
         self.done.save()
 
-    def _log(self, store: AssetStore, head: Head, one: Places, log: Target) -> Commit:
+    def _log(self, store: AssetStore, head: Head, one: KeyColumns, log: Target) -> Commit:
         found = rewrite.find(self.spark, log, head.version)
         after = self._commit_of_erase(store, head, one, log, found)
         # An earlier attempt was killed between its commit and the certificate: count its rows too.
@@ -1077,11 +1078,11 @@ class _Erase:
         return after
 
     def _commit_of_erase(
-        self, store: AssetStore, head: Head, one: Places, log: Target, found: Found
+        self, store: AssetStore, head: Head, one: KeyColumns, log: Target, found: Found
     ) -> Commit:
         """Returns the commit of the erase: the last commit's positions, and the erased rows."""
         commit, run_id = head.commit, f"{ERASE}{self.done.id}"
-        gone = found.by_partition if log.way == "remove" else {}
+        gone = found.by_partition if log.mode == "remove" else {}
         totals = dict(commit.totals)
         waiting = commit.counts.get(Outcome.WAITING, 0)
         counted = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
@@ -1095,7 +1096,7 @@ class _Erase:
             hit = log.marked(store.log({}, head)).where(HIT)
             state = processor_of(one.node).state_after_erase(state, hit)
             has_it = {*one.columns.values()} <= {*state.columns}
-            return rewrite.without(state, replace(log, way="remove")) if has_it else state
+            return rewrite.without(state, replace(log, mode="remove")) if has_it else state
 
         after = store.successor(
             head,
@@ -1150,13 +1151,13 @@ class _Erase:
         hits = self.key.in_text(rows).where(HIT).groupBy("reason").count().collect()
         return {**erased, **{r["reason"]: erased.get(r["reason"], 0) + r["count"] for r in hits}}
 
-    def _export_target(self, path: str, one: Places) -> Target:
+    def _export_target(self, path: str, one: KeyColumns) -> Target:
         whose = delta.last_commit(path)
         assert whose is not None
         marked = partial(self.key.within, places=one.columns)
         return Target(path, path, whose.document["asset"], marked)
 
-    def _export(self, path: str, one: Places) -> None:
+    def _export(self, path: str, one: KeyColumns) -> None:
         kept = one.kept_in(path)
         if kept is not None:
             self.done.kept[path] = kept
@@ -1172,7 +1173,7 @@ class _Erase:
         self.done.files_removed += self._purge(path, after.batch, one)
         self.done.save()
 
-    def _purge(self, path: str, batch: int, one: Places) -> int:
+    def _purge(self, path: str, batch: int, one: KeyColumns) -> int:
         removed = rewrite.purge(path, batch)
         columns = {} if path.endswith("/quarantine") else one.columns
         left = in_statistics(self.spark, path, self.key, columns)

@@ -722,7 +722,7 @@ _COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_N
 
 
 @dataclass(frozen=True)
-class Passed:
+class GateResult:
     """Counts and times of rows that have passed the gate and may be committed.
 
     Args:
@@ -757,7 +757,7 @@ class Passed:
 
 def gate(
     node: Stream, plan: RunPlan, rows: DataFrame, stream_time: Column, few: bool = False
-) -> Passed:
+) -> GateResult:
     """Checks contract and invariants of a run's results and counts them, in one aggregate.
 
     Args:
@@ -827,7 +827,7 @@ def gate(
     }
     times = {partition: max(some) for partition, some in moved.items() if some}
     earliest = [row["_earliest"] for row in found if "_earliest" in wanted]
-    return Passed(
+    return GateResult(
         counts,
         by_partition,
         times,
@@ -838,8 +838,8 @@ def gate(
 
 
 def _blocks(found: Sequence[Row]) -> int | None:
-    """Returns ``Passed.blocks`` by the first and last block of each group of rows; None if the numbers
-    of blocks are too large."""
+    """Returns ``GateResult.blocks`` by the first and last block of each group of rows; None if the
+    numbers of blocks are too large."""
     ends = [
         (row["_first_block"], row["_last_block"]) for row in found if row["_last_block"] is not None
     ]

@@ -148,7 +148,7 @@ class Arrival:
         state_bytes: size of the state of the operator, or of a stream with ``unique_by``.
         logs: the log rows of the run as it has read them; an op in between may pass on others.
         persisted: DataFrames that stay persisted until the commit.
-        ready: per input, the offsets of its log when it became ready, see ``upstream``.
+        ready: per input, the offsets of its log when it became ready, see ``ready_offsets``.
         not_ready: the tables that a join looks up and that are not ready; the run then takes nothing,
             unless ``accept_not_ready`` is set.
         waiting: how many records the run does not take because a table is not ready.
@@ -231,7 +231,7 @@ class Arrival:
         return size if self.start is None else (size or 0) + self.start.bytes
 
     @property
-    def about_records(self) -> int:
+    def estimated_records(self) -> int:
         """About how many records the run processes; of files, by their size."""
         return max(self.records, (self._bytes or 0) // _BYTES_OF_A_RECORD)
 
@@ -257,16 +257,16 @@ class Arrival:
         return sum(end - start for start, end in self.taken.get(name, {}).values())
 
     @property
-    def meets_many_rows(self) -> bool:
+    def few_records_many_rows(self) -> bool:
         """Whether few records meet many rows of the asset's own table."""
         return self.few_records and self.view_rows > MANY_ROWS
 
     @property
-    def looks_up(self) -> bool:
+    def looks_up_own_rows(self) -> bool:
         """Whether the run reads the many rows of its own table only in one lookup, by the keys of its
         few records. Then it reads few rows in all."""
         node = self.node
-        if not self.meets_many_rows or not isinstance(node, Table):
+        if not self.few_records_many_rows or not isinstance(node, Table):
             return False
         if node.operator is not None:
             plan = processor_of(node).plan(self.times)
@@ -281,7 +281,7 @@ class Arrival:
     def small(self) -> bool:
         """Whether records and tables are so small that planning takes most of the run's time."""
         size = self.state_bytes + (self._bytes or 0)
-        rows_read = self.rows_read - (self.view_rows if self.looks_up else 0)
+        rows_read = self.rows_read - (self.view_rows if self.looks_up_own_rows else 0)
         return size <= _SMALL_BYTES and is_small(self.records, rows_read)
 
 
@@ -304,18 +304,18 @@ Heads: TypeAlias = Callable[[Stream], Commit | None]
 """The last commit of a log; None before the first."""
 
 
-def waits(node: Stream) -> bool:
+def declares_ready(node: Stream) -> bool:
     """Returns whether the asset, or any of its inputs, declares ``ready``."""
     return any(isinstance(up, VersionedTable) and up.ready is not None for up in topological([node]))
 
 
-def upstream(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | None]:
+def ready_offsets(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | None]:
     """Returns, per input of an operator, its log's offsets when it became ready; None = not ready.
 
     Args:
         before: the operator's last commit; if all inputs were ready by then, the result is empty.
     """
-    if before.ready_at is not None or not waits(node):
+    if before.ready_at is not None or not declares_ready(node):
         return {}
     return {up.name: _ready_at(up, heads(up), heads) for up in node.inputs}
 
@@ -326,15 +326,15 @@ def not_ready(nodes: Iterable[Stream], heads: Heads) -> list[str]:
 
 
 def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | None:
-    if not waits(node):
+    if not declares_ready(node):
         return {}
     if commit is None or commit.ready_at is not None:
         return None if commit is None else commit.ready_at
     if node.operator is None:
         # A table with runs before ``ready`` was declared has no recorded end: it counts as loaded.
-        ready = _ran_before_ready(node, commit) or _timely(node, commit.stream_time)
+        ready = _ran_before_ready(node, commit) or _has_reached_ready_time(node, commit.stream_time)
         return commit.next_offset if ready else None
-    ready = _taken(node, commit.inputs, upstream(node, commit, heads))
+    ready = _has_consumed_ready_inputs(node, commit.inputs, ready_offsets(node, commit, heads))
     return commit.next_offset if ready else None
 
 
@@ -354,20 +354,21 @@ def after_run(
     """
     node, before, source = arrival.node, arrival.before, arrival.source
     starts = source is not None and start_of(node) is not None
-    if before.ready_at is not None or not waits(node):
+    if before.ready_at is not None or not declares_ready(node):
         end = before.initial_load
         if source is not None and starts and not started:
             end = _end_of(source, end or None)
         return {"initial_load": end, "ready_at": before.ready_at}
     if source is None:
-        return {"ready_at": dict(offsets) if _taken(node, inputs, arrival.ready) else None}
+        ready = _has_consumed_ready_inputs(node, inputs, arrival.ready)
+        return {"ready_at": dict(offsets) if ready else None}
     if _ran_before_ready(node, before):
         return {"ready_at": before.next_offset}
     if isinstance(node, VersionedTable) and node.ready == "initial_load":
         end = _end_of(source, before.initial_load)
         whole = source.reaches(end) and (started or not starts)
         return {"initial_load": end, "ready_at": dict(offsets) if whole else None}
-    return {"ready_at": dict(offsets) if _timely(node, times) else None}
+    return {"ready_at": dict(offsets) if _has_reached_ready_time(node, times) else None}
 
 
 def _end_of(source: Pinned, first: End | None) -> End:
@@ -389,14 +390,16 @@ def _ran_before_ready(node: Stream, commit: Commit) -> bool:
     return wanted and commit.batch > 0 and commit.initial_load is None
 
 
-def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:
+def _has_reached_ready_time(node: Stream, stream_time: Mapping[int, int]) -> bool:
     if not isinstance(node, VersionedTable) or not isinstance(node.ready, datetime):
         return False
     moment = epoch_micros(node.ready)
     return bool(stream_time) and min(stream_time.values()) >= moment
 
 
-def _taken(node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offsets | None]) -> bool:
+def _has_consumed_ready_inputs(
+    node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offsets | None]
+) -> bool:
     """Returns whether all inputs are ready, and consumed ones were read up to their ready offsets."""
     consumed = {up.name for up in processor_of(node).plan().consumed}
     for name, ends in ready.items():
@@ -417,7 +420,7 @@ def require_covered(arrival: Arrival, stores: Stores) -> None:
     """
     node = arrival.node
     waited_for = () if node.operator is None else node.operator.waits_for
-    tables = [up for up in waited_for if waits(up) and up.retention is not None]
+    tables = [up for up in waited_for if declares_ready(up) and up.retention is not None]
     streams = [up for up in node.inputs if up.name in arrival.taken and not up.is_table]
     if not arrival.ready or not streams or not tables:
         return
@@ -508,7 +511,7 @@ def from_source(
         at.head,
         store.new_attempt(),
         source=pinned,
-        start=None if alone else start_to_take(node, commit, pinned),
+        start=None if alone else snapshot_to_load(node, commit, pinned),
         taken=pinned.taken,
         view_rows=at.reach(),
         rows_read=at.reach(),
@@ -516,7 +519,7 @@ def from_source(
     )
 
 
-def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole | None:
+def snapshot_to_load(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole | None:
     """Returns the initial snapshot of a table, if this run has to read it: the run that reaches the end
     of the changes that existed at the first run. None = another run reads it, or it does not exist.
 
@@ -530,7 +533,7 @@ def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole 
     return pin_start(source) if pinned.reaches(_end_of(pinned, first or None)) else None
 
 
-def start_waits(node: Stream, commit: Commit | None) -> bool:
+def snapshot_is_pending(node: Stream, commit: Commit | None) -> bool:
     """Returns whether an initial snapshot exists that no run has read."""
     source = start_of(node)
     return source is not None and (commit is None or commit.start is None) and bool(pin_start(source))
@@ -574,7 +577,7 @@ def from_logs(
         head = None if up.name in heads else stores(up).snapshot().head
         return heads.get(up.name) if head is None else head.commit
 
-    ready = upstream(node, before, last)
+    ready = ready_offsets(node, before, last)
     assert node.operator is not None
     not_ready = [up.name for up in node.operator.waits_for if ready.get(up.name, {}) is None]
     waiting = sum(e - s for ranges in taken.values() for s, e in ranges.values())
@@ -644,19 +647,19 @@ def require_reach(node: Stream, up: Stream, before: Commit, commit: Commit) -> N
     Raises:
         StorageError: since the truncation, the operator was declared to read further back.
     """
-    cut = commit.truncation
+    truncation = commit.truncation
     back = retained_from(node, up, before, commit)
-    if cut is None or back is None or node.operator is None:
+    if truncation is None or back is None or node.operator is None:
         return
     reach = node.operator.rescan_span.get(up.name, timedelta(0))
     micros = reach // timedelta(microseconds=1)
-    for partition, newest in cut.stream_time.items():
+    for partition, newest in truncation.stream_time.items():
         now = before.stream_time.get(partition, newest + micros)
-        if micros > cut.log_retention and max(back, now - micros) < newest:
+        if micros > truncation.log_retention and max(back, now - micros) < newest:
             raise StorageError(
                 f"{node.name}: expected to read only records of {up.name} after {in_utc(newest)}, but "
                 f"as declared now it reads {spoken(reach)} back from {in_utc(now)}, and "
-                f"{cut.description()}; shorten its window or grace period, or rebuild it "
+                f"{truncation.description()}; shorten its window or grace period, or rebuild it "
                 "(vt-dagster replay)"
             )
 
@@ -714,14 +717,14 @@ def require_inputs_unchanged(name: str, pinned: Iterable[tuple[Store, Head]]) ->
             )
 
 
-def explained(arrival: Arrival, error: Exception) -> Exception | None:
+def clearer_error(arrival: Arrival, error: Exception) -> Exception | None:
     """Returns a clearer error if an input, its files or its values caused the given one; else None."""
     node, inputs = arrival.node, (arrival.source, arrival.start)
     of_inputs = (one.explain(error) for one in inputs if one is not None)
     return (
         unseen(error)
         or next(filter(None, of_inputs), None)
-        or gone_meanwhile(node, error)
+        or pinned_file_removed(node, error)
         or unreadable(node.name, error)
         or zone_unknown(node, error)
         or sum_too_large(node, error)
@@ -730,7 +733,7 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
     )
 
 
-def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
+def pinned_file_removed(node: Stream, error: Exception) -> ConcurrentRunError | None:
     """Returns an error, if a file of a pinned log or view has been removed; else None."""
     if "FAILED_READ_FILE.FILE_NOT_EXIST" not in str(error):
         return None

@@ -73,7 +73,7 @@ def difference(
 # Read source
 
 
-_HOLD = set[tuple[str, str, str]]()
+_VALID_EXPRESSIONS = set[tuple[str, str, str]]()
 """Cache of valid expressions with their columns: analysis is slow for tests with one run per record."""
 _GIVEN, _SINCE, _HELD = "_given", "_since", "_held"
 _LAST = 1 << 52
@@ -348,7 +348,7 @@ def _sql_settings(node: Stream) -> list[_Setting]:
 def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: StructType) -> str | None:
     """Returns the first unknown column that an expression names; None = all are known."""
     known = (setting.name, setting.expression, columns.json())
-    if known in _HOLD:
+    if known in _VALID_EXPRESSIONS:
         return None
     try:
         with without_spark_logs():
@@ -363,7 +363,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
         fault = f"which Spark refuses: {sentence_of(error)}"
     else:
         if given.simpleString() in setting.kinds:
-            _HOLD.add(known)
+            _VALID_EXPRESSIONS.add(known)
             return None
         fault = f"which is {given.simpleString()}"
     raise TopologyError(

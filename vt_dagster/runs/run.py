@@ -69,12 +69,12 @@ from vt_dagster.runs.commit_document import (
     stage_rejected,
     system_time_by_clock,
 )
-from vt_dagster.runs.gate import Passed, gate, quarantine_broken
+from vt_dagster.runs.gate import GateResult, gate, quarantine_broken
 from vt_dagster.runs.pin import (
     Arrival,
     Store,
     Stores,
-    explained,
+    clearer_error,
     from_logs,
     from_source,
     require_covered,
@@ -571,15 +571,15 @@ class Run:
         if with_tables and arrival.previous is not None:
             state = state_of(arrival, store)
             own = isinstance(self.node, Table) and plan.reads_own_table
-            view = store.current() if own and not arrival.looks_up else None
+            view = store.current() if own and not arrival.looks_up_own_rows else None
             view = None if view is None else view.drop(RECORDED_AT)
         since = plan.corrects_after
         reads_quarantine = with_tables and since is not None and plan.quarantined_outcomes
-        persists = arrival.meets_many_rows or plan.persists_rows
+        persists = arrival.few_records_many_rows or plan.persists_rows
         there = with_tables and arrival.previous is not None
         return RunContext(
             persist_rows=self._persist if with_tables and persists else None,
-            look_up=self._look_up_own_rows if there and arrival.looks_up else None,
+            look_up=self._look_up_own_rows if there and arrival.looks_up_own_rows else None,
             rows_of_keys=self._with_rows_of_keys if there and self._corrects_few else None,
             state=state,
             view=view,
@@ -647,7 +647,7 @@ class Run:
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 # The other plans of a run that looks up its keys are for few rows.
-                read = [self._persist(rows) if self.arrival.looks_up else rows]
+                read = [self._persist(rows) if self.arrival.looks_up_own_rows else rows]
         # Of a full snapshot only the changed rows are read, so the share of broken ones is not known.
         if not isinstance(self.arrival.source, Comparing):
             # After the values that a source omits are filled, and before stream time is computed.
@@ -702,7 +702,7 @@ class Run:
 
     def _settings_for(self, rows_read: int) -> AbstractContextManager[None]:
         """Returns the planner settings of jobs that read the input and this number of table rows."""
-        return self.store.planner_settings(self._is_small(rows_read), self.arrival.about_records)
+        return self.store.planner_settings(self._is_small(rows_read), self.arrival.estimated_records)
 
     def _is_small(self, rows_read: int) -> bool:
         return self.arrival.small and is_small(self.arrival.records, rows_read)
@@ -710,7 +710,7 @@ class Run:
     @property
     def _own_rows(self) -> int:
         """How many rows of the asset's own table the operator reads, besides those that it looks up."""
-        reads = self.plan.reads_own_table and not self.arrival.looks_up
+        reads = self.plan.reads_own_table and not self.arrival.looks_up_own_rows
         return self.arrival.view_rows if reads else 0
 
     def _joined(self, records: DataFrame, context: RunContext) -> Results:
@@ -765,7 +765,7 @@ class Run:
     @property
     def _corrects_few(self) -> bool:
         """Whether the run corrects few of many rows of the asset's own table."""
-        return self.arrival.meets_many_rows and self.plan.corrects_after is not None
+        return self.arrival.few_records_many_rows and self.plan.corrects_after is not None
 
     def _persist(self, rows: DataFrame, computed: bool = True) -> DataFrame:
         """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock.
@@ -839,7 +839,7 @@ class Run:
             self._unpersist()
             if not isinstance(error, PySparkException | Py4JJavaError):
                 raise
-            gone = explained(self.arrival, error)
+            gone = clearer_error(self.arrival, error)
             if gone is None:
                 raise
             raise gone from error
@@ -847,7 +847,7 @@ class Run:
     def _numbered(
         self,
         rows: DataFrame,
-        passed: Passed,
+        passed: GateResult,
         recorded_at: int,
         in_place: InPlace | None,
         span: tuple[int, int] | None,
@@ -892,7 +892,7 @@ class Run:
 
     def _prepare(
         self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None
-    ) -> tuple[Passed, Commit]:
+    ) -> tuple[GateResult, Commit]:
         """Checks the results, stages files beside the log, and returns the commit document."""
         arrival, plan = self.arrival, self.plan
         before, judged, counting = arrival.before, results.judged, plan.counts

@@ -153,8 +153,8 @@ class _Log:
         upto = self._last(moment, consumers)
         if upto is None:
             return 0
-        cut = head.commit.truncation
-        gone = upto.total - (0 if cut is None else sum(cut.next_offset.values()))
+        truncation = head.commit.truncation
+        gone = upto.total - (0 if truncation is None else sum(truncation.next_offset.values()))
         if gone <= 0:
             return 0
         require_free(self.warehouse, posixpath.join(*self.node.path))
@@ -212,11 +212,11 @@ class _Log:
             back = min(back, min(head.commit.stream_time.values()) - micros)
         return Consumer(node.name, done, back)
 
-    # -- the cut ---------------------------------------------------------------------------------
+    # -- the truncation ----------------------------------------------------------------------------
 
     def _truncate(self, head: Head, upto: Commit) -> None:
         store, attempt = self.store, uuid4().hex
-        cut = Truncation(
+        truncation = Truncation(
             batch=upto.batch,
             recorded_at=upto.recorded_at,
             next_offset=upto.next_offset,
@@ -233,11 +233,11 @@ class _Log:
                 attempt,
                 f"cut:{attempt}",
                 recorded_at=next_system_time(head.commit, max(self.now, head.commit.recorded_at + 1)),
-                erased=self._erased(store, head, cut),
-                truncation=cut,
+                erased=self._erased(store, head, truncation),
+                truncation=truncation,
                 upkeep=True,
             )
-            self._remove_batches(store, head, after, cut)
+            self._remove_batches(store, head, after, truncation)
         store.remove_staged_before(head)
 
     def _write_base(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
@@ -271,14 +271,18 @@ class _Log:
         kept = {p: end - truncation.next_offset.get(p, 0) for p, end in commit.next_offset.items()}
         return {p: n for p, end in kept.items() if (n := end - there.get(p, 0))}
 
-    def _remove_batches(self, store: AssetStore, head: Head, after: Commit, cut: Truncation) -> None:
-        files = delta.files(store.log_path, head.version, _both(cut))
-        rows = parquet.read(self.spark, store.log_path, head.version, _both(cut))
+    def _remove_batches(
+        self, store: AssetStore, head: Head, after: Commit, truncation: Truncation
+    ) -> None:
+        files = delta.files(store.log_path, head.version, _both(truncation))
+        rows = parquet.read(self.spark, store.log_path, head.version, _both(truncation))
         replace(
-            parquet.packed(rows.where(~before(cut.next_offset)), sum(file.rows for file in files)),
+            parquet.packed(
+                rows.where(~before(truncation.next_offset)), sum(file.rows for file in files)
+            ),
             store.log_path,
             head.version,
-            file_before(cut.next_offset),
+            file_before(truncation.next_offset),
             after.model_dump(),
             asset=self.node.name,
             after=head.commit.attempt,
@@ -289,8 +293,8 @@ class _Log:
         """Removes the bases of earlier and killed truncations that are no longer the base of the
         log."""
         head = self.store.head()
-        cut = None if head is None else head.commit.truncation
-        needed = () if cut is None else (cut.base,)
+        truncation = None if head is None else head.commit.truncation
+        needed = () if truncation is None else (truncation.base,)
         remove_unused(base_path(self.store.root, ""), needed, time.time() - keep.total_seconds())
 
 

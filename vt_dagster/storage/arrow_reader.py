@@ -633,11 +633,11 @@ class AssetRows:
         """Returns the rows as of the log's truncation, with their checkpoint; None if not truncated."""
         if self.commit.truncation is None:
             return None, None
-        name, cut = posixpath.basename(self.root), self.commit.truncation
-        found = base_of(name, self.root, cut)
+        name, truncation = posixpath.basename(self.root), self.commit.truncation
+        found = base_of(name, self.root, truncation)
         then = Checkpoint.model_validate(found.document)
         require_history(name, then, self._rules, self.commit)
-        path = base_path(self.root, cut.base)
+        path = base_path(self.root, truncation.base)
         return self._rows(path, found.version), then
 
     @property

@@ -358,8 +358,8 @@ class Commit(BaseModel):
     @property
     def missing(self) -> dict[str, int]:
         """Number of removed log records by reason."""
-        cut = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
-        removed = {"rows_erased": sum(self.erased.values()), "rows_truncated": cut}
+        truncated = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
+        removed = {"rows_erased": sum(self.erased.values()), "rows_truncated": truncated}
         return {why: count for why, count in removed.items() if count}
 
     @property
@@ -988,15 +988,15 @@ def require_history(
     Raises:
         NeedsReplayError: the retention covers expired versions, or ``new_version_on`` has changed.
     """
-    cut = commit.truncation
-    if rules is None or cut is None:
+    truncation = commit.truncation
+    if rules is None or truncation is None:
         return
     if not rules.same_versions(then.new_version_on):
         now = rules.stored()["new_version_on"]
         raise NeedsReplayError(
             f"{name}: expected new_version_on={then.new_version_on} as before, got {now}: "
-            f"{cut.description()}, and its rows as of then were stored with the earlier value; declare "
-            "that value, or rebuild the table from its source (vt-dagster replay) and swap"
+            f"{truncation.description()}, and its rows as of then were stored with the earlier value; "
+            "declare that value, or rebuild the table from its source (vt-dagster replay) and swap"
         )
     begun, now = rules.horizons(then.stream_time), rules.horizons(commit.stream_time)
     for partition, longer in zip(then.stream_time, then.lengthened(rules), strict=False):
@@ -1006,7 +1006,7 @@ def require_history(
             there = kept - timedelta(microseconds=since - now[partition])
             raise NeedsReplayError(
                 f"{name}: expected a history_retention of at most {in_words(there)}, got "
-                f"{in_words(kept)}: {cut.description()}, and versions that "
+                f"{in_words(kept)}: {truncation.description()}, and versions that "
                 f"ended before {in_utc(since)} had expired by then; lengthen it as the history grows, "
                 "or rebuild the table from its source (vt-dagster replay) and swap"
             )

@@ -38,7 +38,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.maintenance import remove_commits
 
-Way = Literal["remove", "empty"]
+EraseMode = Literal["remove", "empty"]
 """What an erase does with rows that have the key: ``remove``, or ``empty``: make them tombstones."""
 HIT, OLD_HIT, _FILE = "_hit", "_old_hit", "_file"
 
@@ -141,7 +141,7 @@ class Target:
         marked: adds to rows ``_hit`` (whether the row is erased) and ``_old_hit`` (whether its ``old``
             is).
         like: the declared columns.
-        way: what happens to an erased row, see ``Way``.
+        mode: what happens to an erased row, see ``EraseMode``.
         values: the columns that become null in an emptied row.
         parted: whether files are partitioned by segment.
     """
@@ -151,7 +151,7 @@ class Target:
     asset: str
     marked: Callable[[DataFrame], DataFrame]
     like: StructType | None = None
-    way: Way = "remove"
+    mode: EraseMode = "remove"
     values: Sequence[str] = ()
     parted: bool = False
 
@@ -246,7 +246,7 @@ def rewrite(
 def without(rows: DataFrame, target: Target) -> DataFrame:
     """Returns rows without those to erase."""
     rows, hit = target.marked(rows), F.col(HIT)
-    if target.way == "remove":
+    if target.mode == "remove":
         rows = rows.where(~hit)
     else:
         empty = {c: F.when(~hit, F.col(f"`{c}`")) for c in target.values if c in rows.columns}

@@ -293,11 +293,11 @@ class View:
         Raises:
             StorageError: the rows lack versions that the current history retention covers.
         """
-        cut, node = commit.truncation, self.node
-        if cut is None or not isinstance(node, Table):
+        truncation, node = commit.truncation, self.node
+        if truncation is None or not isinstance(node, Table):
             return None
         root = posixpath.dirname(self.path)
-        found = _base(base_path(root, cut.base), base_of(node.name, root, cut))
+        found = _base(base_path(root, truncation.base), base_of(node.name, root, truncation))
         require_history(node.name, found.checkpoint, node.version_rules, commit)
         return found
 
