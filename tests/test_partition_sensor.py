@@ -270,7 +270,7 @@ def run_unpartitioned() -> None: ...
             "prices",
             "as known at a time never changes",
         ),
-        (_asset(**AS_OF, **{"vt_dagster/read": "log"}), "prices", "a read as of now always does"),
+        (_asset(**AS_OF, **{"vt_dagster/read": "log"}), "prices", "current rows changes with each run"),
         (_asset(**AS_OF), "rates", "expected a versioned table in reads, got the Table 'rates'"),
         (
             _asset(dg.DynamicPartitionsDefinition(name="shops"), **AS_OF),

@@ -211,7 +211,7 @@ def test_settings_from_command_line(market: Market) -> None:
     assert wider.operator.window == HoppingWindow(2 * hour, hour / 2, timedelta(minutes=5))
     for settings, said in (
         ({"grace": "1h"}, "priced: expected one of the settings .*'grace_period'.*, got 'grace'"),
-        ({"kind.of": "1h"}, "priced: expected a setting with settings of its own, got 'kind.of'"),
+        ({"kind.of": "1h"}, "priced: expected the name of one setting, got 'kind.of'"),
     ):
         with pytest.raises(TopologyError, match=said):
             with_settings(market.priced, settings)

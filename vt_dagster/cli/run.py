@@ -229,7 +229,8 @@ def _warehouse_of(defs: dg.Definitions, prefix: str) -> str | None:
     key = warehouse_key(prefix)
     if key not in (defs.resources or {}):
         return None
-    with dg.build_resources({key: (defs.resources or {})[key]}) as resources:  # with the environment's
+    with dg.build_resources({key: (defs.resources or {})[key]}) as resources:
+        # Dagster has resolved environment variables in the path.
         return place_of(getattr(resources, key).path)
 
 
@@ -250,7 +251,7 @@ def load_locations(file: Path | None, module: str | None, variables: bool = Fals
     warnings.filterwarnings("ignore", "Parameter `execution_type` of function")
     try:
         return [*_locations(file, module, variables)]
-    except Exception as error:  # Dagster wraps that of a component
+    except Exception as error:  # Dagster wraps errors of components in its own
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, VtDagsterError | yaml.YAMLError):
             if isinstance(cause, ValidationError) and re.search(r"\.ya?ml:\d+`", str(cause)):
@@ -330,7 +331,7 @@ def _of_project(place: Path) -> Location:
         sys.path.insert(0, str(root))
     tree = dg.ComponentTree.for_project(folder)
     if Path(next(iter(tree.defs_module.__path__))).resolve() not in folder.parents:
-        whole = f"{tree.defs_module.__name__.partition('.')[0]}.definitions"  # as dg loads it
+        whole = f"{tree.defs_module.__name__.partition('.')[0]}.definitions"  # the module that dg loads
         if importlib.util.find_spec(whole) is not None:
             return _of_module(whole)
         defs = tree.build_defs()
@@ -353,7 +354,7 @@ def _is_project(folder: Path) -> bool:
 
 def _of_module(name: str, variables: bool = False) -> Location:
     try:
-        if name.startswith(".") or not name:  # a relative one
+        if name.startswith(".") or not name:  # import_module rejects relative names with other errors
             raise ModuleNotFoundError(name=name)
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

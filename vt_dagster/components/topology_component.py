@@ -75,7 +75,7 @@ from vt_dagster.topology.node import Source
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
-# Yaml models
+# Models of YAML entries
 
 
 def is_template(value: Any) -> bool:
@@ -377,7 +377,7 @@ def described(target: Any, name: str) -> str | None:
     return re.sub(r"\s+", " ", found.group(1)) if found else None
 
 
-# Yaml columns
+# Columns in YAML
 
 
 _TYPES: dict[str, type[T.DataType]] = {
@@ -474,7 +474,7 @@ def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
     return type(name, (pa.DataFrameModel,), members)
 
 
-# Yaml assets
+# Entries: streams, tables, joins and sensors
 
 
 _SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness", "log_retention")

@@ -52,7 +52,7 @@ from vt_dagster.storage.delta import require_writable
 from vt_dagster.testing import REFUSED, TopologyTestDriver, VersionedStore
 from vt_dagster.topology.model import Stream, VersionedTable
 
-# Side by side
+# Scenarios run together
 
 
 def side_by_side(

@@ -103,8 +103,8 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
     number = F.lit(None).cast("long")
     known = {str(p): str(v) for p, v in sorted(values.items()) if v is not None}
     if known:
-        # Two string literals: many literals or Column calls in a plan take longer than the query. The
-        # first str_to_map of a JVM takes seconds: its class looks at the title case of each letter.
+        # Two string literals: many literals or Column calls in a plan take longer than the query. Not
+        # str_to_map: its first use in a JVM takes seconds, to initialize a table of Unicode letters.
         names, numbers = (f"split('{','.join(some)}', ',')" for some in (known, known.values()))
         by_name = f"map_from_arrays({names}, {numbers})"
         number = F.expr(f"CAST(try_element_at({by_name}, CAST(`{PARTITION}` AS STRING)) AS BIGINT)")

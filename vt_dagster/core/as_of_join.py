@@ -42,7 +42,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import has_key, union
 from vt_dagster.topology.operators.stream_table_join import At
 
-# As of join
+# As-of join
 
 
 BUCKETS = 1 << 16
@@ -366,7 +366,7 @@ def _tile(moment: Column) -> Column:
     return F.call_function("shiftright", moment, F.col(_LEVEL))
 
 
-# System time join
+# System-time join
 
 
 KNOWN_AT = "_known_at"

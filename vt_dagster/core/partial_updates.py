@@ -426,7 +426,7 @@ class _Batch:
         changes = np.flatnonzero(ends.any(axis=1))
         late, begin, value, ends = late[changes], begin[changes], value[changes], ends[changes]
         for which, places in everything.back.within(begin, ends.max(axis=1, initial=0), late):
-            # Of a version, the last record that had arrived.
+            # A version may have several records: take the last one that arrived before the late record.
             last = np.append((which[1:] != which[:-1]) | (np.diff(self.begin[places]) > 0), True)
             which, places = which[last[: len(which)]], places[last[: len(which)]]
             source = np.empty((len(which), len(parts)), np.int64)
@@ -453,7 +453,7 @@ class _Batch:
                 equal = pc.and_(equal, pc.equal(left.view(bits), right.view(bits)))
             equal = equal.fill_null(False)
         except pa.ArrowNotImplementedError:
-            # Of lists, maps and structs.
+            # Arrow cannot compare lists, maps and structs.
             signed = "double" in str(kind) or "float" in str(kind)
             equal = pa.array(
                 [

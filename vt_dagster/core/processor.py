@@ -536,7 +536,7 @@ def earliest(*times: int | None) -> int | None:
     return min((time for time in times if time is not None), default=None)
 
 
-# Emit per run
+# emit="per_run"
 
 
 _EXACT = (
@@ -764,21 +764,26 @@ class Processor(ABC, Generic[O]):
     # -- state -----------------------------------------------------------------------------------
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        """Returns the state for its next run; None = no state.
+        """Returns the operator's state for the next run; None = no state.
 
         Args:
-            rows: its results. They are read again: persist them.
+            rows: the results of the run. They are read again: persist them.
         """
         return None
 
     def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
-        """Returns its state after these rows of its log are erased."""
+        """Returns the operator's state after rows of the result's log were erased.
+
+        Args:
+            state: the stored state.
+            erased: the erased rows.
+        """
         return state
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
-        """Returns the log rows that it has consumed and holds back.
+        """Returns the rows of the inputs' logs that the operator has consumed and still buffers.
 
         Args:
             logs: of each input that it consumes; ``state``: its stored state.

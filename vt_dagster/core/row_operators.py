@@ -39,7 +39,7 @@ from vt_dagster.topology.operators import (
     ToTable,
 )
 
-# Filter
+# filter
 
 
 pa: Any = pyarrow
@@ -173,7 +173,7 @@ def _plain() -> Callable[[Any], Any]:
     return plain
 
 
-# Map values
+# map_values
 
 
 class MapValuesProcessor(Processor[MapValues]):
@@ -206,7 +206,7 @@ class MapValuesProcessor(Processor[MapValues]):
         )
 
 
-# Flat map values
+# flat_map_values
 
 
 _MISSING, _ELEMENT = "_missing", "_element"
@@ -284,7 +284,7 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
         )
 
 
-# Select key
+# select_key
 
 
 class SelectKeyProcessor(Processor[SelectKey]):
@@ -306,7 +306,7 @@ class SelectKeyProcessor(Processor[SelectKey]):
         )
 
 
-# Merge
+# merge
 
 
 class MergeProcessor(Processor[Merge]):
@@ -330,7 +330,7 @@ class MergeProcessor(Processor[Merge]):
         return merged.withColumns({OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)})
 
 
-# To table
+# to_table
 
 
 class ToTableProcessor(Processor[ToTable]):
@@ -351,7 +351,7 @@ class ToTableProcessor(Processor[ToTable]):
         return made.withColumn(PARTITION, partition_of_key(self.node.key, self.node))
 
 
-# To stream
+# to_stream
 
 
 class ToStreamProcessor(Processor[ToStream]):

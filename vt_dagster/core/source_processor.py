@@ -67,7 +67,7 @@ class SourceCounts(RunCounts):
 
     @property
     def _carried(self) -> tuple[str, ...]:
-        # A carried version is no record.
+        # A row of a version that a record changes is in the log, but is no record of the source.
         return (Outcome.CARRIED,) if has_derived_rows(self.node) else ()
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:

@@ -329,7 +329,7 @@ def partition_of_key(key: Sequence[str], node: Stream) -> Column:
     return F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), F.lit(node.partitions)).cast("int")
 
 
-# Snapshot diff
+# Differences to a full snapshot
 
 
 _GIVEN, _HELD, _THERE = "_given", "_held", "_there"
@@ -390,7 +390,7 @@ def _same(name: str, kind: DataType) -> Column:
     return one.eqNullSafe(other)
 
 
-# Change feed
+# Delta's change data feed
 
 
 CHANGE = "_change_type"

@@ -249,7 +249,7 @@ def _col(side: str, column: str) -> Column:
     return F.col(f"`{side}_{column}`")
 
 
-# Stream join base
+# Stream time of the join
 
 
 SIDES = (LEFT, RIGHT)
@@ -317,7 +317,7 @@ def in_micros_at(value: Duration, partition: int) -> int:
     return length_at(value, partition) // timedelta(microseconds=1)
 
 
-# Stream stream join
+# Stream-stream join
 
 
 PHASE, RANK = "_phase", "_rank"
@@ -389,8 +389,8 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         own, let_go = times.watermarks.get(SIDES[place], {}), times.watermarks.get(OPEN, {})
         found: list[int] = []
         for p, now in times.stream_time.items():
-            # What a new record in time may match, what a late record may match, and what is still
-            # unmatched.
+            # Read back to the oldest record that a new record in time may match, that a late record may
+            # match, or that is still unmatched.
             found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
             if p in own:
                 found.append(own[p] - in_micros_at(operator.reach, p))
@@ -409,8 +409,8 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
             slim: omits keys and values.
         """
         new = reduce(union, [self.side_rows(r, i, slim) for i, r in enumerate(rows)])
-        # They are merged by the largest time so far of their own log: no earlier record has a larger
-        # time.
+        # Records of the two logs are merged by the largest time so far in their own log (``ARRIVAL``),
+        # which is therefore also the largest time of all earlier records.
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
         if context.none_late:
             return with_columns(new, {name: no_time() for name in _TIMES})
@@ -536,7 +536,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
             place: the position of the side: 0 = left, 1 = right.
             new: the run's records of both sides.
         """
-        # One way for both kinds: two filters of these rows would compute the anti-join twice.
+        # One plan for emitted and waiting records: two filters would compute the anti-join twice.
         timed = self.with_emission(rows, records, self.unmatched_end(place), new)
         return self.emitted_and_waiting(
             self.with_unmatched_outcome(timed, place, context), F.col(ONCE), place
@@ -568,7 +568,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         Args:
             rows, records, new: see ``unmatched_rows``.
         """
-        # Backwards in time, the next record is the last one so far.
+        # In descending order of time, the next record is a running maximum of the negated times.
         nothing = {c: F.lit(0) for c in (INPUT, HOME, SEQUENCE)}
         emitting = new.where(F.col(VALID) & (F.col(AT) == F.col(NOW)))
         times = emitting.select(PARTITION, (-F.col(AT)).alias(ARRIVAL)).withColumns(
@@ -716,7 +716,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         return state.where(F.col(SIDE) == place).drop(SIDE).withColumnRenamed(FROM, OFFSET)
 
 
-# Corrected stream join
+# Corrected stream-stream join
 
 
 _NEVER = 1 << 62

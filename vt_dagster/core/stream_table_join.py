@@ -154,7 +154,7 @@ _WAITED = -1
 _PLACE = (EMITTED_AT, AT_ONCE)
 
 
-# Stream table join
+# Stream-table join
 
 
 MATCHED = "_matched"
@@ -504,7 +504,7 @@ def _current(
     return found.withColumn(FOUND, F.col(_ROW).isNotNull())
 
 
-# Affected times
+# Intervals that a table record corrects
 
 
 FROM, TO, UNTIL, EDGE, BY, ANSWER = "_from", "_to", "_until", "_edge", "_by", "_answer"
@@ -581,7 +581,7 @@ def _answer_of(operator: CorrectedJoin) -> Column:
     return F.when(~F.col(IS_TOMBSTONE), every)
 
 
-# Affected matches
+# Matches that change in a join that looks ahead
 
 
 _TILE, _AT_MICROS, _LIMIT, _WHOLE = "_tile", "_at", "_limit", "_whole"
@@ -742,7 +742,7 @@ def _too_late_by(nearest: bool) -> Column:
     )
 
 
-# Rows of joins
+# Helpers on result rows
 
 
 def with_row_of_key(
@@ -1185,7 +1185,7 @@ def no_time() -> Column:
     return F.lit(None).cast("long")
 
 
-# Feature join
+# Join with many feature views
 
 
 _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"

@@ -70,7 +70,7 @@ from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import longest
 from vt_dagster.topology.operators import Limit, Suppress, UntilTimeLimit, UntilWindowCloses
 
-# Suppress emit early
+# Full buffer: emit early
 
 
 pa: Any = pyarrow
@@ -104,12 +104,15 @@ def emit_early(
         rows: updates and waiting rows, ``kept columns, partition, ORDER, _fresh, _at, _stream_time``;
             times are epoch microseconds. ``_fresh`` false: a waiting row, ``_at`` its place; true: an
             update, ``_at`` its timestamp, ``_stream_time`` T just before it.
+        kept: the columns of a row to return.
         turn: the key columns, in the order in which keys of one place are emitted.
+        period: the time limit, microseconds; ``size``: the size of an update, bytes.
         max_records, max_bytes: null = no limit.
 
     Returns:
-        ``kept columns, _released, _place, _rank, _nth`` of each emitted update, and of the last one of
-        each key that waits at the end. Their order is ``_rank, _nth``: T, and a number.
+        ``kept columns``, ``_released`` (true for an emitted update; false for one that still waits at
+        the end), ``_place``, ``_rank`` (T when the update is emitted) and ``_nth`` (ascending within a
+        partition). ``_rank, _nth`` is the order of the results.
 
     Source: FORMAT 4.11.1-4.11.3; kip328-keys-late, kip328-probe-keys-order-of-eviction.
     """
@@ -223,7 +226,7 @@ def _emit_batches(batches: Iterator[Any], kept: Sequence[str]) -> Iterator[Any]:
         carried = rows.take(pa.array(buffer.carry(), pa.int64()))
 
 
-# Suppress periods
+# Time limit: periods of a key
 
 
 LATE = "_late"
@@ -323,7 +326,7 @@ def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
         yield from result.to_batches()
 
 
-# Suppress
+# Processor
 
 
 _NEXT = "_next"

@@ -63,7 +63,7 @@ from vt_dagster.topology.model import Table, VersionedTable
 from vt_dagster.topology.operators import ForeignKeyJoin, JoinKind, TableTableJoin
 from vt_dagster.topology.version_rules import new_version_on_of
 
-# Table table join
+# Table-table join
 
 
 _LEFT_STATE, _RIGHT_STATE, _OLD_STATE = "_left_state", "_right_state", "_old_state"
@@ -287,7 +287,7 @@ def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> 
     return union(results, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
 
 
-# Foreign key join
+# Foreign-key join
 
 
 _NEW, _OLD, _STATE = "_new_state", "_old_state", "_state"
@@ -391,7 +391,7 @@ def _while_both_last(operator: ForeignKeyJoin, left: TableInput, right: TableInp
         of_old = _with_foreign_key(keyed, left, OLD, foreign_key, _OLD_KEY, left.existed())
         keyed = of_old.drop(OLD)
         wanted = F.coalesce(_NEW_KEY, _OLD_KEY)  # see `_after_left`
-        # Whether it is the new key: only whether they are equal counts.
+        # The plan needs only whether the old key equals the new one, so it does not carry its value.
         same = F.coalesce(F.col(_NEW_KEY) == F.col(_OLD_KEY), F.lit(False))
         shown[_OLD_KEY] = F.when(F.col(_OLD_KEY).isNotNull(), same)
     rows = keyed.select(
@@ -403,7 +403,7 @@ def _while_both_last(operator: ForeignKeyJoin, left: TableInput, right: TableInp
         dropped = right.changes.where(~right.taken())
         rows = union(rows, dropped.select(TIMESTAMP, PARTITION, *ORDER, F.lit(False).alias(TAKEN)))
     rows = repartitioned(rows, key)  # before a row has its place twice
-    # Not a frame of all following rows, which Spark would compute anew for each row.
+    # lead, not a frame of all following rows, which Spark would compute again for each row.
     place = f"PARTITION BY {', '.join(key)} ORDER BY {', '.join(ORDER)}"
     rows = rows.withColumn(_END, F.when(F.col(TAKEN), moment)).withColumns(
         {_MOMENT: moment, _END: F.expr(f"lead({_END}) IGNORE NULLS OVER ({place})")}
@@ -652,7 +652,7 @@ def _left_row(left: TableInput, state: str) -> Column:
     )
 
 
-# History join
+# Join of histories
 
 
 _AT, _RANK, _HISTORY_STATE, _CHANGE, _SIDES = "_at", "_rank", "state", "change", (LEFT, RIGHT)

@@ -45,7 +45,7 @@ from vt_dagster.core.source_records import START
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed, passed_in_one_task
 from vt_dagster.topology.version_rules import VersionRules, expired
 
-# New version on
+# new_version_on
 
 
 _PEER, _LAST, _FIRST, _VERSION, _ROW = "_peer", "_last", "_first", "_of_version", "row"

@@ -93,7 +93,7 @@ from vt_dagster.topology.windows import (
     Window,
 )
 
-# Fixed windows
+# Tumbling and hopping windows
 
 
 def assign_windows(
@@ -163,7 +163,8 @@ def calendar_bounds(calendar: Calendar) -> tuple[Column, Column]:
         first, step = (F.trunc(today, "week"), 7) if size == "1 week" else (today, 1)
         near = [F.date_add(first, n * step) for n in range(-1, 3)]
     midnights = [F.timestamp_micros(F.unix_date(one).cast("long") * DAY) for one in near]
-    # A midnight that occurs twice is the first one; one that the clock skips moves on by as much.
+    # Of a midnight that occurs twice Spark returns the first instant; a midnight that the clock skips
+    # it moves forward by the length of the gap.
     found = [F.unix_micros(F.to_utc_timestamp(one, zone)) for one in midnights]
     # By instants, not by local dates: a clock that is put back over midnight repeats the day before.
     start = F.greatest(*[F.when(one <= at, one) for one in found])
@@ -707,7 +708,7 @@ def in_ticks(time: Column) -> Column:
     return time - F.pmod(time, F.lit(TICK))
 
 
-# Windowed aggregate
+# Processor
 
 
 _OPEN, _MARK = "_open", "_mark"
@@ -727,7 +728,7 @@ class WindowedAggregateTime(TimePolicy):
         rows = self.processor.regrouped(self.processor.in_order(inputs)[0])
         moves = moves_stream_time(key, window)
         if isinstance(window, (SessionWindow, SlidingWindow)):
-            # Up to there, every window that the record may change is open.
+            # Until stream time reaches this time, all windows that the record may change are open.
             unsure = F.try_add(in_ticks(F.unix_micros(TIMESTAMP)), micros(window.grace))
             return Timed(rows, moves, F.when(moves, unsure))
         if isinstance(window, TumblingWindow):
@@ -739,7 +740,8 @@ class WindowedAggregateTime(TimePolicy):
     def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
         window, timed = self.processor.operator.window, self.rows(inputs)
         if isinstance(window, (SessionWindow, SlidingWindow)):
-            # Which windows are closed depends on those that there are, so no chunk is decided here.
+            # Which of these windows exist, and thus close, depends on the exact order of all records:
+            # bounds decide no chunk.
             return exact_chunks(bounds)
         rows = assign_windows(timed.rows, self.processor.grouping, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_END))
@@ -880,7 +882,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         fresh = [*key, PARTITION, *place_in(records), TIMESTAMP, *about, *own]
         before, bounds = context.stream_time, context.bounds
         chunk = self.chunk if bounds is None else self.fine_chunk
-        # Up to there an earlier, shorter grace period had closed windows.
+        # Windows that closed under an earlier, shorter grace period remain closed.
         closed = context.watermarks.get(CLOSED_UP_TO)
         if isinstance(window, (TumblingWindow, HoppingWindow)):
             rows_of_windows = assign_windows(records.select(*fresh), key, window)
@@ -963,7 +965,7 @@ def _tumbling_or_hopping(
     else:
         in_order = W.partitionBy(*group).orderBy(*in_order_of(rows))
         so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
-        # Sums in order of arrival: so sums of doubles do not depend on how runs are cut.
+        # Sums in order of arrival: so sums of doubles do not depend on the split into runs.
         merged = {c: column.over(so_far) for c, column in merged.items()}
         last = F.lead(F.lit(1)).over(in_order).isNull()
     rows = with_columns(
@@ -975,8 +977,9 @@ def _tumbling_or_hopping(
         .when(F.col(_OPEN), Outcome.APPLIED)
         .otherwise(Outcome.DROPPED)
     )
-    # By the windows of the record, so that a result's place follows from it (``number_in_place``).
-    # The one row of a window does not know its last record.
+    # In hopping windows the turn is the window's number among those of its record, from which
+    # ``number_in_place`` computes the offset. A window with one result per run (``per_run``) has no
+    # single record, so its turn is its start.
     turn = F.unix_micros(WINDOW_START)
     many = windows_of_record(window) if isinstance(window, HoppingWindow) and not once else None
     if many is not None and isinstance(window, HoppingWindow):

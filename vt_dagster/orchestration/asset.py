@@ -414,7 +414,7 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
     else:
         taken = [one for one in (arrival.source, arrival.start) if one is not None and not one.empty]
         columns = delivered(arrival.node)
-        # A source also has the columns of conditions: they are read, and no part of the table.
+        # Conditions such as deleted_when may read columns that the table does not have.
         columns = StructType([*columns.fields, *columns_of_expressions(arrival.node)])
         for line in (line for one in taken for line in one.describe(columns)):
             tell = log.warning if line.startswith("!") else log.info
@@ -427,7 +427,7 @@ def columns_of_expressions(node: Stream) -> list[StructField]:
     texts = [text for one in typed if isinstance(text := getattr(node, one.name), str)]
     names = set[str]()
     for text in texts:
-        known = {token.value for token in tokens(text) if token.is_name}  # in lower case
+        known = {token.value for token in tokens(text) if token.is_name}  # tokens are in lower case
         names |= {word for word in re.findall(r"\w+", text) if word.lower() in known}
     return [StructField(name, StringType()) for name in sorted(names)]
 

@@ -29,7 +29,7 @@ from vt_dagster.topology.model import (
     VersionedTableOptions,
 )
 
-# Dataframe inputs
+# DataFrames as inputs
 
 
 TAKE_AGAIN = "vt_dagster/take_again"
@@ -306,7 +306,7 @@ def _of_asset(
             )
         return [_delivery(context, node, source, last, value)]
     partitions = list(context.asset_partition_keys_for_input(_UPSTREAM))
-    if not partitions:  # as for the first day of an asset that reads the day before
+    if not partitions:  # e.g. the first day of an asset that reads the day before
         return []
     if len(partitions) != 1 and not isinstance(value, dict):
         raise SourceError(
@@ -331,7 +331,7 @@ def _delivery(
     value: Any,
 ) -> Delivery:
     def replaced_by() -> set[str]:
-        # By place in the event storage: the clocks of two machines may differ.
+        # By id in the event storage, not by time: the clocks of two machines may differ.
         wanted = _wanted(source, last.partition_key, after_storage_id=last.storage_id)
         return {*map(_version_of, context.instance.fetch_materializations(wanted, limit=1_000).records)}
 

@@ -68,7 +68,7 @@ from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream, topological
 from vt_dagster.topology.operators import Operator
 
-# Operator ops
+# Ops of an operator
 
 
 OP_MEMORY = "vt_dagster_op_memory"

@@ -161,7 +161,7 @@ def build_sensor(
                 news = News({}, "the snapshot to start with")
         except RecordsGoneError:
             raise
-        except StoreUnavailableError as error:  # of the warehouse
+        except StoreUnavailableError as error:  # the warehouse's store, not the source
             return dg.SkipReason(str(error))
         except (SourceError, OSError) as error:
             return dg.SkipReason(f"cannot look at {source.describe()}: {error}")
@@ -169,7 +169,7 @@ def build_sensor(
             return dg.SkipReason(str(error))
         batch = 0 if commit is None else commit.batch
         seen = _Cursor.read(context.cursor, batch, news.config is not None)
-        context.update_cursor(seen.text)  # so that a table that goes back from here is noticed
+        context.update_cursor(seen.text)  # a smaller batch in a later tick shows a restored table
         if news.config is None:
             held = f"; {news.description}" if news.description else ""
             consumed = f"{0 if commit is None else commit.totals.get('in', 0)} records consumed"
@@ -195,7 +195,7 @@ def build_sensor(
         chosen = _assets_of_run(context, node, made)
         request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
         while _consumed_before(context, node, batch, request):
-            # The cursor did not see it, as when it was lost: Dagster would ignore the request.
+            # A lost cursor starts again at epoch 0: Dagster would ignore a run key that it has seen.
             seen = seen.model_copy(update={"epoch": seen.epoch + 1})
             context.update_cursor(seen.text)
             request = _request(node, f"{seen.epoch}:{batch}", news, tags, chosen)
@@ -306,7 +306,7 @@ def _consumed_before(
     made = None if event is None else event.asset_materialization
     if made is not None:
         return (reported_batch(made) or 0) > batch
-    # The materializations were wiped too. Or the run was of other assets: then it has not this step.
+    # No event: the materializations were wiped, or the run was of other assets and has no such step.
     return bool(step_events(context, node, run_id, dg.DagsterEventType.STEP_SUCCESS))
 
 
@@ -468,7 +468,7 @@ def build_partition_sensor(
         wrong = {partition: why for partition, why in wrong.items() if partition in there}
         wrong = known.only_there(context.instance, wrong)
         _warn_of_partitions(context, key.to_user_string(), reads.name, wrong)
-        # The run key is the same while the reason is.
+        # Dagster ignores a repeated run key: one request per partition and reason.
         requests = [
             dg.RunRequest(f"{named}:{one}:{why.why}:{why.by}", partition_key=one, tags={_WHY: why.why})
             for one, why in sorted(wrong.items())
@@ -525,8 +525,9 @@ def _require_reader(
         got = [dict(metadata[one]) for one in found] or "no such input"
         raise TopologyError(
             f"{named}: expected an input that reads {path} as of a time, without {AS_KNOWN_AT}, "
-            f'got {got}; give it dagster.AssetIn(metadata={{"{AS_OF}": "partition_end"}}). A read '
-            "as known at a time never changes, and a read as of now always does"
+            f'got {got}; give it dagster.AssetIn(metadata={{"{AS_OF}": "partition_end"}}). Only '
+            "such a read can become stale: a read as known at a time never changes, and a read of the "
+            "current rows changes with each run"
         )
     until_end = [one for one in wanted if metadata[one][AS_OF] == PARTITION_END]
     if until_end and not _of_time(report.partitions_def):

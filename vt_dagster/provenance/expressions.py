@@ -57,7 +57,7 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
     try:
         found = duckdb.from_arrow(rows).project(sql.replace("`", '"')).to_arrow_table().column(0)
         cases = pa.types.is_string(found.type) and _CASES.search(sql) is not None
-        # In other alphabets, the two have other capital letters.
+        # DuckDB and Spark change the case of non-ASCII letters differently.
         return None if cases and not all(v.isascii() for v in found.to_pylist() if v) else found
     except duckdb.Error:  # a function or syntax that DuckDB lacks, or values that it refuses
         return None
@@ -66,7 +66,7 @@ def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
 def _means_the_same(sql: str, columns: Sequence[str]) -> bool:
     """Returns whether an expression has one meaning in Spark and DuckDB. Most functions have not:
     DuckDB rounds in casts to integers, counts the days of a week from 0, and skips nulls in concat."""
-    if '"' in sql or "\\" in sql:  # a text of Spark, a name of DuckDB
+    if '"' in sql or "\\" in sql:  # a text in Spark, a name in DuckDB
         return False
     known = {*_SAME, *(c.lower() for c in columns)}
 

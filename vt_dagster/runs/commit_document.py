@@ -98,7 +98,7 @@ def places_of(arrival: Arrival, plan: RunPlan, passed: GateResult) -> InPlace | 
     """Returns the input offsets, if results keep the order and offsets of their records; else None."""
     source, taken = arrival.source, None
     if source is not None:
-        # Rows of a snapshot, and others that no record or several have, have no offset of their own.
+        # Rows of a snapshot, and rows derived from records, have no source offset of their own.
         own = arrival.start is None and not passed.counts.get(Outcome.CARRIED)
         own = own and plan.order.by in ((ARRIVAL,), (ARRIVAL, PROPAGATED_FROM))
         taken = source.places if own else None
@@ -141,7 +141,7 @@ def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
     if before.recorded_at - now <= AHEAD:
         return known
     start = now
-    if known and known[-1][1] >= before.recorded_at:  # same clock: extend its last span
+    if known and known[-1][1] >= before.recorded_at:  # still the same clock: extend its span
         start, known = min(known[-1][0], now), known[:-1]
     return [*known, (start, recorded_at)][-_SPANS:]
 
@@ -198,10 +198,10 @@ def document(
     # A topic lists all its partitions and may have fewer than before: do not merge old ones.
     if not more.get("topics"):
         inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
-    # A topic, or a Delta table, that the asset was read from before may come back.
+    # Keep the ids of earlier topics and Delta tables: the source may return to one of them.
     more["topics"] = {**before.topics, **more.get("topics", {})}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
-    # Counts that a run leaves out where they are zero, or since the option they come from was removed.
+    # A run omits these counts if they are zero or their option was removed; their totals remain.
     rare = (Outcome.CARRIED, Outcome.NOTHING_NEW, Outcome.COVERED, *REFUSED, "erased")
     totals |= {k: before.totals[k] for k in rare if k in before.totals and k not in counts}
     if Outcome.WAITING in counts:

@@ -88,7 +88,7 @@ from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.durations import epoch_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
-# Erase plan
+# What to erase
 
 
 KEPT = (
@@ -211,8 +211,8 @@ def _has_word(text: Column, value: Any, kind: DataType) -> Column:
 
 
 def _numbers_of(value: date) -> list[int | Decimal]:
-    """Returns the numbers as which sources write a time or a date: in each unit since 1970; of a date,
-    the days and its digits."""
+    """Returns the numbers by which sources write a time or a date: a time since 1970 in each unit; a
+    date as days since 1970, and as its digits (``20240105``)."""
     if not isinstance(value, datetime):
         return [(value - date(1970, 1, 1)).days, int(value.strftime("%Y%m%d"))]
     found = [Decimal(epoch_micros(value)).scaleb(digits) for digits in (-6, -3, 0, 3)]
@@ -220,11 +220,12 @@ def _numbers_of(value: date) -> list[int | Decimal]:
 
 
 _FEWEST = 100_000
-"""A smaller number is rather a number than a time: that of seconds of the first day of 1970."""
+"""Smaller numbers are not searched for as times: in seconds they are times on 1 January 1970."""
 
 
 def _has_number(text: Column, value: int | Decimal) -> Column:
-    # As many digits after the point as fit: neither number is rounded to the other.
+    # The type has as many digits after the point as possible, so that no number is rounded to equal
+    # another one.
     whole = max(Decimal(value).adjusted() + 1, 1)
     return _has_value(text, _NUMBER, value, DecimalType(38, max(38 - whole, 0)))
 
@@ -401,7 +402,7 @@ def exported(plan: Sequence[KeyColumns], path: str) -> KeyColumns:
     )
 
 
-# Erase certificate
+# Certificate
 
 
 FOLDER = "erased.certificates"
@@ -580,7 +581,7 @@ def _is_text(kind: DataType) -> bool:
     return isinstance(kind, StringType | CharType | VarcharType)
 
 
-# Erased validity
+# Validity of erased versions
 
 
 SPANS, ERASURES = 16, 64
@@ -643,7 +644,7 @@ def _bounded(some: list[Erasure], commit: Commit) -> list[Erasure]:
     return some
 
 
-# Erase residuals
+# Copies that no erase reaches
 
 
 _NAMED = 20

@@ -368,7 +368,7 @@ def invariants_of_log(node: Stream) -> dict[str, dict[str, Any]]:
     return found
 
 
-# Pandera checks
+# pandera checks
 
 
 @dataclass(frozen=True)
@@ -439,7 +439,7 @@ def rule_of(name: str, check: Callable[[Any], Any], columns: Sequence[str]) -> R
         shaped = bool(check(empty)) and not bool(check(full))
     except Exception:
         return None
-    # With another filter where the first one finds rows, these rows may pass.
+    # A check may apply a second filter if the first one finds rows: then one filter does not decide.
     if not shaped or len(empty.conditions) != 1 or len(full.conditions) != 1:
         return None
     condition = empty.conditions[0]
@@ -770,7 +770,7 @@ def gate(
     rules, probes = contract_of(node)
     rules += invariants_before_commit(node, plan, rows.columns, stream_time)
     applied = F.col(OUTCOME) == Outcome.APPLIED
-    # A duplicate is a record: whether the next one is a duplicate depends on its time too.
+    # Duplicates advance stream time too: whether the next record is a duplicate depends on it.
     moving = (Outcome.APPLIED, Outcome.DUPLICATE)
     tallies, smallest = plan.counts.tallies(rows.columns), plan.counts.smallest
     wanted: dict[str, Column] = {

@@ -520,8 +520,10 @@ def from_source(
 
 
 def snapshot_to_load(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole | None:
-    """Returns the initial snapshot of a table, if this run has to read it: the run that reaches the end
-    of the changes that existed at the first run. None = another run reads it, or it does not exist.
+    """Returns the initial snapshot of a table, if this run has to read it; else None.
+
+    The run that reaches the end of the changes that existed at the first run reads it. None = an
+    earlier or a later run reads it, or it does not exist.
 
     Args:
         commit: the table's last commit.

@@ -31,7 +31,7 @@ from vt_dagster.storage.commit_log import Commit, Step
 from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import VersionedTable
 
-# Record times
+# System times of records
 
 
 _MOST = 1_000
@@ -130,7 +130,7 @@ def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:
     return [step for at, step in steps.items() if at < end]
 
 
-# Advance stream time
+# Stream time
 
 
 def advance_stream_time(
@@ -201,7 +201,7 @@ def bounds_of(
     return framed(bounds.only(policy.undecided_chunks(inputs, bounds).collect()))
 
 
-# System time history
+# History of a table by system time
 
 
 @dataclass

@@ -262,7 +262,7 @@ def tiles_of(
     return tiles(spark.createDataFrame(levels.toArrow()))
 
 
-# Udf determinism
+# Determinism of user-defined functions
 
 
 _REFUSED = "AGGREGATE_FUNCTION_WITH_NONDETERMINISTIC_EXPRESSION"

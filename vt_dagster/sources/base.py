@@ -63,7 +63,7 @@ def all_by_name(value: Callable[[str], Column], got: StructType, wanted: StructT
     ]
 
 
-# Base
+# Protocols
 
 
 End: TypeAlias = dict[str, Offsets] | str
@@ -230,8 +230,8 @@ def require_source_recorded_at(
 
 
 class Uncounted:
-    """The input of one run without offsets, system times and further counts; the class of a source that
-    has some replaces them."""
+    """Defaults for the input of one run: no offsets, no system times, no further counts. A source that
+    provides one of these overrides it."""
 
     places: Mapping[int, tuple[int, int]] | None = None
 

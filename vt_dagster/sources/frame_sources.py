@@ -38,7 +38,7 @@ from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
 from vt_dagster.topology.schema import differences
 
-# Local frames
+# DataFrames in this process
 
 
 pc: Any = pyarrow.compute  # has no types
@@ -348,7 +348,7 @@ def _rounds(before: pa.Array, after: pa.Array) -> bool:
     return pc.any(pc.and_(changed, none)).as_py() is True
 
 
-# Frame conversion
+# Conversion to Spark
 
 
 _WHOLE = ("tinyint", "smallint", "int", "bigint")

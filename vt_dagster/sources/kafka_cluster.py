@@ -261,7 +261,8 @@ class KafkaCluster:
         """Returns the settings by which librdkafka authenticates."""
         if self.token_provider is not None:
             provider = self.token_provider
-            # The first one now: the client only says that it got none, and waits ten seconds for it.
+            # Get the first token here, for a clear error: the client would wait ten seconds, and then
+            # only report that it got no token.
             tokens = [token_of(provider)]
             return {"oauth_cb": lambda _: tokens.pop() if tokens else token_of(provider)}
         name, secret = setting(self.username, "username"), setting(self.password, "password")

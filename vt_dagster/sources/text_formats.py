@@ -60,7 +60,7 @@ from vt_dagster.spark.settings import in_one_task
 from vt_dagster.storage import delta
 from vt_dagster.topology.schema import earlier_names
 
-# Text options
+# Options
 
 
 Kind = Literal["jsonl", "csv", "parquet", "message"]
@@ -328,7 +328,7 @@ def encoding_of(options: Mapping[str, str]) -> str:
     return options.get("encoding", UTF_8)
 
 
-# Text lines
+# Lines
 
 
 FILE, UNDECODED, WITHIN = "_file", "_undecoded", "_within"
@@ -597,7 +597,7 @@ def running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:
     return counts.withColumn(START, F.coalesce(F.sum(START).over(before), F.lit(0)))
 
 
-# Json text
+# JSON
 
 
 MANY_BYTES = 1 << 22
@@ -1197,7 +1197,7 @@ def hint_of(texts: Sequence[str], schema: StructType, source: object) -> str:
     )
 
 
-# Csv text
+# CSV
 
 
 _OF_LINES = {"header", "comment", *LINE_OPTIONS}

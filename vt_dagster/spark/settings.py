@@ -113,7 +113,7 @@ SETTINGS = {
 }
 
 _LOOK_UP = {
-    # Many rows are scanned, and met by few keys, which each task gets as a hash table.
+    # For scans of many rows that are joined with few broadcast keys: generated code pays off.
     "spark.sql.codegen.wholeStage": "true",
     "spark.sql.codegen.factoryMode": "FALLBACK",
     "spark.sql.optimizer.disableHints": "false",

@@ -1,4 +1,4 @@
-"""Logs and views on Delta Lake, reads of them, exports' tables, maintenance. No Dagster.
+"""Logs and views on Delta Lake: writes, reads, exported tables and maintenance. No Dagster.
 
 An asset's directory under the warehouse:
 

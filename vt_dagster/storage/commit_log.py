@@ -131,7 +131,7 @@ class Shape(BaseModel):
 
 
 class Truncation(BaseModel):
-    """The truncation of a log by ``log_retention``: all batches up to one are removed."""
+    """The truncation of a log by ``log_retention``: all batches up to ``batch`` are removed."""
 
     batch: int
     """The last removed batch; ``recorded_at``, ``next_offset``, ``stream_time`` are of its commit."""

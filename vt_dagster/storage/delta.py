@@ -127,7 +127,7 @@ def gone_before_commit(name: str, path: str) -> ConcurrentRunError:
     )
 
 
-# Delta
+# Tables and commits
 
 
 MARK = "vt_dagster"

@@ -249,10 +249,13 @@ def write(
 
 
 def stage(rows: DataFrame, path: str, folder: str, asset: str, parted: bool = False) -> list[AddAction]:
-    """Writes rows to a folder below a table's directory, whose files belong to no table yet.
+    """Writes rows as files that no commit names yet, and returns the actions that add them.
+
+    Args:
+        folder: below the table's directory.
 
     Raises:
-        StorageError: this process does not see the folder.
+        StorageError: Spark has written the folder to a file system that this process does not see.
     """
     _write_files(rows, posixpath.join(path, folder), parted)
     require_seen(posixpath.join(path, folder), asset)

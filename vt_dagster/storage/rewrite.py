@@ -42,7 +42,7 @@ EraseMode = Literal["remove", "empty"]
 """What an erase does with rows that have the key: ``remove``, or ``empty``: make them tombstones."""
 HIT, OLD_HIT, _FILE = "_hit", "_old_hit", "_file"
 
-# Several steps
+# Rewrites in several steps
 
 
 class Intent(BaseModel):
@@ -103,7 +103,7 @@ def exchange(fs: Any, live: str, new: str, old: str) -> None:
     fs.mv(new, live, recursive=True)
 
 
-# One commit
+# Rewrites in one commit
 
 
 def replace(

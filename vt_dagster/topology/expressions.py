@@ -53,7 +53,7 @@ from vt_dagster.topology.options import OPTIONS
 from vt_dagster.topology.schema import check_sql_name, is_sql_name
 from vt_dagster.topology.specification import ColumnSpec, Token, tokens
 
-# Deterministic sql
+# Refusal of nondeterministic SQL
 
 
 _RANDOM = "returns another value at each evaluation"

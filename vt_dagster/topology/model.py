@@ -852,8 +852,8 @@ class VersionedTable(Table, kind="versioned_table"):
             largest value wins, whatever the order of arrival; the others are refused and counted as
             ``lost_tie``. Null is smaller than any value; among equal values the last arrival wins. Text
             compares by characters: use a number column. None: the last arrival wins, as in Kafka
-            Streams. With partial updates it decides for each column. A change applies to later
-            arrivals only. Only for a table with a source.
+            Streams. With partial updates it decides for each column. Another ``tie_break`` applies
+            to later arrivals only. Only for a table with a source.
         valid_until: value column (TIMESTAMP) with the latest end of a version, exclusive; null: the
             version ends with the next one. It creates no tombstone: a version that starts before this
             end and arrived later has its own end. A lookup after the end finds nothing.
@@ -1025,7 +1025,8 @@ def _set(asset: str, owner: Any, name: str, text: str) -> Any:
     if rest:
         if not is_dataclass(value):
             raise TopologyError(
-                f"{asset}: expected a setting with settings of its own, got {name!r} of {value!r}"
+                f"{asset}: expected the name of one setting, got {name!r}: the value of {first}, "
+                f"{value!r}, has no settings; correct it"
             )
         return replace(owner, **{first: _set(asset, value, rest, text)})
     return replace(owner, **{first: _value(value, text)})

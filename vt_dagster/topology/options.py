@@ -178,14 +178,14 @@ def _fits(value: Any, hint: Any) -> bool:
             and all(map(_fits, value, parts))
         )
     if kind in (tuple, Sequence):
-        # A list will do for a tuple, which declarations make of it.
+        # Lists are accepted for tuples: declarations convert them.
         return _holds(value, Sequence, parts[0]) and not isinstance(value, str | bytes)
     if kind in (dict, Mapping):
         return _holds(value, Mapping, parts[0]) and all(_fits(v, parts[1]) for v in value.values())
     if hint in (int, float):
         return isinstance(value, int | hint) and not isinstance(value, bool)
     if getattr(hint, "_is_protocol", False):
-        # Without a look at the values: a property of a resource starts Spark.
+        # getattr_static evaluates no property: that of a resource would start Spark.
         members = (member for member in vars(hint) if not member.startswith("_"))
         return all(getattr_static(value, member, None) is not None for member in members)
     return callable(value) if kind is Callable else isinstance(value, kind or hint)
@@ -252,7 +252,7 @@ def _in_words(hint: Any) -> str:
 
 
 class Sql(NamedTuple):
-    """The SQL expression that a text in an option is.
+    """How the text of an option is read as a SQL expression.
 
     Args:
         what: the expected expression, in words.
@@ -287,7 +287,7 @@ class Option:
         text: formats the value for metadata.
         in_commit: whether commits keep it (a field of ``Shape``), for readers without definitions.
         outcomes: outcomes of records that only a table with the option has, by name; see ``rules``.
-        sql: the SQL expression that a text is; None: a text is no expression.
+        sql: how a text is read as SQL; None: a text is not SQL.
         not_of_results: why the result of an operator cannot have it; empty: it can.
         not_of_states: why a node with a source of snapshots cannot have it; empty: it can.
         excludes: options that cannot be set beside it, each with the reason.

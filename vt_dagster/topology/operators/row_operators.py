@@ -44,7 +44,7 @@ from vt_dagster.topology.specification import (
 from vt_dagster.topology.version_rules import new_version_on_of, valid_until_of
 from vt_dagster.topology.windows import Window
 
-# Row by row
+# Base
 
 
 class RowByRow(OneInput, ABC):
@@ -102,7 +102,7 @@ class RowByRow(OneInput, ABC):
             )
 
 
-# Filter
+# filter
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Filter(RowByRow):
         return f"{self.source.name} where {'not ' if self.negate else ''}{self.predicate}."
 
 
-# Map values
+# map_values
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class MapValues(RowByRow):
         return f"{self.source.name} with the values {', '.join(self.select)}."
 
 
-# Flat map values
+# flat_map_values
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class FlatMapValues(OneInput):
         return f"One record per element of {self.expression} in each record of {self.source.name}."
 
 
-# Select key
+# select_key
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class SelectKey(OneInput):
         return f"The records of {self.source.name} keyed by {', '.join(self.group_key)}."
 
 
-# Merge
+# merge
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def _shown(types: dict[str, DataType]) -> dict[str, str]:
     return {name: kind.simpleString() for name, kind in types.items()}
 
 
-# To table
+# to_table
 
 
 @dataclass(frozen=True)
@@ -489,7 +489,7 @@ class ToTable(OneInput):
         return f"The records of {self.source.name} as changes of a table."
 
 
-# To stream
+# to_stream
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from vt_dagster.topology.durations import Duration, check_duration, longest, pai
 from vt_dagster.topology.operators.base import Join, check_keys, check_kind, make_stream, make_table
 from vt_dagster.topology.specification import CorrectedStreamJoinSpec, StreamStreamJoinSpec
 
-# Stream stream join
+# Stream-stream join
 
 
 _NOTHING = timedelta(0)
@@ -144,7 +144,7 @@ def _size(value: Any) -> Any:
     return value
 
 
-# Corrected stream join
+# Corrected stream-stream join
 
 
 _NAMES = {PARTITION: (LEFT_PARTITION, RIGHT_PARTITION), OFFSET: (LEFT_OFFSET, RIGHT_OFFSET)}

@@ -32,7 +32,7 @@ from vt_dagster.topology.operators.base import Join, check_keys, check_kind, mak
 from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.specification import CorrectedJoinSpec, StreamTableJoinSpec
 
-# Stream table join
+# Stream-table join
 
 
 AsKnown: TypeAlias = Literal["now", "when_recorded"] | timedelta
@@ -80,10 +80,10 @@ class StreamTableJoin(Join):
             stream time and history retention of that system time. In a log from before ``recorded_at``
             existed, a table row counts as known from the start, and a stream record as recorded at its
             timestamp.
-        max_age: of a versioned table: a version that starts longer before the record than this does
-            not match (exactly this long before does), and with ``at_or_after``, ``after`` and
-            ``nearest`` neither one that starts longer after it. A deletion never reveals an older
-            version.
+        max_age: of a versioned table: a version that starts more than this before the record does not
+            match (exactly this much before does). With ``at_or_after``, ``after`` and ``nearest`` a
+            version that starts more than this after the record does not match either. A deletion never
+            reveals an older version.
         at: of a versioned table: ``at_or_before``: the latest version that starts at the record's
             timestamp or before; ``before``: only before. ``at_or_after``: the first version that starts
             at the record's timestamp or after; ``after``: only after; tombstones are passed over.

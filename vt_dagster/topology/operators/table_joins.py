@@ -32,7 +32,7 @@ from vt_dagster.topology.options import Consumer, require_readable
 from vt_dagster.topology.schema import same_types
 from vt_dagster.topology.specification import ForeignKeyJoinSpec, HistoryJoinSpec, TableTableJoinSpec
 
-# Table table join
+# Table-table join
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TableTableJoin(Join):
         )
 
 
-# Foreign key join
+# Foreign-key join
 
 
 _SIDE = re.compile(r"(?<![\w.`])(left|right)\s*\.", re.IGNORECASE)
@@ -197,7 +197,7 @@ class ForeignKeyJoin(TableTableJoin):
         return f"{self.left.name}, each row with the row of {self.right.name} that {by} references."
 
 
-# History join
+# Join of histories
 
 
 @dataclass(frozen=True)
