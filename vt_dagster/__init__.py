@@ -18,7 +18,7 @@ Terms, here and in messages:
 - *outcome* of a record: *applied*, *late*, *duplicate* (of a stream with ``unique_by``), *waiting* (in
   a buffer, for example of a grace period), *dropped* (unusable; counted), *quarantined* (bad; kept
   aside), or *no result* (produced no output).
-- *released*: of buffered records: emitted; of a time: up to which records were emitted.
+- *released*: emitted from a buffer, for example at the end of a grace period.
 - *arrival*: the input of a run, pinned when the run starts.
 - *delivery*: one input of a source of DataFrames: of one run of a function, of one partition, or of one
   materialization of an upstream asset; each is consumed once.

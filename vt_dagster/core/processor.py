@@ -37,15 +37,15 @@ from pyspark.sql.types import (
 from vt_dagster.columns import (
     ARRIVAL,
     EMITTED_AT,
-    HOME,
     INPUT,
+    INPUT_OFFSET,
+    INPUT_PARTITION,
     IS_LATEST,
     OFFSET,
     OLD,
     ORDER,
     OUTCOME,
     PARTITION,
-    SEQUENCE,
     TIMESTAMP,
     TURN,
 )
@@ -548,8 +548,8 @@ _EXACT = (
     TimestampNTZType,
     TimestampType,
 )
-_ALONE = ("_alone_home", "_alone_sequence")
-_HOMES = 1 << 16
+_ALONE = ("_alone_partition", "_alone_offset")
+_PARTITIONS = 1 << 16
 
 
 def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
@@ -599,17 +599,20 @@ def folded(
     Returns:
         ``by, merged, ORDER, _turn``.
     """
-    alone = [F.when(~counts, F.col(c)).alias(a) for c, a in zip((HOME, SEQUENCE), _ALONE, strict=True)]
-    home, sequence = _ALONE
+    places = zip((INPUT_PARTITION, INPUT_OFFSET), _ALONE, strict=True)
+    alone = [F.when(~counts, F.col(c)).alias(a) for c, a in places]
+    partition, offset = _ALONE
+    turns = F.col(INPUT_OFFSET) * 2 + F.col(TURN)
     made = rows.groupBy(*by, *alone).agg(
         *[column.alias(name) for name, column in merged.items()],
         F.max(ARRIVAL).alias(ARRIVAL),
-        F.max((F.col(SEQUENCE) * 2 + F.col(TURN)) * _HOMES + F.col(HOME)).alias(SEQUENCE),
+        # Of a group no offset, but a number in the order of offset, turn and partition.
+        F.max(turns * _PARTITIONS + F.col(INPUT_PARTITION)).alias(INPUT_OFFSET),
     )
     place = {
         INPUT: F.lit(0),
-        HOME: F.coalesce(home, F.lit(0)),
-        SEQUENCE: F.coalesce(sequence, SEQUENCE),
+        INPUT_PARTITION: F.coalesce(partition, F.lit(0)),
+        INPUT_OFFSET: F.coalesce(offset, INPUT_OFFSET),
         TURN: F.lit(0),
     }
     return with_columns(made, place).drop(*_ALONE)
@@ -684,7 +687,9 @@ class Processor(ABC, Generic[O]):
             alone = names.count(names[i]) == 1
             place = F.col(OFFSET) if alone else F.col(OFFSET) * len(names) + i
             first = F.lit(names.index(names[i]))
-            found.append(one.withColumns({INPUT: first, HOME: F.col(PARTITION), SEQUENCE: place}))
+            found.append(
+                one.withColumns({INPUT: first, INPUT_PARTITION: F.col(PARTITION), INPUT_OFFSET: place})
+            )
         return found
 
     @property

@@ -33,8 +33,9 @@ from vt_dagster.columns import (
     CAUSE,
     EMITTED_AT,
     FINAL,
-    HOME,
     INPUT,
+    INPUT_OFFSET,
+    INPUT_PARTITION,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -48,7 +49,6 @@ from vt_dagster.columns import (
     REVISION,
     RIGHT_OFFSET,
     RIGHT_PARTITION,
-    SEQUENCE,
     TIMESTAMP,
 )
 from vt_dagster.core.arrival_order import Outcome, hour_of_arrival, micros, union, with_columns
@@ -215,7 +215,7 @@ def _finds(one: str, other: str) -> Column:
 
 
 def _order(side: str) -> Column:
-    return F.struct(*[_col(side, c) for c in (ARRIVAL, INPUT, HOME, SEQUENCE)])
+    return F.struct(*[_col(side, c) for c in (ARRIVAL, INPUT, INPUT_PARTITION, INPUT_OFFSET)])
 
 
 def _equal(on: Sequence[str], one: str, other: str) -> Column:
@@ -569,7 +569,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
             rows, records, new: see ``unmatched_rows``.
         """
         # In descending order of time, the next record is a running maximum of the negated times.
-        nothing = {c: F.lit(0) for c in (INPUT, HOME, SEQUENCE)}
+        nothing = {c: F.lit(0) for c in (INPUT, INPUT_PARTITION, INPUT_OFFSET)}
         emitting = new.where(F.col(VALID) & (F.col(AT) == F.col(NOW)))
         times = emitting.select(PARTITION, (-F.col(AT)).alias(ARRIVAL)).withColumns(
             {**nothing, INPUT: F.lit(1)}
@@ -602,7 +602,9 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         """
         leaving = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
         waited = F.col(PHASE) == 0
-        first = {c: F.when(waited, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
+        first = {
+            c: F.when(waited, 0).otherwise(F.col(c)) for c in (INPUT, INPUT_PARTITION, INPUT_OFFSET)
+        }
         first[ARRIVAL] = F.when(waited, F.col(EMITTED_AT)).otherwise(F.col(ARRIVAL))
         first[THERE] = F.when(waited, F.col(AT)).otherwise(0)
         return self._results(

@@ -32,13 +32,13 @@ from pyspark.sql.types import BooleanType, LongType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
-    HOME,
     INPUT,
+    INPUT_OFFSET,
+    INPUT_PARTITION,
     IS_TOMBSTONE,
     ORDER,
     OUTCOME,
     PARTITION,
-    SEQUENCE,
     TIMESTAMP,
     TURN,
     WINDOW_END,
@@ -514,8 +514,8 @@ def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, tur
         F.when(~F.col(RELEASED), size).alias(BYTES),
         F.col(RANK).alias(ARRIVAL),
         F.lit(0).alias(INPUT),
-        F.lit(0).alias(HOME),
-        F.lit(0).cast("long").alias(SEQUENCE),
+        F.lit(0).alias(INPUT_PARTITION),
+        F.lit(0).cast("long").alias(INPUT_OFFSET),
         turn.alias(TURN),
     )
 

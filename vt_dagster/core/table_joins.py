@@ -15,8 +15,9 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    HOME,
     INPUT,
+    INPUT_OFFSET,
+    INPUT_PARTITION,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
@@ -24,7 +25,6 @@ from vt_dagster.columns import (
     ORDER,
     OUTCOME,
     PARTITION,
-    SEQUENCE,
     TIMESTAMP,
     TURN,
     VALID_FROM,
@@ -657,7 +657,7 @@ def _left_row(left: TableInput, state: str) -> Column:
 
 _AT, _RANK, _HISTORY_STATE, _CHANGE, _SIDES = "_at", "_rank", "state", "change", (LEFT, RIGHT)
 _MATCHED, _CAUSE, _BEGINS, _UNKNOWN = "_matched", "_cause", "_begins", "_unknown"
-_HISTORY_PLACE = (INPUT, HOME, SEQUENCE, PARTITION)
+_HISTORY_PLACE = (INPUT, INPUT_PARTITION, INPUT_OFFSET, PARTITION)
 
 
 class HistoryJoinProcessor(TableTableJoinProcessor):
@@ -706,7 +706,7 @@ def join_histories(operator: TableTableJoin, left: TableInput, right: TableInput
     changed = keys[0].union(keys[1])
     events = union(_events(left, LEFT, changed), _events(right, RIGHT, changed))
     by_key = W.partitionBy(*on)
-    in_order = by_key.orderBy(_AT, _RANK, INPUT, SEQUENCE)
+    in_order = by_key.orderBy(_AT, _RANK, INPUT, INPUT_OFFSET)
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     next_at = F.lead(_AT).over(in_order)
     if left.current is not None or right.current is not None:
@@ -767,10 +767,10 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     the run's changes.
 
     Returns:
-        the time from which on the side retains history (of a change only if its end may be forgotten);
+        the time from which on the side retains history (of a change only if its end may be unknown);
         ``match_names, _at, _rank`` (at equal times the decisive event comes last)``, _input,
-        _sequence``; and under the side's name a struct: the state from then on (null = none), and the
-        run's change that caused it (null = none).
+        _input_offset``; and under the side's name a struct: the state from then on (null = none), and
+        the run's change that caused it (null = none).
     """
     on = match_names(side.key)
     place = F.struct(IS_TOMBSTONE, *_HISTORY_PLACE)
@@ -783,13 +783,13 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
         F.when(expired, horizon).alias(_forgotten(name)),
         F.col(TIMESTAMP).alias(_AT),
         F.lit(2).alias(_RANK),
-        *(INPUT, SEQUENCE),
+        *(INPUT, INPUT_OFFSET),
         F.struct(side.new_state().alias(_HISTORY_STATE), place.alias(_CHANGE)).alias(name),
     )
     if side.current is None:
         return made
     # Nulls of the types of a change's place and of a state, without another plan that is analysed.
-    absent = {INPUT: F.lit(0), HOME: F.lit(0), SEQUENCE: F.lit(0).cast("long")}
+    absent = {INPUT: F.lit(0), INPUT_PARTITION: F.lit(0), INPUT_OFFSET: F.lit(0).cast("long")}
     fields = [absent.get(c, F.col(c)).alias(c) for c in (IS_TOMBSTONE, *_HISTORY_PLACE)]
     none, no_state = (F.when(F.lit(False), one) for one in (F.struct(*fields), side.row_state()))
     versions = side.current.select("*", *match_columns(side.key)).join(changed, on, "left_semi")
@@ -802,7 +802,7 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     begins = versions.select(*on, horizon.alias(_forgotten(name)), none.alias(_CHANGE), F.inline(both))
     begins = begins.where(F.col(_AT).isNotNull())
     state = F.struct(_HISTORY_STATE, _CHANGE).alias(name)
-    zeros = [F.lit(0).alias(c) for c in (INPUT, SEQUENCE)]
+    zeros = [F.lit(0).alias(c) for c in (INPUT, INPUT_OFFSET)]
     return union(made, begins.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
 
 
@@ -813,7 +813,7 @@ def _without_unknown_end(side: str, on: Sequence[str]) -> Column:
     Args:
         on: the key columns.
     """
-    of_time = W.partitionBy(*on).orderBy(_AT, _RANK, INPUT, SEQUENCE)
+    of_time = W.partitionBy(*on).orderBy(_AT, _RANK, INPUT, INPUT_OFFSET)
     so_far = of_time.rowsBetween(W.unboundedPreceding, W.currentRow)
     there, state = F.col(side).isNotNull(), F.col(side).getField(_HISTORY_STATE)
     begun = F.max(F.when(there & (F.col(_RANK) == 1), F.col(_AT))).over(so_far)

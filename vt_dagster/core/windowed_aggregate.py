@@ -42,13 +42,13 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from vt_dagster.columns import (
     ARRIVAL,
     CLOSED_UP_TO,
-    HOME,
     INPUT,
+    INPUT_OFFSET,
+    INPUT_PARTITION,
     IS_TOMBSTONE,
     ORDER,
     OUTCOME,
     PARTITION,
-    SEQUENCE,
     TIMESTAMP,
     TURN,
     WINDOW_END,
@@ -822,7 +822,8 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
             results_of_record=self.windows_of_record or 1,
             order=ResultOrder((ARRIVAL, PARTITION, TURN)) if self.is_in_place else ResultOrder(),
             counts=WindowedAggregateCounts(
-                tuple(self.node.key), (PARTITION, ARRIVAL) if self.is_in_place else (HOME, SEQUENCE)
+                tuple(self.node.key),
+                (PARTITION, ARRIVAL) if self.is_in_place else (INPUT_PARTITION, INPUT_OFFSET),
             ),
         )
 
@@ -868,7 +869,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         given = with_columns(rows[0], contributions)
         if self.is_in_place:
             # Copies of offset and partition: every shuffle and sort of the results would carry them.
-            given = given.drop(INPUT, HOME, SEQUENCE)
+            given = given.drop(INPUT, INPUT_PARTITION, INPUT_OFFSET)
         records = self.regrouped(given)
         counts = moves_stream_time(key, window)
         # The types that Spark's sum, min and max give.

@@ -380,20 +380,20 @@ def _answer(
     moment: datetime,
     commit: Commit,
     join: spec.LookupJoinSpec,
-    forgetful: bool = True,
+    drops_expired: bool = True,
 ) -> Answer:
     """Looks up a time among the versions of a key (oldest first; for a plain table the row), as
-    ``core.as_of_join`` does. With ``forgetful``, expired versions do not match."""
+    ``core.as_of_join`` does. With ``drops_expired``, expired versions do not match."""
     if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
-    horizons = horizons_of(table, commit) if forgetful and join.before_first is None else {}
+    horizons = horizons_of(table, commit) if drops_expired and join.before_first is None else {}
 
-    def forgotten(version: Version) -> bool:
+    def is_before_history(version: Version) -> bool:
         horizon = horizons.get(version.place.partition)
         return horizon is not None and moment < as_time(horizon)
 
     if join.looks_ahead:
-        return _ahead(found, moment, join, forgotten)
+        return _ahead(found, moment, join, is_before_history)
     before = join.at == "before"
     valid = next(
         (v for v in reversed(found) if v.begin < moment or (v.begin == moment and not before)), None
@@ -405,7 +405,7 @@ def _answer(
         return Answer(valid, rules.TOO_OLD)
     if valid.end is not None and (valid.end < moment or (valid.end == moment and not before)):
         return Answer(valid, rules.ENDED)
-    if valid.end is not None and forgotten(valid):
+    if valid.end is not None and is_before_history(valid):
         return Answer(valid, rules.HORIZON)
     if valid.is_tombstone:
         return Answer(valid, rules.DELETED)
@@ -421,17 +421,17 @@ def _ahead(
     found: Sequence[Version],
     moment: datetime,
     join: spec.LookupJoinSpec,
-    forgotten: Callable[[Version], bool],
+    is_before_history: Callable[[Version], bool],
 ) -> Answer:
     """Looks up a time with ``at_or_after``, ``after`` or ``nearest``, see :func:`_answer`."""
     exact = join.at == "at_or_after"
     later = (v for v in found if v.begin > moment or (exact and v.begin == moment))
     ahead = next(filter(_has_value, later), None)
-    near = [] if ahead is None or forgotten(ahead) else [ahead]
+    near = [] if ahead is None or is_before_history(ahead) else [ahead]
     if join.at == "nearest":
         back = next((v for v in reversed(found) if v.begin <= moment), None)
         if back is not None and _has_value(back):
-            valid = back.end is None or (moment < back.end and not forgotten(back))
+            valid = back.end is None or (moment < back.end and not is_before_history(back))
             near = [back, *near] if valid else near
     if not near:
         return Answer(ahead, rules.NO_MATCH if ahead is None else rules.HORIZON)
@@ -470,12 +470,12 @@ def _look_up(
     join, table = request.specification, request.inputs[request.specification.right]
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
-    now, last_places, last_repeats = history.versions(table.commit, moment, forgotten=False)
+    now, last_places, last_repeats = history.versions(table.commit, moment, without_expired=False)
     then, first_places, first_repeats = (
         ([], set(), set()) if seen is None else history.versions(seen, moment)
     )
     first = _answer(table, then, moment, seen or table.commit, join)
-    last = _answer(table, now, moment, table.commit, join, forgetful=False)
+    last = _answer(table, now, moment, table.commit, join, drops_expired=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
     known = last.place is not None and _knows(seen, last.place)
     expired = known and last.place not in {*then_by, *first_repeats}

@@ -194,7 +194,7 @@ class History:
         self._records: dict[Place, Record] = {}
 
     def versions(
-        self, commit: Commit, moment: datetime, forgotten: bool = True
+        self, commit: Commit, moment: datetime, without_expired: bool = True
     ) -> tuple[list[Version], set[Place], set[Place]]:
         """Returns the versions around a time as of a commit, oldest first: the valid one, some before
         it, and some after it, at least up to the first with a value; for a plain table the row. Also
@@ -202,14 +202,14 @@ class History:
         before them (``new_version_on``).
 
         Args:
-            forgotten: whether to leave out expired versions.
+            without_expired: whether to leave out expired versions.
         """
         rows = self._as_of(commit)
         if not rows.num_rows:
             return [], set(), set()
         versioned, limits = self.log.versioned, None
         if versioned:
-            limits = horizons_of(self.log, commit) if forgotten else {}
+            limits = horizons_of(self.log, commit) if without_expired else {}
         on = self._new_version_on
         found = fold(None, rows, self.log.key, limits, on).sort_by(TIMESTAMP)
         places, repeats = {*places_of(found)}, set[Place]()
@@ -295,7 +295,7 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
         reasoning.decide(rules.APPLIED, _first_of_its_value(log, record))
         return
     history = History(log, log.same_key(record.values))
-    others, _, repeats = history.versions(log.commit, record.timestamp, forgotten=False)
+    others, _, repeats = history.versions(log.commit, record.timestamp, without_expired=False)
     here = next((v for v in others if v.place == record.place), None)
     if log.head.shape.kind == "table":
         if here is not None:

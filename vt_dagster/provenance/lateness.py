@@ -222,11 +222,11 @@ class Versions:
         last = np.searchsorted(self._code, codes[old], side="right") - 1
         own_end = self._until[found[old]] < _NEVER
         ended = old[own_end | (self._last_known(last, states[old]) != found[old])]
-        forgotten = np.zeros(len(found), bool)
-        forgotten[ended] = True
+        expired = np.zeros(len(found), bool)
+        expired[ended] = True
         found[ended] = NOTHING
         found[self._empty(found, looked)] = NOTHING
-        return found, forgotten
+        return found, expired
 
     def _empty(self, found: Any, looked: Any) -> Any:
         """Returns where a lookup has no match: no version, a tombstone, an ended or too old version."""
@@ -704,9 +704,9 @@ class LateJoin:
         held[records.run] += len(out)
         np.subtract.at(held, out, 1)
         gone = np.flatnonzero(out < len(self.runs))
-        wrong, forgotten = self._wrong(records, gone, out[gone])
+        wrong, expired = self._wrong(records, gone, out[gone])
         cost.wrong += int(wrong.sum())
-        cost.expired += int((wrong & forgotten).sum())
+        cost.expired += int((wrong & expired).sum())
         _add(cost.later, self._recorded[out[gone]] - self._recorded[records.run])
         time = self._time[records.home[gone]]
         if len(time):
@@ -717,8 +717,8 @@ class LateJoin:
         """Returns which records would match another version in the given runs than by current
         knowledge, and where the reason is that the version had expired."""
         about = (records.place[some], records.codes[some], records.moment[some])
-        found, forgotten = self.versions.answers(*about, self.state[runs])
-        return ~self.versions.same(found, records.truth[some]), forgotten
+        found, expired = self.versions.answers(*about, self.state[runs])
+        return ~self.versions.same(found, records.truth[some]), expired
 
     def _choice(self, length: timedelta, cost: JoinCost, waiting: Any) -> Choice:
         after = waiting[:-1]

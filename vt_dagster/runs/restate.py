@@ -109,7 +109,7 @@ def restate(
         start: first time to process again (inclusive; UTC if it has no offset).
         among: the streams and tables that may consume the asset.
         tell: is called with one line per kept log and per run.
-        dry_run: only plans: tells what each log would keep, and changes nothing.
+        dry_run: only plans: reports what each log would keep, and changes nothing.
 
     Returns:
         the names of all recomputed assets, inputs first; with ``dry_run`` of those that would be.

@@ -33,12 +33,12 @@ from vt_dagster.columns import (
     ARRIVAL,
     AT_ONCE,
     EMITTED_AT,
-    HOME,
     INPUT,
+    INPUT_OFFSET,
+    INPUT_PARTITION,
     OUTCOME,
     PARTITION,
     RECORDED_AT,
-    SEQUENCE,
     TIMESTAMP,
     TURN,
     VALID_FROM,
@@ -627,7 +627,10 @@ class Run:
     def _nothing(self, context: RunContext) -> Results:
         """Returns the empty results of a run without records."""
         empty = self.store.spark.createDataFrame([], log_schema(self.node))
-        places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN, EMITTED_AT, AT_ONCE)}
+        places = {
+            c: F.lit(0)
+            for c in (ARRIVAL, INPUT, INPUT_PARTITION, INPUT_OFFSET, TURN, EMITTED_AT, AT_ONCE)
+        }
         return Results(empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)}), context)
 
     def _prepared(
