@@ -49,7 +49,8 @@ OPERATORS = (
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """One scenario; values of ``by_design`` already replace those of Kafka Streams."""
+    """One scenario. Where we differ from Kafka Streams on purpose, its expectations are those of
+    ``by_design``."""
 
     name: str
     path: Path

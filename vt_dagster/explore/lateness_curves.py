@@ -71,7 +71,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LatenessCurves:
-    """The costs of several lengths, with their positions in the drawing.
+    """The costs of several grace periods or history retentions, with their positions in the drawing.
 
     Args:
         found: the costs.
@@ -112,14 +112,16 @@ class LatenessCurves:
 def lateness_curves(
     warehouse: str, name: str, more: Sequence[str], at_most: str | None
 ) -> LatenessCurves:
-    """Returns the cost of the default lengths and more, see ``provenance.lateness``.
+    """Returns the cost of the default grace periods (or history retentions) and of more, see
+    ``provenance.lateness``.
 
     Args:
-        more: further lengths, like ``90m``.
+        more: further ones, like ``90m``.
         at_most: the maximum share of wrong results, like ``0.1%``; None = no suggestion.
 
     Raises:
-        StorageError: the logs are too large for a page, or the asset has no such length.
+        StorageError: the logs are too large for a page, or the asset has neither a grace period nor a
+            history retention.
     """
     log = Log.open(warehouse, name)
     read = {name: log.commit.total}

@@ -89,12 +89,12 @@ def build_alerts(
     fails.
 
     A limit is checked for each node to which it applies. The checks run with each run of their asset;
-    a schedule runs those of freshness besides, since a table ages without a run. None of them blocks or
+    a schedule also runs those of freshness, since a table ages without a run. None of them blocks or
     needs Spark.
 
     Each breach is sent once, and again only after the check has passed in between. If ``to`` raises,
     the tick fails, and the next one tries again. If the same tick has sent other alerts, it logs the
-    error and ends well, so that Dagster keeps its cursor and these are not sent twice; the next tick
+    error and succeeds, so that Dagster keeps its cursor and these are not sent twice; the next tick
     then fails. A tick that is killed while it sends may send an alert twice. Failed runs are not sent:
     use Dagster's ``run_failure_sensor``.
 

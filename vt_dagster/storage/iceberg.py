@@ -108,7 +108,7 @@ class IcebergTable:
         whose = None if document is None else document["asset"]
         if document is None or whose != self.asset:
             raise StorageError(
-                f"{self.asset}: expected no {self._label}, or its own table, got one that "
+                f"{self.asset}: expected {self._label} to be new or its own table, got one that "
                 f"{whose or 'another writer'} writes; give another catalog_table"
             )
         if table.location().rstrip("/") != self._location:
