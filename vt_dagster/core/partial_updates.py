@@ -406,6 +406,8 @@ class _Batch:
         everything = _Part(np.ones(len(self.numbers), bool), self.by_time)
         begin = everything.next(self.place[late] + 1, late)
         value = np.where(self.deleted[late], -1, late)
+        # By late record and part: the place (exclusive) up to which versions inherit its value: that of
+        # the next version that provides the part, or of the next key; 0 = none does.
         ends = np.zeros((len(late), len(parts)), np.int64)
         for number, part in enumerate(parts):
             which = np.flatnonzero(self.gives[late, number])

@@ -239,6 +239,9 @@ class SourceOrder:
             own = own.join(held, list(key), "left")
         applied = _is_change(records)
         deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
+        # As of each record, by the earlier records of its key in this run: _GONE, the place of the last
+        # deletion without a time of its own; _AHEAD, the place of the last record that became the
+        # newest; _SINCE, the largest own time after that deletion.
         in_turn = W.partitionBy(*key).orderBy(*order)
         before = in_turn.rowsBetween(W.unboundedPreceding, -1)
         rows = own.withColumn(_PLACE, F.row_number().over(in_turn))

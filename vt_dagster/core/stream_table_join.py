@@ -636,7 +636,8 @@ def affected_matches(
         there = with_bounds(earlier, F.lit(_ALWAYS).cast("long"))
         there = there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi")
         versions = union(new, there)
-    # Of one key and time the last record counts among those that a joined record knows.
+    # Of one key and time the last record counts among those that a joined record knows. Records that
+    # were replaced before the run count for none.
     same_time = W.partitionBy(*on, FROM).orderBy(F.col(BY)[OFFSET], F.col(BY)[PARTITION])
     versions = versions.withColumns(
         {_NEXT: F.lead(BY).over(same_time), _NEXT_EDGE: F.lead(EDGE).over(same_time)}
@@ -649,6 +650,7 @@ def affected_matches(
     versions = versions.withColumn(_TILE, F.explode(tiles))
     touched = versions.where(F.col(EDGE) > F.lit(_ALWAYS)).select(*on, _TILE).distinct()
     moment = F.unix_micros(TIMESTAMP)
+    # A final row knows only what the table had before the run: every new record is too late for it.
     is_final = F.coalesce(moment < final, F.lit(False))
     requests = records.select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(operator.left.key, on, strict=True)],
@@ -665,6 +667,8 @@ def affected_matches(
     near = (distance <= reach) & ((distance >= -reach) if nearest else from_here_on)
     pairs = requests.join(versions, [*on, _TILE]).where(near)
 
+    # For each joined record the version behind it and the one ahead of it: among the table's records
+    # that it knows now, among those before the run (_WAS) and among those too late for it (_LATE).
     behind = (distance <= 0) if nearest else F.lit(False)
     has = F.col(ANSWER).isNotNull()
     known = (F.col(EDGE) <= limit) & (F.col(_NEXT_EDGE).isNull() | (F.col(_NEXT_EDGE) > limit))
@@ -710,9 +714,9 @@ def affected_matches(
 
     outcomes = [outcome(differs, False, by), outcome(late_by.isNotNull(), True, late_by)]
     every = F.filter(F.array(*outcomes), lambda one: one.isNotNull())
-    told_of = found.withColumn(_FOUND_OUT, F.explode(every))
+    affected = found.withColumn(_FOUND_OUT, F.explode(every))
     return nullable(
-        told_of.select(f"{_WHOLE}.*", f"{_FOUND_OUT}.*", match[ANSWER].alias(ANSWER)), ANSWER
+        affected.select(f"{_WHOLE}.*", f"{_FOUND_OUT}.*", match[ANSWER].alias(ANSWER)), ANSWER
     )
 
 
@@ -735,9 +739,13 @@ def _too_late_by(nearest: bool) -> Column:
     nearer_back = match.isNull() | (~of_back & (at - value[FROM] <= match[FROM] - at))
     nearer_ahead = match.isNull() | (ahead[FROM] - at < F.abs(match[FROM] - at))
     return F.coalesce(
+        # It replaces the match at the match's own time,
         match[_NEXT],
+        # starts, also as a tombstone, between the match and the record,
         F.when(ends, late[BY]),
+        # starts before the record and is nearer than a match after it,
         F.when(valid & nearer_back, value[BY]),
+        # or starts after the record and is nearer than the match.
         F.when(nearer_ahead, ahead[BY]),
     )
 

@@ -557,12 +557,14 @@ class _Windows:
             if window.start > at:
                 continue
             if end < at:
+                # The latest window without the record: those to the left ended even earlier.
                 before, left = window.young, window
                 break
             done.append(self._update(record, window.start, window))
             if end > at:
                 right = right or window
             elif window.young == at:
+                # An earlier record of the same time has created all windows of this time.
                 return done
             else:
                 before = window.young
