@@ -698,7 +698,7 @@ def test_yaml_guide_loads() -> None:
     with project(found.group(1).replace("my_project.schemas", ".schemas")) as defs:
         dg.Definitions.validate_loadable(defs)
         names = {k.to_user_string() for k in defs.resolve_asset_graph().get_all_asset_keys()}
-        assert names == {"prices", "orders", "priced_orders"}
+        assert names == {"prices", "orders", "priced_orders", "hourly", "final"}
     for name in CONCEPTS:
         assert f"`{name}`" in guide
 
