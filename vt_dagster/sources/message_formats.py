@@ -429,7 +429,7 @@ class Avro(Format):
 class Protobuf(Format):
     """One Protobuf message; fields map to columns by their names in the ``.proto`` file.
 
-    Google's wrapper types give their value, Timestamp a time, Duration a string such as ``1.5s``;
+    Google's wrapper types give their value, Timestamp a time, Duration a string such as ``1.500s``;
     Struct, Value and ListValue give a JSON string, an enum the name of its value.
 
     Spark does not ship the module with its Protobuf functions, so messages go to Python in Arrow
