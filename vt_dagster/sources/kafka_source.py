@@ -55,7 +55,7 @@ from vt_dagster.sources.kafka_cluster import (
     reason_of,
     require_topic,
 )
-from vt_dagster.sources.message_formats import UNWRAPPED, Debezium, Decoded, Format, Json
+from vt_dagster.sources.message_formats import UNWRAPPED, Decoded, Format, Json
 from vt_dagster.sources.value_reader import any_of, require_units
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
@@ -527,12 +527,9 @@ class KafkaSource:
         flat = isinstance(self.value, Json) and UNWRAPPED.name not in own.names
         wanted = StructType([*own.fields, UNWRAPPED]) if flat else own
         subject, into = f"{self.topics[0]}-value", "_read_value"
-        if isinstance(self.value, Json | Debezium):
-            rows = self.value.rows
-            usual = None if rows is None else self._usual_names(rows, ranges)
-            value = self.value.decode(message, wanted, subject, into, usual)
-        else:
-            value = self.value.decode(message, wanted, subject, into)
+        rows = self.value.rows
+        usual = None if rows is None else self._usual_names(rows, ranges)
+        value = self.value.decode(message, wanted, subject, into, usual)
         absent = message.isNull() if value.null is None else message.isNull() | value.null
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}

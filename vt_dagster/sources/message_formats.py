@@ -216,16 +216,30 @@ class Format(ABC):
     """Whether the messages are changes of a table: the last one of a key is its current row."""
 
     @abstractmethod
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def decode(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None = None,
+    ) -> Decoded:
         """Returns the wanted columns of a message; any values if the message is null.
 
         Args:
             subject: the subject of the message's schemas in a schema registry.
             into: prefix of the names in ``parsed``.
+            usual: the names of :attr:`rows` that most messages have, in order; those of ``wanted`` if
+                None, or if they have none of these. Other formats ignore it.
 
         Raises:
             SourceError: a schema is not available.
         """
+
+    @property
+    def rows(self) -> Json | None:
+        """The format of messages whose fields are the columns; None = they are no JSON, or events."""
+        return None
 
     def columns(self, wanted: StructType) -> list[str]:
         """Returns the wanted columns that a message can fill."""
@@ -277,7 +291,6 @@ class Json(Format):
 
     @property
     def rows(self) -> Json:
-        """The format of messages whose fields are the columns."""
         return self
 
     def text(self, message: Column) -> Column:
@@ -301,12 +314,6 @@ class Json(Format):
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
-        """See :meth:`Format.decode`.
-
-        Args:
-            usual: the names that most messages have, in order; those of ``wanted`` if None, or if they
-                have none of these.
-        """
         text = self.text(message)
         if not {*(usual or ())} & {*wanted.names}:
             usual = [name for name in wanted.names if name not in OF_DEBEZIUM.names]
@@ -352,7 +359,14 @@ class Raw(Format):
         nested = [f for f in own if isinstance(f.dataType, StructType | ArrayType | MapType)]
         return [f"{f.name} is {f.dataType.simpleString()}, and Raw reads one value" for f in nested]
 
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def decode(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None = None,
+    ) -> Decoded:
         kind = wanted[self.column].dataType
         how = Reading(self.timestamps, base64=False)
         value = serialized(message, self.serializer, kind, how)
@@ -398,7 +412,14 @@ class Avro(Format):
     def misfits(self, wanted: StructType) -> list[str]:
         return [] if self.schema is None else avro.misfits(self.schema, wanted, self.reading)
 
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def decode(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None = None,
+    ) -> Decoded:
         if self.schema is not None:
             found = once(row_of(F.col(into), self.schema, wanted, self.reading))
             parsed, row = (
@@ -464,7 +485,14 @@ class Protobuf(Format):
         made = message_class_of(Path(self.descriptor).read_bytes(), self.message)
         return protobuf.misfits(made.DESCRIPTOR, wanted, self.reading)
 
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def decode(
+        self,
+        message: Column,
+        wanted: StructType,
+        subject: str,
+        into: str,
+        usual: Sequence[str] | None = None,
+    ) -> Decoded:
         try:
             descriptors = Path(self.descriptor).read_bytes()
         except OSError as error:
@@ -544,7 +572,6 @@ class Debezium(Format):
 
     @property
     def rows(self) -> Json | None:
-        """The format of messages whose fields are the columns; None = they are no JSON, or events."""
         return self.format if self.unwrapped and isinstance(self.format, Json) else None
 
     def decode(
@@ -555,7 +582,6 @@ class Debezium(Format):
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
-        """See :meth:`Format.decode`; ``usual`` as for :class:`Json`, of an unwrapped row."""
         if self.unwrapped:
             return self._unwrapped(message, wanted, subject, into, usual)
         if isinstance(self.format, Json):
@@ -593,10 +619,7 @@ class Debezium(Format):
     ) -> Decoded:
         more = [f for f in OF_DEBEZIUM.fields if f.name not in wanted.names]
         message_type = StructType([*nullable(wanted).fields, *more])
-        if isinstance(self.format, Json):
-            found = self.format.decode(message, message_type, subject, into, usual)
-        else:
-            found = self.format.decode(message, message_type, subject, into)
+        found = self.format.decode(message, message_type, subject, into, usual)
         deleted = F.lower(found.row[UNWRAPPED.name].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
         moment = found.row["__source_ts_ms"]
