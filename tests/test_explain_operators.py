@@ -416,19 +416,24 @@ def test_explain_rows_that_never_existed(
     assert said in " ".join(told.notes)
 
 
+def right_table(root: Path) -> VersionedTable:
+    """The table that joins look up, from files in ``right``."""
+    return VersionedTable(
+        "right",
+        key="k",
+        schema=SCHEMA,
+        history_retention=timedelta(days=1),
+        source=FilesSource(str(root / "right")),
+    )
+
+
 @pytest.mark.usefixtures("few_rows")
 def test_explain_rows_that_no_run_has_made_yet(spark: SparkSession, tmp_path: Path) -> None:
     """A record that is not consumed, or was not consumed at a system time, is neither too late nor
     without a match."""
     path = str(tmp_path / "warehouse")
     left = Stream("left", key="k", schema=SCHEMA, source=FilesSource(str(tmp_path / "left")))
-    right = VersionedTable(
-        "right",
-        key="k",
-        schema=SCHEMA,
-        history_retention=timedelta(days=1),
-        source=FilesSource(str(tmp_path / "right")),
-    )
+    right = right_table(tmp_path)
     kept = right.filter("n > 0", name="kept")
     hourly = left.group_by().windowed_by(TumblingWindow(timedelta(hours=1))).count(name="hourly")
     made = [
@@ -487,13 +492,7 @@ def test_explain_missing_rows_of_a_corrected_join(
         schema=StructType.fromDDL("id STRING, k STRING, n INT, timestamp TIMESTAMP"),
         source=FilesSource(str(landing), max_bad_share=1.0),
     )
-    right = VersionedTable(
-        "right",
-        key="k",
-        schema=SCHEMA,
-        history_retention=timedelta(days=1),
-        source=FilesSource(str(tmp_path / "right")),
-    )
+    right = right_table(tmp_path)
     select = ["left.*", "right.n as m"]
     day, hour = timedelta(days=1), timedelta(hours=1)
     corrected: Any = orders.left_join(
