@@ -78,9 +78,7 @@ def make_stream(
         "null_key": "keep",
         "operator": operator,
     }
-    about |= more
-    _check_shown(operator, "stream", about, shown)
-    return make_node("stream", operator.name, **about, **shown)
+    return _make_result("stream", operator, about | more, shown)
 
 
 def make_table(
@@ -110,22 +108,28 @@ def make_table(
         **more,
     }
     if retention is None:
-        _check_shown(operator, "table", about, shown)
-        return make_node("table", operator.name, **about, **shown)
+        return _make_result("table", operator, about, shown)
     if operator.emit == "per_run":
         raise TopologyError(
             f"{operator.name}: emit='per_run' keeps only the last result of a key in a run, but a "
             "versioned table needs every result; remove emit, or materialize without history_retention"
         )
     about["history_retention"] = retention
-    _check_shown(operator, "versioned_table", about, shown)
-    return make_node("versioned_table", operator.name, **about, **shown)
+    return _make_result("versioned_table", operator, about, shown)
 
 
-def _check_shown(
-    operator: Operator, kind: Kind, about: Mapping[str, Any], shown: Mapping[str, Any]
-) -> None:
-    """Raises TopologyError for a setting that the result of an operator does not have."""
+def _make_result(
+    kind: Kind, operator: Operator, about: Mapping[str, Any], shown: Mapping[str, Any]
+) -> Any:
+    """Makes the result of an operator.
+
+    Args:
+        about: the settings that the operator gives its result.
+        shown: those that the user gives.
+
+    Raises:
+        TopologyError: the user gives one that the result does not have, or that the operator gives.
+    """
     for one in shown:
         if one in about or one not in settings_of(kind):
             instead = "remove it"
@@ -137,6 +141,7 @@ def _check_shown(
                 f"{operator.name}: expected settings that the result of a "
                 f"{operator.specification.operator} has, got {one!r}; {instead}, or correct its name"
             )
+    return make_node(kind, operator.name, **about, **shown)
 
 
 def need_table(name: str, what: str, node: Any) -> None:
