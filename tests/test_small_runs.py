@@ -17,7 +17,15 @@ from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 from pyspark.sql.utils import is_remote
 
-from vt_dagster import DeltaSource, FilesSource, SnapshotSource, Stream, VersionedTable
+from vt_dagster import (
+    DeltaSource,
+    FilesSource,
+    Materialized,
+    SnapshotSource,
+    Stream,
+    Table,
+    VersionedTable,
+)
 from vt_dagster.runs import pin
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
@@ -191,3 +199,29 @@ def test_stream_join_jobs_are_planned_for_few_rows(
         assert receipt.commit is not None
         assert receipt.commit.counts["out"] > 0
     assert actions_with_session_settings == []
+
+
+def test_filter_of_plain_table_with_many_rows_keeps_deletions(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small run on a large result looks up only the rows of its keys. It omits only tombstones of
+    keys without a row."""
+    monkeypatch.setattr(pin, "MANY_ROWS", -1)
+    landing = tmp_path / "landing"
+    landing.mkdir()
+    about = {"key": "k", "schema": SCHEMA, "timestamp": "at", "tombstone": "v is null"}
+    table = Table("prices", source=FilesSource(str(landing)), **about)
+    materialized = Materialized(history_retention=timedelta(days=30))
+    low = table.filter("v < 5", name="low", materialized=materialized)
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    for day, landed in enumerate(({"a": 1, "b": 2, "c": 9}, {"a": None, "b": 7, "c": None, "d": 3}), 1):
+        lines = [json.dumps({"k": k, "v": v, "at": f"2024-01-{day:02}"}) for k, v in landed.items()]
+        (landing / f"{day}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        for node in (table, low):
+            run_once(node, stores)
+    log = stores(low).read("log").where("date(timestamp) = '2024-01-02'").orderBy("k")
+    assert [(r.k, r.v, r.old and r.old.v) for r in log.collect()] == [
+        ("a", None, 1),
+        ("b", None, 2),
+        ("d", 3, None),
+    ]

@@ -95,7 +95,8 @@ def _without_repeated_tombstones(
     version and does not advance stream time. Each decision depends on all earlier ones, also of other
     keys, so a kernel loops over the rows of a partition and keeps one number per key.
 
-    Plan: one shuffle and sort by partition; Arrow batches through Python.
+    Plan: one shuffle and sort by partition; Arrow batches through Python. A run that looks up the rows
+    of its keys does so twice: the store looks up those of the rows that remain.
 
     Args:
         rows: the filtered rows; all of them are emitted.
@@ -106,6 +107,8 @@ def _without_repeated_tombstones(
     Source: FORMAT 4.2.3, 4.2.5.
     """
     key, versions = node.key, context.view
+    if context.look_up is not None:
+        rows, versions = context.look_up(rows)
     if versions is None:
         known = rows.withColumns(
             {_NEWEST: F.lit(None).cast("long"), _ALIVE: F.lit(None).cast("boolean")}
