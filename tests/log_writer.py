@@ -64,10 +64,14 @@ class LogWriter:
 
     Args:
         warehouse: its directory.
+        run_id: the id of its runs.
         about: arguments of ``document``.
     """
 
-    def __init__(self, warehouse: Path, name: str = "prices", **about: Any) -> None:
+    def __init__(
+        self, warehouse: Path, name: str = "prices", *, run_id: str | None = None, **about: Any
+    ) -> None:
+        self.run_id = run_id
         self.path, self.name, self.about = warehouse / name / "log", name, about
         self.batch = self.offset = 0
         self.stream_time = -(2**62)
@@ -105,6 +109,7 @@ class LogWriter:
             {0: self.stream_time},
             **self.about,
         )
+        said["run_id"] = self.run_id
         types = {"k": pa.string(), "v": pa.string(), "timestamp": _TIME, "partition": pa.int32()}
         more = {"offset": pa.int64(), "is_tombstone": pa.bool_(), "is_latest": pa.bool_()}
         kinds = pa.schema({**types, **more, "recorded_at": _TIME}.items())

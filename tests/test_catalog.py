@@ -137,7 +137,8 @@ def test_names_follow_swap(market: Market, tmp_path: Path, spark: SparkSession, 
     swap(warehouse, "prices", "other")
     assert spark.table("bronze.prices").count() == 2
     require_same(spark, copy.store(copy.prices))
-    swap(warehouse, "prices", "rates")
+    shutil.rmtree(copy.warehouse / "prices")
+    (copy.warehouse / "rates").rename(copy.warehouse / "prices")
     plain = Table("prices", key="k", schema=copy.rates.schema, timestamp="at")
     register(AssetStore(warehouse, plain, spark), bronze)
     assert names_in(spark) == {"prices", "prices_log"}

@@ -27,9 +27,12 @@ from vt_dagster.cli import COMMANDS, app
 from vt_dagster.cli import explain as of_explain
 from vt_dagster.cli import run as of_run
 from vt_dagster.cli import setup as of_setup
+from vt_dagster.cli import tables as of_tables
 from vt_dagster.conformance import runner as of_conformance
 from vt_dagster.errors import StorageError
+from vt_dagster.runs.plan import plan
 from vt_dagster.storage import commit_log
+from vt_dagster.storage.read import read
 from vt_dagster.topology.durations import in_utc
 
 FAR, PAST = "9999-12-31T00:00:00Z", "0001-01-01T00:00:00Z"
@@ -193,6 +196,78 @@ def test_missing_asset_lists_known_assets(tmp_path: Path) -> None:
     assert isinstance(missing.exception, StorageError)
     assert "expected one of ['prices']" in str(missing.exception)
     assert "or another warehouse with --warehouse" in str(missing.exception)
+
+
+@pytest.mark.parametrize("name", ["", "price", "../prices"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["get", "--key", "a"],
+        ["compare", "prices"],
+        ["swap", "prices"],
+        ["rebuild"],
+        ["erase", "--key", "a"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_unknown_name_is_refused_before_spark_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str
+) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(of_tables, "build_session", started)
+    LogWriter(tmp_path).run([("apple", "1", 0)], 1)
+    refused = CliRunner().invoke(app, [*command, name], env={"VT_DAGSTER_WAREHOUSE": str(tmp_path)})
+    assert isinstance(refused.exception, StorageError), refused.exception
+    assert "one of ['prices']" in str(refused.exception)
+
+
+def test_swap_of_unrelated_assets_is_refused(tmp_path: Path) -> None:
+    """A swap takes a replay, also one that has run on or was swapped before, or a table of the same
+    definition."""
+    for name, about in {
+        "prices": {},
+        "alike": {},
+        "plain": {"kind": "table"},
+        "rates_new": {"kind": "table", "run_id": "replay:rates"},
+        "prices_new": {"kind": "table", "run_id": "replay:prices"},
+    }.items():
+        log = LogWriter(tmp_path, name, **about)
+        log.run([("apple", name, 0)], 1)
+        log.run_id = "on"
+        log.run([("pear", name, 2)], 3)
+
+    def swapped(one: str, other: str) -> None:
+        done = CliRunner().invoke(app, ["swap", one, other, "--warehouse", str(tmp_path)])
+        if done.exception is not None:
+            raise done.exception
+
+    def owner(name: str) -> Any:
+        return read(name, warehouse=str(tmp_path))["v"][0].as_py()
+
+    for one, other in (("prices", "plain"), ("plain", "prices"), ("prices", "rates_new")):
+        with pytest.raises(StorageError, match=f"{other} to be a replay of {one}"):
+            swapped(one, other)
+    for other in ("prices_new", "alike"):
+        swapped("prices", other)
+        assert (owner("prices"), owner(other)) == (other, "prices")
+        swapped("prices", other)
+        assert (owner("prices"), owner(other)) == ("prices", other)
+    swapped("prices", "prices_new")
+    with pytest.raises(StorageError, match="alike to be a replay of plain"):
+        swapped("plain", "alike")
+
+
+def test_first_run_that_died_leaves_no_asset(tmp_path: Path) -> None:
+    """Such a run has made the folder of the log, but no commit."""
+    (tmp_path / "rates" / "log" / "_delta_log").mkdir(parents=True)
+    none = run_command(tmp_path, "get", "rates", "apple")
+    assert "nothing was ever committed there; run it first" in str(none.exception)
+    LogWriter(tmp_path).run([("apple", "1", 0)], 1)
+    missing = run_command(tmp_path, "get", "rates", "apple")
+    assert "expected one of ['prices']" in str(missing.exception)
+    assert [one.asset for one in plan(str(tmp_path), [])] == ["prices"]
 
 
 @pytest.mark.parametrize("command", ["get", "history"])

@@ -129,7 +129,8 @@ def _require_asset(warehouse: str, table: str) -> None:
     if not names:
         raise StorageError(
             f"expected {table!r} in the warehouse {warehouse}, but nothing was ever committed there; "
-            f"run it first (vt-dagster run {table}), or choose another warehouse with --warehouse"
+            f"run it first (vt-dagster run {quote(table)}), or choose another warehouse with "
+            "--warehouse"
         )
     if table not in names:
         raise StorageError(

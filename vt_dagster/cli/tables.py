@@ -191,7 +191,7 @@ def compare(
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Show the rows that differ between two assets; exits with 1 if they differ."""
-    spark = build_session("vt-dagster")
+    spark = cache(lambda: build_session("vt-dagster"))  # starts after the names are looked up
     stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
     found = replays.compare(*stores)
     typer.echo(f"{found.missing} rows only in {one}, {found.extra} only in {other}")
@@ -246,7 +246,8 @@ def rebuild(
     asset: Annotated[str, typer.Argument(help="The table.")], warehouse: Warehouse = "data/warehouse"
 ) -> None:
     """Rebuild a table's view from its log, after its files were lost, damaged or overwritten."""
-    AssetStore.open(warehouse, asset, build_session("vt-dagster"), typer.echo).rebuild_view()
+    spark = cache(lambda: build_session("vt-dagster"))
+    AssetStore.open(warehouse, asset, spark, typer.echo).rebuild_view()
 
 
 def erase(
@@ -281,10 +282,9 @@ def erase(
 
     Without --file and --module, erases it from the asset alone.
     """
-    spark = build_session("vt-dagster")
     if file is None and module is None:
         place = warehouse or WAREHOUSE
-        node, known, found = AssetStore.open(place, asset, spark).node, list[Stream](), list[str]()
+        node, known, found = AssetStore.open(place, asset, None).node, list[Stream](), list[str]()
     else:
         topology = load_topology(file, module, warehouse)
         node, known, place = topology.node(asset), [*topology.nodes.values()], topology.warehouse
@@ -292,7 +292,7 @@ def erase(
     done = erasure.erase(
         place,
         node,
-        spark,
+        build_session("vt-dagster"),
         reason=reason,
         key=key,
         where=where,

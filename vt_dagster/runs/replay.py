@@ -24,7 +24,7 @@ from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_cluster import lost
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_log, delta
-from vt_dagster.storage.arrow_reader import swap_folder
+from vt_dagster.storage.arrow_reader import asset_names, swap_folder
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import (
     Commit,
@@ -208,7 +208,7 @@ def replay(
         raise StorageError(
             f"{node.name}: nothing was ever committed, so there is nothing to replay; run it first"
         )
-    require_name(into, "replay")
+    require_name(into, "a replay")
     there, whose = AssetStore(warehouse, renamed(node, into), spark).head(), replay_id(node)
     if there is not None and there.commit.run_id != whose:
         raise StorageError(
@@ -443,6 +443,23 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     return rows.select(*[f"`{c}`" for c in own])
 
 
+def _related(live: str, other: str) -> bool:
+    """Returns whether the tables in one folder are a replay of those in the other, have the same
+    definition, or are a copy; also if that is unknown, because a log is empty or damaged."""
+    runs = {f"{_RUN}:{posixpath.basename(root)}" for root in (live, other)}
+    try:
+        heads = [delta.last_commit(posixpath.join(root, "log")) for root in (live, other)]
+        one, two = (None if head is None else Commit.model_validate(head.document) for head in heads)
+        if one is None or two is None or one.log == two.log:
+            return True
+        if one.shape.definition() == two.shape.definition():
+            return True
+        # A replay may have run on since, or have been swapped before.
+        return any(c.run_id in runs for root in (live, other) for c in commit_log.commits(root))
+    except StorageError:
+        return True
+
+
 def swap(warehouse: str, live: str, other: str) -> None:
     """Exchanges the names of two assets. Nothing else may run meanwhile. Does not use Spark.
 
@@ -450,23 +467,32 @@ def swap(warehouse: str, live: str, other: str) -> None:
     ``live`` refuse their next run, as its offsets now mean other records: replay and swap them too.
 
     Raises:
-        StorageError: one of the assets does not exist, or both names are the same.
+        StorageError: one of the assets does not exist, both names are the same, or neither asset is a
+            replay of the other nor has its definition.
     """
     if live == other:
         raise StorageError(
             f"expected two assets to swap, got {live!r} twice; name the live asset and its replay"
         )
-    for name in (live, other):
-        require_path(name, "asset")
     fs, root = delta.filesystem(str(warehouse))
     paths = {name: posixpath.join(root, name) for name in (live, other)}
     aside = posixpath.join(root, swap_folder(live, other))
-    if not fs.exists(aside):
+    resumed = fs.exists(aside)
+    if not resumed:
         missing = [name for name, path in paths.items() if not fs.exists(posixpath.join(path, "log"))]
         if missing:
             raise StorageError(
                 f"expected the assets {live} and {other} in {warehouse}, found no {missing}; replay an "
-                "asset into the missing name first, or choose another warehouse with --warehouse"
+                f"asset into the missing name first, choose one of {asset_names(warehouse)}, or choose "
+                "another warehouse with --warehouse"
             )
+    for name in (live, other):
+        require_path(name, "an asset")
+    if not resumed and not _related(*(posixpath.join(str(warehouse), name) for name in (live, other))):
+        raise StorageError(
+            f"expected {other} to be a replay of {live}, or to have the same definition, got an asset "
+            f"of its own, whose rows are others; replay {live} into a new name (vt-dagster replay) and "
+            "swap that"
+        )
     exchange(fs, paths[live], paths[other], aside)
     fs.mv(aside, paths[other], recursive=True)

@@ -514,7 +514,7 @@ def require_in_place(warehouse: str, name: str) -> None:
 
 def asset_names(warehouse: str) -> list[str]:
     """Returns the assets with a log in a warehouse, also those in folders (``shop/prices``). Does not
-    use Spark."""
+    use Spark. The log of a first run that died has no files yet."""
     delta.require_place(str(warehouse))
     fs, root = delta.filesystem(str(warehouse))
 
@@ -527,7 +527,7 @@ def asset_names(warehouse: str) -> list[str]:
         folders = [f["name"] for f in found if f["type"] == "directory"]
         for name in (posixpath.basename(path.rstrip("/")) for path in folders):
             path = posixpath.join(folder, name)
-            if fs.exists(posixpath.join(root, path, "log", "_delta_log")):
+            if delta.log_files(posixpath.join(str(warehouse), path, "log")):
                 yield path
             elif name.isidentifier() and deep < _DEEPEST:
                 yield from within(path, deep + 1)

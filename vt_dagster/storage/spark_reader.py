@@ -206,8 +206,8 @@ class AssetReader:
         Raises:
             StorageError: the warehouse has no such asset.
         """
-        *prefix, last = require_path(name, "asset")
         shape = head_of(warehouse, name)[1].shape
+        *prefix, last = require_path(name, "an asset")
         fields = parquet.schema(posixpath.join(str(warehouse), name, "log")).fields
         added = {*LOG_COLUMNS, RECORDED_AT, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
         declared = shape.columns or [f.name for f in fields if f.name not in added]

@@ -115,7 +115,7 @@ class TrainingSet:
 
     def __post_init__(self) -> None:
         check_types(self, f"{self.name}")
-        require_name(self.name, "training set")
+        require_name(self.name, "a training set")
         spine: Any = self.spine
         if not isinstance(spine, Stream) or isinstance(spine, Table):
             raise TopologyError(

@@ -39,15 +39,19 @@ about 200 characters."""
 
 
 def require_name(name: str, kind: str) -> None:
-    """Raises TopologyError for a name that cannot be a directory and part of a Dagster name."""
+    """Raises TopologyError for a name that cannot be a directory and part of a Dagster name.
+
+    Args:
+        kind: what is named, with its article.
+    """
     if not _NAME.fullmatch(name):
         raise TopologyError(
-            f"{name!r} is not a name for a {kind}: use letters, digits and underscores, not starting "
+            f"{name!r} is not a name for {kind}: use letters, digits and underscores, not starting "
             "with a digit"
         )
     if len(name) > _LONGEST:
         raise TopologyError(
-            f"{name[:20]!r}… is not a name for a {kind}: it has {len(name)} characters, use at most "
+            f"{name[:20]!r}… is not a name for {kind}: it has {len(name)} characters, use at most "
             f"{_LONGEST}"
         )
 
@@ -63,7 +67,7 @@ def require_path(path: str, kind: str) -> list[str]:
         require_name(part, kind)
         if len(parts) > 1 and part in _OF_AN_ASSET:
             raise TopologyError(
-                f"{path!r} is not a name for a {kind}: {part!r} is a folder of an asset's own tables; "
+                f"{path!r} is not a name for {kind}: {part!r} is a folder of an asset's own tables; "
                 "give it another key prefix or name"
             )
     return parts
@@ -286,14 +290,14 @@ class Node:
         if isinstance(self.key_prefix, str):
             object.__setattr__(self, "key_prefix", self.key_prefix.split("/"))
         check_types(self, f"{self.name}", skip=_CHECKED)  # whatever the type of the name
-        require_name(self.name, self._kind())
+        require_name(self.name, f"a {self._kind()}")
         if not isinstance(self.schema, StructType) and self.contract is None:
             object.__setattr__(self, "contract", self.schema)
         object.__setattr__(self, "schema", as_struct(self.schema, self.name))
         object.__setattr__(self, "key_prefix", tuple(self.key_prefix))
         for part in self.key_prefix:
-            require_name(part, "key prefix")
-        require_path("/".join(self.path), self._kind())
+            require_name(part, "a key prefix")
+        require_path("/".join(self.path), f"a {self._kind()}")
         if len(self.key_prefix) > _DEEPEST:
             raise TopologyError(
                 f"{self.name}: expected a key_prefix of at most {_DEEPEST} parts, got "
