@@ -15,7 +15,7 @@ import struct
 import time
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -761,6 +761,12 @@ def test_invalid_asset_names_are_refused(market: Market, tmp_path: Path) -> None
     with pytest.raises(TopologyError, match="has 300 characters"):
         Stream("n" * 300, key="k", schema=SHAPE, timestamp="at")
     assert copy.store(copy.prices).read("log").count() > 0
+
+
+def test_only_topics_are_replayed_from_a_position(market: Market) -> None:
+    for node, said in ((market.prices, "jsonl files "), (market.priced, "the result of an operator")):
+        with pytest.raises(SourceError, match=f"{node.name}: expected a Kafka source.*got {said}"):
+            replay.replay(str(market.warehouse), node, "anew", market.spark, datetime.now(timezone.utc))
 
 
 def run_reading_asset(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResult:

@@ -218,9 +218,10 @@ def replay(
     source: Any = node.source
     if start is not None:
         if not isinstance(source, KafkaSource):
+            got = "the result of an operator" if source is None else source.describe()
             raise SourceError(
-                f"{node.name}: only a Kafka source can be replayed from a position, got {source!r}; "
-                "remove the start to reprocess everything"
+                f"{node.name}: expected a Kafka source, which alone can be replayed from a position, "
+                f"got {got}; remove the start (--from, --from-offsets) to reprocess everything"
             )
         source = replace(source, start=start)
     else:
