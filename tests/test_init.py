@@ -262,6 +262,21 @@ def test_instance_disables_telemetry_and_nux(work_dir: Path) -> None:
         assert not instance.nux_enabled
 
 
+def test_debug_log_is_in_the_project_wherever_a_command_runs(work_dir: Path) -> None:
+    assert init("corner_shop").exit_code == 0
+    for name in ("corner_shop", "moved"):
+        if name == "moved":
+            (work_dir / "corner_shop").rename(work_dir / name)
+        home = work_dir / name / "data" / "dagster_home"
+        subprocess.run(["make", f"{home}/dagster.yaml"], cwd=work_dir / name, check=True)
+        with dg.DagsterInstance.from_config(str(home)) as instance:
+            (handler,) = instance.get_settings("python_logs")["dagster_handler_config"][
+                "handlers"
+            ].values()
+        assert handler["filename"] == f"{home}/debug.log"
+        assert [one.name for one in home.glob("dagster*")] == ["dagster.yaml"]
+
+
 @pytest.mark.jvm
 @pytest.mark.slow
 def test_project_commands_share_spark_server(work_dir: Path, connect_server: ConnectServer) -> None:
