@@ -243,6 +243,15 @@ CASES = {
         },
         {"hourly": "orders"},
     ),
+    "key, and a window over its records": Case(
+        lambda root: shop(root, of_orders={"key": "customer"}, size=2 * HOUR),
+        {
+            "orders": ("refused", "declared as stream keyed by ['customer']"),
+            "priced": ("refused", "declared as stream keyed by ['customer']"),
+            "hourly": ("needs_replay", "window was tumbling windows of 1 hour, is tumbling"),
+        },
+        {"hourly": "orders"},
+    ),
     "kind": Case(
         lambda root: [
             Table(
@@ -517,6 +526,7 @@ def test_plan_command(
         "as_it_is": "",
         "longer": "grace=2 * HOUR",
         "other": "dear='{} > 5', grace=2 * HOUR",
+        "stuck": "of_orders={'key': 'customer'}, size=2 * HOUR",
     }.items():
         code = (
             f"from pathlib import Path\nfrom tests.test_plan import HOUR, shop\n*_, {', '.join(ALL)} = "
@@ -555,6 +565,16 @@ def test_plan_command(
     assert lines[-2].startswith(
         "to replay and swap them all: vt-dagster replay --planned --module plan_"
     )
+
+    stuck = run_plan_command("plan_stuck", warehouse)
+    alone = run_plan_command("plan_stuck", warehouse, "--asset", "hourly")
+    for said in (stuck.output, alone.output):
+        assert "    it reads orders, whose tables are refused: correct that first" in said
+        assert "vt-dagster replay" not in said.replace("(vt-dagster replay)", "")
+    about = ["--planned", "--module", "plan_stuck", "--warehouse", str(warehouse)]
+    refused = CliRunner().invoke(app, ["replay", *about, "--yes"])
+    assert isinstance(refused.exception, StorageError)
+    assert str(refused.exception).startswith("orders: expected that it needs only a replay")
 
     told = run_plan_command("plan_other", warehouse, "--json")
     assert told.exit_code == 3

@@ -38,7 +38,7 @@ from vt_dagster.cli.run import (
     load_locations,
     load_topology,
 )
-from vt_dagster.errors import DefinitionsError, VtDagsterError
+from vt_dagster.errors import DefinitionsError, StorageError, VtDagsterError
 from vt_dagster.orchestration.resources import WarehouseResource, session_of, spark_key, warehouse_key
 from vt_dagster.orchestration.sensors import runs_with
 from vt_dagster.provenance.lateness import parse_share, share
@@ -492,20 +492,35 @@ def _plan_lines(found: Sequence[Planned], named: Sequence[str]) -> Iterator[str]
             yield from _indented(f"{count} {noun} downstream to replay after it: {names}")
         for change in one.changes:
             yield from _indented(change)
-        if one.cause is not None:
+        if one.cause is not None and not _is_stuck(one):
             yield from _indented(f"it reads {one.cause}, whose tables are refused:")
         if one.reason:
             yield from _indented(one.reason)
-        if one.verdict == "needs_replay":
+        if _is_stuck(one):
+            yield from _indented(f"it reads {one.cause}, whose tables are refused: correct that first")
+        elif one.verdict == "needs_replay":
             # A name with a key prefix is a path; the new tables have a plain name.
             name = one.asset.rpartition("/")[2]
             arguments = [name, "--into", f"{name}_new", *named]
             yield f"    vt-dagster replay {' '.join(map(quote, arguments))}"
-    if any(one.verdict == "needs_replay" for one in found):
+    if _are_replayable(found):
         arguments = ["--planned", *named]
         yield f"to replay and swap them all: vt-dagster replay {' '.join(map(quote, arguments))}"
     counts = Counter(one.verdict for one in found)
     yield ", ".join(f"{count} {_words(verdict)}" for verdict, count in counts.items()) or "no assets"
+
+
+def _is_stuck(one: Planned) -> bool:
+    return one.cause is not None and one.verdict == "needs_replay"
+
+
+def _are_replayable(found: Sequence[Planned]) -> bool:
+    """Returns whether ``replay --planned`` has something to do, and is not refused by the plan."""
+    try:
+        # The refused input may not be among them (--asset), so its reason is unknown here.
+        return bool(plans.to_replay(found)) and not any(map(_is_stuck, found))
+    except StorageError:
+        return False
 
 
 def _words(verdict: str) -> str:

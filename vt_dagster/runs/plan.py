@@ -64,7 +64,8 @@ class Planned:
         verdict: see :data:`Verdict`.
         changes: of an asset that goes on: each change, as text.
         reason: the error of a run, with the way out; empty = a run goes on.
-        cause: the input whose tables are the reason; None = the asset's own, or none.
+        cause: the input whose tables are the reason; None = the asset's own, or none. Of an asset that
+            needs a replay: an input whose tables are refused, so that its replay would be, too.
         rows, bytes: of the files of its log; 0 = there is none.
         downstream: the assets that consume its log, directly or not. After a replay and swap they need
             a replay as well, because offsets of the new log mean other records.
@@ -126,8 +127,8 @@ def _planned(
     try:
         at = _pinned(node, stores, ask_sources)
     except NeedsReplayError as error:
-        downstream = _consumers(node, every)
-        return Planned(name, "needs_replay", (), str(error), downstream=downstream, **_size(store))
+        about: dict[str, Any] = {"downstream": _consumers(node, every), **_size(store)}
+        return Planned(name, "needs_replay", (), str(error), _refused_input(node, stores), **about)
     except (VtDagsterError, OSError, _InputError) as error:
         cause = error.cause if isinstance(error, _InputError) else None
         return Planned(name, "refused", (), str(error), cause, **_size(store))
@@ -135,6 +136,18 @@ def _planned(
         return Planned(name, "new")
     changes = tuple(_changes(store, at))
     return Planned(name, "goes_on" if changes else "unchanged", changes, **_size(store))
+
+
+def _refused_input(node: Stream, stores: AssetStores) -> str | None:
+    """Returns an input whose tables are refused for a reason that a replay does not remove."""
+    for up in node.inputs:
+        try:
+            stores(up).snapshot()
+        except NeedsReplayError:
+            continue
+        except VtDagsterError:
+            return "/".join(up.path)
+    return None
 
 
 class _InputError(Exception):
@@ -218,8 +231,10 @@ def to_replay(found: Sequence[Planned]) -> list[Planned]:
     names = {
         name for one in found if one.verdict == "needs_replay" for name in (one.asset, *one.downstream)
     }
+    causes = {one.cause for one in found if one.verdict == "needs_replay"} - names
     for one in found:
-        if one.asset in names and one.verdict == "refused" and one.cause not in names:
+        refused = one.asset in names and one.verdict == "refused" and one.cause not in names
+        if refused or one.asset in causes:
             raise StorageError(
                 f"{one.asset}: expected that it needs only a replay, but its runs are refused for "
                 f"another reason; correct that first: {one.reason}"
