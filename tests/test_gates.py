@@ -236,19 +236,27 @@ def test_frame_level_check_fails_run(spark: SparkSession, tmp_path: Path) -> Non
     assert "commits the other records" not in messages(result)
 
 
+class Unnamed(Price):
+    """A price with a check that has no name: its column and its text are its name."""
+
+    v: T.StringType = pa.Field(str_startswith="p")
+
+
 def test_stream_quarantines_rows_failing_check(spark: SparkSession) -> None:
-    stream = Stream("sales", key="k", schema=Price, timestamp="at", on_contract_break="quarantine")
+    stream = Stream("sales", key="k", schema=Unnamed, timestamp="at", on_contract_break="quarantine")
     driver = TopologyTestDriver(stream, spark=spark)
     driver.pipe("sales", {"k": "a", "v": "pa", "at": 1}, {"k": "c", "v": "pc", "at": 2})
     driver.pipe("sales", {"k": "b", "v": None, "at": 3}, {"k": "b", "v": "pb", "at": 4})
+    driver.pipe("sales", {"k": "b", "v": "x", "at": 5})
     assert [row["v"] for row in driver.read("sales")] == ["pa", "pb"]
     found = driver.metrics("sales")
     reasons = {name: n for name, n in found.items() if "/" in name}
     assert reasons == {
         "quarantined/broken_contract: known_shop (k)": 1,
+        "quarantined/broken_contract: v str_startswith('p'), price_names_its_shop": 1,
         "quarantined/broken_contract: v_not_null (v)": 1,
     }
-    assert (found["applied"], found["quarantined"]) == (2, 2)
+    assert (found["applied"], found["quarantined"]) == (2, 3)
 
 
 class Lenient(pa.DataFrameModel):

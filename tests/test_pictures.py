@@ -14,6 +14,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 from tests.market import Market, materialized, observed, record
+from vt_dagster.core.processor import RunCounts
 from vt_dagster.drawing import BLUE, RED
 from vt_dagster.orchestration import metadata
 from vt_dagster.orchestration.metadata import (
@@ -164,6 +165,13 @@ def test_summary_lines() -> None:
     limits = {"grace period": timedelta(hours=6)}
     assert lateness_text([0, 0, 70], limits, 3) == (
         "lateness of 3 records behind stream time: 0: 2, < 10m: 1; grace period 6 hours"
+    )
+    assert lateness_text([0], {}, 1) == "lateness of 1 record behind stream time: 0: 1"
+    assert "lateness of 1 record: how far behind stream time they" in histogram([0], {}, 1)
+    counts = RunCounts()
+    dropped = {"dropped": 1, "late_records_dropped": 1, "expired_window_records_dropped": 2}
+    assert counts.text({"in": 2, "out": 0, **dropped}) == (
+        "2 in; 0 out, 1 dropped, 1 late record dropped, 2 expired window records dropped"
     )
 
 

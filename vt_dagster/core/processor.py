@@ -435,7 +435,8 @@ class RunCounts:
 
 
 def _numbered(name: str, number: int) -> str:
-    return f"{number:,} {name.replace('_', ' ')}"
+    words = name.replace("_", " ")
+    return f"{number:,} {words.replace('records', 'record') if number == 1 else words}"
 
 
 @dataclass(frozen=True)

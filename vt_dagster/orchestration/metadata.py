@@ -142,7 +142,7 @@ def lateness_text(lateness: Sequence[float], limits: Mapping[str, timedelta], of
     many = ", ".join(f"{LABELS[n]}: {count:,}" for n, count in enumerate(counts) if count)
     some = f"{len(lateness):,} of {of:,}" if of > len(lateness) else f"{of:,}"
     allowed = "".join(f"; {name} {spoken(limit)}" for name, limit in limits.items())
-    return f"lateness of {some} records behind stream time: {many}{allowed}"
+    return f"lateness of {some} record{'s' * (of != 1)} behind stream time: {many}{allowed}"
 
 
 def sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
@@ -855,7 +855,8 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
     step = (WIDTH - 40) / len(LABELS)
     top, height = 52, 90
     many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
-    drawn = [text(20, 12, f"lateness of {many} records: how far behind stream time they arrived")]
+    records = "record" if max(of, len(lateness)) == 1 else "records"
+    drawn = [text(20, 12, f"lateness of {many} {records}: how far behind stream time they arrived")]
     axis = "behind stream time (m: minutes, h: hours, d: days); above each bar: records"
     drawn.append(text(WIDTH / 2, top + height + 32, axis, "middle"))
     for number, count in enumerate(counts):

@@ -506,8 +506,7 @@ def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
     rules = [rule for rule in contract_of(node)[0] if not rule.warns]
     if not rules:
         return records
-    named = [(r.violated, f"{r.name} ({r.of})" if r.of else r.name) for r in rules]
-    broken = F.concat_ws(", ", *[F.when(violated, F.lit(name)) for violated, name in named])
+    broken = F.concat_ws(", ", *[F.when(rule.violated, F.lit(_with_column(rule))) for rule in rules])
     judged = F.col(OUTCOME).isNull() & (broken != "")
     if START in records.columns:
         judged = judged & ~F.col(START)
@@ -518,6 +517,12 @@ def quarantine_broken(node: Stream, records: DataFrame) -> DataFrame:
             OUTCOME: F.when(judged, Outcome.QUARANTINED).otherwise(F.col(OUTCOME)),
         }
     )
+
+
+def _with_column(rule: Rule) -> str:
+    """Returns the name of a rule and its column; a name that the user did not give begins with it."""
+    has_it = not rule.of or rule.name.startswith(f"{rule.of} ")
+    return rule.name if has_it else f"{rule.name} ({rule.of})"
 
 
 def check_name(check: Any, column: str, taken: set[str]) -> str:
