@@ -14,9 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import vt_dagster
@@ -94,6 +96,24 @@ def test_run_shows_the_key_of_a_deleted_row(tmp_path: Path) -> None:
     rows = [line.split() for line in said.output.splitlines()]
     assert ["apple", "1"] in rows
     assert ["apple", "(deleted)"] in rows
+
+
+def test_narrow_terminal_cuts_no_name_or_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"order_identifier": 1, "order_value_date": "2024-01-01 10:00:00", "[note]": "Z" * 80}
+    result = of_run.CheckResult("orders", "sound", "failed", sample=[row])
+    of_run._print([result], Console(width=50))
+    LogWriter(tmp_path).run([("apple", "Y" * 200, 0)], 1)
+    columns = [dg.TableColumn(name) for name in ("k", "v")]
+    about: Any = {"log_rows": 1, "dagster/column_schema": dg.TableSchema(columns)}
+    about["dagster/uri"] = f"{tmp_path}/prices/view"
+    of_run._show(dg.AssetMaterialization("prices", metadata=about), 1)
+    at: Any = {"VT_DAGSTER_WAREHOUSE": str(tmp_path), "COLUMNS": "100"}
+    told = CliRunner().invoke(app, ["history", "prices", "--key", "apple"], env=at)
+    said = capsys.readouterr().out + told.output
+    assert "…" not in said
+    assert (said.count("Z"), said.count("Y")) == (80, 400)
 
 
 def run_command(warehouse: Path, command: str, table: str, *keys: str) -> Result:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column
 from rich.table import Table as TextTable
 from rich.text import Text
 
@@ -103,9 +104,10 @@ def history(
         _print_json(newest)
         return
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
+    value = Column("value", overflow="fold")  # else a long word would be cut
     # Text, so that rich does not read brackets in a value as markup.
     title = Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC")
-    text = TextTable("valid from", "valid to", "value", "recorded at", title=title)
+    text = TextTable("valid from", "valid to", value, "recorded at", title=title)
     for row in newest:
         values = [f"{c}={shown(v)}" for c, v in row.items() if c not in ours]
         cells = (

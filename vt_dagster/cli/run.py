@@ -508,10 +508,15 @@ def _print(results: list[CheckResult], console: Console) -> None:
         if one.text:
             console.print(f"{one.asset}: {one.name}: {one.text}", markup=False, highlight=False)
         if one.sample:
-            rows = TextTable(*map(escape, one.sample[0]))
+            rows = TextTable(*map(_whole, one.sample[0]))
             for row in one.sample:
                 rows.add_row(*(Text(str(value)) for value in row.values()))
             console.print(rows)
+
+
+def _whole(name: str) -> Column:
+    """Returns a column whose name and values are broken into lines where they are too long, not cut."""
+    return Column(escape(name), overflow="fold")
 
 
 def write_junit(results: list[CheckResult], path: Path, seconds: float) -> None:
@@ -654,7 +659,7 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     new = log.filter(pc.field(RECORDED_AT) == pc.call_function("max", [log[RECORDED_AT]]))
     new = new.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
     columns = [c for c in new.column_names if c not in _OURS]
-    table = TextTable(*map(escape, columns), box=SIMPLE)
+    table = TextTable(*map(_whole, columns), box=SIMPLE)
     schema: dg.TableSchema = about["dagster/column_schema"]
     key = {column.name for column in schema.columns if "key" in column.constraints.other}
     for row in texts(new.slice(0, most)):
