@@ -290,6 +290,21 @@ def test_first_run_that_died_leaves_no_asset(tmp_path: Path) -> None:
     assert [one.asset for one in plan(str(tmp_path), [])] == ["prices"]
 
 
+def test_get_and_history_of_a_stream(tmp_path: Path) -> None:
+    LogWriter(tmp_path, "lines", kind="stream").run([("apple", str(at), at) for at in (0, 5, 3)], 9)
+    assert re.search(r"^v +3$", run_command(tmp_path, "get", "lines", "apple").output, re.M)
+    told = run_command(tmp_path, "explain", "lines", "apple").output
+    assert "v=3" in told
+    refused = str(run_command(tmp_path, "history", "lines", "apple").exception)
+    assert refused.endswith(
+        "got 'versions'; read the log, with all records of a key (vt-dagster get and explain show "
+        "the last)"
+    )
+    LogWriter(tmp_path, "plain", kind="table").run([("apple", "1", 0)], 1)
+    refused = str(run_command(tmp_path, "history", "plain", "apple").exception)
+    assert refused.endswith("got 'versions'; declare a VersionedTable to keep versions")
+
+
 @pytest.mark.parametrize("command", ["get", "history"])
 def test_rows_as_json(tmp_path: Path, command: str) -> None:
     LogWriter(tmp_path).run([("apple", "1", 0), ("pear", "2", 0)], 1)

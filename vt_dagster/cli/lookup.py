@@ -52,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one line for e
 
 
 def get(
-    table: Annotated[str, typer.Argument(help="The table that has the key.")],
+    table: Annotated[str, typer.Argument(help="The table or stream that has the key.")],
     key: Key,
     as_of: Annotated[
         str | None,
@@ -69,10 +69,13 @@ def get(
     as_json: AsJson = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Print the row of a key: the current one, or the one that was valid at a time (--as-of)."""
+    """Print the row of a key: the current one, or the one that was valid at a time (--as-of); of a
+    stream the last record."""
     as_of = at_clock(as_of)
     _require_asset(warehouse, table)
     found = look_up(warehouse, table, None, key, as_of, partial, as_known_at)
+    if found.num_rows > 1:  # a stream: its last record
+        found = found.sort_by([(PARTITION, "descending"), (OFFSET, "descending")])
     rows = texts(found.slice(0, 1))
     when = f" as of {as_of}" if as_of else ""
     when += f" as known at {as_known_at}" if as_known_at else ""

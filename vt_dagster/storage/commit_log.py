@@ -532,9 +532,16 @@ def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
     if what not in choices or (as_of is not None and kind != "versioned"):
         requested = what if as_of is None else f"{what} as of {as_of}"
         called = {"stream": "Stream", "table": "Table"}.get(kind, "VersionedTable")
+        instead = "choose one of them"
+        if kind == "stream":
+            instead = (
+                "read the log, with all records of a key (vt-dagster get and explain show the last)"
+            )
+        elif kind == "table" and (as_of is not None or what == "versions"):
+            instead = "declare a VersionedTable to keep versions"
         raise StorageError(
             f"{name} is a {called}: expected one of {choices} to read"
-            f"{' (as_of needs a VersionedTable)' if as_of else ''}, got {requested!r}"
+            f"{' (as_of needs a VersionedTable)' if as_of else ''}, got {requested!r}; {instead}"
         )
     if as_of is not None and what != "current":
         raise StorageError(
