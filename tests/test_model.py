@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "name": (lambda: stream("my sales"), ["'my sales'", "Stream", "letters, digits"]),
     "name with a digit first": (lambda: table("1st"), ["'1st'", "Table", "not starting with a digit"]),
     "no schema": (lambda: stream(schema=["k"]), ["sales", "pandera.pyspark", "['k']"]),
+    "schema as a text": (
+        lambda: stream(schema="k strin, at timestamp"),
+        ["sales", "got 'k strin, at timestamp'; ", "StructType().add('product', 'string')", "session"],
+    ),
     "column twice": (
         lambda: stream(schema=schema(K=StringType())),
         ["sales", "['k']", "more than once", "rename one"],

@@ -161,7 +161,9 @@ def as_struct(schema: Any, name: str) -> StructType:
     convert = getattr(schema, "to_structtype", None)
     if convert is None:
         raise TopologyError(
-            f"{name}: schema must be a pandera.pyspark DataFrameModel or a StructType, got {schema!r}"
+            f"{name}: schema must be a pandera.pyspark DataFrameModel or a StructType, got {schema!r}; "
+            "write for example StructType().add('product', 'string').add('at', 'timestamp'), which, "
+            "unlike the text of columns in StructType.fromDDL, needs no Spark session"
         )
     unique = getattr(pandera_schema(schema), "unique", None)
     if unique:
