@@ -514,6 +514,14 @@ def test_start_page_opens_no_data_file(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- command
 
 
+@pytest.mark.parametrize("place", ["nowhere", "a_file"])
+def test_path_of_no_warehouse_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(StorageError, match=f"directory of tables, got .*{place}.*; run an asset first"):
+        application(str(tmp_path / place))
+    assert "no table here yet" in client(tmp_path).get("/").text
+
+
 def test_explore_command(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ from vt_dagster.explore.warehouse_overview import came_late, facts, overview, re
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explain_request import Condition, Explanation, Log, Record, both
 from vt_dagster.provenance.lateness import share
+from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, of_key
 from vt_dagster.topology.durations import epoch_micros, parse_time
 
@@ -430,9 +431,16 @@ def application(warehouse: str) -> Starlette:
         warehouse: the directory or URL of the tables.
 
     Raises:
-        StorageError: the path cannot be a warehouse.
+        StorageError: the path cannot be a warehouse, or is no local directory.
     """
     asset_names(warehouse)
+    fs, root = delta.filesystem(warehouse)
+    if delta.is_local(fs) and not fs.isdir(root):
+        raise StorageError(
+            f"expected a directory of tables, got {warehouse!r}, which "
+            f"{'is a file' if fs.exists(root) else 'does not exist'}; run an asset first, or name "
+            "another directory"
+        )
     pages = Pages(warehouse)
 
     def refused(request: Request, error: Exception) -> Response:
