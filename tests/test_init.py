@@ -222,6 +222,12 @@ def test_python_project(work_dir: Path, monkeypatch: pytest.MonkeyPatch, spark: 
     assert "order_id=1 " in why.stdout
     said = CliRunner().invoke(app, ["run", *module])
     assert "nothing new for orders, priced_orders, prices\n" in said.stdout
+    monkeypatch.delenv("DAGSTER_HOME")  # this instance knows no run
+    said = CliRunner().invoke(app, ["run", *module])
+    assert "nothing new for orders, priced_orders, prices\n" in said.stdout
+    assert " in = " not in said.stdout
+    assert "new rows of" not in said.stdout
+    monkeypatch.setenv("DAGSTER_HOME", str(work_dir))
 
     prices = Path("data/landing/prices")
     (prices / "2.csv").write_text("product,price,at\npear,-1,2026-01-31T16:00:00Z\n")

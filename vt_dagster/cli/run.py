@@ -612,16 +612,24 @@ def execute(
     @dg.success_hook
     def tell(context: dg.HookContext) -> None:
         for metadata in context.op_output_metadata.values():
-            if "at_a_glance" in metadata:  # in a graph asset, only the last op has it
+            # In a graph asset, only the last op has it.
+            if "at_a_glance" in metadata and not _is_of_another_run(metadata):
                 counts = records_of(str(metadata["at_a_glance"].value))
                 say(f"{metadata['dagster/table_name'].value}: {counts}")
 
     return execute_quietly(job.with_hooks({tell}), instance, keys)
 
 
+def _is_of_another_run(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether a materialization reports what another run has committed, perhaps at the same
+    time: without DAGSTER_HOME, Dagster knows no other run."""
+    return {"at_a_glance", "status"} <= {*metadata}
+
+
 def _report(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:
     """Prints checks, errors and new rows of a run; returns whether all succeeded."""
-    events = result.get_asset_materialization_events()
+    found = result.get_asset_materialization_events()
+    events = [e for e in found if not _is_of_another_run(e.materialization.metadata)]
     made = {e.asset_key for e in events}
     for one in (e.materialization for e in events):
         if "at_a_glance" not in one.metadata:  # an export, a publication, an asset of the user's own

@@ -469,6 +469,8 @@ def materialized(
     if catalog is not None:
         register(store, catalog, comments_of(node), commit.batch)
     metadata = run_metadata(node, store, receipt, seconds, shown, catalog)
+    if commit.run_id != context.run.run_id:
+        metadata["status"] = f"nothing new: reports batch {commit.batch}, which another run committed"
     return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))
 
 
