@@ -137,8 +137,7 @@ def test_names_follow_swap(market: Market, tmp_path: Path, spark: SparkSession, 
     swap(warehouse, "prices", "other")
     assert spark.table("bronze.prices").count() == 2
     require_same(spark, copy.store(copy.prices))
-    shutil.rmtree(copy.warehouse / "prices")
-    (copy.warehouse / "rates").rename(copy.warehouse / "prices")
+    swap(warehouse, "prices", "rates")
     plain = Table("prices", key="k", schema=copy.rates.schema, timestamp="at")
     register(AssetStore(warehouse, plain, spark), bronze)
     assert names_in(spark) == {"prices", "prices_log"}

@@ -243,7 +243,7 @@ def test_unknown_name_is_refused_before_spark_starts(
     assert "one of ['prices']" in str(refused.exception)
 
 
-def test_swap_of_unrelated_assets_is_refused(tmp_path: Path) -> None:
+def test_swap_of_unrelated_assets_is_refused_without_yes(tmp_path: Path) -> None:
     """A swap takes a replay, also one that has run on or was swapped before, or a table of the same
     definition."""
     for name, about in {
@@ -258,8 +258,8 @@ def test_swap_of_unrelated_assets_is_refused(tmp_path: Path) -> None:
         log.run_id = "on"
         log.run([("pear", name, 2)], 3)
 
-    def swapped(one: str, other: str) -> None:
-        done = CliRunner().invoke(app, ["swap", one, other, "--warehouse", str(tmp_path)])
+    def swapped(one: str, other: str, *more: str) -> None:
+        done = CliRunner().invoke(app, ["swap", one, other, *more, "--warehouse", str(tmp_path)])
         if done.exception is not None:
             raise done.exception
 
@@ -277,6 +277,8 @@ def test_swap_of_unrelated_assets_is_refused(tmp_path: Path) -> None:
     swapped("prices", "prices_new")
     with pytest.raises(StorageError, match="alike to be a replay of plain"):
         swapped("plain", "alike")
+    swapped("plain", "alike", "--yes")
+    assert (owner("plain"), owner("alike")) == ("alike", "plain")
 
 
 def test_first_run_that_died_leaves_no_asset(tmp_path: Path) -> None:

@@ -204,9 +204,22 @@ def compare(
 def swap(
     live: Annotated[str, typer.Argument(help="The live asset.")],
     other: Annotated[str, typer.Argument(help="The asset that becomes the live one, a replay.")],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also if neither is a replay of the other.")
+    ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Swap the names of two assets while nothing runs, so that a replay becomes the live asset."""
+    """Swap the names of two assets while nothing runs, so that a replay becomes the live asset. Asks
+    first in a terminal, and is refused elsewhere, if neither is a replay of the other nor has its
+    definition."""
+    if not yes and not replays.related(warehouse, live, other):
+        if not sys.stdin.isatty():
+            raise StorageError(
+                f"expected {other} to be a replay of {live}, or to have the same definition, got an "
+                f"asset of its own, whose rows are others; replay {live} into a new name (vt-dagster "
+                "replay) and swap that, or swap them anyway with --yes"
+            )
+        typer.confirm(f"{other} is no replay of {live}. Swap them?", abort=True)
     replays.swap(warehouse, live, other)
     typer.echo(f"swapped: {live} now has the tables that {other} had, and {other} those of {live}")
 

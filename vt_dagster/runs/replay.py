@@ -444,19 +444,20 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     return rows.select(*[f"`{c}`" for c in own])
 
 
-def _related(live: str, other: str) -> bool:
-    """Returns whether the tables in one folder are a replay of those in the other, have the same
-    definition, or are a copy; also if that is unknown, because a log is empty or damaged."""
-    runs = {f"{_RUN}:{posixpath.basename(root)}" for root in (live, other)}
+def related(warehouse: str, live: str, other: str) -> bool:
+    """Returns whether one asset is a replay of the other, has the same definition, or is a copy; also
+    if that is unknown, because a log is empty or damaged. Does not use Spark."""
+    runs = {f"{_RUN}:{posixpath.basename(name)}" for name in (live, other)}
+    roots = [posixpath.join(str(warehouse), name) for name in (live, other)]
     try:
-        heads = [delta.last_commit(posixpath.join(root, "log")) for root in (live, other)]
+        heads = [delta.last_commit(posixpath.join(root, "log")) for root in roots]
         one, two = (None if head is None else Commit.model_validate(head.document) for head in heads)
         if one is None or two is None or one.log == two.log:
             return True
         if one.shape.definition() == two.shape.definition():
             return True
         # A replay may have run on since, or have been swapped before.
-        return any(c.run_id in runs for root in (live, other) for c in commit_log.commits(root))
+        return any(c.run_id in runs for root in roots for c in commit_log.commits(root))
     except StorageError:
         return True
 
@@ -468,8 +469,7 @@ def swap(warehouse: str, live: str, other: str) -> None:
     ``live`` refuse their next run, as its offsets now mean other records: replay and swap them too.
 
     Raises:
-        StorageError: one of the assets does not exist, both names are the same, or neither asset is a
-            replay of the other nor has its definition.
+        StorageError: one of the assets does not exist, or both names are the same.
     """
     if live == other:
         raise StorageError(
@@ -478,8 +478,7 @@ def swap(warehouse: str, live: str, other: str) -> None:
     fs, root = delta.filesystem(str(warehouse))
     paths = {name: posixpath.join(root, name) for name in (live, other)}
     aside = posixpath.join(root, swap_folder(live, other))
-    resumed = fs.exists(aside)
-    if not resumed:
+    if not fs.exists(aside):
         missing = [name for name, path in paths.items() if not fs.exists(posixpath.join(path, "log"))]
         if missing:
             raise StorageError(
@@ -489,11 +488,5 @@ def swap(warehouse: str, live: str, other: str) -> None:
             )
     for name in (live, other):
         require_path(name, "an asset")
-    if not resumed and not _related(*(posixpath.join(str(warehouse), name) for name in (live, other))):
-        raise StorageError(
-            f"expected {other} to be a replay of {live}, or to have the same definition, got an asset "
-            f"of its own, whose rows are others; replay {live} into a new name (vt-dagster replay) and "
-            "swap that"
-        )
     exchange(fs, paths[live], paths[other], aside)
     fs.mv(aside, paths[other], recursive=True)
