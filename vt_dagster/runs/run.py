@@ -366,20 +366,28 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _naming_expressions(
+def _with_clear_errors(
     step: Callable[Concatenate[Run, P], R],
 ) -> Callable[Concatenate[Run, P], R]:
-    """Makes a step of a run name the expression of its node that Spark refuses."""
+    """Makes a step of a run replace Spark's errors by clearer ones, which name the input that causes
+    one or the expression that Spark refuses, and unpersist on failure. Each step may compute rows."""
 
     @wraps(step)
     def named(self: Run, *args: P.args, **given: P.kwargs) -> R:
         try:
             return step(self, *args, **given)
-        except AnalysisException as error:
-            refused = refused_expression(self.node, self.store.spark, error)
-            if refused is None:
+        except BaseException as error:
+            self.unpersist()
+            if not isinstance(error, PySparkException | Py4JJavaError):
                 raise
-            raise refused from None
+            clear = clearer_error(self.arrival, error)
+            if clear is not None:
+                raise clear from error
+            if isinstance(error, AnalysisException):
+                refused = refused_expression(self.node, self.store.spark, error)
+                if refused is not None:
+                    raise refused from None
+            raise
 
     return named
 
@@ -464,7 +472,7 @@ class Run:
 
     # -- read ------------------------------------------------------------------------------------
 
-    @_naming_expressions
+    @_with_clear_errors
     def read(self, now: datetime | None = None) -> list[DataFrame]:
         """Returns the run's input: a source's prepared records, or the log rows of each consumed input,
         from where the plan reads them again.
@@ -500,7 +508,7 @@ class Run:
         latest, now = None, now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = int((now + source.max_clock_skew).timestamp())
-        with self._explained(), self._settings_for(self.arrival.view_rows):
+        with self._settings_for(self.arrival.view_rows):
             return records_of(self.arrival, source, self.store, latest)
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
@@ -598,7 +606,7 @@ class Run:
 
     # -- operate ---------------------------------------------------------------------------------
 
-    @_naming_expressions
+    @_with_clear_errors
     def operate(self, read: Sequence[DataFrame]) -> Results:
         """Returns the operator's results with their counts.
 
@@ -641,11 +649,10 @@ class Run:
         table_time = self.plan.table_time
         if self.node.unique_by and not self.arrival.single_task:
             # Their stream time takes a pass over the records of its own.
-            with self._explained():
-                read = [self._persist(rows) for rows in read]
+            read = [self._persist(rows) for rows in read]
         if table_time is not None or reads_twice(read[0], self.arrival):
             # The records are used twice, and reading them from the source takes most of the time.
-            with self._explained(), self._settings_for(self.arrival.view_rows):
+            with self._settings_for(self.arrival.view_rows):
                 read = [self.store.persist(rows) for rows in read]
                 self.arrival.persisted.extend(read)
                 rows, context = with_table_history(read[0], self.arrival, self.store, context)
@@ -656,12 +663,13 @@ class Run:
             # After the values that a source omits are filled, and before stream time is computed.
             read = [quarantine_broken(self.node, rows) for rows in read]
         if table_time is not None:
-            with self._explained(), self._settings_for(self.arrival.view_rows):
+            with self._settings_for(self.arrival.view_rows):
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(table_time, self._inputs(read), before, spark)
                 context = replace(context, bounds=bounds)
         return read, context
 
+    @_with_clear_errors
     def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
         """Returns the records that a join with a grace period emits or buffers: the first half of
         :meth:`operate`. They are computed, and persisted until the commit; lazy in an empty run.
@@ -680,6 +688,7 @@ class Run:
             self.arrival.buffered.update(count_outcomes(buffered).counts)
         return buffered
 
+    @_with_clear_errors
     def join(self, buffered: DataFrame) -> Results:
         """Joins the records of :meth:`buffer` with the table as of their times: the second half.
 
@@ -784,7 +793,7 @@ class Run:
 
     # -- commit ----------------------------------------------------------------------------------
 
-    @_naming_expressions
+    @_with_clear_errors
     def commit(
         self, results: Results, run_id: str | None = None, recorded_at: int | None = None
     ) -> Receipt:
@@ -810,42 +819,27 @@ class Run:
         declared = {*self.node.schema.names}
         columns = [f for f in results.rows.schema.fields if f.name in declared]
         refuse_types(StructType(columns), self.node.name)
-        with self._explained():
-            with self._settings_for(results.judged.rows_read):
-                rows, recorded_at = assign_system_times(results.rows, arrival, store, recorded_at)
-                rows = store.persist(rows)
-                arrival.persisted.append(rows)
-                passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
-                in_place = places_of(arrival, self.plan, passed)
-                now, span = commit.recorded_at, results.judged.span
-                new = self._numbered(rows, passed, now, in_place, span)
-                same_inputs = partial(require_inputs_unchanged, self.node.name, self._inputs_read())
-                head = store.commit(new, commit, passed.counts[Outcome.APPLIED], same_inputs)
-            # A projection of many persisted rows need not be read back from the log. Few rows are
-            # persisted under other planner settings than the view uses, and such plans do not mix.
-            again = in_place is not None and in_place.complete and not arrival.few_records
-            # A key of the run is in the table before it, or has a row that replaces none.
-            first_rows, known = passed.first_rows, arrival.view_rows
-            most_keys = None if first_rows is None else first_rows + known
-            at = store.catch_up(head, written=new if again else None, most_keys=most_keys)
-        self._unpersist()
+        with self._settings_for(results.judged.rows_read):
+            rows, recorded_at = assign_system_times(results.rows, arrival, store, recorded_at)
+            rows = store.persist(rows)
+            arrival.persisted.append(rows)
+            passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
+            in_place = places_of(arrival, self.plan, passed)
+            now, span = commit.recorded_at, results.judged.span
+            new = self._numbered(rows, passed, now, in_place, span)
+            same_inputs = partial(require_inputs_unchanged, self.node.name, self._inputs_read())
+            head = store.commit(new, commit, passed.counts[Outcome.APPLIED], same_inputs)
+        # A projection of many persisted rows need not be read back from the log. Few rows are
+        # persisted under other planner settings than the view uses, and such plans do not mix.
+        again = in_place is not None and in_place.complete and not arrival.few_records
+        # A key of the run is in the table before it, or has a row that replaces none.
+        first_rows, known = passed.first_rows, arrival.view_rows
+        most_keys = None if first_rows is None else first_rows + known
+        at = store.catch_up(head, written=new if again else None, most_keys=most_keys)
+        self.unpersist()
         store.remove_staged_before(arrival.previous)
         outcomes = results.judged.by_partition or passed.by_partition
         return Receipt(head.commit, head.version, at.base and at.base.version, outcomes)
-
-    @contextmanager
-    def _explained(self) -> Generator[None]:
-        """Replaces Spark errors that an input causes by clearer ones, and unpersists on failure."""
-        try:
-            yield
-        except BaseException as error:
-            self._unpersist()
-            if not isinstance(error, PySparkException | Py4JJavaError):
-                raise
-            gone = clearer_error(self.arrival, error)
-            if gone is None:
-                raise
-            raise gone from error
 
     def _numbered(
         self,
@@ -889,7 +883,7 @@ class Run:
         heads = {**tables, **self.arrival.inputs}
         return [(self.stores(nodes[name]), head) for name, head in heads.items()]
 
-    def _unpersist(self) -> None:
+    def unpersist(self) -> None:
         while self.arrival.persisted:
             self.store.unpersist(self.arrival.persisted.pop())
 
