@@ -51,7 +51,7 @@ from vt_dagster.kafka import (
     Raw,
     SchemaRegistry,
 )
-from vt_dagster.sources import kafka_source, text_formats
+from vt_dagster.sources import kafka_source, protobuf, text_formats
 from vt_dagster.sources.consumed_files import files_in
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.message_formats import Decoded, Format
@@ -1007,8 +1007,54 @@ def test_protobuf_well_known_types(spark: SparkSession, tmp_path: Path) -> None:
     within = StructType().add("UInt64Value", StructType().add("value", "decimal(20,0)"))
     got = decoded(spark, format_, [messages[2]], within)
     assert got == [{"UInt64Value": Row(value=Decimal(2**63))}]
-    odd = StructType().add("Duration", StructType().add("seconds", "date")).add("e", "binary")
-    assert [one.split(" is ")[0] for one in format_.misfits(odd)] == ["Duration.seconds"]
+    local = StructType().add("Timestamp", "timestamp_ntz").add("Duration", "binary")
+    times = Protobuf(str(path), "g.G", timestamps="millis")
+    local = local.add("Struct", "binary").add("UInt64Value", "timestamp")
+    found = decoded(spark, times, messages[:1], local)
+    millis, texts = datetime(1970, 1, 1, 0, 0, 0, 7000), (b"1.500s", b'{"a": [1.5]}')
+    texts = {name: bytearray(text) for name, text in zip(("Duration", "Struct"), texts, strict=True)}
+    assert found == [{"Timestamp": AT, "UInt64Value": millis, **texts}]
+    odd = StructType().add("Duration", StructType().add("seconds", "date")).add("e", "integer")
+    odd = odd.add("Timestamp", "date").add("Struct", "long").add("BytesValue", "date")
+    odd = odd.add("UInt64Value", "timestamp").add("StringValue", "date")
+    said = format_.misfits(odd)
+    names = ["Duration.seconds", "e", "Timestamp", "Struct", "BytesValue", "UInt64Value"]
+    assert [one.split(" is ")[0] for one in said] == names
+    assert said[2].startswith("Timestamp is the message google.protobuf.Timestamp in the message")
+
+
+def test_protobuf_required_and_newer_fields(spark: SparkSession, tmp_path: Path) -> None:
+    """A message without a required field is none, as in Google's libraries. A nested message may have
+    only fields that are newer than the descriptor."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="two.proto", package="two", syntax="proto2")
+    message = file.message_type.add(name="Two")
+    message.field.add(name="id", number=1, type=kinds.TYPE_INT64, label=kinds.LABEL_REQUIRED)
+    message.field.add(name="n", number=2, type=kinds.TYPE_INT64, label=kinds.LABEL_OPTIONAL)
+    part = {"type": kinds.TYPE_MESSAGE, "type_name": ".two.Part", "label": kinds.LABEL_OPTIONAL}
+    message.field.add(name="part", number=3, **part)
+    one = file.message_type.add(name="Part").field.add(name="x", number=1)
+    one.type, one.label = kinds.TYPE_INT64, kinds.LABEL_OPTIONAL
+    path = tmp_path / "two.desc"
+    path.write_bytes(descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString())
+    wanted, bad = StructType().add("id", "long").add("n", "long"), {"reason": "unreadable"}
+    wanted = wanted.add("part", StructType().add("x", "long"))
+    newer, other = b"\x08\x01\x1a\x02\x18\x05", b"\x08\x01\x1a\x02\x0a\x00"
+    messages = [b"\x08\x01", newer, other, b"", b"\x10\x05", b"\x28\x05"]
+    found = decoded(spark, Protobuf(str(path), "two.Two"), messages, wanted)
+    row = {"id": 1, "n": None}
+    assert found == [{**row, "part": None}, {**row, "part": Row(x=None)}, bad, bad, bad, bad]
+
+
+def test_protobuf_libraries_without_is_repeated() -> None:
+    """It is new in 6.31, in which a field's label is deprecated."""
+    labels = descriptor_pb2.FieldDescriptorProto
+    old = SimpleNamespace(LABEL_REPEATED=labels.LABEL_REPEATED)
+    for label in (labels.LABEL_REPEATED, labels.LABEL_OPTIONAL, labels.LABEL_REQUIRED):
+        old.label = label
+        assert protobuf.is_repeated(old) == (label == labels.LABEL_REPEATED)
+    fields = descriptor_pb2.FileDescriptorSet.DESCRIPTOR.fields_by_name
+    assert protobuf.is_repeated(fields["file"])
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from pyspark.sql.types import (
     MapType,
     StringType,
     StructType,
+    TimestampNTZType,
+    TimestampType,
 )
 
 from vt_dagster.errors import SourceError
@@ -53,8 +55,8 @@ VALUES = ("Timestamp", "Duration", "FieldMask", "Struct", "Value", "ListValue")
 """Google's messages that are one value: read as text, with their JSON representation."""
 WRAPPERS = ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 TEXT = "text"
-"""Stands for a STRING in the plain Python form of a type, in which a struct is a dict, an array a list
-of one type, and a map a tuple of one type."""
+"""Stands for a STRING or BINARY in the plain Python form of a type, in which a struct is a dict, an
+array a list of one type, and a map a tuple of one type."""
 
 
 def is_wrapper(message: Any) -> bool:
@@ -68,13 +70,16 @@ def is_value(message: Any) -> bool:
 
 
 def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[Any], str | None]:
-    """Returns a function from a message's bytes to JSON of the wanted fields; None if unreadable."""
+    """Returns a function from a message's bytes to JSON of the wanted fields; None if unreadable: the
+    bytes are those of another message if the descriptor has none of their fields."""
     message_class = _message_class(descriptors, name)
 
     def text(raw: Any) -> str | None:
         try:
             found = message_class.FromString(bytes(raw))
-            return json.dumps(_fields(found, wanted, mark))
+            known = found.ListFields() or not _unknown(found)
+            row = json.dumps(_fields(found, wanted, mark))
+            return row if known and found.IsInitialized() else None
         except Exception:  # DecodeError, upb's errors for invalid UTF-8, or a null
             return None
 
@@ -90,6 +95,12 @@ def _message_class(descriptors: bytes, name: str) -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
 
 
+def is_repeated(field: Any) -> bool:
+    """Returns whether a field is repeated. Protobuf before 6.31 has only its label, which is deprecated
+    since."""
+    return field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+
+
 def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
     _require_known(message)
     found: dict[str, Any] = {}
@@ -100,7 +111,7 @@ def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
         if kind is not None and kind.GetOptions().map_entry:
             of = kind.fields_by_name["value"]
             found[part.name] = {_key(k): _one(of, value[k], want[0], mark) for k in value}
-        elif part.is_repeated:
+        elif is_repeated(part):
             found[part.name] = [_one(part, v, want[0], mark) for v in value]
         elif not part.has_presence or message.HasField(part.name):
             found[part.name] = _one(part, value, want, mark)
@@ -108,16 +119,17 @@ def _fields(message: Any, wanted: Any, mark: str) -> dict[str, Any]:
 
 
 def _require_known(message: Any) -> None:
-    """Raises ValueError if the bytes are those of another message: the descriptor has none of their
-    fields, or a field has another type or an unknown enum value. Without this check, Protobuf returns
-    default values."""
+    """Raises ValueError if a field has another type or an unknown enum value. Without this check,
+    Protobuf returns default values."""
+    if _unknown(message) & {*message.DESCRIPTOR.fields_by_number}:
+        raise ValueError("a field of another type")
+
+
+def _unknown(message: Any) -> set[int]:
+    """Returns the numbers of the fields that the descriptor lacks, or that have another type there."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
-    unknown = {one.field_number for one in UnknownFieldSet(message)}
-    if unknown & {*message.DESCRIPTOR.fields_by_number}:
-        raise ValueError("a field of another type")
-    if unknown and not message.ListFields():
-        raise ValueError("no known field")
+    return {one.field_number for one in UnknownFieldSet(message)}
 
 
 def _key(key: Any) -> str:
@@ -137,7 +149,7 @@ def _one(field: Any, value: Any, want: Any, mark: str) -> Any:
 
     found = json_format.MessageToDict(value)
     if isinstance(found, str) and not field.message_type.full_name.endswith("Value"):
-        return found
+        return found if want == TEXT else found.removesuffix("Z")  # TIMESTAMP_NTZ takes no zone
     return json.dumps(found) if want == TEXT else f"{mark}x"
 
 
@@ -200,17 +212,17 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
         if part is not None and entry:
             field, kind = part.fields_by_name["value"], getattr(kind, "valueType", kind)
             part = field.message_type
-        elif field.is_repeated != isinstance(kind, ArrayType):
-            found.append(_misfit(name, "repeated" if field.is_repeated else "a single value", kind))
+        elif is_repeated(field) != isinstance(kind, ArrayType):
+            found.append(_misfit(name, "repeated" if is_repeated(field) else "a single value", kind))
             continue
         elif isinstance(kind, ArrayType):
             kind = kind.elementType
         if part is not None and isinstance(kind, StructType):
             found += misfits(part, kind, how, f"{name}.")
-        elif part is not None and not (is_value(part) or is_wrapper(part)):
-            found.append(_misfit(name, f"the message {part.full_name}", kind))
-        elif part is None and not _may_fit(field, kind, how, tuple(name.split("."))):
-            found.append(_misfit(name, _TYPES.get(field.type, "a number"), kind))
+        elif not _may_fit(field, kind, how, tuple(name.split("."))):
+            number = _TYPES.get(field.type, "a number")
+            got = number if part is None else f"the message {part.full_name}"
+            found.append(_misfit(name, got, kind))
     return found
 
 
@@ -219,11 +231,19 @@ _TYPES = {8: "bool", 9: "string", 12: "bytes", 14: "enum", 1: "double", 2: "floa
 
 
 def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) -> bool:
+    part = field.message_type
+    if part is not None and is_wrapper(part):
+        return _may_fit(part.fields_by_name["value"], kind, how, path)
+    if part is not None:
+        times = (TimestampType, TimestampNTZType) if part.name == "Timestamp" else ()
+        return is_value(part) and isinstance(kind, (StringType, BinaryType, *times))
     family = _TYPES.get(field.type, "integer")
     if isinstance(kind, StructType | ArrayType | MapType):
         return False
-    if family in ("string", "enum") or isinstance(kind, StringType):
+    if family == "string" or isinstance(kind, StringType):
         return True
+    if family == "enum":
+        return isinstance(kind, BinaryType)
     if family in ("bool", "bytes"):
         return isinstance(kind, BooleanType if family == "bool" else BinaryType)
     if isinstance(kind, TIMES):
@@ -259,7 +279,7 @@ def _plan(kind: DataType) -> Any:
         return [_plan(kind.elementType)]
     if isinstance(kind, MapType):
         return (_plan(kind.valueType),)
-    return TEXT if isinstance(kind, StringType) else "value"
+    return TEXT if isinstance(kind, StringType | BinaryType) else "value"
 
 
 def protobuf_reader(descriptors: bytes, name: str, wanted: StructType) -> Any:
