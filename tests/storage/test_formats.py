@@ -24,6 +24,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import (
     ArrayType,
+    BinaryType,
     DataType,
     DateType,
     DecimalType,
@@ -131,6 +132,15 @@ def avro(spark: SparkSession, schema: dict[str, Any], *columns: str) -> bytes:
     row = spark.range(1).select(F.struct(*[F.expr(c) for c in columns]).alias("row"))
     (found,) = row.select(to_avro("row", json.dumps(schema))).collect()
     return bytes(found[0])
+
+
+def of_fields(*types: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    fields = [{"name": name, "type": kind} for name, kind in types]
+    return {"type": "record", "name": "R", "fields": fields, **more}
+
+
+def logical(kind: str, of: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "logicalType": of, **more}
 
 
 @pytest.fixture(scope="module")
@@ -492,6 +502,26 @@ def test_avro_aliases_are_resolved(spark: SparkSession, orders: tuple[bytes, byt
         ]
         large = avro(spark, V1, "'x' as name", "700L as id", "timestamp_millis(0) as at")
         assert decoded(spark, format_, [framed(11, large)], wanted) == [{"reason": "unreadable"}]
+
+
+def test_avro_aliases_and_defaults_of_nested_records(spark: SparkSession) -> None:
+    inner = of_fields(("a", "long"), name="N")
+    newer = of_fields(("b", "long"), ("c", "int"), name="N")
+    newer["fields"][0]["aliases"], newer["fields"][1]["default"] = ["a"], 5
+    of_map = ("by", {"type": "map", "values": "N"})
+    versions = [
+        of_fields(("one", kind), *(("some", {"type": "array", "items": "N"}), of_map))
+        for kind in (inner, newer)
+    ]
+    row = StructType().add("b", "long").add("c", "integer")
+    wanted = StructType().add("one", row).add("some", ArrayType(row))
+    wanted = wanted.add("by", MapType(StringType(), row))
+    message = framed(11, b"\x02" + b"\x02\x04\x00" + b"\x02\x02k\x06\x00")
+    with Registry() as running:
+        running.subjects["orders-value"] = versions
+        found = decoded(spark, Avro(registry=SchemaRegistry(running.url)), [message], wanted)
+    one, two, three = (Row(b=n, c=5) for n in (1, 2, 3))
+    assert found == [{"one": one, "some": [two], "by": {"k": three}}]
 
 
 def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -940,6 +970,131 @@ def test_avro_nested_arrays_maps_and_unions(spark: SparkSession) -> None:
     assert said == ["items.SKU is named 'sku', expected the same case"]
     assert Avro(schema, timestamps="days").misfits(StructType().add("id", "date")) == []
     assert "none of the columns" in Avro(schema).misfits(StructType().add("x", "date"))[0]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_avro_unions_of_similar_types(spark: SparkSession) -> None:
+    """Each member has its own unit and its own text. A member that Spark cannot read is unreadable
+    only in a column that takes it."""
+    day, millis = logical("int", "date"), logical("long", "timestamp-millis")
+    times = of_fields(("t", ["null", day, millis]), ("c", [logical("int", "time-millis"), "long"]))
+    numbers = of_fields(("f", ["float", "double"]), ("n", ["int", "long", "null"]))
+    own = [{"type": "array", "items": "R"}, {"type": "map", "values": "R"}, "R"]
+    tree = of_fields(("id", "long"), ("any", ["null", "string", *own]), ("name", "string"))
+    leaf = b"\x04\x00\x02y"
+    within = [b"\x02\x02v", b"\x04\x02" + leaf + b"\x00", b"\x08" + leaf]
+    trees = [leaf, *(b"\x02" + part + b"\x02x" for part in within)]
+    any_ = StructType().add("any", "string").add("name", "string")
+    moments = StructType().add("t", "timestamp").add("c", "timestamp_ntz")
+    texts = StructType().add("f", "string").add("n", "long")
+    members = StructType().add("member1", "long").add("member0", "integer")
+    short, long = b"\x00" + struct.pack("<f", 0.1), b"\x02" + struct.pack("<d", 0.1)
+    some = [short + b"\x00\x02", long + b"\x02\x06", short + b"\x04"]
+    timed = [b"\x02\x04\x02\x02", b"\x04\x04\x02\x02", b"\x00\x00\x02"]
+    found = each_decoded(
+        spark,
+        (Avro(json.dumps(times), timestamps="millis"), timed, moments),
+        (Avro(json.dumps(numbers)), some, texts),
+        (Avro(json.dumps(numbers)), some, StructType().add("n", members)),
+        (Avro(json.dumps(tree)), trees, ROW),
+        (Avro(json.dumps(tree)), trees, any_),
+    )
+    start, bad, x = datetime(1970, 1, 1), {"reason": "unreadable"}, {"id": 1, "name": "x"}
+    one, two = (start + timedelta(milliseconds=n) for n in (1, 2))
+    assert found == [
+        [{"t": start + timedelta(days=2), "c": one}, {"t": two, "c": one}, bad],
+        [{"f": "0.1", "n": 1}, {"f": "0.1", "n": 3}, {"f": "0.1", "n": None}],
+        [{"n": Row(member1=None, member0=1)}, {"n": Row(member1=3, member0=None)}, {"n": None}],
+        [{"id": 2, "name": "y"}, x, x, x],
+        [{"any": None, "name": "y"}, {"any": "v", "name": "x"}, bad, bad],
+    ]
+    third = StructType().add("member2", "long")
+    (said,) = Avro(json.dumps(numbers)).misfits(StructType().add("n", third))
+    assert said == "n is int or long in the schema, expected struct<member2:bigint>"
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_avro_names_and_roots(spark: SparkSession) -> None:
+    """Names that differ only in case are two; a namespace beside a dotted name is ignored. A null
+    message of a schema that allows it has no value."""
+    nested = of_fields(("x", "int"), ("X", "int"), name="N")
+    twins = of_fields(("id", "long"), ("ID", "string"), ("n", nested))
+    inner = of_fields(("k", "long"), name="P")
+    dotted = of_fields(("x", inner), ("y", "a.b.P"), ("w", "P"), name="a.b.R", namespace="z")
+    of_none, of_a = {**inner, "namespace": ""}, of_fields(("k", "string"), name="P")
+    near = of_fields(("x", of_none), ("y", of_a), ("w", "P"), namespace="a")
+    enum = {"type": "enum", "name": "E", "symbols": ["A", "B"]}
+    nothing = of_fields(("id", "long"), ("t", "null"), ("u", ["null"]), ("e", enum))
+    nulls = StructType().add("t", "date").add("u", "string").add("e", "binary")
+    text = StructType().add("w", StructType().add("k", "string"))
+    k = StructType().add("k", "long")
+    two = StructType().add("id", "long").add("n", StructType().add("X", "integer"))
+    three = StructType().add("x", k).add("y", k).add("w", k)
+    found = each_decoded(
+        spark,
+        (Avro(json.dumps(twins)), [b"\x02\x02x\x04\x06"], two),
+        (Avro(json.dumps(dotted)), [b"\x02\x04\x06"], three),
+        (Avro(json.dumps(near)), [b"\x02\x02x\x02y"], text),
+        (Avro(json.dumps(nothing)), [b"\x02\x00\x02"], nulls),
+        (Avro(json.dumps({"type": inner})), [b"\x02"], k),
+        (Avro(json.dumps(["null", inner])), [b"\x02\x02"], k),
+    )
+    assert found == [
+        [{"id": 1, "n": Row(X=3)}],
+        [{"x": Row(k=1), "y": Row(k=2), "w": Row(k=3)}],
+        [{"w": Row(k="y")}],
+        [{"t": None, "u": None, "e": bytearray(b"B")}],
+        [{"k": 1}],
+        [{"k": 1}],
+    ]
+    (said,) = Avro(json.dumps(nothing)).misfits(StructType().add("e", "integer"))
+    assert said == "e is enum in the schema, expected int"
+    made = Avro(json.dumps(["null", inner])).decode(F.col("m"), k, "s", "r")
+    messages = [(bytearray(m),) for m in (b"\x00", b"\x02\x02", b"\x00\x00")]
+    rows = spark.createDataFrame(messages, "m binary")
+    for name, column in made.parsed.items():
+        rows = rows.withColumn(name, column)
+    said = rows.select(made.null, made.reason).collect()
+    assert [tuple(one) for one in said] == [(True, None), (False, None), (False, "unreadable")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("Unknown", "the type 'Unknown' is not defined before its use"),
+        ({"type": "rekord"}, "the type 'rekord' is not defined before its use"),
+        (of_fields(("a", "long"), ("a", "long")), "'a' is there twice"),
+        (of_fields(("a", "long"), name="R-1"), "the name 'R-1' is not of letters, digits and _"),
+        (of_fields(("my-field", "long")), "the name 'my-field' is not of letters, digits and _"),
+        ({"type": "enum", "name": "E", "symbols": ["A", "A"]}, "'A' is there twice"),
+        (of_fields(("a", of_fields(("b", "long")))), "the type 'R' is defined twice"),
+        (["null", ["null", "long"]], "a union has another one"),
+        ([{"type": "null"}, "null", "long"], "null twice"),
+        (5, "TypeError 'int' object is not subscriptable"),
+        ({"type": "record", "name": 5}, "AttributeError"),
+    ],
+)
+def test_avro_refuses_schemas_that_are_none(kind: Any, why: str) -> None:
+    schema = json.dumps({"type": "array", "items": kind})
+    with pytest.raises(SourceError, match=re.escape(why)):
+        Avro(schema).misfits(StructType().add("a", "long"))
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_avro_decimals_with_wrong_digits_are_bytes(spark: SparkSession) -> None:
+    """The specification says to ignore a logical type that does not fit."""
+    wrong = [
+        logical("bytes", "decimal", **more)
+        for more in ({"precision": 2, "scale": 4}, {}, {"precision": 0})
+    ]
+    small = logical("fixed", "decimal", name="Q", size=2, precision=5, scale=2)
+    kinds = [*wrong, small, {**small, "name": "P", "precision": 4}]
+    schema = json.dumps(of_fields(*((f"d{i}", kind) for i, kind in enumerate(kinds))))
+    wanted = StructType([StructField(f"d{i}", BinaryType()) for i in range(4)])
+    message = b"\x021" + b"\x022" + b"\x00" + b"12" + b"\x00\x7d"
+    found = decoded(spark, Avro(schema), [message], wanted.add("d4", "decimal(4,2)"))
+    held = {f"d{i}": bytearray(one) for i, one in enumerate((b"1", b"2", b"", b"12"))}
+    assert found == [held | {"d4": Decimal("1.25")}]
 
 
 @pytest.mark.usefixtures("few_rows")

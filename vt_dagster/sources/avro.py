@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -46,7 +49,9 @@ from vt_dagster.sources.value_reader import (
 from vt_dagster.topology.schema import was
 
 READ = "_vt_read"
-"""Field of a row: true if the message is readable."""
+"""Field of a row: true if the message is a row, false if it is null, null if it is unreadable."""
+NO_SCHEMA = '"null"'
+"""Stands for a newest schema that is not known."""
 _ROW, _END = "_vt_row", "_vt_end"
 _MARK = uuid4().bytes
 """What follows a message: 16 bytes that no message ends with."""
@@ -67,13 +72,13 @@ _NUMBERS = (*INTEGERS, *FLOATS, DecimalType, StringType)
 _FITTING = {
     **dict.fromkeys(("int", "long", "float", "double", "decimal", "unscaled", "variable"), _NUMBERS),
     "boolean": (BooleanType, StringType),
-    **dict.fromkeys(("bytes", "fixed"), (BinaryType, StringType)),
+    **dict.fromkeys(("bytes", "fixed", "enum"), (BinaryType, StringType)),
     "encoded": (BinaryType,),
 }
 """Column types that values of an Avro type may fit into; a string may fit into any."""
-_ENCODED = ("decimal", "big-decimal", "duration", "uuid")
+_ENCODED = ("big-decimal", "duration", "uuid")
 """Logical types whose bytes are no text."""
-_LEAVES = ("string", "enum", "null", "int", "long", "float", "double", "boolean", "bytes", "fixed")
+_PRIMITIVES = ("string", "null", "int", "long", "float", "double", "boolean", "bytes")
 _RECORDS = ("record", "variable")
 _DEEP = ("record", "recursive", "array", "map")
 _MEMBER = re.compile(r"member\d+")
@@ -85,20 +90,46 @@ class Node(NamedTuple):
     Args:
         type: the Avro type: ``record``, ``long``, …; ``decimal`` for that logical type; ``unscaled``
             for one of more digits than Spark reads; ``variable`` for Debezium's record of a decimal and
-            its scale; ``encoded`` for bytes of another logical type.
+            its scale; ``encoded`` for bytes of another logical type; ``recursive`` for a record in
+            itself, which Spark cannot read.
+        spark: the type for Spark, which finds fields by name whatever their case, converts times with
+            overflow, and reads the members of some unions as one type. The encoding has no names: types
+            and fields have other ones here, no logical type but decimals, and a member of a union with
+            several is a record with one field, which is encoded as the field.
         fields: the fields of a record.
         items: the element type of an array, or the value type of a map.
         members: the members of a union, without null.
         unit: the unit of a number that is a time.
         scale: the digits after the point of an ``unscaled`` number.
+        aliases, default: those of the field that has the type.
     """
 
     type: str
+    spark: Any
     fields: Mapping[str, Node] = {}
     items: Node | None = None
     members: Sequence[Node] = ()
     unit: str | None = None
     scale: int = 0
+    aliases: Sequence[str] = ()
+    default: Any = None
+
+    @property
+    def unread(self) -> bool:
+        """Whether Spark drops the fields of the type."""
+        return self.type == "recursive" or (self.items is not None and self.items.unread)
+
+    def part(self, value: Column, field: str) -> Column:
+        """Returns a field of a value of the type."""
+        return value[_field_at([*self.fields].index(field))]
+
+
+_NO_NODE, _TEXT = Node("null", "null"), Node("string", "string")
+
+
+def _field_at(place: int) -> str:
+    """Returns the name of a field for Spark."""
+    return f"_{place}"
 
 
 def node_of(schema: str) -> Node:
@@ -108,61 +139,129 @@ def node_of(schema: str) -> Node:
         SourceError: the text is no schema.
     """
     try:
-        return _node(json.loads(schema), {}, "", ())
-    except (ValueError, KeyError, TypeError) as error:
+        return _Parser().node(json.loads(schema), "", {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error) if type(error) is ValueError else f"{type(error).__name__} {error}"
         raise SourceError(
-            f"Avro: expected a schema in JSON, got {schema[:200]!r}: {type(error).__name__} {error}; "
-            "correct it"
+            f"Avro: expected a schema in JSON, got {schema[:200]!r}: {why}; correct it"
         ) from None
 
 
-def _node(schema: Any, known: dict[str, Any], space: str, inside: tuple[str, ...]) -> Node:
-    if isinstance(schema, list):
-        members = [_node(one, known, space, inside) for one in schema if one not in ("null", _NULL)]
-        kinds = {one.type for one in members}
+class _Parser:
+    """Resolves the names of a schema as the specification says."""
+
+    def __init__(self) -> None:
+        self.known = dict[str, tuple[Any, str]]()
+        """The named types by full name, each with the namespace of the names in it."""
+        self.numbers = count()
+
+    def node(self, schema: Any, space: str, inside: Mapping[str, str]) -> Node:
+        """Returns a type.
+
+        Args:
+            space: the namespace of its names.
+            inside: names for Spark of the types around it, by full name.
+
+        Raises:
+            ValueError: the schema is wrong.
+        """
+        if isinstance(schema, list):
+            return self._union([self.node(one, space, inside) for one in schema])
+        if isinstance(schema, str):
+            if schema in _PRIMITIVES:
+                return Node(schema, schema)
+            name = next((n for n in (_full(schema, space), schema) if n in self.known), None)
+            if name is None:
+                raise ValueError(f"the type {schema!r} is not defined before its use")
+            if name in inside:
+                return Node("recursive", inside[name])
+            schema, space = self.known[name]
+        kind = schema["type"]
+        if not isinstance(kind, str) or kind not in (*_PRIMITIVES, *_NAMED, "array", "map"):
+            return self.node(kind, space, inside)
+        if kind in ("array", "map"):
+            part = "items" if kind == "array" else "values"
+            items = self.node(schema[part], space, inside)
+            return Node(kind, {"type": kind, part: items.spark}, items=items)
+        if kind not in _NAMED:
+            return _leaf_of(schema, kind)
+        space = schema["name"].rpartition(".")[0] or schema.get("namespace", space)
+        (short,) = _names([schema["name"].rpartition(".")[2]])
+        name, own = _full(short, space), f"T{next(self.numbers)}"
+        if self.known.setdefault(name, (schema, space))[0] is not schema:
+            raise ValueError(f"the type {name!r} is defined twice")
+        if kind == "enum":
+            return Node(kind, {"type": kind, "name": own, "symbols": _names(schema["symbols"])})
+        if kind == "fixed":
+            return _leaf_of(schema, {"type": kind, "name": own, "size": schema["size"]})
+        names, inside = _names([one["name"] for one in schema["fields"]]), {**inside, name: own}
+        types = [self._field(one, space, inside) for one in schema["fields"]]
+        is_number = name == VARIABLE_DECIMAL and {*names} == {"scale", "value"}
+        fields = dict(zip(names, types, strict=True))
+        return Node("variable" if is_number else "record", _record(own, *types), fields)
+
+    def _field(self, field: Any, space: str, inside: Mapping[str, str]) -> Node:
+        more = {"aliases": field.get("aliases", ()), "default": field.get("default")}
+        return self.node(field["type"], space, inside)._replace(**more)
+
+    def _union(self, parts: Sequence[Node]) -> Node:
+        members = [one for one in parts if one.type != "null"]
+        if len(parts) > len(members) + 1 or any(isinstance(one.spark, list) for one in parts):
+            raise ValueError("a union has another one, or null twice")
+        if not members:
+            return Node("null", [one.spark for one in parts])
         if len(members) == 1:
-            return members[0]
-        for both in ({"int", "long"}, {"float", "double"}):
-            if kinds == both and len(members) == 2:  # Spark reads them as the longer one
-                return next(one for one in members if one.type in ("long", "double"))
-        return Node("union", members=members)
-    if isinstance(schema, str):
-        name = schema if schema in known else f"{space}.{schema}"
-        if name not in known:
-            return Node(schema)
-        schema, space = known[name]
-        if name in inside:
-            return Node("recursive")
-        inside = (*inside, name)
-    kind = schema["type"]
-    if not isinstance(kind, str):
-        return _node(kind, known, space, inside)
-    if kind in ("record", "error", "enum", "fixed"):
-        space = schema.get("namespace", schema["name"].rpartition(".")[0] or space)
-        name = f"{space}.{schema['name'].rpartition('.')[2]}"
-        known[name] = known[name.lstrip(".")] = (schema, space)
-        inside = (*inside, name, name.lstrip("."))
-    if kind in ("record", "error"):
-        fields = {one["name"]: _node(one["type"], known, space, inside) for one in schema["fields"]}
-        is_number = name == VARIABLE_DECIMAL and {*fields} == {"scale", "value"}
-        return Node("variable" if is_number else "record", fields)
-    if kind in ("array", "map"):
-        items = schema["items" if kind == "array" else "values"]
-        return Node(kind, items=_node(items, known, space, inside))
-    if _is_decimal(schema):
-        return Node("decimal")
-    if kind in ("bytes", "fixed") and schema.get("logicalType") in _ENCODED:
-        # The bytes of such a value may be valid UTF-8 by chance.
-        scale = schema.get("scale", 0)
-        is_number = schema["logicalType"] == "decimal" and 0 <= scale <= _MOST_DIGITS
-        return Node("unscaled", scale=scale) if is_number else Node("encoded")
-    if kind in _LEAVES:
+            return members[0]._replace(spark=[one.spark for one in parts])
+
+        def plain(one: Node) -> Any:
+            return "null" if one.type == "null" else _record(f"T{next(self.numbers)}", one)
+
+        return Node("union", [plain(one) for one in parts], members=members)
+
+
+_NAMED = ("record", "error", "enum", "fixed")
+
+
+def _full(name: str, space: str) -> str:
+    return name if "." in name or not space else f"{space}.{name}"
+
+
+def _names(names: Sequence[str]) -> Sequence[str]:
+    """Returns names.
+
+    Raises:
+        ValueError: one of them is no name, or is there twice.
+    """
+    for name, times in Counter(names).items():
+        if not name.isidentifier():
+            raise ValueError(f"the name {name!r} is not of letters, digits and _")
+        if times > 1:
+            raise ValueError(f"the name {name!r} is there twice")
+    return names
+
+
+def _record(name: str, *types: Node) -> Any:
+    fields = [{"name": _field_at(i), "type": one.spark} for i, one in enumerate(types)]
+    return {"type": "record", "name": name, "fields": fields}
+
+
+def _leaf_of(schema: Mapping[str, Any], spark: Any) -> Node:
+    """Returns a type without parts. A logical type that does not fit it is ignored."""
+    kind, logical = schema["type"], schema.get("logicalType", "")
+    if kind not in ("bytes", "fixed"):
         of_connect = NAMED_UNITS.get(schema.get("connect.name", ""))
-        return Node(kind, unit=_UNITS.get(schema.get("logicalType", ""), of_connect))
-    return _node(kind, known, space, inside)
-
-
-_NULL = {"type": "null"}
+        return Node(kind, spark, unit=_UNITS.get(logical, of_connect))
+    if logical != "decimal":
+        # The bytes of such a value may be valid UTF-8 by chance.
+        return Node("encoded" if logical in _ENCODED else kind, spark)
+    digits, scale = schema.get("precision", 0), schema.get("scale", 0)
+    most = math.log10(2) * (8 * schema["size"] - 1) if kind == "fixed" else math.inf
+    if not 0 <= scale <= digits <= most or digits == 0:
+        return Node(kind, spark)
+    if digits > _MOST_DIGITS:
+        return Node("unscaled" if scale <= _MOST_DIGITS else "encoded", spark, scale=scale)
+    of_spark = spark if kind == "fixed" else {"type": kind}
+    return Node("decimal", {**of_spark, "logicalType": logical, "precision": digits, "scale": scale})
 
 
 def with_types(schema: str, types: Mapping[str, str]) -> str:
@@ -177,7 +276,7 @@ def with_types(schema: str, types: Mapping[str, str]) -> str:
         if isinstance(part, list):
             return [whole(one, space) for one in part]
         if isinstance(part, str):
-            name = next((n for n in (f"{space}.{part}", part) if n in left), None)
+            name = next((n for n in (_full(part, space), part) if n in left), None)
             return part if name is None else whole(_in_no_space(left.pop(name)), "")
         space = part.get("name", "").rpartition(".")[0] or part.get("namespace", space)
         found = {k: whole(part[k], space) for k in ("items", "values") if k in part}
@@ -195,21 +294,6 @@ def _in_no_space(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if "." in schema["name"] else {"namespace": "", **schema}
 
 
-def _is_decimal(schema: Mapping[str, Any]) -> bool:
-    return schema.get("logicalType") == "decimal" and schema.get("precision", 99) <= _MOST_DIGITS
-
-
-def _plain(schema: Any) -> Any:
-    """Returns a schema without logical types except decimals: Spark's conversion of times overflows."""
-    if isinstance(schema, list):
-        return [_plain(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    keep = _is_decimal(schema)
-    deep = ("type", "items", "values", "fields")
-    return {k: _plain(v) if k in deep else v for k, v in schema.items() if keep or k != "logicalType"}
-
-
 def read_avro(message: Column, schema: str) -> Column:
     """Returns an Avro message as a struct: ``_ROW`` with all its fields, and the bytes that follow it.
 
@@ -222,7 +306,7 @@ def read_avro(message: Column, schema: str) -> Column:
     from pyspark.sql.avro.functions import from_avro
 
     end = {"type": "fixed", "name": _END, "size": len(_MARK)}
-    fields = [{"name": _ROW, "type": _plain(json.loads(schema))}, {"name": _END, "type": end}]
+    fields = [{"name": _ROW, "type": node_of(schema).spark}, {"name": _END, "type": end}]
     marked = {"type": "record", "name": "_vt_message", "fields": fields}
     # Spark drops the fields of a record that have its type; by default it reads no such record.
     options = {"mode": "PERMISSIVE", "recursiveFieldMaxDepth": "1"}
@@ -230,38 +314,27 @@ def read_avro(message: Column, schema: str) -> Column:
 
 
 def row_of(
-    value: Column, schema: str, wanted: StructType, how: Reading, newest: str = "null"
+    value: Column, schema: str, wanted: StructType, how: Reading, newest: str = NO_SCHEMA
 ) -> Column:
     """Returns the wanted fields of a result of ``read_avro``, and ``READ``: null if it is unreadable.
 
     Args:
         newest: the newest schema, with defaults of fields that ``schema`` lacks, and aliases.
     """
-    node, read = node_of(schema), F.when(value[_END] == F.lit(_MARK), True)
-    value = value[_ROW]
+    node, latest = node_of(schema), node_of(newest)
+    end, value = value[_END], value[_ROW]
     if node.type != "record":
         if len(wanted.fields) != 1:
             raise SourceError(f"Avro: {misfits(schema, wanted, how)[0]}; give another schema")
         only = wanted.fields[0]
         found, misfit = _fitted(value, node, only.dataType, how, (only.name,))
-        there = F.when(~misfit & value.isNotNull(), read)
-        return F.struct(found.alias(only.name), there.alias(READ))
-    written = _written(json.loads(schema), wanted, newest)
-    defaults, fields = _defaults(newest), {} if newest == "null" else node_of(newest).fields
-    columns, lost = list[Column](), list[Column]()
-    for f, name in zip(wanted.fields, written, strict=True):
-        if name in node.fields:
-            found, misfit = _fitted(value[name], node.fields[name], f.dataType, how, (f.name,))
-            lost.append(misfit)
-        elif not node.fields.keys() & {*was(f)} and f.name in defaults:
-            found = _default(defaults[f.name], fields[f.name], f.dataType, how, (f.name,))
-        else:
-            found = F.lit(None).cast(f.dataType)
-            lost.append(F.lit(other_case(name, node.fields, wanted) is not None))
-        columns.append(found.alias(f.name))
-    if newest != "null" and not {*written} & node.fields.keys():
-        lost.append(F.lit(True))  # with a single schema, ``misfits`` fails when definitions load
-    return F.struct(*columns, F.when(~any_of(lost), read).alias(READ))
+        columns = [found.alias(only.name)]
+    else:
+        columns, misfit = _columns(value, node, wanted, how, (), latest)
+        if newest != NO_SCHEMA and not {*_written(node, wanted, latest)} & node.fields.keys():
+            misfit = F.lit(True)  # with a single schema, ``misfits`` fails when definitions load
+    read = F.when(value.isNull(), False).when(~misfit, True)
+    return F.struct(*columns, F.when(end == F.lit(_MARK), read).alias(READ))
 
 
 def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
@@ -272,26 +345,18 @@ def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
             return [f"the schema is {schema}, expected a record with the fields {wanted.names}"]
         only = wanted.fields[0]
         return list(_never(node, only.dataType, how, (only.name,)))
-    written = _written(json.loads(schema), wanted, "null")
-    if not {*written} & node.fields.keys():
+    if not {*_written(node, wanted)} & node.fields.keys():
         return [f"the schema has the fields {list(node.fields)}, none of the columns {wanted.names}"]
-    together = zip(wanted.fields, written, strict=True)
-    found = list[str]()
-    for f, name in together:
-        if name in node.fields:
-            found += _never(node.fields[name], f.dataType, how, (f.name,))
-        elif other := other_case(name, node.fields, wanted):
-            found.append(in_other_case(name, other))
-    return found
+    return list(_never(node, wanted, how, ()))
 
 
 def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:
     """Yields descriptions of the parts of a type that no value of an Avro type fits into."""
     if node.type in _RECORDS and isinstance(kind, StructType):
-        for f in kind.fields:
-            if f.name in node.fields:
-                yield from _never(node.fields[f.name], f.dataType, how, (*path, f.name))
-            elif other := other_case(f.name, node.fields, kind):
+        for f, name in zip(kind.fields, _written(node, kind), strict=True):
+            if name in node.fields:
+                yield from _never(node.fields[name], f.dataType, how, (*path, f.name))
+            elif other := other_case(name, node.fields, kind):
                 yield in_other_case(".".join((*path, f.name)), other)
     elif node.items is not None and isinstance(kind, ArrayType | MapType):
         inner = kind.elementType if isinstance(kind, ArrayType) else kind.valueType
@@ -299,10 +364,14 @@ def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> I
             yield from _never(node.items, inner, how, path)
         else:
             yield _misfit(node, kind, path)
-    elif node.type == "union" and not _by_member(kind):
-        if not any(not list(_never(one, kind, how, path)) for one in node.members):
+    elif node.type == "union":
+        fit = [
+            place < len(node.members) and not [*_never(node.members[place], of_member, how, path)]
+            for place, of_member in _members(node, kind)
+        ]
+        if not (all(fit) if _by_member(kind) else any(fit)):
             yield _misfit(node, kind, path)
-    elif node.type not in ("null", "union") and not _may_fit(node, kind, how, path):
+    elif node.type != "null" and not _may_fit(node, kind, how, path):
         yield _misfit(node, kind, path)
 
 
@@ -327,22 +396,36 @@ def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
 
 
 def _fitted(
-    value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
+    value: Column,
+    node: Node,
+    kind: DataType,
+    how: Reading,
+    path: tuple[str, ...],
+    newest: Node = _NO_NODE,
 ) -> tuple[Column, Column]:
-    """Returns a value as a type, and whether it does not fit (never null)."""
+    """Returns a value as a type, and whether it does not fit (never null).
+
+    Args:
+        newest: its type in the newest schema, with defaults and aliases; ``null`` if not known.
+    """
+    if node.unread or node.type == "null":
+        return F.lit(None).cast(kind), F.lit(node.unread)
     if node.type in _RECORDS and isinstance(kind, StructType):
-        return _fitted_record(value, node, kind, how, path)
+        columns, misfit = _columns(value, node, kind, how, path, newest)
+        return F.when(value.isNotNull(), F.struct(*columns)), misfit
+    new = newest.items or _NO_NODE
     if node.type == "array" and isinstance(kind, ArrayType):
         items, element = node.items, kind.elementType
         assert items is not None
-        bad = F.exists(value, lambda one: _fitted(one, items, element, how, path)[1])
-        found = F.transform(value, lambda one: _fitted(one, items, element, how, path)[0])
+        bad = F.exists(value, lambda one: _fitted(one, items, element, how, path, new)[1])
+        found = F.transform(value, lambda one: _fitted(one, items, element, how, path, new)[0])
         return found, F.coalesce(bad, F.lit(False))
     if node.type == "map" and isinstance(kind, MapType):
         of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
-        texts, items = Node("array", items=Node("string")), Node("array", items=node.items)
+        texts, items, latest = (Node("array", None, items=one) for one in (_TEXT, node.items, new))
         keys = _fitted(F.map_keys(value), texts, of_keys, how, path)
-        return map_of(value, keys, _fitted(F.map_values(value), items, of_values, how, path))
+        values = _fitted(F.map_values(value), items, of_values, how, path, latest)
+        return map_of(value, keys, values)
     if node.type == "union":
         return _fitted_union(value, node, kind, how, path)
     if not _may_fit(node, kind, how, path):
@@ -362,8 +445,8 @@ def _leaf(value: Column, node: Node, kind: DataType, how: Reading, path: tuple[s
         number = DecimalType(_MOST_DIGITS, node.scale)
         return of_decimal(of_unscaled(F.base64(value), node.scale, number), kind)
     if node.type == "variable":
-        text = text_of_unscaled(F.base64(value["value"]), value["scale"].cast("string"))
-        return of_text(text, kind)
+        number, scale = node.part(value, "value"), node.part(value, "scale")
+        return of_text(text_of_unscaled(F.base64(number), scale.cast("string")), kind)
     of_binary = dict.fromkeys(("bytes", "fixed", "encoded"), of_bytes)
     readers = {"decimal": of_decimal, "boolean": of_boolean, **of_binary}
     if node.type in readers:
@@ -372,59 +455,62 @@ def _leaf(value: Column, node: Node, kind: DataType, how: Reading, path: tuple[s
     return of_text(F.when(F.is_valid_utf8(text), text), kind, how, path)
 
 
-def _fitted_record(
-    value: Column, node: Node, kind: StructType, how: Reading, path: tuple[str, ...]
-) -> tuple[Column, Column]:
+def _columns(
+    value: Column, node: Node, kind: StructType, how: Reading, path: tuple[str, ...], newest: Node
+) -> tuple[list[Column], Column]:
+    """Returns the wanted fields of a record, and whether one of them does not fit (never null)."""
     columns, bad = list[Column](), list[Column]()
-    for f in kind.fields:
-        if f.name in node.fields:
-            inner = node.fields[f.name]
-            found, misfit = _fitted(value[f.name], inner, f.dataType, how, (*path, f.name))
+    for f, name in zip(kind.fields, _written(node, kind, newest), strict=True):
+        inner, new = (*path, f.name), newest.fields.get(f.name, _NO_NODE)
+        if name in node.fields:
+            part = node.part(value, name)
+            found, misfit = _fitted(part, node.fields[name], f.dataType, how, inner, new)
             bad.append(misfit)
+        elif isinstance(new.default, str | int | float) and not node.fields.keys() & {*was(f)}:
+            found = _default(new.default, new, f.dataType, how, inner)
         else:
             found = F.lit(None).cast(f.dataType)
-            bad.append(value.isNotNull() & F.lit(other_case(f.name, node.fields, kind) is not None))
+            bad.append(F.lit(other_case(name, node.fields, kind) is not None))
         columns.append(found.alias(f.name))
-    return F.when(value.isNotNull(), F.struct(*columns)), any_of(bad)
+    return columns, value.isNotNull() & any_of(bad)
 
 
 def _fitted_union(
     value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
 ) -> tuple[Column, Column]:
     """Returns the present member of a union, which Spark reads as a struct with a field per member."""
-    members = [
-        (value[f"member{i}"], _fitted(value[f"member{i}"], one, _of_member(kind, i), how, path))
-        for i, one in enumerate(node.members)
-        if not _by_member(kind) or (isinstance(kind, StructType) and f"member{i}" in kind.names)
-    ]
-    if isinstance(kind, StructType) and _by_member(kind):
-        names = [f.name for f in kind.fields]
-        fields = [found.alias(name) for name, (_, (found, _)) in zip(names, members, strict=True)]
-        return F.when(value.isNotNull(), F.struct(*fields)), any_of([bad for _, (_, bad) in members])
-    found = F.coalesce(*[found for _, (found, _) in members])
-    return found, any_of([bad for _, (_, bad) in members])
+    columns, bad = list[Column](), list[Column]()
+    for place, of_member in _members(node, kind):
+        if place >= len(node.members):
+            columns.append(F.lit(None).cast(of_member))
+            continue
+        member = value[f"member{place}"]
+        found, misfit = _fitted(member[_field_at(0)], node.members[place], of_member, how, path)
+        columns.append(found)
+        bad.append(member.isNotNull() & misfit)
+    if not _by_member(kind):
+        return F.coalesce(*columns), any_of(bad)
+    assert isinstance(kind, StructType)
+    named = [column.alias(name) for name, column in zip(kind.names, columns, strict=True)]
+    return F.when(value.isNotNull(), F.struct(*named)), any_of(bad)
 
 
 def _by_member(kind: DataType) -> bool:
     return isinstance(kind, StructType) and all(_MEMBER.fullmatch(n) for n in kind.names)
 
 
-def _of_member(kind: DataType, place: int) -> DataType:
+def _members(node: Node, kind: DataType) -> list[tuple[int, DataType]]:
+    """Returns the places of the members that a column takes, each with its type."""
     if isinstance(kind, StructType) and _by_member(kind):
-        return kind[f"member{place}"].dataType
-    return kind
+        return [(int(f.name.removeprefix("member")), f.dataType) for f in kind.fields]
+    return [(place, kind) for place in range(len(node.members))]
 
 
-def _written(declared: Any, wanted: StructType, newest: str) -> list[str]:
+def _written(node: Node, wanted: StructType, newest: Node = _NO_NODE) -> list[str]:
     """Returns the columns' names in a record's schema."""
-    names = {one["name"] for one in declared["fields"]}
-    every = (*_fields(declared), *_fields(json.loads(newest)))
-    groups = [{one["name"], *one["aliases"]} for one in every if one.get("aliases")]
-    return [_written_as(f.name, names, groups) for f in wanted.fields]
-
-
-def _fields(declared: Any) -> list[dict[str, Any]]:
-    return declared["fields"] if _is_record(declared) else []
+    every = (*node.fields.items(), *newest.fields.items())
+    groups = [{name, *one.aliases} for name, one in every if one.aliases]
+    return [_written_as(f.name, {*node.fields}, groups) for f in wanted.fields]
 
 
 def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str:
@@ -433,12 +519,6 @@ def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str
         return column
     found = {n for group in groups if column in group for n in group & names}
     return min(found, default=column)
-
-
-def _defaults(schema: str) -> dict[str, Any]:
-    """Returns the defaults of a record's fields that are strings, numbers or booleans."""
-    fields = _fields(json.loads(schema))
-    return {one["name"]: d for one in fields if isinstance(d := one.get("default"), str | int | float)}
 
 
 def _default(
@@ -455,12 +535,9 @@ def _default(
         known = node.type in ("string", "enum", "union") or (node.type in _BYTES and value.isascii())
         return of_text(F.lit(value), kind, Reading(base64=False)) if known else none
     if isinstance(value, int):
+        node = next((one for one in node.members if one.type in ("int", "long")), node)
         return of_long(F.lit(value).cast("bigint"), kind, node.unit or how.unit(path))
     return of_double(F.lit(value), kind)
 
 
 _BYTES = ("bytes", "fixed")
-
-
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, dict) and kind.get("type") == "record"

@@ -35,7 +35,7 @@ from pyspark.sql.types import (
 from vt_dagster.core.source_records import Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.sources import avro, protobuf
-from vt_dagster.sources.avro import READ, read_avro, row_of
+from vt_dagster.sources.avro import NO_SCHEMA, READ, read_avro, row_of
 from vt_dagster.sources.kafka_cluster import SchemaRegistry
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 from vt_dagster.sources.text_formats import (
@@ -379,15 +379,16 @@ class Avro(Format):
     """One Avro record per message.
 
     Fields map to columns by name, at any depth. A value that does not fit its column makes the record
-    unreadable; a type that can never fit is an error when definitions load.
+    unreadable; a type that can never fit is an error when definitions load. The null of a schema such
+    as ``["null", record]`` is a message without a value.
 
     Args:
         schema: the writer schema (JSON) of messages without framing; or
         registry: the registry with the schemas of messages in Confluent's framing. A message whose
-            schema is not registered for the subject goes to quarantine. Columns also match by the
-            aliases in the message's schema and in the subject's newest one. A column missing in the
-            message's schema gets the newest schema's default if that is a string, a number or a
-            boolean; otherwise null.
+            schema is not registered for the subject goes to quarantine. Fields also match, at any
+            depth, by the aliases in the message's schema and in the subject's newest one. A field
+            missing in the message's schema gets the newest schema's default if that is a string, a
+            number or a boolean; otherwise null.
         subject: the subject in the registry; None = ``<topic>-value`` or ``<topic>-key``.
         timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column without a
             logical type or a type name of Connect: ``seconds``, ``millis``, ``micros``, ``nanos`` or
@@ -426,13 +427,13 @@ class Avro(Format):
                 {into: read_avro(message, self.schema), f"{into}_row": found},
                 F.col(f"{into}_row"),
             )
-            return Decoded(parsed, row, _unreadable_if(row[READ].isNull()))
+            return Decoded(parsed, row, _unreadable_if(row[READ].isNull()), null=_is_null(row))
         assert self.registry is not None
         number = F.conv(F.hex(F.substring(message, 2, 4)), 16, 10).cast("long")
         row: Any = F.lit(None)
         parsed = dict[str, Column]()
         known = self.registry.schemas(self.subject or subject)
-        newest = next(reversed(known.values()), "null")
+        newest = next(reversed(known.values()), NO_SCHEMA)
         for id_, schema in known.items():
             name = f"{into}_{id_}"
             parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema))
@@ -443,7 +444,13 @@ class Avro(Format):
             raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
-        return Decoded(parsed, row, reason.when(row[READ].isNull(), Reason.UNREADABLE))
+        reason = reason.when(row[READ].isNull(), Reason.UNREADABLE)
+        return Decoded(parsed, row, reason, null=_is_null(row))
+
+
+def _is_null(row: Column) -> Column:
+    """Returns whether a message of Avro is the null of its schema, a union."""
+    return F.coalesce(~row[READ], F.lit(False))
 
 
 @dataclass(frozen=True)
