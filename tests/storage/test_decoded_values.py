@@ -255,7 +255,7 @@ def judged(
     )
     columns = list[Any]()
     each = [
-        format_.decode(F.col("m"), wanted, "s", f"_{n}")
+        format_.decode(F.col("m"), wanted, ["s"], f"_{n}")
         for n, (format_, wanted) in enumerate(reading.values())
     ]
     rows = with_columns(rows, [found.parsed for found in each])

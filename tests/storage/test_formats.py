@@ -108,7 +108,7 @@ def each_decoded(spark: SparkSession, *asked: Asked) -> list[list[dict[str, Any]
     ]
     rows = spark.createDataFrame(messages, "n int, i int, m binary")
     each = [
-        format_.decode(F.col("m"), wanted, "orders-value", f"read{n}")
+        format_.decode(F.col("m"), wanted, ["orders-value"], f"read{n}")
         for n, (format_, _, wanted) in enumerate(asked)
     ]
     rows = with_columns(rows, [found.parsed for found in each])
@@ -246,7 +246,9 @@ def test_envelope_in_file_is_unwrapped(spark: SparkSession, tmp_path: Path) -> N
 class WithoutPattern(Json):
     """Reads each object without the pattern that fits most objects."""
 
-    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+    def decode(
+        self, message: Column, wanted: StructType, subjects: Sequence[str], into: str
+    ) -> Decoded:
         text = self.text(message)
         columns, row = read_object(parse(text, wanted, {}, into), wanted, self.reading, into)
         broken = row.isNull() | ~F.is_valid_utf8(text)
@@ -434,6 +436,26 @@ def test_avro_with_registry(spark: SparkSession, orders: tuple[bytes, bytes], re
         SchemaRegistry(registry).schemas("nothing-value")
 
 
+def test_avro_subjects_of_several_topics(
+    spark: SparkSession, orders: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each topic that is read has a subject, with its own newest schema."""
+    sent = "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary"
+    messages = [framed(11, orders[0]), framed(12, orders[1])]
+    columns = [(t, 0, 0, AT, None, bytearray(m)) for t, m in zip("xy", messages, strict=True)]
+    rows = spark.createDataFrame(columns, sent)
+    monkeypatch.setattr(kafka_source, "read_messages", lambda *_, **__: rows)
+    with Registry() as running:
+        running.subjects = {"x-value": [V1], "y-value": [{**V1, "fields": V1["fields"][:1]}, V2]}
+        value = Avro(registry=SchemaRegistry(running.url))
+        source = KafkaSource(KafkaCluster("localhost:1"), ["x", "y", "z"], value=value)
+        ranges = {"x": {0: (0, 1)}, "y": {0: (0, 1)}}
+        found = source.read(spark, ranges, key=["id"], schema=WANTED).orderBy("_source").collect()
+    assert [(one["id"], one["name"], one["at"], one[REASON]) for one in found] == [
+        (7, "x", AT, None)
+    ] * 2
+
+
 def test_avro_with_references_to_other_subjects(spark: SparkSession) -> None:
     """A registry returns only the names of the types that a schema refers to."""
     place = {"type": "record", "name": "Place", "namespace": "geo", "fields": [
@@ -583,7 +605,7 @@ def test_connects_envelope_of_a_null(spark: SparkSession) -> None:
     own = StructType().add("payload", "string").add("schema", "string")
 
     def nulls(format_: Format, wanted: StructType) -> list[bool]:
-        found = format_.decode(F.col("m"), wanted, "", "_m")
+        found = format_.decode(F.col("m"), wanted, [], "_m")
         rows = spark.createDataFrame([(m,) for m in messages], "m binary")
         rows = with_columns(rows, [found.parsed])
         assert found.null is not None
@@ -888,8 +910,8 @@ def test_debezium_unavailable_values(spark: SparkSession) -> None:
         return json.dumps({"op": op, "after" if op != "d" else "before": {"id": 1, **row}}).encode()
 
     messages = [event("u", sent), event("u", other), event("d", sent), event("u", {"t": mark})]
-    assert Debezium(unavailable=None).decode(F.col("m"), wanted, "s", "r").unchanged is None
-    made = Debezium().decode(F.col("m"), wanted, "s", "r")
+    assert Debezium(unavailable=None).decode(F.col("m"), wanted, [], "r").unchanged is None
+    made = Debezium().decode(F.col("m"), wanted, [], "r")
     columns = [(i, bytearray(m)) for i, m in enumerate(messages)]
     rows = spark.createDataFrame(columns, "i int, m binary")
     for name, column in made.parsed.items():
@@ -1049,7 +1071,7 @@ def test_avro_names_and_roots(spark: SparkSession) -> None:
     ]
     (said,) = Avro(json.dumps(nothing)).misfits(StructType().add("e", "integer"))
     assert said == "e is enum in the schema, expected int"
-    made = Avro(json.dumps(["null", inner])).decode(F.col("m"), k, "s", "r")
+    made = Avro(json.dumps(["null", inner])).decode(F.col("m"), k, [], "r")
     messages = [(bytearray(m),) for m in (b"\x00", b"\x02\x02", b"\x00\x00")]
     rows = spark.createDataFrame(messages, "m binary")
     for name, column in made.parsed.items():

@@ -220,14 +220,14 @@ class Format(ABC):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
         """Returns the wanted columns of a message; any values if the message is null.
 
         Args:
-            subject: the subject of the message's schemas in a schema registry.
+            subjects: the subjects of the messages' schemas in a schema registry, one a topic.
             into: prefix of the names in ``parsed``.
             usual: the names of :attr:`rows` that most messages have, in order; those of ``wanted`` if
                 None, or if they have none of these. Other formats ignore it.
@@ -310,7 +310,7 @@ class Json(Format):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -363,7 +363,7 @@ class Raw(Format):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -389,7 +389,8 @@ class Avro(Format):
             depth, by the aliases in the message's schema and in the subject's newest one. A field
             missing in the message's schema gets the newest schema's default if that is a string, a
             number or a boolean; otherwise null.
-        subject: the subject in the registry; None = ``<topic>-value`` or ``<topic>-key``.
+        subject: the subject in the registry; None = ``<topic>-value`` or ``<topic>-key`` of each topic
+            that has messages to read.
         timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column without a
             logical type or a type name of Connect: ``seconds``, ``millis``, ``micros``, ``nanos`` or
             ``days``; for all columns, or by column.
@@ -417,7 +418,7 @@ class Avro(Format):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -431,17 +432,19 @@ class Avro(Format):
         assert self.registry is not None
         number = F.conv(F.hex(F.substring(message, 2, 4)), 16, 10).cast("long")
         row: Any = F.lit(None)
-        parsed = dict[str, Column]()
-        known = self.registry.schemas(self.subject or subject)
-        newest = next(reversed(known.values()), NO_SCHEMA)
-        for id_, schema in known.items():
+        parsed, known = dict[str, Column](), dict[int, tuple[str, str]]()
+        for subject in subjects if self.subject is None else [self.subject]:
+            schemas = self.registry.schemas(subject)
+            newest = next(reversed(schemas.values()), NO_SCHEMA)
+            if schemas and (odd := avro.misfits(newest, wanted, self.reading)):
+                raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
+            known = {**{id_: (schema, newest) for id_, schema in schemas.items()}, **known}
+        for id_, (schema, newest) in known.items():
             name = f"{into}_{id_}"
             parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema))
             found = row_of(F.col(name), schema, wanted, self.reading, newest)
             row = F.when(number == id_, found).otherwise(row)
         parsed[f"{into}_row"], row = once(row), F.col(f"{into}_row")
-        if known and (odd := avro.misfits(newest, wanted, self.reading)):
-            raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
         reason = reason.when(row[READ].isNull(), Reason.UNREADABLE)
@@ -496,7 +499,7 @@ class Protobuf(Format):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -585,17 +588,17 @@ class Debezium(Format):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
         if self.unwrapped:
-            return self._unwrapped(message, wanted, subject, into, usual)
+            return self._unwrapped(message, wanted, subjects, into, usual)
         if isinstance(self.format, Json):
             part, found = self._json(self.format, message, wanted, into)
             images = F.col(f"{into}_texts")["before"], F.col(f"{into}_texts")["after"]
         else:
-            found = self.format.decode(message, _event(wanted), subject, into)
+            found = self.format.decode(message, _event(wanted), subjects, into)
             part = {name: found.row[name] for name in ("before", "after", "op")}
             part["ts_ms"] = found.row["source"]["ts_ms"]
             part["timed"] = part["ts_ms"].isNotNull()
@@ -620,13 +623,13 @@ class Debezium(Format):
         self,
         message: Column,
         wanted: StructType,
-        subject: str,
+        subjects: Sequence[str],
         into: str,
         usual: Sequence[str] | None,
     ) -> Decoded:
         more = [f for f in OF_DEBEZIUM.fields if f.name not in wanted.names]
         message_type = StructType([*nullable(wanted).fields, *more])
-        found = self.format.decode(message, message_type, subject, into, usual)
+        found = self.format.decode(message, message_type, subjects, into, usual)
         deleted = F.lower(found.row[UNWRAPPED.name].cast("string")) == "true"
         deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
         moment = found.row["__source_ts_ms"]
