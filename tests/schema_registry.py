@@ -21,6 +21,8 @@ class Registry:
         self.subjects: dict[str, list[Any]] = {}
         self.references: dict[str, list[str]] = {}
         """By subject, the types that its schemas refer to: first versions of subjects of that name."""
+        self.refusal = 0
+        """HTTP status of all answers; 0 = as they are."""
         registry = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -28,8 +30,10 @@ class Registry:
                 found = registry.answer(self.path.split("?")[0])
                 subject = self.path.split("/")[2]
                 missing = {"error_code": 40401, "message": f"Subject '{subject}' not found."}
+                if registry.refusal:
+                    found, missing = None, {"error_code": registry.refusal, "message": "No."}
                 body = json.dumps(missing if found is None else found).encode()
-                self.send_response(404 if found is None else 200)
+                self.send_response(registry.refusal or (404 if found is None else 200))
                 self.send_header("Content-Type", "application/vnd.schemaregistry.v1+json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

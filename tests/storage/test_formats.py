@@ -550,6 +550,29 @@ def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the client retries after seconds
     with pytest.raises(SourceError, match=r"the schema registry at http://127\.\S+ did not answer"):
         SchemaRegistry("http://127.0.0.1:9").schemas("orders-value")
+    with Registry() as registry:
+        other = SchemaRegistry(registry.url.replace("http:", "https:"))
+        with pytest.raises(SourceError, match=r"did not answer: ConnectError \[SSL: .* ca_location"):
+            other.schemas("orders-value")
+    with pytest.raises(SourceError, match=r"did not answer: FileNotFoundError .* ca_location"):
+        SchemaRegistry("https://127.0.0.1:9", ca_location="/no/ca.pem").schemas("orders-value")
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (401, "correct username and password"),
+        (403, "let the user read the subject"),
+        (404, "register them, or correct the subject"),
+        (503, "check the registry, then run again"),
+    ],
+)
+def test_registry_that_refuses(monkeypatch: pytest.MonkeyPatch, status: int, advice: str) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with Registry() as registry:
+        registry.refusal = status
+        with pytest.raises(SourceError, match=rf"got: No\. \({status}\); {advice}"):
+            SchemaRegistry(registry.url).schemas("orders-value")
 
 
 def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:

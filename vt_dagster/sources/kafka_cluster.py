@@ -616,14 +616,23 @@ class SchemaRegistry:
         except SchemaRegistryError as error:
             raise SourceError(
                 f"expected schemas of {subject!r} in the schema registry at {url}, got: "
-                f"{error.error_message} ({error.http_status_code}); register them, or correct the "
-                "subject"
+                f"{error.error_message} ({error.http_status_code}); "
+                f"{_ADVICE_BY_STATUS.get(error.http_status_code, 'check the registry, then run again')}"
             ) from None
         except Exception as error:  # any error of its HTTP client
+            why = re.sub(r"//[^/]*@", "//", str(error))
             raise SourceError(
-                f"the schema registry at {url} did not answer: {type(error).__name__}; nothing was "
-                "read. Check that it runs and can be reached from here, then run again"
+                f"the schema registry at {url} did not answer: {type(error).__name__} {why}; nothing "
+                "was read. Check that it runs, that it can be reached from here and, with https, that "
+                "ca_location has its certificate, then run again"
             ) from None
+
+
+_ADVICE_BY_STATUS = {
+    401: "correct username and password",
+    403: "let the user read the subject",
+    404: "register them, or correct the subject",
+}
 
 
 def _with_references(client: Any, schema: Any) -> str:
