@@ -685,17 +685,26 @@ def test_debezium_avro(spark: SparkSession) -> None:
             {"name": "op", "type": "string"},
         ],
     }
-    made = avro(
-        spark,
-        envelope,
-        "cast(null as struct<name: string, id: bigint>) as before",
-        "named_struct('name', 'x', 'id', 7L) as after",
-        "named_struct('ts_ms', 1714564800250L) as source",
-        "'c' as op",
-    )
-    assert decoded(spark, Debezium(Avro(json.dumps(envelope))), [made], ROW) == [
-        {"id": 7, "name": "x", "deleted": False, "time": AT}
+    none = "cast(null as struct<name: string, id: bigint>)"
+    large, row = (f"named_struct('name', 'x', 'id', {n}L)" for n in (700, 7))
+    source = "named_struct('ts_ms', 1714564800250L) as source"
+    # Of the images of a row, the one counts that the event is about, as in JSON.
+    events = [
+        (none, row, "c"),
+        (large, row, "u"),
+        (row, large, "u"),
+        (row, none, "d"),
+        (large, none, "d"),
     ]
+    made = [
+        avro(spark, envelope, f"{before} as before", f"{after} as after", source, f"'{op}' as op")
+        for before, after, op in events
+    ]
+    wanted = StructType().add("id", "byte").add("name", "string")
+    right = {"id": 7, "name": "x", "deleted": False, "time": AT}
+    bad = {"reason": "unreadable"}
+    found = decoded(spark, Debezium(Avro(json.dumps(envelope))), made, wanted)
+    assert found == [right, right, bad, right | {"deleted": True}, bad]
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -50,6 +50,9 @@ from vt_dagster.topology.schema import was
 
 READ = "_vt_read"
 """Field of a row: true if the message is a row, false if it is null, null if it is unreadable."""
+COUNTS_IF = "_vt_counts_if"
+"""Metadata of a column: the name and the text of the other field with which a value that does not fit
+makes the record unreadable. Otherwise it is null."""
 NO_SCHEMA = '"null"'
 """Stands for a newest schema that is not known."""
 _ROW, _END = "_vt_row", "_vt_end"
@@ -465,6 +468,9 @@ def _columns(
         if name in node.fields:
             part = node.part(value, name)
             found, misfit = _fitted(part, node.fields[name], f.dataType, how, inner, new)
+            other, text = f.metadata.get(COUNTS_IF, ("", ""))
+            if other in node.fields:
+                misfit &= node.part(value, other).cast("string").eqNullSafe(text)
             bad.append(misfit)
         elif isinstance(new.default, str | int | float) and not node.fields.keys() & {*was(f)}:
             found = _default(new.default, new, f.dataType, how, inner)

@@ -35,7 +35,7 @@ from pyspark.sql.types import (
 from vt_dagster.core.source_records import Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.sources import avro, protobuf
-from vt_dagster.sources.avro import NO_SCHEMA, READ, read_avro, row_of
+from vt_dagster.sources.avro import COUNTS_IF, NO_SCHEMA, READ, read_avro, row_of
 from vt_dagster.sources.kafka_cluster import SchemaRegistry
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 from vt_dagster.sources.text_formats import (
@@ -692,7 +692,7 @@ def _part_of(text: Column, part: str) -> Column:
 def _event(wanted: StructType) -> StructType:
     """Returns the schema of the parts of a change event that are read."""
     image, source = nullable(wanted), StructType().add("ts_ms", LongType())
-    parts = StructType().add("before", image).add("after", image)
+    parts = StructType().add("before", image, True, {COUNTS_IF: ("op", "d")}).add("after", image)
     return parts.add("op", StringType()).add("source", source)
 
 
