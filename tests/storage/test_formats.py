@@ -507,6 +507,21 @@ def test_avro_defaults_fill_newer_fields(
     assert found == [{"id": 7, **filled, "colour": None}, {"id": 7, **filled, "colour": "red"}]
 
 
+def test_avro_lengths_that_no_message_has(spark: SparkSession) -> None:
+    """Avro allocates what a message asks for, which ended the JVM."""
+    kinds: list[Any] = [
+        "string",
+        "bytes",
+        *({"type": t, p: "long"} for t, p in (("array", "items"), ("map", "values"))),
+    ]
+    asked = [
+        (Avro(json.dumps(of_fields(("id", "long"), ("t", kind)))), [b"\x02" + length + b"abc"], ROW)
+        for kind in kinds
+        for length in (b"\x80\x80\x80\x80\x08", b"\xfc\xff\xff\xff\x0f")  # 2^30, 2^31 - 2
+    ]
+    assert each_decoded(spark, *asked) == [[{"reason": "unreadable"}]] * 8
+
+
 def test_avro_aliases_are_resolved(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
     """Fields are found by the aliases of the newest schema or of the message's own. A value that
     does not fit its column is unreadable."""

@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
 DELTA_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
 TIME_ZONE = "spark.sql.session.timeZone"
+_LIMITS = " ".join(
+    f"-Dorg.apache.avro.limits.{part}.maxLength={most}"
+    for part, most in {"string": 2**27, "bytes": 2**27, "collectionItems": 2**24}.items()
+)
+"""Limits of a part of an Avro message. Avro allocates as much as the message says before it reads it: a
+few bytes of another format may ask for gigabytes, and end the JVM."""
 EXTENSIONS, CATALOG = "spark.sql.extensions", "spark.sql.catalog.spark_catalog"
 _UTC = {
     "UTC",
@@ -579,10 +585,10 @@ def session_settings(
         EXTENSIONS: joined(EXTENSIONS, ",", DELTA_EXTENSION),
         # On stderr, which quiet_start reads, also why the JVM does not start.
         JVM_OPTIONS: (
-            f"-XX:+DisplayVMOutputToStderr -Dlog4j2.configurationFile={log4j} {driver} "
+            f"-XX:+DisplayVMOutputToStderr {_LIMITS} -Dlog4j2.configurationFile={log4j} {driver} "
             "-Duser.timezone=UTC"
         ),
-        "spark.executor.extraJavaOptions": f"{executor} -Duser.timezone=UTC".strip(),
+        "spark.executor.extraJavaOptions": f"{_LIMITS} {executor} -Duser.timezone=UTC",
         TIME_ZONE: "UTC",
     }
     return settings
