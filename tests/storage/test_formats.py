@@ -1270,6 +1270,28 @@ def test_protobuf_required_and_newer_fields(spark: SparkSession, tmp_path: Path)
     assert found == [{**row, "part": None}, {**row, "part": Row(x=None)}, bad, bad, bad, bad]
 
 
+def test_protobuf_map_keys_must_fit(tmp_path: Path) -> None:
+    """Without the check, the number 20240105 was read as a date."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="m.proto", package="m", syntax="proto3")
+    message = file.message_type.add(name="M")
+    entry = message.nested_type.add(name="ByEntry")
+    entry.options.map_entry = True
+    for number, name in enumerate(("key", "value"), 1):
+        entry.field.add(name=name, number=number, type=kinds.TYPE_INT64, label=kinds.LABEL_OPTIONAL)
+    part = {"type": kinds.TYPE_MESSAGE, "type_name": ".m.M.ByEntry", "label": kinds.LABEL_REPEATED}
+    message.field.add(name="by", number=1, **part)
+    path = tmp_path / "m.desc"
+    path.write_bytes(descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString())
+
+    def misfits(key: DataType) -> list[str]:
+        format_ = Protobuf(str(path), "m.M", timestamps="days")
+        return format_.misfits(StructType().add("by", MapType(key, LongType())))
+
+    assert misfits(LongType()) == misfits(StringType()) == []
+    assert misfits(DateType()) == ["by has a number as key, expected date"]
+
+
 def test_protobuf_libraries_without_is_repeated() -> None:
     """It is new in 6.31, in which a field's label is deprecated."""
     labels = descriptor_pb2.FieldDescriptorProto

@@ -209,8 +209,12 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
         if entry != isinstance(kind, MapType):
             found.append(_misfit(name, "a map" if entry else "no map", kind))
             continue
-        if part is not None and entry:
-            field, kind = part.fields_by_name["value"], getattr(kind, "valueType", kind)
+        if part is not None and isinstance(kind, MapType):
+            key, of_key = part.fields_by_name["key"], kind.keyType
+            if not _may_fit(key, of_key, Reading(), ()):
+                got = _TYPES.get(key.type, "a number")
+                found.append(f"{name} has {got} as key, expected {of_key.simpleString()}")
+            field, kind = part.fields_by_name["value"], kind.valueType
             part = field.message_type
         elif is_repeated(field) != isinstance(kind, ArrayType):
             found.append(_misfit(name, "repeated" if is_repeated(field) else "a single value", kind))
