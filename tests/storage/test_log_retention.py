@@ -34,10 +34,11 @@ from vt_dagster.runs.what_if import what_if
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_log import Commit, Shape, Truncation
+from vt_dagster.storage.commit_log import Commit, Shape, Truncation, commits
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import VersionedTable
+from vt_dagster.topology.windows import TumblingWindow
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 
@@ -315,6 +316,37 @@ def test_late_records_before_truncation_do_not_count(tmp_path: Path, spark: Spar
         topology.land("rates", f"{number}.jsonl", [("a", number, minute)])
         topology.run("rates", spark)
     assert late() == (1, 3)
+
+
+def test_windows_keep_stream_time_after_truncation(tmp_path: Path, spark: SparkSession) -> None:
+    """A record is late for a window by the stream time of truncated records too, also of those that the
+    same run consumed."""
+    topology = Topology(tmp_path)
+    topology.orders = replace(topology.orders, log_retention=timedelta(0))
+    window = TumblingWindow(timedelta(minutes=10), grace=timedelta(minutes=5))
+    hourly = topology.orders.group_by().windowed_by(window).count(name="hourly")
+
+    def late() -> tuple[int, int, int]:
+        told = vt_dagster.lateness("hourly", grace=["10m"], warehouse=topology.warehouse)
+        (choice,) = told.choices
+        return choice.of, choice.late, choice.wrong
+
+    for number, minute in enumerate((0, 60, 5)):  # the third is late
+        topology.land("orders", f"{number}.jsonl", [("a", number, minute)])
+        topology.run("orders", spark)
+        if number == 1:
+            run_once(hourly, stores_of(topology.warehouse, spark))
+            assert truncate_logs(topology.warehouse, spark, [hourly]) == {"orders": 2}
+    run_once(hourly, stores_of(topology.warehouse, spark))
+    assert late() == (1, 1, 1)
+    for number, minute in enumerate((200, 100), start=3):  # the last one is late
+        topology.land("orders", f"{number}.jsonl", [("a", number, minute)])
+        topology.run("orders", spark)
+    (cut,) = (c for c in commits(topology.store("orders", spark).root) if c.batch == 5)
+    run_once(hourly, stores_of(topology.warehouse, spark))
+    now = cut.recorded_at
+    assert truncate_logs(topology.warehouse, spark, [hourly], now=now) == {"orders": 2}
+    assert late() == (1, 1, 1)
 
 
 def test_log_is_held_for_unknown_and_later_consumers(

@@ -393,6 +393,18 @@ class Log:
         """The reason why a record may be missing, as text: the log was truncated; empty if not."""
         return "" if self.head.truncation is None else f": {self.head.truncation.description()}"
 
+    def truncated(self, ranges: Mapping[int, tuple[int, int]], since: int | None = None) -> list[int]:
+        """Returns the partitions of which truncation removed records between two offsets, [start, end).
+
+        Args:
+            since: only records of this time or later, epoch microseconds; None = any.
+        """
+        cut = self.head.truncation
+        if cut is None:
+            return []
+        inside = [p for p, (start, end) in ranges.items() if start < min(end, self.head.kept_from(p))]
+        return [p for p in inside if since is None or cut.stream_time.get(p, since) >= since]
+
     @property
     def versioned(self) -> bool:
         return self.head.shape.kind == "versioned"

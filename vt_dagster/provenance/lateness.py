@@ -498,6 +498,32 @@ def running_time(home: Any, moment: Any, latest: dict[int, int]) -> Any:
     return found
 
 
+def with_removed(
+    stream: Log,
+    ranges: Mapping[int, tuple[int, int]],
+    before: Offsets,
+    after: Offsets,
+    home: int | None,
+) -> dict[int, int]:
+    """Returns stream time before the records of a run that its input still has, by partition.
+
+    Removed records that the run consumed itself count too. Which of them have no key, and so do not
+    advance stream time, is no longer known: the result is an upper bound.
+
+    Args:
+        ranges: the offsets that the run consumed, by partition: [start, end).
+        before, after: stream time before and after the run, by partition.
+        home: the partition into which the run merges all of them; None = it merges none.
+    """
+    found, cut = dict(before), stream.head.truncation
+    for partition in stream.truncated(ranges):
+        place = partition if home is None else home
+        if cut is not None and place in after:
+            bound = min(cut.stream_time.get(partition, EVER), after[place])
+            found[place] = max(bound, found.get(place, bound))
+    return found
+
+
 def split_ranges(
     ranges: Mapping[int, tuple[int, int]], most: int | None = None
 ) -> Iterator[tuple[Offsets, Offsets]]:
@@ -630,8 +656,10 @@ class LateJoin:
             ends = run.inputs.get(self.name, {})
             before = self.runs[number - 1] if number else None
             first = {} if before is None else before.inputs.get(self.name, {})
-            latest = {} if before is None else dict(before.stream_time)
-            for start, end in split_ranges({p: (first.get(p, 0), e) for p, e in ends.items()}):
+            ranges = {p: (first.get(p, 0), e) for p, e in ends.items()}
+            latest = {} if before is None else before.stream_time
+            latest = with_removed(self.stream, ranges, latest, run.stream_time, None)
+            for start, end in split_ranges(ranges):
                 yield self._taken(number, start, end, latest)
 
     def _taken(
@@ -897,10 +925,16 @@ class LateWindows:
         latest: dict[int, int] = {}
         for run in commits(self.log.root):
             ends = run.inputs.get(self.name, {})
-            whole = None if not self.merges else sum(ends.values())
-            for start, end in split_ranges({p: (before.get(p, 0), e) for p, e in ends.items()}, whole):
+            ranges = {p: (before.get(p, 0), e) for p, e in ends.items()}
+            after, home, whole = run.stream_time, None, None
+            if self.merges:
+                home, whole = 0, sum(ends.values())
+                after = {home: max(after.values())} if after else {}
+            latest = with_removed(self.stream, ranges, latest, after, home)
+            for start, end in split_ranges(ranges, whole):
                 yield self._taken(start, end, latest)
-            before = {**before, **ends}
+            # Not from the records: some of them may be gone.
+            before, latest = {**before, **ends}, {**latest, **after}
 
     def _taken(self, start: dict[int, int], end: dict[int, int], latest: dict[int, int]) -> Updates:
         only = list(dict.fromkeys([PARTITION, OFFSET, TIMESTAMP, *self.key]))
