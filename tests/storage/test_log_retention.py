@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.storage.test_as_known_at import FIRST, MINUTE, moment, read_requests,
 from tests.storage.topology import SCHEMA, Topology
 from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
+from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
@@ -38,7 +40,7 @@ from vt_dagster.storage.commit_log import Commit, Shape, Truncation, commits
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import VersionedTable
-from vt_dagster.topology.windows import TumblingWindow
+from vt_dagster.topology.windows import SessionWindow, TumblingWindow
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 
@@ -347,6 +349,103 @@ def test_windows_keep_stream_time_after_truncation(tmp_path: Path, spark: SparkS
     now = cut.recorded_at
     assert truncate_logs(topology.warehouse, spark, [hourly], now=now) == {"orders": 2}
     assert late() == (1, 1, 1)
+
+
+class Explained(Kept):
+    """``rates``, ``users`` and ``orders`` without a log retention, and results that need no record
+    again."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.rates = replace(self.rates, log_retention=timedelta(0))
+        self.orders = replace(self.orders, log_retention=timedelta(0))
+        users = FilesSource(str(root / "users"), max_bad_share=1.0)
+        self.users = replace(self.rates, name="users", source=users)
+        grace = timedelta(minutes=5)
+        tens, sessions = TumblingWindow(2 * grace, grace=grace), SessionWindow(grace, grace=grace)
+        both = ["left.n", "right.n as other"]
+        tables: Any = [
+            self.rates.left_join(self.users, name="pairs", select=both),
+            self.rates.group_by("n").count(name="sums"),
+            self.rates.left_join(self.users, foreign_key="k", name="referred", select=both),
+            self.orders.group_by("k").count(name="counts"),
+            *(
+                self.orders.group_by().windowed_by(window).count(name=name)
+                for name, window in (("tens", tens), ("sessions", sessions))
+            ),
+        ]
+        self.results = [one.name for one in tables]
+        self.nodes = [self.rates, self.users, self.orders, *tables]
+
+    def explained(self) -> dict[tuple[str, int], Explanation]:
+        asked: dict[str, Any] = {"warehouse": self.warehouse}
+        return {
+            (name, offset): vt_dagster.explain(name, offset=(0, offset), **asked)
+            for name in self.results
+            for offset in vt_dagster.read(name, what="log", **asked).column("offset").to_pylist()
+        }
+
+
+def facts(one: Explanation) -> tuple[set[Any], set[Any]]:
+    """The decisions, without the number of a record, and the places of the inputs."""
+    decisions = {(d.rule, re.sub(", record number .*", "", d.because)) for d in one.decisions}
+    return decisions, {(part.asset, part.record and part.record.place) for part in one.made_of}
+
+
+def test_explanations_after_truncation(tmp_path: Path, spark: SparkSession) -> None:
+    """An explanation is the same without the truncated records, or it says less and that they are
+    gone."""
+    topology = Explained(tmp_path / "cut")
+    rounds: list[dict[str, list[tuple[str | None, int | None, float]]]] = [
+        {
+            "rates": [("a", 1, 0), ("b", 2, 1), ("a", 3, 5), ("a", 9, 3), ("c", 9, 3)],
+            "users": [("a", 1, 3), ("b", 4, 2)],
+            "orders": [("a", 1, 2), ("b", 1, 3), ("a", 1, 4), ("a", 1, 11)],
+        },
+        {
+            "rates": [("a", 4, 6), ("c", 2, 7), ("b", None, 8)],
+            "users": [("b", 5, 7), ("a", 6, 8)],
+            "orders": [("a", 1, 7), ("b", 1, 8), ("a", 1, 12)],
+        },
+        {
+            "rates": [("a", 9, 9), ("b", 2, 9)],
+            "users": [("c", 7, 9)],
+            "orders": [("a", 1, 9), ("a", 1, 13), ("b", 1, 30), ("a", 1, 1)],
+        },
+        {
+            "rates": [("a", 2, 10), ("c", None, 11)],
+            "users": [("a", None, 12), ("b", 1, 3)],
+            "orders": [("a", 1, 27), ("a", 1, 33), ("b", 1, 32), ("a", 1, 12)],
+        },
+    ]
+
+    def take(one: Explained, number: int) -> None:
+        for name, records in rounds[number].items():
+            one.land(name, f"{number}.jsonl", records)
+        # The first run of the results consumes two batches.
+        one.round(number, spark, () if number else ("rates", "users", "orders"))
+
+    for number in range(3):
+        take(topology, number)
+    shutil.copytree(topology.root, tmp_path / "whole")
+    whole = Explained(tmp_path / "whole")
+    assert topology.cut(0, spark)[0] == {"rates": 5, "users": 2, "orders": 4}
+    for one in (topology, whole):
+        take(one, 3)
+    then, now = whole.explained(), topology.explained()
+    assert then.keys() == now.keys()
+    same, less = set[str](), set[str]()
+    for place, one in now.items():
+        (decisions, parts), (all_decisions, all_parts) = facts(one), facts(then[place])
+        assert decisions <= all_decisions, (place, one.notes)
+        assert parts <= all_parts, (place, one.notes)
+        if (decisions, parts) == (all_decisions, all_parts):
+            same.add(place[0])
+        else:
+            assert "are gone: its log was truncated at" in str(one.notes), (place, one.notes)
+            less.add(place[0])
+    assert less == {*topology.results}
+    assert same == less - {"counts"}  # which number a record has in its group is not known
 
 
 def test_log_is_held_for_unknown_and_later_consumers(

@@ -85,7 +85,8 @@ def _origins(request: ExplainRequest[spec.OperatorSpec]) -> list[tuple[Log, Reco
     taken = [
         (request.inputs[name], one) for name in request.inputs for one in _records_of_run(request, name)
     ]
-    if passing.place and not passing.elements and len(request.inputs) == 1:
+    gone = request.misses_any()
+    if passing.place and not passing.elements and len(request.inputs) == 1 and not gone:
         results = [one.offset for one in request.results(at=True)]
         if len(results) == len(taken):  # each input gave one result, in order
             taken = [taken[results.index(record.offset)]]
@@ -385,7 +386,7 @@ class Explainer:
         if records:
             _note_not_joined(log, join.left, records[-1], reasoning)
             return replace(found, made_of=(self._of(stream, records[-1], 1),))
-        reasoning.note(f"{join.left} has no record of it in its log")
+        reasoning.note(f"{join.left} has no record of it in its log{stream.limit}")
         quarantined = bool(join.key) and stream.specification is None
         return _in_quarantine(found, stream, key, reasoning) if quarantined else found
 

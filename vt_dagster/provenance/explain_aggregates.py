@@ -107,15 +107,19 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
     rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
     before = values_by_partition(rows, request.start(name), 0) > rows.column(OFFSET).to_numpy()
     entries = narrow(source, rows.filter(pa.array(~before)))
-    new = _in_order(request, entries, merges=bool(request.specification.group_key))
-    place = triggering_update(request, _times(request, new))
-    new = new if place is None else new[: place + 1]
+    rekeyed = bool(request.specification.group_key)
+    new = _in_order(request, entries, rekeyed)
+    gone = request.misses(name, rekeyed=rekeyed)
+    place = None if gone else triggering_update(request, _times(request, new))
+    new = [] if gone else new if place is None else new[: place + 1]
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
     if place is not None:
-        request.decide(rules.TRIGGERED, f"{new[place]}, record number {count} of its group")
+        gone = request.misses_earlier(name, rekeyed=rekeyed)
+        number = "" if gone else f", record number {count} of its group"
+        request.decide(rules.TRIGGERED, f"{new[place]}{number}")
     shown = earlier.slice(max(0, earlier.num_rows - request.most))
-    taken = places_of(shown) + [one.place for one in new]
+    taken = places_of(shown) + places(new)
     if request.log.versioned:
         request.note(
             "records that the result refused as older than its history retention may be among these"
@@ -129,6 +133,11 @@ def _in_order(
     """Returns records of the only input in the order in which runs consume them, see ``Arrivals``."""
     arrivals = Arrivals(request, [request.specification.source], merges)
     return [one for _, one in arrivals.sorted([(0, one) for one in records])]
+
+
+def places(records: Iterable[Record]) -> list[Place]:
+    """Returns the places of records."""
+    return [one.place for one in records]
 
 
 def narrow(source: Log, rows: pa.Table) -> list[Record]:
@@ -182,14 +191,16 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
     ordered = _in_order(request, changes)
     earlier = [one for one in ordered if not request.is_new(name, one)]
     fresh = ordered[len(earlier) :]
-    place = triggering_update(request, _times(request, fresh))
-    if place is None:
+    gone = request.misses(name, rekeyed=True)
+    place = None if gone else triggering_update(request, _times(request, fresh))
+    if place is None and not gone:
         request.note(
             "the change that triggered it is ambiguous: these rows are in the group after its run"
         )
-    else:
+    elif place is not None:
         request.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
-    taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
+    fresh = [] if gone else fresh if place is None else fresh[: place + 1]
+    taken = [*earlier, *fresh]
     return _rows_in(request, taken, about)
 
 
@@ -278,13 +289,23 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
     start, end = bounds_of(request.record.values)
     near = [one for one in found if not sliding or not one.is_tombstone]
     near = [one for one in near if start <= _time_in_window(one, sliding) < end + sliding]
-    taken = _count_accepted_by_then(request, near, sliding)
+    name, rekeyed = request.specification.source, bool(request.specification.group_key)
+    missing: int | None = 0
+    taken = None
+    since = start - _MILLISECOND * sliding
+    if not request.misses(name, since, rekeyed):
+        if request.misses_earlier(name, since, rekeyed):
+            missing = _count_missing(request, near, sliding)
+        taken = _count_accepted_by_then(request, near, sliding, missing)
+    if taken is None:
+        return members(request, places(one for one in near if request.turn(name, one) == 0))
     inside = near[:taken]
     if inside:
-        request.decide(rules.TRIGGERED, f"{inside[-1]}, record number {taken} of its window")
-    late = near[_count_accepted_until_now(request, near, sliding) :]
+        number = "" if missing is None else f", record number {taken + missing} of its window"
+        request.decide(rules.TRIGGERED, f"{inside[-1]}{number}")
+    late = near[_count_accepted_until_now(request, near, sliding, missing) :]
     left = _just_left(request, found, inside, start, end) if sliding else []
-    return _with_late(request, [one.place for one in inside], late, left)
+    return _with_late(request, places(inside), late, left, missing or 0)
 
 
 def _just_left(
@@ -304,17 +325,34 @@ def _time_in_window(record: Record, sliding: bool) -> int:
     return record.micros // _MILLISECOND * _MILLISECOND if sliding else record.micros
 
 
-def _count_accepted_by_then(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
-    """Returns how many records the window contains at the explained result."""
+def _count_missing(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int | None:
+    """Returns how many of the records that the window had before the run are gone; None = not known."""
+    before = [one for one in request.results(every=True) if one.offset < request.first_result]
+    if request.misses_results or (sliding and not before):
+        return None
+    counted = _counted(replace(request, record=before[-1])) if before else 0
+    there = sum(request.turn(request.specification.source, one) == 0 for one in near)
+    return None if counted is None else counted - there
+
+
+def _count_accepted_by_then(
+    request: WindowRequest, near: Sequence[Record], sliding: bool, missing: int | None
+) -> int | None:
+    """Returns how many of the records the window contains at the explained result; None = not known.
+
+    Args:
+        missing: the number of the window's earlier records that are gone; None = not known.
+    """
     counted = _counted(request)
     if counted is not None:
-        return counted
+        return None if missing is None else counted - missing
     name = request.specification.source
     earlier = sum(request.turn(name, one) == 0 for one in near)
     new = [one for one in near if request.is_new(name, one)]
     results = request.results()
     place = [one.offset for one in results].index(request.record.offset)
-    once = len(results) <= 1 < len(new) and request.of_run.emit == "per_run"
+    last_only = request.of_run.emit == "per_run" or request.misses_results
+    once = len(results) <= 1 < len(new) and last_only
     if once and not sliding and request.commit.counts.get(_LATE) == 0:
         return earlier + len(new)
     if sliding or once:
@@ -335,22 +373,36 @@ def _counted(request: WindowRequest) -> int | None:
     return None
 
 
-def _count_accepted_until_now(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int:
-    """Returns how many records the window contains as of the last commit; all if that is not known."""
+def _count_accepted_until_now(
+    request: WindowRequest, near: Sequence[Record], sliding: bool, missing: int | None
+) -> int:
+    """Returns how many of the records the window contains as of the last commit; all if that is not
+    known, see :func:`_count_accepted_by_then`."""
     end = request.here(request.log.commit.next_offset)
     every = request.log.records(request.same_key(request.log), end=end)
+    if missing is None:
+        return len(near)
     counted = _counted(replace(request, record=every[-1]))
     if counted is not None:
-        return counted
-    each_update = request.of_run.emit == "every_update"
-    return len(every) if each_update and not sliding else len(near)
+        return counted - missing
+    cut = request.log.head.kept_from(request.record.partition)
+    each_update = request.of_run.emit == "every_update" and not cut
+    return len(every) - missing if each_update and not sliding else len(near)
 
 
 def _with_late(
-    request: WindowRequest, inside: Sequence[Place], late: Sequence[Record], left: Sequence[Place] = ()
+    request: WindowRequest,
+    inside: Sequence[Place],
+    late: Sequence[Record],
+    left: Sequence[Place] = (),
+    missing: int = 0,
 ) -> Derivation:
-    """Returns the records of a window, and the newest records that came too late."""
-    made = members(request, inside, left)
+    """Returns the records of a window, and the newest records that came too late.
+
+    Args:
+        missing: the number of the window's records that are gone.
+    """
+    made = members(request, inside, left, len(inside) + missing)
     if not late:
         return made
     request.decide(rules.WINDOW_CLOSED, f"{len(late)} records arrived after that, and are not included")
@@ -364,10 +416,24 @@ def _with_late(
 def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[Merge]) -> Derivation:
     """Returns the records of a session, from the results of its key: each accepted record emits
     tombstones for the sessions that it replaces, then the new session. For a tombstone: the records
-    of the session, and the record that replaced it."""
+    of the session, and the record that replaced it.
+
+    If records or results of earlier runs are gone, only those from this run on are paired."""
     start, end = bounds_of(request.record.values)
+    name, rekeyed = request.specification.source, bool(request.specification.group_key)
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     near = [one for one in found if min(starts) <= one.micros <= max([end, *ends])]
+    taken = [one for one in near if request.turn(name, one) < 2 and start <= one.micros <= end]
+    earlier = places(one for one in taken if not request.is_new(name, one))
+    if request.misses(name, min(starts), rekeyed):
+        return members(request, earlier)
+    cut = bool(request.log.head.kept_from(request.record.partition))
+    cut |= request.misses_earlier(name, min(starts), rekeyed)
+    known = list[Place]()
+    if cut:
+        known = earlier
+        near = [one for one in near if request.turn(name, one) > 0]
+        merges = [merge for merge in merges if merge[-1].offset >= request.first_result]
     live: dict[Bounds, list[Place]] = {}
     inside: list[Place] = []
     late: list[Record] = []
@@ -384,21 +450,19 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
         parts = [place for old in {*replaced, merged} for place in live.pop(old, [])]
         live[merged] = [*parts, one.place]
         if result.place == made_by:
-            inside = [*before, one.place] if gone else live[merged]
-            did = f"record number {len(inside)} of its session"
+            inside = [*known, *before, one.place] if gone else [*known, *live[merged]]
+            did = "" if cut else f", record number {len(inside)} of its session"
             if gone:
-                did = "which made it a part of the session from {} to {}".format(*map(as_time, merged))
-            request.decide(rules.TRIGGERED, f"{one}, {did}")
+                bounds = map(as_time, merged)
+                did = ", which made it a part of the session from {} to {}".format(*bounds)
+            request.decide(rules.TRIGGERED, f"{one}{did}")
         ahead = next(rest, None)
     if not inside:
         request.note(
             "its run did not keep each update: which of its records came too late is not known"
         )
-        name = request.specification.source
-        taken = [one for one in found if request.turn(name, one) < 2]
-        inside = [one.place for one in taken if start <= one.micros <= end]
-        return members(request, inside)
-    order = {one.place: i for i, one in enumerate(near)}
+        return members(request, places(taken))
+    order = {one.place: i for i, one in enumerate(found)}
     inside.sort(key=order.__getitem__)
     late = [one for one in late if start <= one.micros <= end]
     return _with_late(request, inside, late)
@@ -464,7 +528,8 @@ def too_late(
     for one in there:
         (near if log.has_consumed(operator.source, one) else unread).append(one)
     if not there:
-        reasoning.note(f"{source.name} has no record in this window")
+        limit = source.limit if source.truncated(source.ranges, start) else ""
+        reasoning.note(f"{source.name} has no record in this window{limit}")
     elif unread:
         reasoning.note(f"no run of {log.name} has read {unread[-1]} yet")
     if not near:
@@ -485,7 +550,7 @@ def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     updates = source.records(same, end=request.here(request.end(name)))
     mine = [one for one in updates if _is(one, request.record)]
     if not mine:
-        reasoning.note(f"its update of {name} is gone")
+        reasoning.note(f"its update of {name} is gone{source.limit}")
         return Derivation()
     before = [one for one in request.results(every=True) if one.offset < request.record.offset]
     since = _held_since(updates, before, mine)
@@ -493,10 +558,10 @@ def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     out = _last_alike(updates, out)
     now = request.commit.stream_time.get(request.record.partition)
     end_of_run = f"at the end of run {request.commit.batch} stream time was {time_if_known(now)}"
-    reasoning.decide(
-        rules.SUPPRESSED,
-        f"buffered since {since}, of {since.timestamp}, and emitted in the place of that update",
-    )
+    buffered = f"buffered since {since}, of {since.timestamp}, and emitted in the place of that update"
+    if since.offset < source.head.kept_from(since.partition):
+        buffered = f"emitted in the place of earlier updates, which are gone{source.limit}"
+    reasoning.decide(rules.SUPPRESSED, buffered)
     closes = isinstance(request.of_run.until, spec.WindowClosesSpec)
     end = bounds_of(request.record.values)[1] if closes else None
     if now is not None and end is not None and end <= now:
@@ -551,9 +616,9 @@ def held(
     commit = log.taken_by(name, *first.place)
     batch = "not known" if commit is None else commit.batch
     now = time_if_known(log.commit.stream_time.get(first.partition))
-    reasoning.decide(
-        rules.SUPPRESSED,
-        f"{len(taken)} updates since run {batch}: the first is of {first.timestamp}, the last, {last}, "
-        f"of {last.timestamp}; stream time is {now}",
-    )
+    held = f"{len(taken)} updates since run {batch}: the first is of {first.timestamp}, the last"
+    if first.offset < source.head.kept_from(first.partition):
+        reasoning.note(f"earlier updates of {name} are gone{source.limit}")
+        held = "its last update"
+    reasoning.decide(rules.SUPPRESSED, f"{held}, {last}, of {last.timestamp}; stream time is {now}")
     return [last]

@@ -64,6 +64,8 @@ def table_table(request: ExplainRequest[spec.TableTableJoinSpec]) -> Derivation:
     """Returns the inputs of a result of a table-table join, see ``core.table_joins``."""
     join = request.specification
     names = [join.left, join.right]
+    if request.misses_any():
+        return Derivation()
     logs = [request.inputs[name] for name in names]
     found = [
         (place, record)
@@ -90,6 +92,8 @@ def of_histories(request: ExplainRequest[spec.HistoryJoinSpec]) -> Derivation:
     made = list[tuple[Log, Record]]()
     for name in request.specification.inputs:
         log = request.inputs[name]
+        if request.misses(name):
+            continue
         found = log.records(request.same_key(log), end=request.end(name))
         until = [one for one in found if one.timestamp <= request.record.timestamp]
         version = max(until, key=lambda one: (one.timestamp, one.offset), default=None)
@@ -125,9 +129,10 @@ def repeats_version(log: Log, record: Record, old: Record) -> bool:
 
 
 def _counted(log: Log, condition: Condition, end: Offsets) -> list[Record]:
-    """Returns the changes of a table that trigger a join: all but those out of order."""
+    """Returns the changes of a table that trigger a join: all but those out of order. Of a truncated
+    log, the key's row then is the first."""
     found = log.records(condition, end=end)
-    return [one for one in found if not log.versioned or one.is_latest is not False]
+    return [one for one in found if not log.versioned or one.is_latest]
 
 
 def _update(
@@ -171,6 +176,8 @@ def foreign_key(request: ExplainRequest[spec.ForeignKeyJoinSpec]) -> Derivation:
     join = request.specification
     names = [join.left, join.right]
     left, right = (request.inputs[name] for name in names)
+    if request.misses_any():
+        return Derivation()
     refers = _references(request, left, request.end(names[LEFT]))
     if refers is None:
         request.note(
@@ -296,6 +303,8 @@ def _stream_record(request: ExplainRequest[spec.StreamTableJoinSpec]) -> list[Re
     taken = stream.records(same, start, request.here(request.end(name)))
     taken = [one for one in taken if not one.is_tombstone]
     results = [one.offset for one in request.results(at=True)]
+    if 0 < len(taken) < len(results):
+        request.note(f"some records of its key and time are gone{stream.limit}")
     return taken if len(taken) != len(results) else [taken[results.index(record.offset)]]
 
 
@@ -552,7 +561,14 @@ def _joined(
         seen = last_known(table.root, cut, table.head.stepped)
         request.note(f"versions of {right} that were recorded after {as_time(cut)} do not count")
     looked = _look_up(request, values, record.timestamp, seen)
-    _note_looked(request, looked, record.timestamp, as_known=cut is not None)
+    removed = table.head.truncation
+    if (
+        looked.then.version is not None
+        or removed is None
+        or seen is None
+        or seen.batch >= removed.batch
+    ):
+        _note_looked(request, looked, record.timestamp, as_known=cut is not None)
     place = looked.then.place
     version = [] if place is None else [(table, looked.history.record(place))]
     return Derivation([*parts, *version], None, looked.shown, looked.count)
@@ -651,6 +667,7 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
     moment, sides = request.record.timestamp, list[list[Record]]()
     for name, log, back in zip(names, logs, (after, before), strict=True):
         since = epoch_micros(moment - max(back, timedelta(0)))
+        _ = request.misses(name, since) or request.misses_earlier(name, since)
         found = log.records(both(request.same_key(log), between(since, request.record.micros)))
         sides.append([r for r in found if not r.is_tombstone and request.turn(name, r) < 2])
     lefts, rights = sides

@@ -27,6 +27,7 @@ from vt_dagster.columns import (
     PARTITION,
     RECORDED_AT,
     TIMESTAMP,
+    VALID_TO,
 )
 from vt_dagster.rules import RULES, Rule
 from vt_dagster.storage import delta
@@ -406,6 +407,21 @@ class Log:
         return [p for p in inside if since is None or cut.stream_time.get(p, since) >= since]
 
     @property
+    def ranges(self) -> dict[int, tuple[int, int]]:
+        """The offsets of all its records by partition, [start, end), removed ones included."""
+        return {p: (0, end) for p, end in self.commit.next_offset.items()}
+
+    def erased(self, ranges: Mapping[int, tuple[int, int]]) -> int:
+        """Returns how many records between two offsets, [start, end), were erased and not truncated."""
+        head = self.head
+        kept = {p: (max(start, head.kept_from(p)), end) for p, (start, end) in ranges.items()}
+        some = {p: r for p, r in kept.items() if r[0] < min(r[1], head.erased_before.get(p, 0))}
+        if not some:
+            return 0
+        start, end = ({p: ends[i] for p, ends in some.items()} for i in (0, 1))
+        return sum(end.values()) - sum(start.values()) - self.rows(both(), start, end, []).num_rows
+
+    @property
     def versioned(self) -> bool:
         return self.head.shape.kind == "versioned"
 
@@ -465,8 +481,14 @@ class Log:
         names = {*rows.column_names} - {OLD, IS_LATEST}
         like = pa.schema([f for f in self.columns if f.name in names])
         base = rows_of(base_path(self.root, truncation.base), found.version, condition, like=like)
-        base = base.select([c for c in base.column_names if c in like.names])
-        return pa.concat_tables([base, rows], promote_options="default")
+        ours = base.select([c for c in base.column_names if c in like.names])
+        if IS_LATEST in rows.column_names:
+            # A key's latest row was so on arrival too; of its other versions this is no longer known.
+            every = [True] * base.num_rows
+            latest = base.column(VALID_TO).is_null().to_pylist() if self.versioned else every
+            flags = pa.array([one or None for one in latest], pa.bool_())
+            ours = ours.append_column(IS_LATEST, flags)
+        return pa.concat_tables([ours, rows], promote_options="default")
 
     def as_records(self, rows: pa.Table) -> list[Record]:
         """Returns rows of the log, or of a table folded from it, as records."""
@@ -732,6 +754,61 @@ class ExplainRequest(Generic[S]):
             return 0
         return 1 if record.offset < self.end(name).get(place, 0) else 2
 
+    def misses(self, name: str, since: int | None = None, rekeyed: bool = False) -> bool:
+        """Returns whether records of an input that the run consumed are gone, or rows that a table had
+        then, and notes that: which of them made a result is then not known.
+
+        Args:
+            since: only records of this time or later matter, epoch microseconds; None = all.
+            rekeyed: whether records of another key matter.
+        """
+        log, start = self.inputs[name], self.start(name)
+        ranges = {p: (start.get(p, 0), end) for p, end in self.end(name).items()}
+        if log.head.shape.kind == "stream":
+            return self._note_gone(name, "that its run consumed ", ranges, since, rekeyed)
+        # A row that was replaced before the truncation is gone too.
+        ranges = {p: (first, max(end, log.head.kept_from(p))) for p, (first, end) in ranges.items()}
+        return self._note_gone(name, "as of its run ", ranges, since, rekeyed)
+
+    def misses_any(self) -> bool:
+        """Returns whether :meth:`misses` is true for an input."""
+        gone = [self.misses(name) for name in self.inputs]
+        return any(gone)
+
+    def misses_earlier(self, name: str, since: int | None = None, rekeyed: bool = False) -> bool:
+        """Returns whether records of an input that earlier runs consumed are gone, and notes that, see
+        :meth:`misses`."""
+        ranges = {p: (0, end) for p, end in self.start(name).items()}
+        return self._note_gone(name, "that earlier runs consumed ", ranges, since, rekeyed)
+
+    def _note_gone(
+        self,
+        name: str,
+        which: str,
+        ranges: Mapping[int, tuple[int, int]],
+        since: int | None,
+        rekeyed: bool,
+    ) -> bool:
+        log = self.inputs[name]
+        if log.truncated(ranges, since):
+            why = log.limit
+        elif rekeyed and (erased := log.erased(ranges)):
+            why = f": {erased:,} of them were erased"
+        else:
+            return False
+        self.note(f"records of {name} {which}are gone{why}")
+        return True
+
+    @property
+    def first_result(self) -> int:
+        """The offset from which on the record's partition has the results of the run."""
+        return 0 if self.before is None else self.before.next_offset.get(self.record.partition, 0)
+
+    @property
+    def misses_results(self) -> bool:
+        """Whether results of the run are gone: of a key in a table, only the last one may be left."""
+        return self.log.head.kept_from(self.record.partition) > self.first_result
+
     def results(self, at: bool = False, every: bool = False) -> list[Record]:
         """Returns the run's results of the record's key and partition, in order.
 
@@ -791,9 +868,14 @@ def triggering_update(request: ExplainRequest[Any], times: Sequence[tuple[int, b
     if len(results) > len(times):
         request.note("input records of its run are gone: the one that triggered it is not known")
         return None
-    if not request.log.versioned:
+    if request.misses_results:
+        request.note(f"other results of its run are gone{request.log.limit}")
+    elif not request.log.versioned:
         request.note(f"its run had {len(times)} updates of its key; only the last one is a result")
+    if not request.log.versioned:
         return len(times) - 1 if len(results) == 1 else None
+    if request.misses_results:
+        return None
     found, rest = -1, enumerate(times)
     for one in results[: place + 1]:
         dead, last = one.is_tombstone, one.micros

@@ -130,7 +130,9 @@ class Group:
                 value, field = self._values[name], pc.field(column)
                 scalar = as_key(column, value, columns.field(column).type)
                 found = field.is_null() if value is None else field == scalar
-                if replaced and columns.field(OLD).type.get_field_index(column) >= 0:
+                # The rows as of a truncation have replaced none.
+                old = columns.field(OLD).type if replaced and OLD in columns.names else None
+                if old is not None and old.get_field_index(column) >= 0:
                     found = found | (pc.field(OLD, column) == scalar)
                 return found
 
