@@ -560,7 +560,8 @@ def suppress(request: ExplainRequest[spec.SuppressSpec]) -> Derivation:
     end_of_run = f"at the end of run {request.commit.batch} stream time was {time_if_known(now)}"
     buffered = f"buffered since {since}, of {since.timestamp}, and emitted in the place of that update"
     if since.offset < source.head.kept_from(since.partition):
-        buffered = f"emitted in the place of earlier updates, which are gone{source.limit}"
+        buffered = "emitted in the place of its first buffered update"
+        reasoning.note(f"records of {name} are gone, so that one is not known{source.limit}")
     reasoning.decide(rules.SUPPRESSED, buffered)
     closes = isinstance(request.of_run.until, spec.WindowClosesSpec)
     end = bounds_of(request.record.values)[1] if closes else None
@@ -618,7 +619,7 @@ def held(
     now = time_if_known(log.commit.stream_time.get(first.partition))
     held = f"{len(taken)} updates since run {batch}: the first is of {first.timestamp}, the last"
     if first.offset < source.head.kept_from(first.partition):
-        reasoning.note(f"earlier updates of {name} are gone{source.limit}")
+        reasoning.note(f"records of {name} are gone, so the first update is not known{source.limit}")
         held = "its last update"
     reasoning.decide(rules.SUPPRESSED, f"{held}, {last}, of {last.timestamp}; stream time is {now}")
     return [last]
