@@ -363,6 +363,10 @@ UNSOUND: dict[str, tuple[Stream, str]] = {
         "`nothing` cannot be resolved. Nothing was committed; correct it",
     ),
     "syntax": (SALES.filter("n >", name="made"), "got 'n >', which Spark refuses: Syntax error"),
+    "number": (
+        SALES.filter("n > 99999999999999999999L", name="made"),
+        "got 'n > 99999999999999999999L', which Spark refuses: ",
+    ),
     "no condition": (SALES.filter("n", name="made"), 'Cannot resolve "(NOT n)" due to data type'),
     "select": (SALES.map_values("nothing * 2 as x", name="made"), "expected select to be SQL over"),
     "group": (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Column
@@ -23,7 +24,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.arrow_reader import asset_names, look_up
+from vt_dagster.storage.arrow_reader import arrival_order, asset_names, look_up
 from vt_dagster.storage.values import texts
 from vt_dagster.topology.durations import at_clock
 
@@ -75,7 +76,7 @@ def get(
     _require_asset(warehouse, table)
     found = look_up(warehouse, table, None, key, as_of, partial, as_known_at)
     if found.num_rows > 1:  # a stream: its last record
-        found = found.sort_by([(PARTITION, "descending"), (OFFSET, "descending")])
+        found = found.take(np.lexsort(arrival_order(found))[-1:])
     rows = texts(found.slice(0, 1))
     when = f" as of {as_of}" if as_of else ""
     when += f" as known at {as_known_at}" if as_known_at else ""

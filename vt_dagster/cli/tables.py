@@ -211,7 +211,7 @@ def swap(
 ) -> None:
     """Swap the names of two assets while nothing runs, so that a replay becomes the live asset. Asks
     first in a terminal, and is refused elsewhere, if neither is a replay of the other nor has its
-    definition."""
+    definition, whatever its source."""
     if not yes and not replays.related(warehouse, live, other):
         if not sys.stdin.isatty():
             raise StorageError(

@@ -431,7 +431,7 @@ def application(warehouse: str) -> Starlette:
         warehouse: the directory or URL of the tables.
 
     Raises:
-        StorageError: the path cannot be a warehouse, or is no local directory.
+        StorageError: the path cannot be a warehouse, or is a local path without a directory.
     """
     asset_names(warehouse)
     fs, root = delta.filesystem(warehouse)

@@ -438,13 +438,14 @@ def materialized(
     """Returns the result of an asset's op: the metadata of its run, or of an empty run. Registers the
     tables of a commit in the warehouse's catalog, if it has one."""
     node, head = store.node, store.head()
-    key, last = dg.AssetKey(node.path), None if head is None else head.commit
+    key, last, of_another_run = dg.AssetKey(node.path), None if head is None else head.commit, False
     if receipt.commit is None:
         if partitions_of(node) is not None:
             return _of_partition(context, key, store, head)
         if head is None or not needs_materialization(context, key, head.commit):
             return unchanged(context, key, last, arrival)
         receipt = Receipt(head.commit, head.version)
+        of_another_run = head.commit.run_id != context.run.run_id
     commit = receipt.commit
     assert commit is not None
     seconds = time.monotonic() - arrival.started
@@ -469,7 +470,7 @@ def materialized(
     if catalog is not None:
         register(store, catalog, comments_of(node), commit.batch)
     metadata = run_metadata(node, store, receipt, seconds, shown, catalog)
-    if commit.run_id != context.run.run_id:
+    if of_another_run:
         metadata["status"] = f"nothing new: reports batch {commit.batch}, which another run committed"
     return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))
 

@@ -151,8 +151,8 @@ def grace_buffer_op(
 ) -> dg.OpDefinition:
     """Op ``(one DataFrame for each log, arrival) -> (released, waiting)``: the grace period of a join.
 
-    Both outputs are records of the stream with ``_outcome``, computed once and held until the commit.
-    Ops in between may read them, but must pass both to the join unchanged.
+    Both outputs are records of the stream with ``_outcome``, computed once and held until the commit or
+    a failure. Ops in between may read them, but must pass both to the join unchanged.
 
     - ``released``: records that are final in this run: ``applied`` (timestamp <= stream time - grace at
       the run's end), ``late`` (timestamp < stream time - grace on arrival: they did not wait) and

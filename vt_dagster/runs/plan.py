@@ -145,7 +145,7 @@ def _refused_input(node: Stream, stores: AssetStores) -> str | None:
             stores(up).snapshot()
         except NeedsReplayError:
             continue
-        except VtDagsterError:
+        except (VtDagsterError, OSError):
             return "/".join(up.path)
     return None
 

@@ -445,10 +445,10 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
 
 
 def related(warehouse: str, live: str, other: str) -> bool:
-    """Returns whether one asset is a replay of the other, has the same definition, or is a copy; also
-    if that is unknown, because a log is empty or damaged. Does not use Spark."""
-    runs = {f"{_RUN}:{posixpath.basename(name)}" for name in (live, other)}
-    roots = [posixpath.join(str(warehouse), name) for name in (live, other)]
+    """Returns whether one asset is a replay of the other, or has the same definition, whatever its
+    source; also if that is unknown, because a log is empty or damaged. Does not use Spark."""
+    names = live, other
+    roots = [posixpath.join(str(warehouse), name) for name in names]
     try:
         heads = [delta.last_commit(posixpath.join(root, "log")) for root in roots]
         one, two = (None if head is None else Commit.model_validate(head.document) for head in heads)
@@ -456,8 +456,12 @@ def related(warehouse: str, live: str, other: str) -> bool:
             return True
         if one.shape.definition() == two.shape.definition():
             return True
-        # A replay may have run on since, or have been swapped before.
-        return any(c.run_id in runs for root in roots for c in commit_log.commits(root))
+        # A replay may have run on since. One that was swapped has the name of the asset it replays.
+        runs = [{c.run_id for c in commit_log.commits(root)} for root in roots]
+        replayed = [f"{_RUN}:{posixpath.basename(name)}" for name in names]
+        swapped = any(run in found for run, found in zip(replayed, runs, strict=True))
+        alike = (one.shape.kind, one.shape.key) == (two.shape.kind, two.shape.key)
+        return replayed[0] in runs[1] or replayed[1] in runs[0] or (swapped and alike)
     except StorageError:
         return True
 

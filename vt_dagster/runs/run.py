@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial, wraps
@@ -377,17 +377,18 @@ def _with_clear_errors(
         try:
             return step(self, *args, **given)
         except BaseException as error:
-            self.unpersist()
-            if not isinstance(error, PySparkException | Py4JJavaError):
-                raise
-            clear = clearer_error(self.arrival, error)
-            if clear is not None:
-                raise clear from error
+            with suppress(Exception):  # the session may be gone
+                self.unpersist()
             if isinstance(error, AnalysisException):
                 refused = refused_expression(self.node, self.store.spark, error)
                 if refused is not None:
                     raise refused from None
-            raise
+            if not isinstance(error, PySparkException | Py4JJavaError):
+                raise
+            clear = clearer_error(self.arrival, error)
+            if clear is None:
+                raise
+            raise clear from error
 
     return named
 

@@ -514,9 +514,15 @@ def require_in_place(warehouse: str, name: str) -> None:
 
 def asset_names(warehouse: str) -> list[str]:
     """Returns the assets with a log in a warehouse, also those in folders (``shop/prices``). Does not
-    use Spark. The log of a first run that died has no files yet."""
+    use Spark. Leaves out the empty log of a first run that died, which only a local directory has."""
     delta.require_place(str(warehouse))
     fs, root = delta.filesystem(str(warehouse))
+
+    def has_log(path: str) -> bool:
+        log = posixpath.join(path, "log")
+        there = fs.exists(posixpath.join(root, log, "_delta_log"))
+        local = there and delta.is_local(fs)
+        return bool(delta.log_files(posixpath.join(str(warehouse), log))) if local else there
 
     def within(folder: str, deep: int = 0) -> Iterator[str]:
         try:
@@ -527,7 +533,7 @@ def asset_names(warehouse: str) -> list[str]:
         folders = [f["name"] for f in found if f["type"] == "directory"]
         for name in (posixpath.basename(path.rstrip("/")) for path in folders):
             path = posixpath.join(folder, name)
-            if delta.log_files(posixpath.join(str(warehouse), path, "log")):
+            if has_log(path):
                 yield path
             elif name.isidentifier() and deep < _DEEPEST:
                 yield from within(path, deep + 1)
