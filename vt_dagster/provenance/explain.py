@@ -32,7 +32,7 @@ from vt_dagster.provenance.explain_sources import duplicates_of, origin, place_o
 from vt_dagster.provenance.expressions import in_micros, select_record
 from vt_dagster.storage.arrow_reader import name_of, of_key
 from vt_dagster.topology import specification as spec
-from vt_dagster.topology.durations import as_time, spoken
+from vt_dagster.topology.durations import as_time, epoch_micros, spoken
 from vt_dagster.topology.options import check_arguments
 
 # Filter, map_values, flat_map_values, to_table, to_stream, merge and select_key
@@ -85,7 +85,7 @@ def _origins(request: ExplainRequest[spec.OperatorSpec]) -> list[tuple[Log, Reco
     taken = [
         (request.inputs[name], one) for name in request.inputs for one in _records_of_run(request, name)
     ]
-    gone = request.misses_any()
+    gone = request.misses_any(epoch_micros(record.timestamp), here=passing.place)
     if passing.place and not passing.elements and len(request.inputs) == 1 and not gone:
         results = [one.offset for one in request.results(at=True)]
         if len(results) == len(taken):  # each input gave one result, in order

@@ -109,13 +109,13 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
     entries = narrow(source, rows.filter(pa.array(~before)))
     rekeyed = bool(request.specification.group_key)
     new = _in_order(request, entries, rekeyed)
-    gone = request.misses(name, rekeyed=rekeyed)
+    gone = request.misses(name, here=not rekeyed)
     place = None if gone else triggering_update(request, _times(request, new))
     new = [] if gone else new if place is None else new[: place + 1]
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
     if place is not None:
-        gone = request.misses_earlier(name, rekeyed=rekeyed)
+        gone = request.misses_earlier(name, here=not rekeyed)
         number = "" if gone else f", record number {count} of its group"
         request.decide(rules.TRIGGERED, f"{new[place]}{number}")
     shown = earlier.slice(max(0, earlier.num_rows - request.most))
@@ -191,7 +191,7 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
     ordered = _in_order(request, changes)
     earlier = [one for one in ordered if not request.is_new(name, one)]
     fresh = ordered[len(earlier) :]
-    gone = request.misses(name, rekeyed=True)
+    gone = request.misses(name)
     place = None if gone else triggering_update(request, _times(request, fresh))
     if place is None and not gone:
         request.note(
@@ -201,17 +201,20 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
         request.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
     fresh = [] if gone else fresh if place is None else fresh[: place + 1]
     taken = [*earlier, *fresh]
-    return _rows_in(request, taken, about)
+    return _rows_in(request, taken, about, whole=not gone)
 
 
 def _rows_in(
-    request: ExplainRequest[Any], taken: Sequence[Record], about: Mapping[Place, tuple[Any, bool]]
+    request: ExplainRequest[Any],
+    taken: Sequence[Record],
+    about: Mapping[Place, tuple[Any, bool]],
+    whole: bool,
 ) -> Derivation:
     """Returns the rows that are in a group after some changes.
 
     The group's timestamp is the maximum over all changes, also over those of rows that have left. If a
     removed row has that timestamp, or was removed by the last change, the result includes that row and
-    the change that removed it.
+    the change that removed it. That is not known unless ``whole``: the run's changes are among them.
     """
     inside: dict[Any, Place] = {}
     before: dict[Place, Place | None] = {}
@@ -223,7 +226,7 @@ def _rows_in(
             inside[key] = one.place
     newest = max(taken, key=lambda one: one.timestamp, default=None)
     also: set[Place | None] = set()
-    for one in (newest, taken[-1] if taken else None):
+    for one in (newest, taken[-1] if taken else None) if whole else ():
         if one is not None and one.place not in inside.values():
             key, _ = about[one.place]
             also |= {one.place, before[one.place], last[key], before[last[key]]}
@@ -293,8 +296,8 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
     missing: int | None = 0
     taken = None
     since = start - _MILLISECOND * sliding
-    if not request.misses(name, since, rekeyed):
-        if request.misses_earlier(name, since, rekeyed):
+    if not request.misses(name, since, here=not rekeyed):
+        if request.misses_earlier(name, since, here=not rekeyed):
             missing = _count_missing(request, near, sliding)
         taken = _count_accepted_by_then(request, near, sliding, missing)
     if taken is None:
@@ -425,10 +428,10 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
     near = [one for one in found if min(starts) <= one.micros <= max([end, *ends])]
     taken = [one for one in near if request.turn(name, one) < 2 and start <= one.micros <= end]
     earlier = places(one for one in taken if not request.is_new(name, one))
-    if request.misses(name, min(starts), rekeyed):
+    if request.misses(name, min(starts), here=not rekeyed):
         return members(request, earlier)
     cut = bool(request.log.head.kept_from(request.record.partition))
-    cut |= request.misses_earlier(name, min(starts), rekeyed)
+    cut |= request.misses_earlier(name, min(starts), here=not rekeyed)
     known = list[Place]()
     if cut:
         known = earlier

@@ -411,16 +411,6 @@ class Log:
         """The offsets of all its records by partition, [start, end), removed ones included."""
         return {p: (0, end) for p, end in self.commit.next_offset.items()}
 
-    def erased(self, ranges: Mapping[int, tuple[int, int]]) -> int:
-        """Returns how many records between two offsets, [start, end), were erased and not truncated."""
-        head = self.head
-        kept = {p: (max(start, head.kept_from(p)), end) for p, (start, end) in ranges.items()}
-        some = {p: r for p, r in kept.items() if r[0] < min(r[1], head.erased_before.get(p, 0))}
-        if not some:
-            return 0
-        start, end = ({p: ends[i] for p, ends in some.items()} for i in (0, 1))
-        return sum(end.values()) - sum(start.values()) - self.rows(both(), start, end, []).num_rows
-
     @property
     def versioned(self) -> bool:
         return self.head.shape.kind == "versioned"
@@ -754,32 +744,32 @@ class ExplainRequest(Generic[S]):
             return 0
         return 1 if record.offset < self.end(name).get(place, 0) else 2
 
-    def misses(self, name: str, since: int | None = None, rekeyed: bool = False) -> bool:
-        """Returns whether records of an input that the run consumed are gone, or rows that a table had
-        then, and notes that: which of them made a result is then not known.
+    def misses(self, name: str, since: int | None = None, here: bool = False) -> bool:
+        """Returns whether truncation removed records of an input that the run consumed, or rows that a
+        table had then, and notes that: which of them made a result is then not known.
 
         Args:
             since: only records of this time or later matter, epoch microseconds; None = all.
-            rekeyed: whether records of another key matter.
+            here: only records of the result's partition matter.
         """
         log, start = self.inputs[name], self.start(name)
         ranges = {p: (start.get(p, 0), end) for p, end in self.end(name).items()}
         if log.head.shape.kind == "stream":
-            return self._note_gone(name, "that its run consumed ", ranges, since, rekeyed)
+            return self._note_gone(name, "that its run consumed ", ranges, since, here)
         # A row that was replaced before the truncation is gone too.
         ranges = {p: (first, max(end, log.head.kept_from(p))) for p, (first, end) in ranges.items()}
-        return self._note_gone(name, "as of its run ", ranges, since, rekeyed)
+        return self._note_gone(name, "as of its run ", ranges, since, here)
 
-    def misses_any(self) -> bool:
+    def misses_any(self, since: int | None = None, here: bool = False) -> bool:
         """Returns whether :meth:`misses` is true for an input."""
-        gone = [self.misses(name) for name in self.inputs]
+        gone = [self.misses(name, since, here) for name in self.inputs]
         return any(gone)
 
-    def misses_earlier(self, name: str, since: int | None = None, rekeyed: bool = False) -> bool:
-        """Returns whether records of an input that earlier runs consumed are gone, and notes that, see
-        :meth:`misses`."""
+    def misses_earlier(self, name: str, since: int | None = None, here: bool = False) -> bool:
+        """Returns whether truncation removed records of an input that earlier runs consumed, and notes
+        that, see :meth:`misses`."""
         ranges = {p: (0, end) for p, end in self.start(name).items()}
-        return self._note_gone(name, "that earlier runs consumed ", ranges, since, rekeyed)
+        return self._note_gone(name, "that earlier runs consumed ", ranges, since, here)
 
     def _note_gone(
         self,
@@ -787,16 +777,16 @@ class ExplainRequest(Generic[S]):
         which: str,
         ranges: Mapping[int, tuple[int, int]],
         since: int | None,
-        rekeyed: bool,
+        here: bool,
     ) -> bool:
-        log = self.inputs[name]
-        if log.truncated(ranges, since):
-            why = log.limit
-        elif rekeyed and (erased := log.erased(ranges)):
-            why = f": {erased:,} of them were erased"
-        else:
+        log, place = self.inputs[name], self.record.partition
+        if here:
+            ranges = {p: r for p, r in ranges.items() if p == place}
+        if not log.truncated(ranges, since):
             return False
-        self.note(f"records of {name} {which}are gone{why}")
+        told = f"records of {name} {which}are gone{log.limit}"
+        if told not in self.reasoning.notes:
+            self.note(told)
         return True
 
     @property
