@@ -17,9 +17,14 @@ from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explain_request import Explanation
 from vt_dagster.topology.specification import (
     ColumnSpec,
+    MapValuesSpec,
+    SessionWindowSpec,
     Specification,
+    StreamAggregateSpec,
     StreamStreamJoinSpec,
     TableAggregateSpec,
+    TumblingWindowSpec,
+    WindowedAggregateSpec,
 )
 
 _TIME = pa.timestamp("us", "UTC")
@@ -141,3 +146,82 @@ def test_erased_record_of_another_group_changes_no_explanation(tmp_path: Path) -
     write(tmp_path / "sizes", counts, 2, 5, second, inputs={"rates": 4}, **about)
     found, made_of, _ = told(tmp_path, "sizes", 3)
     assert (made_of, found.rules[0], found.notes) == (["rates 0:2"], "triggered", ())
+
+
+def test_session_whose_results_a_truncation_kept(tmp_path: Path) -> None:
+    """The number of a record in its session is known if only results of earlier sessions are gone."""
+    for batch, minute in enumerate((0, 100, 102), 1):
+        offset = batch - 1
+        write(tmp_path / "c", _VALUES, batch, batch, [(offset, minute, {"k": "a", "v": "1"})])
+    window = SessionWindowSpec(gap=timedelta(minutes=5), grace=timedelta(0))
+    sums = WindowedAggregateSpec(source="c", aggregates=(ColumnSpec("s", "sum(v)"),), window=window)
+    key = ("k", "window_start", "window_end")
+    types = {"k": pa.string(), "window_start": _TIME, "window_end": _TIME, "s": pa.int64()}
+
+    def row(offset: int, start: int, end: int, value: int | None) -> tuple[int, int, dict[str, Any]]:
+        bounds = {"window_start": moment(start), "window_end": moment(end)}
+        return offset, end, {"k": "a", **bounds, "s": value}
+
+    results = [[], [row(1, 100, 100, 1)], [row(2, 100, 100, None), row(3, 100, 102, 2)]]
+    for name, until in (("apart", 0), ("near", 100)):
+        for batch, (end, rows) in enumerate(zip((1, 2, 4), results, strict=True), 1):
+            truncated = cut(1, until) if batch == 3 else {}
+            about: dict[str, Any] = {"kind": "table", "key": key, "made_by": sums, **truncated}
+            write(tmp_path / name, types, batch, end, rows, inputs={"c": batch}, **about)
+        found, made_of, notes = told(tmp_path, name, 3)
+        assert made_of == ["c 0:1", "c 0:2"]
+        told_number = "record number 2 of its session" in found.decisions[0].because
+        assert told_number == (name == "apart")
+        assert ("results of near are gone: its log was truncated" in notes) == (name == "near")
+
+
+def test_map_values_of_a_truncated_record(tmp_path: Path) -> None:
+    """Another record of its key and time is not named as the input of a result."""
+    write(tmp_path / "s", _VALUES, 2, 2, [(1, 5, {"k": "a", "v": "2"})], **cut(1, 5))
+    shout = MapValuesSpec(source="s", select=(ColumnSpec("w", "concat(v, '!')"),))
+    rows = [(place, 5, {"k": "a", "w": f"{place + 1}!"}) for place in range(2)]
+    types = {"k": pa.string(), "w": pa.string()}
+    write(tmp_path / "m", types, 1, 2, rows, made_by=shout, inputs={"s": 2})
+    _, made_of, notes = told(tmp_path, "m", 0)
+    assert made_of == []
+    assert "records of s that its run consumed are gone: its log was truncated" in notes
+
+
+def test_number_of_a_record_in_a_truncated_group(tmp_path: Path) -> None:
+    """The note that earlier records are gone does not depend on whether the trigger is known. Records
+    after the trigger are not named."""
+    rows = [(place, place, {"k": "a", "v": "1"}) for place in (1, 2, 3)]
+    write(tmp_path / "s", _VALUES, 2, 4, rows, **cut(1, 0))
+    counted = StreamAggregateSpec(source="s", aggregates=(ColumnSpec("n", "count(*)"),))
+    types = {"k": pa.string(), "n": pa.int64()}
+    about: dict[str, Any] = {"kind": "table", "made_by": counted}
+    write(tmp_path / "c", types, 1, 1, [(0, 0, {"k": "a", "n": 1})], inputs={"s": 1}, **about)
+    results = [(place, place, {"k": "a", "n": place + 1}) for place in (1, 3)]
+    write(tmp_path / "c", types, 2, 4, results, inputs={"s": 4}, **about)
+    found, _, notes = told(tmp_path, "c", 1)
+    assert rules.TRIGGERED.name not in found.rules
+    assert "records of s that earlier runs consumed are gone: its log was truncated" in notes
+
+
+def test_windows_of_truncated_records(tmp_path: Path) -> None:
+    """The trigger of a window is not known if neither its earlier records nor its earlier results are
+    all there. The limit is told also if some records of a window without a row are left."""
+    rows = [(place, place, {"k": "a", "v": "1"}) for place in (1, 2)]
+    write(tmp_path / "s", _VALUES, 2, 3, rows, **cut(1, 2))
+    hours = TumblingWindowSpec(size=timedelta(hours=1), grace=timedelta(0))
+    counted = WindowedAggregateSpec(source="s", aggregates=(ColumnSpec("n", "count(*)"),), window=hours)
+    key = ("k", "window_start", "window_end")
+    types = {"k": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    hour = {"window_start": moment(0), "window_end": moment(60)}
+    about: dict[str, Any] = {"kind": "table", "key": key, "made_by": counted}
+    write(tmp_path / "w", types, 1, 2, [], inputs={"s": 2}, **about)
+    result = (2, 2, {"k": "a", **hour, "n": 3})
+    write(tmp_path / "w", types, 2, 3, [result], inputs={"s": 3}, **about, **cut(2, 1))
+    found, made_of, notes = told(tmp_path, "w", 2)
+    assert (made_of, found.made_of_in_all) == (["s 0:1"], 1)
+    assert rules.TRIGGERED.name not in found.rules
+    assert "records of s that earlier runs consumed are gone" in notes
+    write(tmp_path / "none", types, 1, 0, [], inputs={"s": 3}, **about)
+    missing = explain("none", key=("a", *hour.values()), warehouse=str(tmp_path))
+    assert missing.rules == (rules.WINDOW_CLOSED.name,)
+    assert "records of s in this window may be gone: its log was" in " ".join(missing.notes)

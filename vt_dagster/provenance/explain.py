@@ -91,6 +91,8 @@ def _origins(request: ExplainRequest[spec.OperatorSpec]) -> list[tuple[Log, Reco
         if len(results) == len(taken):  # each input gave one result, in order
             taken = [taken[results.index(record.offset)]]
     alike = [(source, one) for source, one in taken if _may_be_input(request, one)]
+    if gone and (record.is_tombstone or not passing.values):
+        return []  # nothing tells its input from those that are gone
     befores: list[tuple[Log, Record]] = []
     filtered = isinstance(request.specification, spec.FilterSpec) and record.is_tombstone
     if filtered and alike and alike[0][0].head.shape.kind == "table":

@@ -111,11 +111,12 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
     new = _in_order(request, entries, rekeyed)
     gone = request.misses(name, here=not rekeyed)
     place = None if gone else triggering_update(request, _times(request, new))
-    new = [] if gone else new if place is None else new[: place + 1]
+    unknown = gone or (place is None and request.misses_results)
+    new = [] if unknown else new if place is None else new[: place + 1]
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
+    gone = gone or request.misses_earlier(name, here=not rekeyed)
     if place is not None:
-        gone = request.misses_earlier(name, here=not rekeyed)
         number = "" if gone else f", record number {count} of its group"
         request.decide(rules.TRIGGERED, f"{new[place]}{number}")
     shown = earlier.slice(max(0, earlier.num_rows - request.most))
@@ -331,10 +332,10 @@ def _time_in_window(record: Record, sliding: bool) -> int:
 def _count_missing(request: WindowRequest, near: Sequence[Record], sliding: bool) -> int | None:
     """Returns how many of the records that the window had before the run are gone; None = not known."""
     before = [one for one in request.results(every=True) if one.offset < request.first_result]
-    if request.misses_results or (sliding and not before):
+    there = sum(request.turn(request.specification.source, one) == 0 for one in near)
+    if request.misses_results or (not before and (sliding or there)):
         return None
     counted = _counted(replace(request, record=before[-1])) if before else 0
-    there = sum(request.turn(request.specification.source, one) == 0 for one in near)
     return None if counted is None else counted - there
 
 
@@ -353,6 +354,9 @@ def _count_accepted_by_then(
     earlier = sum(request.turn(name, one) == 0 for one in near)
     new = [one for one in near if request.is_new(name, one)]
     results = request.results()
+    if request.misses_results and len(results) > 1:
+        request.note(f"other results of its run are gone{request.log.limit}")
+        return None
     place = [one.offset for one in results].index(request.record.offset)
     last_only = request.of_run.emit == "per_run" or request.misses_results
     once = len(results) <= 1 < len(new) and last_only
@@ -430,8 +434,11 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
     earlier = places(one for one in taken if not request.is_new(name, one))
     if request.misses(name, min(starts), here=not rekeyed):
         return members(request, earlier)
-    cut = bool(request.log.head.kept_from(request.record.partition))
-    cut |= request.misses_earlier(name, min(starts), here=not rekeyed)
+    cut = request.misses_earlier(name, min(starts), here=not rekeyed)
+    until = {request.record.partition: (0, request.record.offset + 1)}
+    if request.log.truncated(until, min(starts)):
+        request.note(f"results of {request.log.name} are gone{request.log.limit}")
+        cut = True
     known = list[Place]()
     if cut:
         known = earlier
@@ -530,8 +537,10 @@ def too_late(
     near, unread = list[Record](), list[Record]()
     for one in there:
         (near if log.has_consumed(operator.source, one) else unread).append(one)
+    limit = source.limit if source.truncated(source.ranges, start) else ""
+    if there and limit:
+        reasoning.note(f"records of {source.name} in this window may be gone{limit}")
     if not there:
-        limit = source.limit if source.truncated(source.ranges, start) else ""
         reasoning.note(f"{source.name} has no record in this window{limit}")
     elif unread:
         reasoning.note(f"no run of {log.name} has read {unread[-1]} yet")
