@@ -187,6 +187,43 @@ def test_map_values_of_a_truncated_record(tmp_path: Path) -> None:
     assert "records of s that its run consumed are gone: its log was truncated" in notes
 
 
+def test_match_that_was_truncated(tmp_path: Path) -> None:
+    """A row of a left join is not called one without a match if the other side's records are gone."""
+    write(tmp_path / "o", _VALUES, 2, 1, [(0, 5, {"k": "a", "v": "o"})])
+    write(tmp_path / "p", _VALUES, 2, 1, [], **cut(1, 5))
+    hour = timedelta(hours=1)
+    join = StreamStreamJoinSpec(
+        left="o", right="p", kind="left", select=(ColumnSpec("v", "left.v"),), before=hour, after=hour
+    )
+    rows = [(0, 5, {"k": "a", "v": "o"})]
+    write(tmp_path / "j", _VALUES, 1, 1, rows, made_by=join, inputs={"o": 1, "p": 1})
+    found, made_of, notes = told(tmp_path, "j", 0)
+    assert (made_of, found.rules) == (["o 0:0"], ()), notes
+    assert "whether it had a match is not known" in notes
+    # Of a join with itself, the records of one log are gone.
+    own = StreamStreamJoinSpec(
+        left="p", right="p", kind="inner", select=(ColumnSpec("v", "left.v"),), before=hour, after=hour
+    )
+    write(tmp_path / "own", _VALUES, 1, 1, rows, made_by=own, inputs={"p": 1})
+    found, _, _ = told(tmp_path, "own", 0)
+    assert len(found.notes) == 2, found.notes
+
+
+def test_equal_match_that_was_truncated(tmp_path: Path) -> None:
+    """Of two equal results, one may be of records that are gone."""
+    write(tmp_path / "o", _VALUES, 2, 1, [(0, 5, {"k": "a", "v": "o"})])
+    write(tmp_path / "p", _VALUES, 2, 2, [(1, 4, {"k": "a", "v": "p"})], **cut(1, 5))
+    hour = timedelta(hours=1)
+    join = StreamStreamJoinSpec(
+        left="o", right="p", kind="inner", select=(ColumnSpec("v", "left.v"),), before=hour, after=hour
+    )
+    rows = [(place, 5, {"k": "a", "v": "o"}) for place in range(2)]
+    write(tmp_path / "j", _VALUES, 1, 2, rows, made_by=join, inputs={"o": 1, "p": 2})
+    found, made_of, notes = told(tmp_path, "j", 0)
+    assert (made_of, found.rules) == ([], ())
+    assert "its run has equal results" in notes
+
+
 def test_number_of_a_record_in_a_truncated_group(tmp_path: Path) -> None:
     """The note that earlier records are gone does not depend on whether the trigger is known. Records
     after the trigger are not named."""

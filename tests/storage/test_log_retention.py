@@ -453,6 +453,26 @@ def test_explanations_after_truncation(tmp_path: Path, spark: SparkSession) -> N
     assert same == less - {"counts"}  # which number a record has in its group is not known
 
 
+def test_explain_lookup_before_truncation(tmp_path: Path, spark: SparkSession) -> None:
+    """The version before the one that matched, which is gone, is not called the match."""
+    topology = Topology(tmp_path)
+    topology.rates = replace(topology.rates, log_retention=timedelta(0))
+    select = ["left.n", "right.n as rate"]
+    looked = topology.orders.left_join(topology.rates, name="looked", select=select)
+    topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", 2, 5), ("b", 3, 5)])
+    topology.land("orders", "0.jsonl", [("a", 1, 6), ("b", 1, 6)])
+    for name in ("rates", "orders"):
+        topology.run(name, spark)
+    run_once(looked, stores_of(topology.warehouse, spark))
+    topology.land("rates", "1.jsonl", [("a", 4, 5)])
+    topology.run("rates", spark)
+    assert truncate_logs(topology.warehouse, spark, [topology.rates, looked]) == {"rates": 4}
+    asked: dict[str, Any] = {"warehouse": topology.warehouse}
+    replaced, kept = (vt_dagster.explain("looked", offset=(0, n), **asked) for n in range(2))
+    assert (replaced.rules, kept.rules) == (("applied",), ("applied", "as_of"))
+    assert "a version of rates that is gone may have matched: its log was" in str(replaced.notes)
+
+
 def test_log_is_held_for_unknown_and_later_consumers(
     two_rounds: Kept, tmp_path: Path, spark: SparkSession
 ) -> None:

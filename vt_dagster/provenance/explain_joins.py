@@ -303,7 +303,7 @@ def _stream_record(request: ExplainRequest[spec.StreamTableJoinSpec]) -> list[Re
     taken = stream.records(same, start, request.here(request.end(name)))
     taken = [one for one in taken if not one.is_tombstone]
     results = [one.offset for one in request.results(at=True)]
-    if 0 < len(taken) < len(results):
+    if stream.limit and 0 < len(taken) < len(results):
         request.note(f"some records of its key and time are gone{stream.limit}")
     return taken if len(taken) != len(results) else [taken[results.index(record.offset)]]
 
@@ -561,15 +561,12 @@ def _joined(
         seen = last_known(table.root, cut, table.head.stepped)
         request.note(f"versions of {right} that were recorded after {as_time(cut)} do not count")
     looked = _look_up(request, values, record.timestamp, seen)
-    removed = table.head.truncation
-    if (
-        looked.then.version is not None
-        or removed is None
-        or seen is None
-        or seen.batch >= removed.batch
-    ):
+    removed, place = table.head.truncation, looked.then.place
+    lost = removed is not None and seen is not None and seen.batch < removed.batch
+    if not lost or (place is not None and place == looked.now.place):
         _note_looked(request, looked, record.timestamp, as_known=cut is not None)
-    place = looked.then.place
+    elif place is not None:  # the one that matched then may have been replaced, and gone
+        request.note(f"a version of {right} that is gone may have matched{table.limit}")
     version = [] if place is None else [(table, looked.history.record(place))]
     return Derivation([*parts, *version], None, looked.shown, looked.count)
 
@@ -665,9 +662,10 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
     place, reasoning = request.record.partition, request.reasoning
     before, after = length_at(join.before, place), length_at(join.after, place)
     moment, sides = request.record.timestamp, list[list[Record]]()
+    gone = list[bool]()
     for name, log, back in zip(names, logs, (after, before), strict=True):
         since = epoch_micros(moment - max(back, timedelta(0)))
-        _ = request.misses(name, since) or request.misses_earlier(name, since)
+        gone.append(request.misses(name, since) or request.misses_earlier(name, since))
         found = log.records(both(request.same_key(log), between(since, request.record.micros)))
         sides.append([r for r in found if not r.is_tombstone and request.turn(name, r) < 2])
     lefts, rights = sides
@@ -684,11 +682,17 @@ def stream_stream(request: ExplainRequest[spec.StreamStreamJoinSpec]) -> Derivat
     ]
     if request.record.is_late:
         reasoning.decide(rules.LATE, "the later of the two by arrival came after the grace period")
+    if pairs and any(gone) and len(pairs) < len(_alike(request)):
+        request.note("its run has equal results: which of them is of the records left is not known")
+        return Derivation()
     if pairs:
         return _matched(request, names, logs, pairs)
     kept = {"inner": (), "left": (0,), "outer": (0, 1)}[join.kind]
     for side in (side for side in kept if of_side(1 - side, None)):
         alone = [one for one in sides[side] if one.timestamp == moment and of_side(side, one)]
+        if alone and gone[1 - side]:
+            request.note("whether it had a match is not known")
+            return Derivation([(logs[side], _nth(request, alone))])
         if alone:
             return _alone(request, logs, side, _nth(request, alone), (before, after))
     reasoning.note("its input records are gone")
@@ -715,9 +719,14 @@ def _chosen(request: ExplainRequest[spec.StreamStreamJoinSpec], logs: Sequence[L
     return has
 
 
+def _alike(request: ExplainRequest[Any]) -> list[Record]:
+    """Returns the run's results that equal the explained one, in order."""
+    return [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
+
+
 def _nth(request: ExplainRequest[Any], found: Sequence[Any]) -> Any:
     """Returns the candidate at the position that the result has among equal results."""
-    alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
+    alike = _alike(request)
     if len(found) > 1 and len(found) != len(alike):
         request.note(f"{len(found)} candidates cannot be told apart: this is one of them")
         return found[0]
