@@ -71,13 +71,13 @@ def write(
         types: the types of the user's columns.
         end: the next offset.
         rows: the rows as (offset, minute, values); values of None = a tombstone.
-        inputs: the end offset in each input.
+        inputs: the end offset in each input, of both of its partitions.
         more: further fields of the commit.
     """
     logs, recorded = {name: f"log of {name}" for name in inputs or ()}, MICROS + batch * _MINUTE
     said = document(log.name, batch, recorded, {0: end}, {}, kind=kind, made_by=made_by, logs=logs)
     said["shape"] |= {"key": [*key], "columns": [*types]}
-    said["inputs"] = {name: {0: until} for name, until in (inputs or {}).items()}
+    said["inputs"] = {name: {0: until, 1: until} for name, until in (inputs or {}).items()}
     said["taken"] = {name: {0: (0, until)} for name, until in (inputs or {}).items()}
     found = [
         {
@@ -102,12 +102,11 @@ def write(
     )
 
 
-def cut(end: int, minute: float) -> dict[str, Any]:
+def cut(end: int, minute: float, partition: int = 0) -> dict[str, Any]:
     """The field of a commit after a truncation of the records before an offset, up to a time."""
-    found = {"batch": 1, "recorded_at": MICROS + _MINUTE, "next_offset": {0: end}, "base": ""}
-    return {
-        "truncation": found | {"stream_time": {0: MICROS + round(minute * _MINUTE)}, "log_retention": 0}
-    }
+    found = {"batch": 1, "recorded_at": MICROS + _MINUTE, "next_offset": {partition: end}, "base": ""}
+    until = {partition: MICROS + round(minute * _MINUTE)}
+    return {"truncation": found | {"stream_time": until, "log_retention": 0}}
 
 
 def told(warehouse: Path, name: str, offset: int) -> tuple[Explanation, list[str], str]:
@@ -185,6 +184,17 @@ def test_map_values_of_a_truncated_record(tmp_path: Path) -> None:
     _, made_of, notes = told(tmp_path, "m", 0)
     assert made_of == []
     assert "records of s that its run consumed are gone: its log was truncated" in notes
+    # Neither another partition's records nor older ones matter.
+    kept = [(place, 5, {"k": "a", "v": str(place)}) for place in range(2)]
+    for name, truncated in (("other", cut(1, 5, partition=1)), ("older", cut(2, 4))):
+        first = 2 * (name == "older")
+        there = [(first + place, *rest) for place, *rest in kept]
+        write(tmp_path / name, _VALUES, 2, first + 2, there, **truncated)
+        again = shout.model_copy(update={"source": name})
+        end = {name: first + 2}
+        write(tmp_path / f"of_{name}", types, 1, 2, rows, made_by=again, inputs=end)
+        found, made_of, _ = told(tmp_path, f"of_{name}", 0)
+        assert (made_of, found.notes) == ([f"{name} 0:{first}"], ())
 
 
 def test_match_that_was_truncated(tmp_path: Path) -> None:
