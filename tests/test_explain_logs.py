@@ -272,3 +272,29 @@ def test_windows_of_truncated_records(tmp_path: Path) -> None:
     missing = explain("none", key=("a", *hour.values()), warehouse=str(tmp_path))
     assert missing.rules == (rules.WINDOW_CLOSED.name,)
     assert "records of s in this window may be gone: its log was" in " ".join(missing.notes)
+
+
+def test_window_with_a_part_of_the_results_of_its_run(tmp_path: Path) -> None:
+    """Without ``count(*)``, the place among the results that are left tells no trigger."""
+    rows = [(place, place, {"k": "a", "v": "1"}) for place in range(3)]
+    write(tmp_path / "s", _VALUES, 1, 3, rows)
+    hours = TumblingWindowSpec(size=timedelta(hours=1), grace=timedelta(0))
+    sums = WindowedAggregateSpec(source="s", aggregates=(ColumnSpec("n", "sum(v)"),), window=hours)
+    key = ("k", "window_start", "window_end")
+    types = {"k": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    hour = {"window_start": moment(0), "window_end": moment(60)}
+    about: dict[str, Any] = {"kind": "versioned", "key": key}
+    left = [
+        (n, n, {"k": "a", **hour, "n": n + 1, "valid_to": end})
+        for n, end in ((0, moment(2)), (2, None))
+    ]
+    base = tmp_path / "w" / "bases" / "then"
+    write(base, types | {"valid_to": _TIME}, 1, 3, left, **about)
+    removed = cut(3, 2)
+    removed["truncation"]["base"] = "then/log"
+    about |= {"made_by": sums, "inputs": {"s": 3}}
+    write(tmp_path / "w", types, 1, 3, [], **about)
+    write(tmp_path / "w", types, 2, 3, [], **about, **removed)
+    found, made_of, notes = told(tmp_path, "w", 2)
+    assert (made_of, rules.TRIGGERED.name in found.rules) == ([], False)
+    assert "other results of its run are gone: its log was truncated" in notes
