@@ -53,6 +53,7 @@ from vt_dagster.kafka import (
     SchemaRegistry,
 )
 from vt_dagster.sources import kafka_source, protobuf, text_formats
+from vt_dagster.sources.avro import node_of, with_types
 from vt_dagster.sources.consumed_files import files_in
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.message_formats import Decoded, Format
@@ -489,6 +490,15 @@ def test_avro_recursive_records_are_skipped(spark: SparkSession) -> None:
     messages = [leaf, b"\x02\x02" + leaf + b"\x02" + leaf + b"\x00" + b"\x02x", leaf[:-1]]
     found = decoded(spark, Avro(schema), messages, ROW)
     assert found == [{"id": 2, "name": "y"}, {"id": 1, "name": "x"}, {"reason": "unreadable"}]
+    inner = of_fields(("a", ["null", "A"]), ("v", "int"), name="B")
+    outer = of_fields(("b", ["null", inner]), ("v", "int"), name="A")
+    both = json.dumps(of_fields(("a", outer), ("b", "B"), ("c", ["null", "A", "B"])))
+    v = StructType().add("v", "integer")
+    wanted = StructType().add("a", StructType([*v.fields]).add("b", v))
+    wanted = wanted.add("b", StructType([*v.fields]).add("a", v)).add("c", v)
+    in_a, in_b = b"\x02\x00\x02\x04", b"\x02\x00\x06\x08"  # A of 2 with B of 1, B of 4 with A of 3
+    found = decoded(spark, Avro(both), [in_a + in_b + b"\x04\x00\x0a"], wanted)
+    assert found == [{"a": Row(v=2, b=Row(v=1)), "b": Row(v=4, a=Row(v=3)), "c": Row(v=5)}]
     (said,) = Avro(schema).misfits(StructType().add("id", "long").add("next", ROW))
     assert said.startswith("next is recursive in the schema, expected struct<")
 
@@ -546,19 +556,23 @@ def test_avro_aliases_and_defaults_of_nested_records(spark: SparkSession) -> Non
     newer = of_fields(("b", "long"), ("c", "int"), name="N")
     newer["fields"][0]["aliases"], newer["fields"][1]["default"] = ["a"], 5
     of_map = ("by", {"type": "map", "values": "N"})
+    any_, more = ["long", {"type": "array", "items": "N"}, "N"], of_fields(("a", "int"), name="M")
     versions = [
-        of_fields(("one", kind), *(("some", {"type": "array", "items": "N"}), of_map))
-        for kind in (inner, newer)
+        of_fields(
+            *(("one", kind), ("some", {"type": "array", "items": "N"}), of_map),
+            ("any", choices),
+        )
+        for kind, choices in ((inner, any_), (newer, [more, "null", *any_]))
     ]
     row = StructType().add("b", "long").add("c", "integer")
     wanted = StructType().add("one", row).add("some", ArrayType(row))
-    wanted = wanted.add("by", MapType(StringType(), row))
-    message = framed(11, b"\x02" + b"\x02\x04\x00" + b"\x02\x02k\x06\x00")
+    wanted = wanted.add("by", MapType(StringType(), row)).add("any", row)
+    message = framed(11, b"\x02" + b"\x02\x04\x00" + b"\x02\x02k\x06\x00" + b"\x04\x08")
     with Registry() as running:
         running.subjects["orders-value"] = versions
         found = decoded(spark, Avro(registry=SchemaRegistry(running.url)), [message], wanted)
-    one, two, three = (Row(b=n, c=5) for n in (1, 2, 3))
-    assert found == [{"one": one, "some": [two], "by": {"k": three}}]
+    one, two, three, four = (Row(b=n, c=5) for n in (1, 2, 3, 4))
+    assert found == [{"one": one, "some": [two], "by": {"k": three}, "any": four}]
 
 
 def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,7 +783,7 @@ def test_time_of_day_is_no_time(spark: SparkSession) -> None:
     read = {"id": 7, "at": datetime(1970, 1, 1, 10, 30)}
     bad = {"reason": "unreadable"}
     assert each_decoded(spark, (said, messages, wanted)) == [[bad, bad, bad, bad, read]]
-    for about in ({"logicalType": "time-millis"}, {"connect.name": "io.debezium.time.MicroTime"}):
+    for about in ({"logicalType": "time-micros"}, {"connect.name": "io.debezium.time.MicroTime"}):
         fields = [{"name": "id", "type": "long"}, {"name": "at", "type": {"type": "long", **about}}]
         schema = json.dumps({"type": "record", "name": "r", "fields": fields})
         found = Avro(schema, timestamps="millis").misfits(wanted)
@@ -1130,13 +1144,14 @@ def test_avro_names_and_roots(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("Unknown", "the type 'Unknown' is not defined before its use"),
-        ({"type": "rekord"}, "the type 'rekord' is not defined before its use"),
+        ("Unknown", "expected an Avro schema, got"),
+        ("Unknown", "the type 'Unknown' is not defined"),
+        ({"type": "rekord"}, "the type 'rekord' is not defined"),
         (of_fields(("a", "long"), ("a", "long")), "'a' is there twice"),
         (of_fields(("a", "long"), name="R-1"), "the name 'R-1' is not of letters, digits and _"),
         (of_fields(("my-field", "long")), "the name 'my-field' is not of letters, digits and _"),
         ({"type": "enum", "name": "E", "symbols": ["A", "A"]}, "'A' is there twice"),
-        (of_fields(("a", of_fields(("b", "long")))), "the type 'R' is defined twice"),
+        (of_fields(("a", of_fields(("b", "long")))), "the type 'R' has two definitions"),
         (["null", ["null", "long"]], "a union has another one"),
         ([{"type": "null"}, "null", "long"], "null twice"),
         (5, "TypeError 'int' object is not subscriptable"),
@@ -1149,12 +1164,84 @@ def test_avro_refuses_schemas_that_are_none(kind: Any, why: str) -> None:
         Avro(schema).misfits(StructType().add("a", "long"))
 
 
+def test_avro_definitions_that_are_equal() -> None:
+    """A type may be defined again in the same way, and after its use. A namespace of null is none."""
+    enum = {"type": "enum", "name": "E", "symbols": ["A"]}
+    again = {**enum, "name": "a.E", "doc": "again", "aliases": ["F"]}
+    one = of_fields(("e", enum), ("x", {"type": "long"}), name="P", namespace="a")
+    two = of_fields(("e", "E"), ("x", "long"), name="P", namespace=None)
+    two["fields"][0]["doc"] = "again"
+    twice = of_fields(("one", one), ("two", two), ("e", again), namespace="a")
+    found = node_of(json.dumps(twice)).fields
+    assert [part.type for part in found.values()] == ["record", "record", "enum"]
+    assert [*found["two"].fields] == ["e", "x"]
+    later = of_fields(("e", "E"), ("p", "a.P"), ("one", one), namespace="a")
+    assert node_of(json.dumps(later)).fields["p"].fields["e"].type == "enum"
+    # A short name is first one of a type before it, as for Java.
+    near = of_fields(("x", {**enum, "namespace": ""}), ("y", "E"), ("z", of_fields(name="E")))
+    assert node_of(json.dumps({**near, "namespace": "a"})).fields["y"].type == "enum"
+
+
+def test_avro_types_of_other_subjects() -> None:
+    """They may define further types, which the schema uses before them, or without them."""
+    address = of_fields(("city", "string"), name="Address", namespace="geo")
+    inside = of_fields(("to", address), ("unit", "Unit"), name="Order", namespace="shop")
+    unit = {"type": "enum", "name": "Unit", "namespace": None, "symbols": ["A"]}
+    types = {"shop.Order": json.dumps(inside), "Unit": json.dumps(unit)}
+    for names in (["geo.Address", "shop.Order"], ["geo.Address"], ["shop.Order", "Unit"]):
+        kinds = ((f"f{i}", name) for i, name in enumerate(names))
+        schema = json.dumps(of_fields(*kinds, namespace="own"))
+        found = node_of(with_types(schema, types)).fields
+        assert len(found) == len(names)
+        assert "record" in [part.type for part in found.values()]
+    with pytest.raises(SourceError, match=r"expected an Avro schema, got '\{\}': KeyError 'type'"):
+        with_types(json.dumps(inside), {"Unit": "{}"})
+
+
+def test_avro_schemas_for_spark_stay_small() -> None:
+    """A type that is used again is not expanded again."""
+    chain: Any = of_fields(("v", "long"), name="N0")
+    for i in range(1, 30):
+        chain = of_fields(("a", chain), ("b", f"N{i - 1}"), name=f"N{i}")
+    assert len(json.dumps(node_of(json.dumps(chain)).spark)) < 10_000
+
+
+def test_avro_logical_types_of_other_types_are_ignored() -> None:
+    wrong = [logical("int", "timestamp-millis"), logical("long", "date"), logical("int", "time-micros")]
+    for kind in wrong:
+        format_ = Avro(json.dumps(of_fields(("t", kind))), timestamps="seconds")
+        assert format_.misfits(StructType().add("t", "timestamp")) == []
+        assert node_of(json.dumps(kind)).unit is None
+    assert node_of(json.dumps(logical("int", "date"))).unit == "days"
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ({"precision": 64, "scale": 127}, "encoded"),
+        ({"precision": 4, "scale": -1}, "encoded"),
+        ({"precision": 0}, "encoded"),
+        ({"precision": "4"}, "encoded"),
+        ({"precision": 4.5}, "encoded"),
+        ({"precision": 4, "scale": "2"}, "encoded"),
+        ({"precision": None}, "encoded"),
+        ({"scale": 39}, "encoded"),
+        ({"scale": 2}, "unscaled"),
+        ({}, "unscaled"),
+        ({"precision": 64, "scale": 2}, "unscaled"),
+        ({"precision": 4, "scale": 2}, "decimal"),
+    ],
+)
+def test_avro_decimals_that_are_none(more: Any, kind: str) -> None:
+    assert node_of(json.dumps(logical("bytes", "decimal", **more))).type == kind
+
+
 @pytest.mark.usefixtures("few_rows")
 def test_avro_decimals_with_wrong_digits_are_bytes(spark: SparkSession) -> None:
-    """The specification says to ignore a logical type that does not fit."""
+    """They are no text: the bytes of a number may be one by chance."""
     wrong = [
         logical("bytes", "decimal", **more)
-        for more in ({"precision": 2, "scale": 4}, {}, {"precision": 0})
+        for more in ({"precision": 2, "scale": 4}, {"precision": 64, "scale": 127}, {"precision": 0})
     ]
     small = logical("fixed", "decimal", name="Q", size=2, precision=5, scale=2)
     kinds = [*wrong, small, {**small, "name": "P", "precision": 4}]
@@ -1164,6 +1251,8 @@ def test_avro_decimals_with_wrong_digits_are_bytes(spark: SparkSession) -> None:
     found = decoded(spark, Avro(schema), [message], wanted.add("d4", "decimal(4,2)"))
     held = {f"d{i}": bytearray(one) for i, one in enumerate((b"1", b"2", b"", b"12"))}
     assert found == [held | {"d4": Decimal("1.25")}]
+    said = Avro(schema).misfits(StructType([StructField(f"d{i}", StringType()) for i in range(5)]))
+    assert said == [f"d{i} is bytes of a logical type in the schema, expected string" for i in range(4)]
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -59,15 +60,16 @@ _ROW, _END = "_vt_row", "_vt_end"
 _MARK = uuid4().bytes
 """What follows a message: 16 bytes that no message ends with."""
 _UNITS = {
-    "date": "days",
-    "timestamp-millis": "millis",
-    "timestamp-micros": "micros",
-    "timestamp-nanos": "nanos",
-    "local-timestamp-millis": "millis",
-    "local-timestamp-micros": "micros",
-    "local-timestamp-nanos": "nanos",
-    **dict.fromkeys(("time-millis", "time-micros"), TIME_OF_DAY),
+    ("int", "date"): "days",
+    ("int", "time-millis"): TIME_OF_DAY,
+    ("long", "time-micros"): TIME_OF_DAY,
+    **{
+        ("long", f"{local}timestamp-{unit}"): unit
+        for local in ("", "local-")
+        for unit in ("millis", "micros", "nanos")
+    },
 }
+"""Units by type and logical type."""
 _MOST_DIGITS = 38
 """Maximum digits of a DECIMAL in Spark. Kafka Connect's converter declares 64, unless the connector
 declares less."""
@@ -105,6 +107,7 @@ class Node(NamedTuple):
         unit: the unit of a number that is a time.
         scale: the digits after the point of an ``unscaled`` number.
         aliases, default: those of the field that has the type.
+        name: the full name of a named type.
     """
 
     type: str
@@ -116,6 +119,7 @@ class Node(NamedTuple):
     scale: int = 0
     aliases: Sequence[str] = ()
     default: Any = None
+    name: str = ""
 
     @property
     def unread(self) -> bool:
@@ -141,29 +145,71 @@ def node_of(schema: str) -> Node:
     Raises:
         SourceError: the text is no schema.
     """
+    with _of_avro(schema):
+        parser, whole = _Parser(), json.loads(schema)
+        parser.define(whole, "")
+        return parser.node(whole, "", ())
+
+
+@contextmanager
+def _of_avro(schema: str) -> Iterator[None]:
+    """Raises SourceError in place of the errors that a text gives which is no schema."""
     try:
-        return _Parser().node(json.loads(schema), "", {})
+        yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = str(error) if type(error) is ValueError else f"{type(error).__name__} {error}"
         raise SourceError(
-            f"Avro: expected a schema in JSON, got {schema[:200]!r}: {why}; correct it"
+            f"Avro: expected an Avro schema, got {schema[:200]!r}: {why}; correct it"
         ) from None
 
 
 class _Parser:
-    """Resolves the names of a schema as the specification says."""
+    """Resolves the names of a schema as the specification says, and as Avro's library for Java does: a
+    type may be defined after its use, and again in the same way."""
 
     def __init__(self) -> None:
         self.known = dict[str, tuple[Any, str]]()
         """The named types by full name, each with the namespace of the names in it."""
         self.numbers = count()
+        self._plain = dict[str, Any]()
+        """What must be equal in two definitions of a type."""
+        self._own = dict[str, str]()
+        """Names for Spark of the types so far, by full name. A later use has only the name."""
+        self._later = dict[str, Node]()
+        """Types for later uses, except those with a type that was around the first one."""
+        self._cuts = 0
 
-    def node(self, schema: Any, space: str, inside: Mapping[str, str]) -> Node:
+    def define(self, schema: Any, space: str) -> Any:
+        """Collects the named types in a schema; returns it with their full names in their place."""
+        if isinstance(schema, list):
+            return [self.define(one, space) for one in schema]
+        if isinstance(schema, str):
+            return schema if schema in _PRIMITIVES else _full(schema, space)
+        kind = schema["type"]
+        found = {k: v for k, v in schema.items() if k not in ("doc", "aliases", "namespace")}
+        if kind in ("array", "map"):
+            part = "items" if kind == "array" else "values"
+            return found | {part: self.define(schema[part], space)}
+        if kind not in _NAMED:
+            whole = self.define(kind, space)
+            return whole if len(found) == 1 else found | {"type": whole}
+        name, space = _named(schema, space)
+        if kind in _WITH_FIELDS:
+            fields = [{**one, "type": self.define(one["type"], space)} for one in schema["fields"]]
+            found["fields"] = [
+                {k: v for k, v in one.items() if k not in ("doc", "aliases")} for one in fields
+            ]
+        self.known.setdefault(name, (schema, space))
+        if self._plain.setdefault(name, found | {"name": name}) != found | {"name": name}:
+            raise ValueError(f"the type {name!r} has two definitions that differ")
+        return name
+
+    def node(self, schema: Any, space: str, inside: Sequence[str]) -> Node:
         """Returns a type.
 
         Args:
             space: the namespace of its names.
-            inside: names for Spark of the types around it, by full name.
+            inside: the full names of the types around it.
 
         Raises:
             ValueError: the schema is wrong.
@@ -173,11 +219,10 @@ class _Parser:
         if isinstance(schema, str):
             if schema in _PRIMITIVES:
                 return Node(schema, schema)
-            name = next((n for n in (_full(schema, space), schema) if n in self.known), None)
+            names = (_full(schema, space), schema)
+            name = next((n for some in (self._own, self.known) for n in names if n in some), None)
             if name is None:
-                raise ValueError(f"the type {schema!r} is not defined before its use")
-            if name in inside:
-                return Node("recursive", inside[name])
+                raise ValueError(f"the type {schema!r} is not defined")
             schema, space = self.known[name]
         kind = schema["type"]
         if not isinstance(kind, str) or kind not in (*_PRIMITIVES, *_NAMED, "array", "map"):
@@ -188,22 +233,34 @@ class _Parser:
             return Node(kind, {"type": kind, part: items.spark}, items=items)
         if kind not in _NAMED:
             return _leaf_of(schema, kind)
-        space = schema["name"].rpartition(".")[0] or schema.get("namespace", space)
-        (short,) = _names([schema["name"].rpartition(".")[2]])
-        name, own = _full(short, space), f"T{next(self.numbers)}"
-        if self.known.setdefault(name, (schema, space))[0] is not schema:
-            raise ValueError(f"the type {name!r} is defined twice")
+        name, space = _named(schema, space)
+        if name in inside:
+            self._cuts += 1
+            return Node("recursive", self._own[name])
+        if name in self._later:
+            return self._later[name]
+        is_first, cuts = name not in self._own, self._cuts
+        own = self._own.setdefault(name, f"T{next(self.numbers)}")
+        node = self._defined(schema, own, space, (*inside, name))._replace(name=name)
+        later = node._replace(spark=own)
+        if cuts == self._cuts:
+            self._later[name] = later
+        return node if is_first else later
+
+    def _defined(self, schema: Any, own: str, space: str, inside: Sequence[str]) -> Node:
+        """Returns a named type, the last one in ``inside``."""
+        kind = schema["type"]
         if kind == "enum":
             return Node(kind, {"type": kind, "name": own, "symbols": _names(schema["symbols"])})
         if kind == "fixed":
             return _leaf_of(schema, {"type": kind, "name": own, "size": schema["size"]})
-        names, inside = _names([one["name"] for one in schema["fields"]]), {**inside, name: own}
+        names = _names([one["name"] for one in schema["fields"]])
         types = [self._field(one, space, inside) for one in schema["fields"]]
-        is_number = name == VARIABLE_DECIMAL and {*names} == {"scale", "value"}
+        is_number = inside[-1] == VARIABLE_DECIMAL and {*names} == {"scale", "value"}
         fields = dict(zip(names, types, strict=True))
         return Node("variable" if is_number else "record", _record(own, *types), fields)
 
-    def _field(self, field: Any, space: str, inside: Mapping[str, str]) -> Node:
+    def _field(self, field: Any, space: str, inside: Sequence[str]) -> Node:
         more = {"aliases": field.get("aliases", ()), "default": field.get("default")}
         return self.node(field["type"], space, inside)._replace(**more)
 
@@ -222,11 +279,20 @@ class _Parser:
         return Node("union", [plain(one) for one in parts], members=members)
 
 
-_NAMED = ("record", "error", "enum", "fixed")
+_WITH_FIELDS = ("record", "error")
+_NAMED = (*_WITH_FIELDS, "enum", "fixed")
 
 
 def _full(name: str, space: str) -> str:
     return name if "." in name or not space else f"{space}.{name}"
+
+
+def _named(schema: Mapping[str, Any], space: str) -> tuple[str, str]:
+    """Returns the full name of a type in a namespace, and the namespace of the names in it."""
+    (short,) = _names([schema["name"].rpartition(".")[2]])
+    own = schema.get("namespace")
+    space = schema["name"].rpartition(".")[0] or (space if own is None else own)
+    return _full(short, space), space
 
 
 def _names(names: Sequence[str]) -> Sequence[str]:
@@ -253,48 +319,61 @@ def _leaf_of(schema: Mapping[str, Any], spark: Any) -> Node:
     kind, logical = schema["type"], schema.get("logicalType", "")
     if kind not in ("bytes", "fixed"):
         of_connect = NAMED_UNITS.get(schema.get("connect.name", ""))
-        return Node(kind, spark, unit=_UNITS.get(logical, of_connect))
+        return Node(kind, spark, unit=_UNITS.get((kind, logical), of_connect))
     if logical != "decimal":
         # The bytes of such a value may be valid UTF-8 by chance.
         return Node("encoded" if logical in _ENCODED else kind, spark)
-    digits, scale = schema.get("precision", 0), schema.get("scale", 0)
-    most = math.log10(2) * (8 * schema["size"] - 1) if kind == "fixed" else math.inf
-    if not 0 <= scale <= digits <= most or digits == 0:
-        return Node(kind, spark)
+    scale, most = schema.get("scale", 0), math.inf
+    digits = schema.get("precision", _NO_PRECISION)
+    if kind == "fixed" and "precision" in schema:
+        most = math.log10(2) * (8 * schema["size"] - 1)
+    # Of a decimal that is none, the bytes are no text, either.
+    if not type(scale) is type(digits) is int or digits == 0 or not 0 <= scale <= digits <= most:
+        return Node("encoded", spark)
     if digits > _MOST_DIGITS:
         return Node("unscaled" if scale <= _MOST_DIGITS else "encoded", spark, scale=scale)
     of_spark = spark if kind == "fixed" else {"type": kind}
     return Node("decimal", {**of_spark, "logicalType": logical, "precision": digits, "scale": scale})
 
 
+_NO_PRECISION = _MOST_DIGITS + 1
+"""Digits of a decimal that declares none."""
+
+
 def with_types(schema: str, types: Mapping[str, str]) -> str:
-    """Returns a schema in which each named type is defined where it is first used.
+    """Returns a schema with the types of other schemas, each defined where it is first used.
 
     Args:
-        types: schemas of types that it names, and that they name, by full name.
+        types: the schemas of types that it names, and that they name. They may define further types.
+
+    Raises:
+        SourceError: a text is no schema.
     """
-    left = {name: json.loads(text) for name, text in types.items()}
+    parser = _Parser()
+    for text in types.values():
+        with _of_avro(text):
+            parser.define(json.loads(text), "")
+    left = parser.known
 
     def whole(part: Any, space: str) -> Any:
         if isinstance(part, list):
             return [whole(one, space) for one in part]
         if isinstance(part, str):
             name = next((n for n in (_full(part, space), part) if n in left), None)
-            return part if name is None else whole(_in_no_space(left.pop(name)), "")
-        space = part.get("name", "").rpartition(".")[0] or part.get("namespace", space)
-        found = {k: whole(part[k], space) for k in ("items", "values") if k in part}
-        if not isinstance(part["type"], str):
-            found["type"] = whole(part["type"], space)
+            if name is None:
+                return part
+            found, space = left.pop(name)
+            return whole({**found, "namespace": space}, "")
+        if part["type"] in _NAMED:
+            name, space = _named(part, space)
+            left.pop(name, None)
+        found = {k: whole(part[k], space) for k in ("type", "items", "values") if k in part}
         if "fields" in part:
             found["fields"] = [{**one, "type": whole(one["type"], space)} for one in part["fields"]]
         return {**part, **found}
 
-    return json.dumps(whole(json.loads(schema), ""))
-
-
-def _in_no_space(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a type that does not take the namespace of the record around it."""
-    return schema if "." in schema["name"] else {"namespace": "", **schema}
+    with _of_avro(schema):
+        return json.dumps(whole(json.loads(schema), ""))
 
 
 def read_avro(message: Column, schema: str) -> Column:
@@ -330,7 +409,7 @@ def row_of(
         if len(wanted.fields) != 1:
             raise SourceError(f"Avro: {misfits(schema, wanted, how)[0]}; give another schema")
         only = wanted.fields[0]
-        found, misfit = _fitted(value, node, only.dataType, how, (only.name,))
+        found, misfit = _fitted(value, node, only.dataType, how, (only.name,), latest)
         columns = [found.alias(only.name)]
     else:
         columns, misfit = _columns(value, node, wanted, how, (), latest)
@@ -430,7 +509,7 @@ def _fitted(
         values = _fitted(F.map_values(value), items, of_values, how, path, latest)
         return map_of(value, keys, values)
     if node.type == "union":
-        return _fitted_union(value, node, kind, how, path)
+        return _fitted_union(value, node, kind, how, path, newest)
     if not _may_fit(node, kind, how, path):
         return F.lit(None).cast(kind), value.isNotNull()
     found = _leaf(value, node, kind, how, path)
@@ -482,7 +561,7 @@ def _columns(
 
 
 def _fitted_union(
-    value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
+    value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...], newest: Node
 ) -> tuple[Column, Column]:
     """Returns the present member of a union, which Spark reads as a struct with a field per member."""
     columns, bad = list[Column](), list[Column]()
@@ -491,7 +570,9 @@ def _fitted_union(
             columns.append(F.lit(None).cast(of_member))
             continue
         member = value[f"member{place}"]
-        found, misfit = _fitted(member[_field_at(0)], node.members[place], of_member, how, path)
+        part, of_part = member[_field_at(0)], node.members[place]
+        new = next((one for one in newest.members or [newest] if _alike(one, of_part)), _NO_NODE)
+        found, misfit = _fitted(part, of_part, of_member, how, path, new)
         columns.append(found)
         bad.append(member.isNotNull() & misfit)
     if not _by_member(kind):
@@ -499,6 +580,11 @@ def _fitted_union(
     assert isinstance(kind, StructType)
     named = [column.alias(name) for name, column in zip(kind.names, columns, strict=True)]
     return F.when(value.isNotNull(), F.struct(*named)), any_of(bad)
+
+
+def _alike(one: Node, other: Node) -> bool:
+    """Returns whether members of two versions of a union are the same one."""
+    return (one.type, one.name) == (other.type, other.name)
 
 
 def _by_member(kind: DataType) -> bool:
