@@ -15,7 +15,7 @@ def framed(number: int, message: bytes) -> bytes:
 
 
 class Registry:
-    """A schema registry with ``subjects``. A subject's schemas have ids from 11 on, by version."""
+    """A schema registry with ``subjects``. Their schemas have ids from 11 on; equal ones have one."""
 
     def __init__(self) -> None:
         self.subjects: dict[str, list[Any]] = {}
@@ -52,9 +52,11 @@ class Registry:
             versions = f"/subjects/{subject}/versions"
             if path == versions:
                 return list(range(1, len(schemas) + 1))
+            every = [one for some in self.subjects.values() for one in some]
+            distinct = [one for i, one in enumerate(every) if one not in every[:i]]
             for version, schema in enumerate(schemas, 1):
                 if path == f"{versions}/{version}":
-                    about = {"subject": subject, "version": version, "id": 10 + version}
+                    about = {"subject": subject, "version": version, "id": 11 + distinct.index(schema)}
                     names = self.references.get(subject, [])
                     refers = [{"name": name, "subject": name, "version": 1} for name in names]
                     more = {"references": refers} if refers else {}

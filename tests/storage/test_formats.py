@@ -440,21 +440,34 @@ def test_avro_with_registry(spark: SparkSession, orders: tuple[bytes, bytes], re
 def test_avro_subjects_of_several_topics(
     spark: SparkSession, orders: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each topic that is read has a subject, with its own newest schema."""
+    """Each topic that is read has a subject, with its own newest schema. Two may have one schema, and
+    a topic may have none."""
     sent = "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary"
-    messages = [framed(11, orders[0]), framed(12, orders[1])]
-    columns = [(t, 0, 0, AT, None, bytearray(m)) for t, m in zip("xy", messages, strict=True)]
+    messages = [framed(11, orders[0]), framed(13, orders[1]), framed(11, orders[0]), b"text"]
+    columns = [(t, 0, 0, AT, None, bytearray(m)) for t, m in zip("vxyz", messages, strict=True)]
     rows = spark.createDataFrame(columns, sent)
     monkeypatch.setattr(kafka_source, "read_messages", lambda *_, **__: rows)
     with Registry() as running:
-        running.subjects = {"x-value": [V1], "y-value": [{**V1, "fields": V1["fields"][:1]}, V2]}
+        cut = {**V1, "fields": V1["fields"][:1]}
+        running.subjects = {"v-value": [V1], "x-value": [cut, V2], "y-value": [V1, V3]}
         value = Avro(registry=SchemaRegistry(running.url))
-        source = KafkaSource(KafkaCluster("localhost:1"), ["x", "y", "z"], value=value)
-        ranges = {"x": {0: (0, 1)}, "y": {0: (0, 1)}}
-        found = source.read(spark, ranges, key=["id"], schema=WANTED).orderBy("_source").collect()
+        source = KafkaSource(KafkaCluster("localhost:1"), [*"uvxyz"], value=value)
+        wanted = StructType([*WANTED.fields]).add("size", "integer")
+
+        def read(topics: str) -> list[Row]:
+            ranges = {topic: {0: (0, 1)} for topic in topics}
+            found = source.read(spark, ranges, key=["id"], schema=wanted)
+            return found.where(F.col("_source").isin([*topics])).orderBy("_source").collect()
+
+        found = read("vxyz")
+        with pytest.raises(SourceError, match=r"'u-value' in the schema registry .* \(404\)"):
+            read("uz")
+    assert read("") == []  # without a registry that runs
     assert [(one["id"], one["name"], one["at"], one[REASON]) for one in found] == [
-        (7, "x", AT, None)
-    ] * 2
+        *[(7, "x", AT, None)] * 3,
+        (None, None, None, "unreadable"),
+    ]
+    assert found[2]["size"] == 40
 
 
 def test_avro_with_references_to_other_subjects(spark: SparkSession) -> None:

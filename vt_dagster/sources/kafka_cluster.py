@@ -588,11 +588,14 @@ class SchemaRegistry:
                 "SchemaRegistry: expected both username and password, got only one; set both, or none"
             )
 
-    def schemas(self, subject: str) -> dict[int, str]:
+    def schemas(self, subject: str, *, optional: bool = False) -> dict[int, str]:
         """Returns all versions of a subject's schema by schema id, oldest version first.
 
+        Args:
+            optional: whether a subject that the registry lacks has no schemas.
+
         Raises:
-            SourceError: the registry does not answer, or has no such subject.
+            SourceError: the registry does not answer, or has no such subject, or no schema is one.
         """
         try:
             from confluent_kafka.schema_registry import SchemaRegistryClient, SchemaRegistryError
@@ -612,31 +615,38 @@ class SchemaRegistry:
         try:
             client = SchemaRegistryClient(conf)
             found = [client.get_version(subject, v) for v in client.get_versions(subject)]
-            return {int(one.schema_id or 0): _with_references(client, one.schema) for one in found}
+            types = [_references(client, one.schema) for one in found]
         except SchemaRegistryError as error:
+            if optional and error.http_status_code == _NOT_FOUND:
+                return {}
             raise SourceError(
                 f"expected schemas of {subject!r} in the schema registry at {url}, got: "
                 f"{error.error_message} ({error.http_status_code}); "
                 f"{_ADVICE_BY_STATUS.get(error.http_status_code, 'check the registry, then run again')}"
             ) from None
         except Exception as error:  # any error of its HTTP client
-            why = re.sub(r"//[^/]*@", "//", str(error))
+            why = re.sub(r"//[^/]*@", "//", f"{type(error).__name__} {error}").strip()
             raise SourceError(
-                f"the schema registry at {url} did not answer: {type(error).__name__} {why}; nothing "
+                f"the schema registry at {url} did not answer: {why}; nothing "
                 "was read. Check that it runs, that it can be reached from here and, with https, that "
                 "ca_location has its certificate, then run again"
             ) from None
+        return {
+            int(one.schema_id or 0): _with_references(one.schema, more)
+            for one, more in zip(found, types, strict=True)
+        }
 
 
+_NOT_FOUND = 404
 _ADVICE_BY_STATUS = {
     401: "correct username and password",
     403: "let the user read the subject",
-    404: "register them, or correct the subject",
+    _NOT_FOUND: "register them, or correct the subject",
 }
 
 
-def _with_references(client: Any, schema: Any) -> str:
-    """Returns a schema with the types of other subjects that it refers to."""
+def _references(client: Any, schema: Any) -> dict[str, str]:
+    """Returns the schemas of other subjects that a schema refers to, by the name of the type."""
     types, waiting = dict[str, str](), [schema]
     while waiting:
         for one in waiting.pop().references or ():
@@ -644,6 +654,10 @@ def _with_references(client: Any, schema: Any) -> str:
                 other = client.get_version(one.subject, one.version).schema
                 types[one.name] = str(other.schema_str)
                 waiting.append(other)
+    return types
+
+
+def _with_references(schema: Any, types: Mapping[str, str]) -> str:
     is_avro = types and schema.schema_type == "AVRO"
     return with_types(schema.schema_str, types) if is_avro else str(schema.schema_str)
 

@@ -526,7 +526,7 @@ class KafkaSource:
         keys = StructType([f for f in schema.fields if f.name in key])
         flat = isinstance(self.value, Json) and UNWRAPPED.name not in own.names
         wanted = StructType([*own.fields, UNWRAPPED]) if flat else own
-        topics, into = [t for t in self.topics if t in ranges] or self.topics, "_read_value"
+        topics, into = [t for t in self.topics if t in ranges], "_read_value"
         rows = self.value.rows
         usual = None if rows is None else self._usual_names(rows, ranges)
         value = self.value.decode(message, wanted, [f"{t}-value" for t in topics], into, usual)

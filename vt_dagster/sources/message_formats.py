@@ -21,6 +21,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
+    BooleanType,
     DataType,
     IntegerType,
     LongType,
@@ -390,7 +391,7 @@ class Avro(Format):
             missing in the message's schema gets the newest schema's default if that is a string, a
             number or a boolean; otherwise null.
         subject: the subject in the registry; None = ``<topic>-value`` or ``<topic>-key`` of each topic
-            that has messages to read.
+            that has messages to read. Of several, some may be missing.
         timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column without a
             logical type or a type name of Connect: ``seconds``, ``millis``, ``micros``, ``nanos`` or
             ``days``; for all columns, or by column.
@@ -431,14 +432,18 @@ class Avro(Format):
             return Decoded(parsed, row, _unreadable_if(row[READ].isNull()), null=_is_null(row))
         assert self.registry is not None
         number = F.conv(F.hex(F.substring(message, 2, 4)), 16, 10).cast("long")
-        row: Any = F.lit(None)
+        row: Any = F.lit(None).cast(
+            StructType([*nullable(wanted).fields, StructField(READ, BooleanType())])
+        )
         parsed, known = dict[str, Column](), dict[int, tuple[str, str]]()
-        for subject in subjects if self.subject is None else [self.subject]:
-            schemas = self.registry.schemas(subject)
+        for schemas in self._schemas(subjects):
             newest = next(reversed(schemas.values()), NO_SCHEMA)
             if schemas and (odd := avro.misfits(newest, wanted, self.reading)):
                 raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
-            known = {**{id_: (schema, newest) for id_, schema in schemas.items()}, **known}
+            for id_, schema in schemas.items():
+                # Subjects may have one schema: the newest one of either has more aliases and defaults.
+                if id_ not in known or known[id_] == (schema, schema):
+                    known[id_] = schema, newest
         for id_, (schema, newest) in known.items():
             name = f"{into}_{id_}"
             parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema))
@@ -449,6 +454,16 @@ class Avro(Format):
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
         reason = reason.when(row[READ].isNull(), Reason.UNREADABLE)
         return Decoded(parsed, row, reason, null=_is_null(row))
+
+    def _schemas(self, subjects: Sequence[str]) -> list[dict[int, str]]:
+        """Returns the schemas of each subject. Of several, some may be missing."""
+        assert self.registry is not None
+        if self.subject is None and len(subjects) > 1:
+            found = [self.registry.schemas(subject, optional=True) for subject in subjects]
+            if any(found):
+                return found
+        asked = self.subject or subjects[0] if subjects else None
+        return [] if asked is None else [self.registry.schemas(asked)]
 
 
 def _is_null(row: Column) -> Column:
