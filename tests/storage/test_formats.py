@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka.schema_registry import SchemaRegistryClient
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from pyspark.sql import Column, Row, SparkSession
 from pyspark.sql import functions as F
@@ -598,6 +599,18 @@ def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
             other.schemas("orders-value")
     with pytest.raises(SourceError, match=r"did not answer: FileNotFoundError .* ca_location"):
         SchemaRegistry("https://127.0.0.1:9", ca_location="/no/ca.pem").schemas("orders-value")
+    with Registry() as registry:
+        registry.subjects = {"orders-value": [{"type": "Unit"}], "Unit": [{}]}
+        registry.references = {"orders-value": ["Unit"]}
+        with pytest.raises(SourceError, match=r"expected an Avro schema, got '\{\}': KeyError 'type'"):
+            SchemaRegistry(registry.url).schemas("orders-value")
+
+    def times_out(*_: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(SchemaRegistryClient, "get_versions", times_out)
+    with pytest.raises(SourceError, match="did not answer: TimeoutError; nothing was read"):
+        SchemaRegistry("http://127.0.0.1:9").schemas("orders-value")
 
 
 @pytest.mark.parametrize(
@@ -1383,8 +1396,14 @@ def test_protobuf_map_keys_must_fit(tmp_path: Path) -> None:
         entry.field.add(name=name, number=number, type=kinds.TYPE_INT64, label=kinds.LABEL_OPTIONAL)
     part = {"type": kinds.TYPE_MESSAGE, "type_name": ".m.M.ByEntry", "label": kinds.LABEL_REPEATED}
     message.field.add(name="by", number=1, **part)
+    for number, (name, kind) in enumerate((("n", kinds.TYPE_INT32), ("on", kinds.TYPE_BOOL)), 2):
+        message.field.add(name=name, number=number, type=kind, label=kinds.LABEL_OPTIONAL)
     path = tmp_path / "m.desc"
     path.write_bytes(descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString())
+    assert Protobuf(str(path), "m.M").misfits(StructType().add("n", "date").add("on", "date")) == [
+        "n is a number in the message, expected date (set its unit with timestamps)",
+        "on is bool in the message, expected date",
+    ]
 
     def misfits(key: DataType) -> list[str]:
         format_ = Protobuf(str(path), "m.M", timestamps="days")

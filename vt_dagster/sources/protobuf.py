@@ -77,7 +77,7 @@ def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[A
     def text(raw: Any) -> str | None:
         try:
             found = message_class.FromString(bytes(raw))
-            known = found.ListFields() or not _unknown(found)
+            known = not _unknown(found) or found.ListFields()
             row = json.dumps(_fields(found, wanted, mark))
             return row if known and found.IsInitialized() else None
         except Exception:  # DecodeError, upb's errors for invalid UTF-8, or a null
@@ -226,7 +226,7 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
         elif not _may_fit(field, kind, how, tuple(name.split("."))):
             number = _TYPES.get(field.type, "a number")
             got = number if part is None else f"the message {part.full_name}"
-            found.append(_misfit(name, got, kind))
+            found.append(_misfit(name, got, kind, _is_integer(field)))
     return found
 
 
@@ -255,8 +255,15 @@ def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     return not isinstance(kind, BooleanType | BinaryType)
 
 
-def _misfit(name: str, got: str, kind: DataType) -> str:
-    more = "" if not isinstance(kind, TIMES) else " (for a number, set its unit with timestamps)"
+def _is_integer(field: Any) -> bool:
+    part = field.message_type
+    if part is not None and is_wrapper(part):
+        return _is_integer(part.fields_by_name["value"])
+    return part is None and field.type not in _TYPES
+
+
+def _misfit(name: str, got: str, kind: DataType, is_integer: bool = False) -> str:
+    more = " (set its unit with timestamps)" if is_integer and isinstance(kind, TIMES) else ""
     return f"{name} is {got} in the message, expected {kind.simpleString()}{more}"
 
 
