@@ -110,7 +110,7 @@ def each_decoded(spark: SparkSession, *asked: Asked) -> list[list[dict[str, Any]
     ]
     rows = spark.createDataFrame(messages, "n int, i int, m binary")
     each = [
-        format_.decode(F.col("m"), wanted, ["orders-value"], f"read{n}")
+        format_.decode(F.col("m"), wanted, {"orders-value": True}, f"read{n}")
         for n, (format_, _, wanted) in enumerate(asked)
     ]
     rows = with_columns(rows, [found.parsed for found in each])
@@ -249,7 +249,7 @@ class WithoutPattern(Json):
     """Reads each object without the pattern that fits most objects."""
 
     def decode(
-        self, message: Column, wanted: StructType, subjects: Sequence[str], into: str
+        self, message: Column, wanted: StructType, subjects: Mapping[str, bool], into: str
     ) -> Decoded:
         text = self.text(message)
         columns, row = read_object(parse(text, wanted, {}, into), wanted, self.reading, into)
@@ -461,14 +461,17 @@ def test_avro_subjects_of_several_topics(
             return found.where(F.col("_source").isin([*topics])).orderBy("_source").collect()
 
         found = read("vxyz")
+        alone = read("uz")
+        source = KafkaSource(KafkaCluster("localhost:1"), [*"uz"], value=value)
         with pytest.raises(SourceError, match=r"'u-value' in the schema registry .* \(404\)"):
-            read("uz")
+            read("u")
     assert read("") == []  # without a registry that runs
     assert [(one["id"], one["name"], one["at"], one[REASON]) for one in found] == [
         *[(7, "x", AT, None)] * 3,
         (None, None, None, "unreadable"),
     ]
     assert found[2]["size"] == 40
+    assert [one[REASON] for one in alone] == ["unreadable"]
 
 
 def test_avro_with_references_to_other_subjects(spark: SparkSession) -> None:
@@ -683,7 +686,7 @@ def test_connects_envelope_of_a_null(spark: SparkSession) -> None:
     own = StructType().add("payload", "string").add("schema", "string")
 
     def nulls(format_: Format, wanted: StructType) -> list[bool]:
-        found = format_.decode(F.col("m"), wanted, [], "_m")
+        found = format_.decode(F.col("m"), wanted, {}, "_m")
         rows = spark.createDataFrame([(m,) for m in messages], "m binary")
         rows = with_columns(rows, [found.parsed])
         assert found.null is not None
@@ -1219,7 +1222,15 @@ def test_avro_types_of_other_subjects() -> None:
         schema = json.dumps(of_fields(*kinds, namespace="own"))
         found = node_of(with_types(schema, types)).fields
         assert len(found) == len(names)
-        assert "record" in [part.type for part in found.values()]
+        kinds = ["enum" if name == "Unit" else "record" for name in names]
+        assert [part.type for part in found.values()] == kinds
+    enum = {"type": "enum", "name": "E", "namespace": "own", "symbols": ["A"]}
+    types = {"own.E": json.dumps(enum), "E": json.dumps(of_fields(("v", "long"), name="E"))}
+    for first in ("E", enum):  # a name within a namespace comes first, also at its second use
+        found = node_of(
+            with_types(json.dumps(of_fields(("a", first), ("b", "E"), namespace="own")), types)
+        )
+        assert [part.type for part in found.fields.values()] == ["enum", "enum"]
     with pytest.raises(SourceError, match=r"expected an Avro schema, got '\{\}': KeyError 'type'"):
         with_types(json.dumps(inside), {"Unit": "{}"})
 

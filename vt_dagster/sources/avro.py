@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -139,6 +140,7 @@ def _field_at(place: int) -> str:
     return f"_{place}"
 
 
+@cache
 def node_of(schema: str) -> Node:
     """Returns the root type of a schema.
 
@@ -153,10 +155,10 @@ def node_of(schema: str) -> Node:
 
 @contextmanager
 def _of_avro(schema: str) -> Iterator[None]:
-    """Raises SourceError in place of the errors that a text gives which is no schema."""
+    """Raises SourceError in place of the errors of a text that is no schema."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = str(error) if type(error) is ValueError else f"{type(error).__name__} {error}"
         raise SourceError(
             f"Avro: expected an Avro schema, got {schema[:200]!r}: {why}; correct it"
@@ -327,7 +329,7 @@ def _leaf_of(schema: Mapping[str, Any], spark: Any) -> Node:
     digits = schema.get("precision", _NO_PRECISION)
     if kind == "fixed" and "precision" in schema:
         most = math.log10(2) * (8 * schema["size"] - 1)
-    # Of a decimal that is none, the bytes are no text, either.
+    # The bytes of a wrong decimal are no text either.
     if not type(scale) is type(digits) is int or digits == 0 or not 0 <= scale <= digits <= most:
         return Node("encoded", spark)
     if digits > _MOST_DIGITS:
@@ -337,7 +339,7 @@ def _leaf_of(schema: Mapping[str, Any], spark: Any) -> Node:
 
 
 _NO_PRECISION = _MOST_DIGITS + 1
-"""Digits of a decimal that declares none."""
+"""Stands for the precision of a decimal without one: it is read as one of too many digits for Spark."""
 
 
 def with_types(schema: str, types: Mapping[str, str]) -> str:
@@ -349,31 +351,31 @@ def with_types(schema: str, types: Mapping[str, str]) -> str:
     Raises:
         SourceError: a text is no schema.
     """
-    parser = _Parser()
-    for text in types.values():
+    parser, done = _Parser(), set[str]()
+    for text in (*types.values(), schema):
         with _of_avro(text):
             parser.define(json.loads(text), "")
-    left = parser.known
 
     def whole(part: Any, space: str) -> Any:
         if isinstance(part, list):
             return [whole(one, space) for one in part]
         if isinstance(part, str):
-            name = next((n for n in (_full(part, space), part) if n in left), None)
-            if name is None:
-                return part
-            found, space = left.pop(name)
+            name = next((n for n in (_full(part, space), part) if n in parser.known), None)
+            if name is None or name in done:
+                return name or part
+            found, space = parser.known[name]
             return whole({**found, "namespace": space}, "")
         if part["type"] in _NAMED:
             name, space = _named(part, space)
-            left.pop(name, None)
+            if name in done:
+                return name
+            done.add(name)
         found = {k: whole(part[k], space) for k in ("type", "items", "values") if k in part}
         if "fields" in part:
             found["fields"] = [{**one, "type": whole(one["type"], space)} for one in part["fields"]]
         return {**part, **found}
 
-    with _of_avro(schema):
-        return json.dumps(whole(json.loads(schema), ""))
+    return json.dumps(whole(json.loads(schema), ""))
 
 
 def read_avro(message: Column, schema: str) -> Column:
@@ -471,7 +473,7 @@ _NAMES = {**dict.fromkeys(("unscaled", "variable"), "decimal"), "encoded": "byte
 def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
     more = ""
     if node.type in ("int", "long") and isinstance(kind, TIMES):
-        more = " without a logical type: set its unit with timestamps"
+        more = " (no logical type gives its unit: set it with timestamps)"
         more = " (a time of day has no date)" if node.unit == TIME_OF_DAY else more
     name = " or ".join(one.type for one in node.members) or _NAMES.get(node.type, node.type)
     return f"{'.'.join(path)} is {name} in the schema, expected {kind.simpleString()}{more}"
@@ -492,6 +494,8 @@ def _fitted(
     """
     if node.unread or node.type == "null":
         return F.lit(None).cast(kind), F.lit(node.unread)
+    if node.type != "union" and newest.members:
+        newest = _same_member(newest, node)
     if node.type in _RECORDS and isinstance(kind, StructType):
         columns, misfit = _columns(value, node, kind, how, path, newest)
         return F.when(value.isNotNull(), F.struct(*columns)), misfit
@@ -571,7 +575,7 @@ def _fitted_union(
             continue
         member = value[f"member{place}"]
         part, of_part = member[_field_at(0)], node.members[place]
-        new = next((one for one in newest.members or [newest] if _alike(one, of_part)), _NO_NODE)
+        new = _same_member(newest, of_part)
         found, misfit = _fitted(part, of_part, of_member, how, path, new)
         columns.append(found)
         bad.append(member.isNotNull() & misfit)
@@ -582,9 +586,10 @@ def _fitted_union(
     return F.when(value.isNotNull(), F.struct(*named)), any_of(bad)
 
 
-def _alike(one: Node, other: Node) -> bool:
-    """Returns whether members of two versions of a union are the same one."""
-    return (one.type, one.name) == (other.type, other.name)
+def _same_member(newest: Node, node: Node) -> Node:
+    """Returns the member of a union's newest version that is the given one; ``null`` if it has none."""
+    same = (one for one in newest.members or [newest] if (one.type, one.name) == (node.type, node.name))
+    return next(same, _NO_NODE)
 
 
 def _by_member(kind: DataType) -> bool:

@@ -592,10 +592,10 @@ class SchemaRegistry:
         """Returns all versions of a subject's schema by schema id, oldest version first.
 
         Args:
-            optional: whether a subject that the registry lacks has no schemas.
+            optional: whether the result is empty if the registry lacks the subject.
 
         Raises:
-            SourceError: the registry does not answer, or has no such subject, or no schema is one.
+            SourceError: the registry does not answer, or has no such subject, or a schema is not valid.
         """
         try:
             from confluent_kafka.schema_registry import SchemaRegistryClient, SchemaRegistryError
@@ -613,12 +613,15 @@ class SchemaRegistry:
         if self.ca_location is not None:
             conf["ssl.ca.location"] = setting(self.ca_location, "ca_location")
         try:
-            client = SchemaRegistryClient(conf)
-            found = [client.get_version(subject, v) for v in client.get_versions(subject)]
+            client, versions = SchemaRegistryClient(conf), list[int]()
+            try:
+                versions = client.get_versions(subject)
+            except SchemaRegistryError as error:
+                if not optional or error.http_status_code != _NOT_FOUND:
+                    raise
+            found = [client.get_version(subject, v) for v in versions]
             types = [_references(client, one.schema) for one in found]
         except SchemaRegistryError as error:
-            if optional and error.http_status_code == _NOT_FOUND:
-                return {}
             raise SourceError(
                 f"expected schemas of {subject!r} in the schema registry at {url}, got: "
                 f"{error.error_message} ({error.http_status_code}); "

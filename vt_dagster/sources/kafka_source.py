@@ -526,16 +526,17 @@ class KafkaSource:
         keys = StructType([f for f in schema.fields if f.name in key])
         flat = isinstance(self.value, Json) and UNWRAPPED.name not in own.names
         wanted = StructType([*own.fields, UNWRAPPED]) if flat else own
-        topics, into = [t for t in self.topics if t in ranges], "_read_value"
+        into = "_read_value"
         rows = self.value.rows
         usual = None if rows is None else self._usual_names(rows, ranges)
-        value = self.value.decode(message, wanted, [f"{t}-value" for t in topics], into, usual)
+        subjects = {f"{topic}-value": topic in ranges for topic in self.topics}
+        value = self.value.decode(message, wanted, subjects, into, usual)
         absent = message.isNull() if value.null is None else message.isNull() | value.null
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
         reason = F.when(~absent, value.reason)
         if self.key is not None:
-            subjects = [f"{topic}-key" for topic in topics]
+            subjects = {f"{topic}-key": topic in ranges for topic in self.topics}
             decoded = self.key.decode(message_key, keys, subjects, "_read_key")
             parsed = {**parsed, **decoded.parsed}
             parts["_key"] = F.when(message_key.isNotNull(), decoded.row)

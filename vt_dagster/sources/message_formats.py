@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.util import find_spec
+from itertools import islice
 from operator import and_, or_
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -221,14 +222,15 @@ class Format(ABC):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
         """Returns the wanted columns of a message; any values if the message is null.
 
         Args:
-            subjects: the subjects of the messages' schemas in a schema registry, one a topic.
+            subjects: the subject of each topic's schemas in a schema registry, and whether the topic
+                has messages to read.
             into: prefix of the names in ``parsed``.
             usual: the names of :attr:`rows` that most messages have, in order; those of ``wanted`` if
                 None, or if they have none of these. Other formats ignore it.
@@ -311,7 +313,7 @@ class Json(Format):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -364,7 +366,7 @@ class Raw(Format):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -391,10 +393,11 @@ class Avro(Format):
             missing in the message's schema gets the newest schema's default if that is a string, a
             number or a boolean; otherwise null.
         subject: the subject in the registry; None = ``<topic>-value`` or ``<topic>-key`` of each topic
-            that has messages to read. Of several, some may be missing.
+            that has messages to read. A topic without schemas does not stop the run if another topic of
+            the source has some: its messages go to quarantine.
         timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column without a
-            logical type or a type name of Connect: ``seconds``, ``millis``, ``micros``, ``nanos`` or
-            ``days``; for all columns, or by column.
+            logical type of its number type or a type name of Connect: ``seconds``, ``millis``,
+            ``micros``, ``nanos`` or ``days``; for all columns, or by column.
     """
 
     schema: str | None = None
@@ -419,7 +422,7 @@ class Avro(Format):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -441,7 +444,8 @@ class Avro(Format):
             if schemas and (odd := avro.misfits(newest, wanted, self.reading)):
                 raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
             for id_, schema in schemas.items():
-                # Subjects may have one schema: the newest one of either has more aliases and defaults.
+                # Two subjects may share a schema: if it is the newest of one, the other's newest has
+                # more aliases and defaults.
                 if id_ not in known or known[id_] == (schema, schema):
                     known[id_] = schema, newest
         for id_, (schema, newest) in known.items():
@@ -455,15 +459,17 @@ class Avro(Format):
         reason = reason.when(row[READ].isNull(), Reason.UNREADABLE)
         return Decoded(parsed, row, reason, null=_is_null(row))
 
-    def _schemas(self, subjects: Sequence[str]) -> list[dict[int, str]]:
-        """Returns the schemas of each subject. Of several, some may be missing."""
+    def _schemas(self, subjects: Mapping[str, bool]) -> list[dict[int, str]]:
+        """Returns the schemas of each subject to read. One may be missing, if another one is there."""
         assert self.registry is not None
-        if self.subject is None and len(subjects) > 1:
-            found = [self.registry.schemas(subject, optional=True) for subject in subjects]
-            if any(found):
-                return found
-        asked = self.subject or subjects[0] if subjects else None
-        return [] if asked is None else [self.registry.schemas(asked)]
+        names = sorted(subjects, key=lambda name: not subjects[name])
+        asked = [name for name in names if subjects[name]]
+        if self.subject is None and len(names) > 1:
+            found = (self.registry.schemas(name, optional=True) for name in names)
+            known = [*islice(found, len(asked))]
+            if not asked or any(known) or any(found):
+                return known
+        return [self.registry.schemas(self.subject or asked[0])] if asked else []
 
 
 def _is_null(row: Column) -> Column:
@@ -514,7 +520,7 @@ class Protobuf(Format):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -603,7 +609,7 @@ class Debezium(Format):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None = None,
     ) -> Decoded:
@@ -638,7 +644,7 @@ class Debezium(Format):
         self,
         message: Column,
         wanted: StructType,
-        subjects: Sequence[str],
+        subjects: Mapping[str, bool],
         into: str,
         usual: Sequence[str] | None,
     ) -> Decoded:

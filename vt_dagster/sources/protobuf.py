@@ -70,8 +70,8 @@ def is_value(message: Any) -> bool:
 
 
 def reader(descriptors: bytes, name: str, wanted: Any, mark: str) -> Callable[[Any], str | None]:
-    """Returns a function from a message's bytes to JSON of the wanted fields; None if unreadable: the
-    bytes are those of another message if the descriptor has none of their fields."""
+    """Returns a function from a message's bytes to JSON of the wanted fields; None if unreadable, also
+    if the message has only fields that the descriptor lacks."""
     message_class = _message_class(descriptors, name)
 
     def text(raw: Any) -> str | None:
