@@ -301,6 +301,9 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
         if request.misses_earlier(name, since, here=not rekeyed):
             missing = _count_missing(request, near, sliding)
         taken = _count_accepted_by_then(request, near, sliding, missing)
+    if taken is not None and any(request.turn(name, one) == 2 for one in near[: max(0, taken)]):
+        request.note("input records of its run are gone: the one that triggered it is not known")
+        taken = None
     if taken is None:
         return members(request, places(one for one in near if request.turn(name, one) == 0))
     inside = near[:taken]

@@ -129,8 +129,8 @@ def repeats_version(log: Log, record: Record, old: Record) -> bool:
 
 
 def _counted(log: Log, condition: Condition, end: Offsets) -> list[Record]:
-    """Returns the changes of a table that trigger a join: all but those out of order. Of a truncated
-    log, the key's row then is the first."""
+    """Returns the changes of a table that trigger a join: all but those out of order. If the log was
+    truncated, the first one is the key's row as of the truncation."""
     found = log.records(condition, end=end)
     return [one for one in found if not log.versioned or one.is_latest]
 
@@ -563,9 +563,9 @@ def _joined(
     looked = _look_up(request, values, record.timestamp, seen)
     removed, place = table.head.truncation, looked.then.place
     lost = removed is not None and seen is not None and seen.batch < removed.batch
-    if not lost or (place is not None and place == looked.now.place):
+    if not lost or None in values or (place is not None and place == looked.now.place):
         _note_looked(request, looked, record.timestamp, as_known=cut is not None)
-    elif place is not None:  # the one that matched then may have been replaced, and gone
+    else:  # one that is gone may have matched, or replaced this one
         request.note(f"a version of {right} that is gone may have matched{table.limit}")
     version = [] if place is None else [(table, looked.history.record(place))]
     return Derivation([*parts, *version], None, looked.shown, looked.count)
