@@ -209,15 +209,15 @@ def swap(
     ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Swap the names of two assets while nothing runs, so that a replay becomes the live asset. Asks
-    first in a terminal, and is refused elsewhere, if neither is a replay of the other nor has its
-    definition, whatever its source."""
+    """Swap the names of two assets while nothing runs, so that a replay becomes the live asset. If
+    neither is a replay of the other and their definitions differ (sources do not count), it asks in a
+    terminal; elsewhere it needs --yes."""
     if not yes and not replays.related(warehouse, live, other):
         if not sys.stdin.isatty():
             raise StorageError(
                 f"expected {other} to be a replay of {live}, or to have the same definition, got an "
-                f"asset of its own, whose rows are others; replay {live} into a new name (vt-dagster "
-                "replay) and swap that, or swap them anyway with --yes"
+                f"asset with another definition; replay {live} into a new name (vt-dagster replay) and "
+                "swap that, or swap them anyway with --yes"
             )
         typer.confirm(f"{other} is no replay of {live}. Swap them?", abort=True)
     replays.swap(warehouse, live, other)

@@ -65,7 +65,8 @@ class Planned:
         changes: of an asset that goes on: each change, as text.
         reason: the error of a run, with the way out; empty = a run goes on.
         cause: the input whose tables are the reason; None = the asset's own, or none. Of an asset that
-            needs a replay: an input whose tables are refused, so that its replay would be, too.
+            needs a replay: an input whose tables are refused. A replay would be refused for the same
+            reason.
         rows, bytes: of the files of its log; 0 = there is none.
         downstream: the assets that consume its log, directly or not. After a replay and swap they need
             a replay as well, because offsets of the new log mean other records.

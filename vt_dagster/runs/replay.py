@@ -445,8 +445,8 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
 
 
 def related(warehouse: str, live: str, other: str) -> bool:
-    """Returns whether one asset is a replay of the other, or has the same definition, whatever its
-    source; also if that is unknown, because a log is empty or damaged. Does not use Spark."""
+    """Returns whether one asset is a replay of the other, or both have the same definition (sources do
+    not count). Also true if that is unknown, because a log is empty or damaged. Does not use Spark."""
     names = live, other
     roots = [posixpath.join(str(warehouse), name) for name in names]
     try:

@@ -369,8 +369,9 @@ R = TypeVar("R")
 def _with_clear_errors(
     step: Callable[Concatenate[Run, P], R],
 ) -> Callable[Concatenate[Run, P], R]:
-    """Makes a step of a run replace Spark's errors by clearer ones, which name the input that causes
-    one or the expression that Spark refuses, and unpersist on failure. Each step may compute rows."""
+    """Makes a step of a run replace Spark's errors by clearer ones. These name the input that causes
+    the error, or the expression that Spark refuses. If a step fails, persisted rows are released. Each
+    step may compute rows."""
 
     @wraps(step)
     def named(self: Run, *args: P.args, **given: P.kwargs) -> R:
