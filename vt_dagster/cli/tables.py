@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import dagster as dg
 import typer
+from pyspark.sql import SparkSession
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column
@@ -172,7 +173,7 @@ def _replay_planned(topology: Topology, swapping: bool, yes: bool) -> None:
     done = plans.replay_planned(
         topology.warehouse,
         [*topology.nodes.values()],
-        cache(lambda: build_session("vt-dagster")),
+        _session_at_first_use(),
         swapping=swapping,
         tell=typer.echo,
         confirm=confirm,
@@ -185,13 +186,18 @@ def _replay_planned(topology: Topology, swapping: bool, yes: bool) -> None:
         typer.echo(f"replayed: {', '.join(done.values())}; without --no-swap, this command swaps them")
 
 
+def _session_at_first_use() -> Callable[[], SparkSession]:
+    """Returns a function that starts Spark when it is first called: after names are looked up."""
+    return cache(lambda: build_session("vt-dagster"))
+
+
 def compare(
     one: Annotated[str, typer.Argument(help="An asset.")],
     other: Annotated[str, typer.Argument(help="The asset to compare it with.")],
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Show the rows that differ between two assets; exits with 1 if they differ."""
-    spark = cache(lambda: build_session("vt-dagster"))  # starts after the names are looked up
+    spark = _session_at_first_use()
     stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
     found = replays.compare(*stores)
     typer.echo(f"{found.missing} rows only in {one}, {found.extra} only in {other}")
@@ -259,8 +265,7 @@ def rebuild(
     asset: Annotated[str, typer.Argument(help="The table.")], warehouse: Warehouse = "data/warehouse"
 ) -> None:
     """Rebuild a table's view from its log, after its files were lost, damaged or overwritten."""
-    spark = cache(lambda: build_session("vt-dagster"))
-    AssetStore.open(warehouse, asset, spark, typer.echo).rebuild_view()
+    AssetStore.open(warehouse, asset, _session_at_first_use(), typer.echo).rebuild_view()
 
 
 def erase(
