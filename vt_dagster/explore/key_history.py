@@ -27,6 +27,7 @@ from vt_dagster.provenance.explain_request import (
     at_places,
     between,
     both,
+    places,
     places_of,
 )
 from vt_dagster.provenance.explain_sources import horizons_of, rejected, validity
@@ -359,7 +360,7 @@ def _revisions(join: Log, records: Sequence[Record]) -> list[int]:
     """Returns how often each row was corrected as of its record."""
     if not records:
         return []
-    rows = join.rows(*at_places([one.place for one in records]), [REVISION])
+    rows = join.rows(*at_places(places(records)), [REVISION])
     found = dict(zip(places_of(rows), rows.column(REVISION).to_pylist(), strict=True))
     return [found.get(one.place) or 0 for one in records]
 

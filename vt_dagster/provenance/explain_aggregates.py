@@ -39,6 +39,7 @@ from vt_dagster.provenance.explain_request import (
     Record,
     between,
     both,
+    places,
     places_of,
     time_if_known,
     triggering_update,
@@ -134,11 +135,6 @@ def _in_order(
     """Returns records of the only input in the order in which runs consume them, see ``Arrivals``."""
     arrivals = Arrivals(request, [request.specification.source], merges)
     return [one for _, one in arrivals.sorted([(0, one) for one in records])]
-
-
-def places(records: Iterable[Record]) -> list[Place]:
-    """Returns the places of records."""
-    return [one.place for one in records]
 
 
 def narrow(source: Log, rows: pa.Table) -> list[Record]:
@@ -511,7 +507,7 @@ def left_out(
     source: Log, found: Sequence[Record], rule: rules.Rule = rules.WINDOW_CLOSED
 ) -> list[Candidate]:
     """Returns records that are not in a result as candidates with the rule."""
-    records = source.at([one.place for one in found])
+    records = source.at(places(found))
     return [Candidate.left_out(one, rule) for one in records]
 
 

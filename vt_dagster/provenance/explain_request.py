@@ -7,7 +7,7 @@ statistics.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from functools import cached_property, reduce
@@ -318,6 +318,11 @@ def places_of(rows: pa.Table) -> list[Place]:
     """Returns the places of the rows of a log."""
     columns = (rows.column(c).to_pylist() for c in (PARTITION, OFFSET))
     return [Place(*one) for one in zip(*columns, strict=True)]
+
+
+def places(records: Iterable[Record]) -> list[Place]:
+    """Returns the places of records."""
+    return [one.place for one in records]
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ def _require_free(warehouse: str, node: Stream, path: str) -> None:
     if head is None:
         return
     same = head.commit.shape.definition() == shape_of(copy).definition()
-    if not same or head.commit.run_id != replay_id(node):
+    if not same or head.commit.run_id != replay_id(node.name):
         raise StorageError(
             f"{'/'.join(node.path)}: expected no tables {path}, or those of a replay of the same "
             "definition that was interrupted, got others, which may be the tables from before an "

@@ -209,7 +209,7 @@ def replay(
             f"{node.name}: nothing was ever committed, so there is nothing to replay; run it first"
         )
     require_name(into, "a replay")
-    there, whose = AssetStore(warehouse, renamed(node, into), spark).head(), replay_id(node)
+    there, whose = AssetStore(warehouse, renamed(node, into), spark).head(), replay_id(node.name)
     if there is not None and there.commit.run_id != whose:
         raise StorageError(
             f"expected {into!r} to be a new name, or a replay of {node.name!r} that was interrupted, "
@@ -251,9 +251,13 @@ def renamed(node: Stream, name: str) -> Stream:
     return copy
 
 
-def replay_id(node: Stream) -> str:
-    """Returns the run id of the commits of a replay."""
-    return f"{_RUN}:{node.name}"
+def replay_id(name: str) -> str:
+    """Returns the run id of the commits of a replay.
+
+    Args:
+        name: of the replayed asset, without its key prefix.
+    """
+    return f"{_RUN}:{name}"
 
 
 def is_replay(commit: Commit) -> bool:
@@ -458,7 +462,7 @@ def related(warehouse: str, live: str, other: str) -> bool:
             return True
         # A replay may have run on since. One that was swapped has the name of the asset it replays.
         runs = [{c.run_id for c in commit_log.commits(root)} for root in roots]
-        replayed = [f"{_RUN}:{posixpath.basename(name)}" for name in names]
+        replayed = [replay_id(posixpath.basename(name)) for name in names]
         swapped = any(run in found for run, found in zip(replayed, runs, strict=True))
         alike = (one.shape.kind, one.shape.key) == (two.shape.kind, two.shape.key)
         return replayed[0] in runs[1] or replayed[1] in runs[0] or (swapped and alike)
