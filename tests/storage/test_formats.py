@@ -1000,8 +1000,8 @@ def test_debezium_unavailable_values(spark: SparkSession) -> None:
         return json.dumps({"op": op, "after" if op != "d" else "before": {"id": 1, **row}}).encode()
 
     messages = [event("u", sent), event("u", other), event("d", sent), event("u", {"t": mark})]
-    assert Debezium(unavailable=None).decode(F.col("m"), wanted, [], "r").unchanged is None
-    made = Debezium().decode(F.col("m"), wanted, [], "r")
+    assert Debezium(unavailable=None).decode(F.col("m"), wanted, {}, "r").unchanged is None
+    made = Debezium().decode(F.col("m"), wanted, {}, "r")
     columns = [(i, bytearray(m)) for i, m in enumerate(messages)]
     rows = spark.createDataFrame(columns, "i int, m binary")
     for name, column in made.parsed.items():
