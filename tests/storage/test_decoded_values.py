@@ -382,9 +382,9 @@ def test_raw_and_csv_values(spark: SparkSession) -> None:
     columns, groups = list[Any](), list[dict[str, Column]]()
     for n, kind in enumerate(KINDS.values()):
         wanted, how = of(kind), Reading(base64=False)
-        record = one_record("line", "f", {("v",): ["f"]}, wanted, {})
-        parts = read_record(F.col(f"t{n}"), F.col("line"), wanted, how, f"c{n}")
-        groups.append({f"t{n}": record, **parts})
+        record = one_record("line", "f", {("v",): ["f"]}, wanted, {}, f"c{n}")
+        parts = read_record(F.col(f"c{n}_texts"), F.col("line"), wanted, how, f"c{n}")
+        groups.append({**record, **parts})
         row = F.col(f"c{n}_row")
         reason = F.when(row.isNull(), UNREADABLE)
         columns.append(F.struct(row.alias("row"), reason.alias("reason")).alias(f"v{n}"))

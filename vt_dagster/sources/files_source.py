@@ -565,8 +565,8 @@ def text_rows(
         given = given.where(_is_below(above))
         if "comment" in options:
             given = given.where(~F.startswith(F.col(RAW), F.lit(options["comment"])))
-        parsed = given.withColumn("_texts", one_record(RAW, FILE, headers, schema, options))
-        columns = read_record(F.col("_texts"), F.col(RAW), schema, how, "_")
+        columns = one_record(RAW, FILE, headers, schema, options, "_")
+        columns |= read_record(F.col("__texts"), F.col(RAW), schema, how, "_")
         row = F.col("__row")
     else:
         kept = {k: v for k, v in options.items() if k not in LINE_OPTIONS}
@@ -575,8 +575,8 @@ def text_rows(
         enveloped = may_be_enveloped(files, options)
         parsed_line = parse(F.col(RAW), schema, kept, "_", usual=usual, enveloped=enveloped)
         columns, row = read_object(parsed_line, schema, how, "_")
-        parsed = given
         own = F.json_object_keys(RAW)
+    parsed = given
     for name, column in columns.items():
         parsed = parsed.withColumn(name, column)
     broken = row.isNull() | ~F.is_valid_utf8(RAW) | F.col(UNDECODED) | F.col(WITHIN)

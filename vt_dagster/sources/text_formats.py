@@ -1269,9 +1269,12 @@ def one_record(
     headers: Mapping[tuple[str, ...], Sequence[str]],
     schema: StructType,
     options: Mapping[str, str],
-) -> Column:
-    """Returns a line as a struct of texts, one per column of the schema, and Spark's corrupt record;
-    see :func:`read_record`.
+    into: str,
+) -> dict[str, Column]:
+    """Returns columns to add, in this order, so that a line with any number of columns is parsed once.
+
+    The last one, ``<into>_texts``, is the line as a struct of texts, one per column of the schema, and
+    Spark's corrupt record; see :func:`read_record`.
 
     Args:
         line, file: the names of the columns with the line and with its file's name.
@@ -1288,8 +1291,8 @@ def one_record(
         quote = escape = _NO_CHARACTER
     options = {"escape": escape, "charToEscapeQuoteEscaping": escape, **options, "quote": quote}
     texts = StructType([StructField(name, StringType()) for name in [*schema.names, _CORRUPT]])
-    parsed = F.lit(None).cast(texts)
-    for header, names in headers.items():
+    columns, parsed = dict[str, Column](), F.lit(None).cast(texts)
+    for number, (header, names) in enumerate(headers.items()):
         if not header:  # an empty file has no lines
             continue
         # Columns that the schema lacks are read under other names and dropped below.
@@ -1301,17 +1304,17 @@ def one_record(
             [*nullable(StructType(fields)).fields, StructField(_CORRUPT, StringType())]
         )
         kinds = ", ".join(f"`{f.name}` string" for f in lenient.fields)
-        row = F.from_csv(text, kinds, options)
-        there = {*header, _CORRUPT}
+        own, there = f"{into}_{number}", {*header, _CORRUPT}
+        row = F.col(own)
+        columns[own] = F.when(F.col(file).isin(list(names)), F.from_csv(text, kinds, options))
         chosen = F.struct(
             *[
                 (row[c] if c in there else F.lit(None).cast("string")).alias(c)
                 for c in [*schema.names, _CORRUPT]
             ]
         )
-        found = F.when(text.isNotNull(), chosen)
-        parsed = F.when(F.col(file).isin(list(names)), found).otherwise(parsed)
-    return parsed
+        parsed = F.when(row.isNotNull(), chosen).otherwise(parsed)
+    return {**columns, f"{into}_texts": parsed}
 
 
 def read_record(
