@@ -1459,3 +1459,13 @@ def test_message_is_parsed_once(spark: SparkSession, value: Format, reader: str)
     asked = re.findall(r"((?:NOT )?_read_value\w+)#\d+\)? THEN from_json\(", plan)
     assert asked == ["_read_value_inside", "NOT _read_value_inside"], plan
     assert plan.count(reader) == 2, plan
+
+
+def test_bytes_of_decimal_are_decoded_once(spark: SparkSession) -> None:
+    """A decimal of Kafka Connect is base64 in a JSON message. The plan decodes it for its value and for
+    the check of it, once by the column's scale and once by that of Connect's schema."""
+    source = KafkaSource(KafkaCluster("localhost:1"), "orders", value=Json())
+    wanted = StructType().add("id", LongType()).add("price", DecimalType(9, 2))
+    rows: Any = source.read(spark, {"orders": {0: (0, 9)}}, key=["id"], schema=wanted)
+    plan = rows._jdf.queryExecution().optimizedPlan().toString()
+    assert plan.count("unbase64(") == 4, plan

@@ -264,36 +264,52 @@ def _of_base64(text: Column) -> Column:
 def of_unscaled(text: Column, scale: int | Column, kind: DecimalType) -> Column:
     """Returns a decimal from base64 of its unscaled number in two's complement, big-endian."""
     power = F.lit(scale).cast("string") if isinstance(scale, int) else scale.cast("string")
-    return _decimal(_scaled(_unscaled(text).cast("string"), power), kind)
+
+    # Each step refers to the one before several times. Without a lambda, Spark computes that each time.
+    def scaled(digits: Column) -> Column:
+        return rarely(_scaled(digits, power), lambda number: _decimal(number, kind))
+
+    return rarely(_unscaled(text).cast("string"), scaled)
 
 
 def text_of_unscaled(text: Column, scale: Column) -> Column:
     """Returns the text of such a decimal, with all digits of its scale: ``1.50``."""
-    places, none = F.greatest(scale.try_cast("int"), F.lit(0)), F.lit("")
+    none = F.lit("")
 
-    def with_point(digits: Column) -> Column:
-        whole = F.substring(digits, F.lit(1), F.length(digits) - places)
-        return F.when(places > 0, F.concat(whole, F.lit("."), F.right(digits, places))).otherwise(whole)
+    def written(decimal: Column) -> Column:
+        number, power = decimal["number"], decimal["scale"]
+        places = F.greatest(power, F.lit(0))
 
-    def written(number: Column) -> Column:
-        zeros = F.when(number != 0, F.repeat(F.lit("0"), -scale.try_cast("int"))).otherwise(none)
+        def with_point(digits: Column) -> Column:
+            whole = F.substring(digits, F.lit(1), F.length(digits) - places)
+            fraction = F.right(digits, places)
+            return F.when(places > 0, F.concat(whole, F.lit("."), fraction)).otherwise(whole)
+
+        zeros = F.when(number != 0, F.repeat(F.lit("0"), -power)).otherwise(none)
         digits = F.concat(F.abs(number).cast("string"), zeros)
         digits = F.lpad(digits, F.greatest(F.lit(39), places + 1), F.lit("0"))
         bare = F.regexp_replace(rarely(digits, with_point), r"\A0+(?=[0-9])", "")
         return F.concat(F.when(number < 0, F.lit("-")).otherwise(none), bare)
 
-    return rarely(_unscaled(text), written)
+    power = scale.try_cast("int").alias("scale")
+    return rarely(F.struct(_unscaled(text).alias("number"), power), written)
 
 
 def _unscaled(text: Column) -> Column:
     """Returns the number in base64 of its two's complement, big-endian, of at most 16 bytes."""
-    digits = F.hex(_of_base64(text))
-    negative = F.substring(digits, 1, 1) >= "8"
-    padded = F.when(negative, F.lpad(digits, 32, "F")).otherwise(F.lpad(digits, 32, "0"))
-    high = F.conv(F.substring(padded, 1, 16), 16, -10).try_cast("decimal(19,0)")
-    low = F.conv(F.substring(padded, 17, 16), 16, 10).try_cast("decimal(20,0)")
-    number = F.try_add(F.try_multiply(high, F.lit(Decimal(2**64))), low).try_cast("decimal(38,0)")
-    return F.when(F.length(digits).between(2, 32), number)
+
+    def number(digits: Column) -> Column:
+        sign = F.when(F.substring(digits, 1, 1) >= "8", "F").otherwise("0")
+        return F.when(
+            F.length(digits).between(2, 32), rarely(F.lpad(digits, F.lit(32), sign), of_halves)
+        )
+
+    def of_halves(digits: Column) -> Column:
+        high = F.conv(F.substring(digits, 1, 16), 16, -10).try_cast("decimal(19,0)")
+        low = F.conv(F.substring(digits, 17, 16), 16, 10).try_cast("decimal(20,0)")
+        return F.try_add(F.try_multiply(high, F.lit(Decimal(2**64))), low).try_cast("decimal(38,0)")
+
+    return rarely(F.hex(rarely(text, _of_base64)), number)
 
 
 def _scaled(digits: Column, scale: Column) -> Column:
