@@ -19,6 +19,7 @@ from pyspark.sql.types import (
     StringType,
     StructField,
     StructType,
+    TimestampNTZType,
     TimestampType,
     VarcharType,
     VariantType,
@@ -177,6 +178,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "timestamp of another type": (
         lambda: stream(timestamp="ms", schema=schema(ms=LongType())),
         ["sales", "'ms'", "bigint", "expected timestamp", "timestamp_millis(ms)"],
+    ),
+    "timestamp without a zone": (
+        lambda: stream(timestamp="ms", schema=schema(ms=TimestampNTZType())),
+        ["sales", "'ms'", "timestamp_ntz", "timestamp='cast(ms as timestamp)'"],
+    ),
+    "timestamp as a text": (
+        lambda: stream(timestamp="ms", schema=schema(ms=StringType())),
+        ["sales", "'ms'", "string", "timestamp='cast(ms as timestamp)'"],
     ),
     "renamed as a list": (
         lambda: stream(renamed=["w"]),

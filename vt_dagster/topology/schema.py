@@ -349,12 +349,13 @@ def check_timestamp(name: str, schema: StructType, timestamp: str) -> None:
     expressions."""
     if timestamp in schema.names:
         if not isinstance(schema[timestamp].dataType, TimestampType):
-            got = schema[timestamp].dataType.simpleString()
+            got = schema[timestamp].dataType
             written = timestamp if is_sql_name(timestamp) else f"`{timestamp}`"
+            number = isinstance(got, NumericType)
+            example = f"timestamp_millis({written})" if number else f"cast({written} as timestamp)"
             raise TopologyError(
-                f"{name}: timestamp column {timestamp!r} is {got}, expected timestamp; "
-                f"convert it in an expression, for example "
-                f"timestamp='timestamp_millis({written})'"
+                f"{name}: timestamp column {timestamp!r} is {got.simpleString()}, expected timestamp; "
+                f"convert it in an expression, for example timestamp='{example}'"
             )
     elif timestamp.isidentifier() or not timestamp.strip():
         raise TopologyError(
