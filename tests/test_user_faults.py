@@ -495,6 +495,21 @@ def test_parquet_files_with_unsupported_types(tmp_path: Path, spark: SparkSessio
     assert said["other"].startswith("n is double, expected bigint")
 
 
+def test_unsigned_parquet_numbers(tmp_path: Path, spark: SparkSession) -> None:
+    """Spark reads unsigned numbers as wider integers, but those of 64 bits only as DECIMAL(20,0)."""
+    kinds = {"a": pa.uint8(), "b": pa.uint16(), "c": pa.uint32(), "d": pa.uint64()}
+    most = {name: 2**kind.bit_width - 1 for name, kind in kinds.items()}
+    columns = {name: pa.array([most[name]], kind) for name, kind in kinds.items()}
+    pq.write_table(pa.table(columns), tmp_path / "1.parquet")
+    source = FilesSource(str(tmp_path), format="parquet")
+    for wanted in ("a short, b int, c long", "a long, b long, c long"):
+        schema = StructType.fromDDL(f"{wanted}, d decimal(20,0)")
+        (row,) = source.read(spark, source.files(), schema).collect()
+        assert {name: int(row[name]) for name in kinds} == most
+    with pytest.raises(SourceError, match=r"d is decimal\(20,0\), expected decimal\(38,0\); correct"):
+        source.read(spark, source.files(), StructType.fromDDL("a short, d decimal(38,0)"))
+
+
 def test_parquet_columns_without_values(tmp_path: Path, spark: SparkSession) -> None:
     """pandas and Arrow give a column of nulls alone the type null: it is readable as any type."""
     where = tmp_path / "sales"

@@ -14,7 +14,7 @@ import json
 import posixpath
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,7 +28,16 @@ from pyarrow.parquet import FileMetaData, ParquetFile
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, LongType, MapType, StringType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DecimalType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+)
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json
@@ -282,7 +291,9 @@ def faults_of_parquet(
         if path_columns:
             missing = missing or fault_of_path(file.name, schema, list(types))
         wrong = {
-            c.name: differences(types[c.name], c.dataType, c.name, fits=widens)
+            c.name: differences(
+                types[c.name], c.dataType, c.name, fits=_fits_of(file, c, types[c.name])
+            )
             for c in schema.fields
             if c.name in types
         }
@@ -397,6 +408,13 @@ def _fault_of_codec(spark: SparkSession, file: FileInfo, footer: FileMetaData) -
             f"({found[0]}); write the file with zstd or snappy, or add the codec to Spark's jars"
         )
     return None
+
+
+def _fits_of(file: FileInfo, column: StructField, got: DataType) -> Callable[[Any, Any], bool]:
+    """Returns which types Spark reads as others, see ``differences``."""
+    unsigned = got == DecimalType(20, 0) != column.dataType  # may be one of 64 bits: not widened
+    exact = unsigned and column.name in _columns_like(file, "isSigned=false")
+    return (lambda got, wanted: False) if exact else widens
 
 
 def _columns_like(file: FileInfo, kind: str) -> list[str]:
