@@ -295,6 +295,33 @@ def test_refused_when_declared() -> None:
         SnapshotSource("d", dump_time="%Y", max_shrink=2)
 
 
+@pytest.mark.parametrize("format_", ["jsonl", "csv"])
+def test_dumps_may_have_earlier_column_names(spark: SparkSession, tmp_path: Path, format_: str) -> None:
+    """As other files: a dump with the old name of a renamed column changes no row."""
+    path = tmp_path / "dumps"
+    path.mkdir()
+
+    def deliver(day: int, column: str, spent: int) -> None:
+        texts = {"jsonl": f'{{"id":"a","{column}":{spent}}}\n', "csv": f"id,{column}\na,{spent}\n"}
+        (path / f"2024-01-0{day}.{format_}").write_text(texts[format_])
+
+    def table(column: str, **renamed: Any) -> VersionedTable:
+        schema = StructType.fromDDL(f"id string, {column} int")
+        source = SnapshotSource(str(path), format_, dump_time="%Y-%m-%d")  # type: ignore[arg-type]
+        about: dict[str, Any] = {"key": "id", "schema": schema, "source": source, **renamed}
+        return VersionedTable("t", history_retention=timedelta(days=30), **about)
+
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    deliver(1, "spent", 1)
+    run_once(table("spent"), stores)
+    node = table("paid", renamed={"spent": "paid"})
+    for day, column, paid in ((2, "spent", 1), (3, "spent", 2), (4, "paid", 2), (5, "paid", 3)):
+        deliver(day, column, paid)
+        run_once(node, stores)
+    rows = stores(node).read("versions").orderBy("valid_from").collect()  # type: ignore[attr-defined]
+    assert [(r["paid"], r["valid_from"].day) for r in rows] == [(1, 1), (2, 3), (3, 5)]
+
+
 def test_snapshot_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The sensor requests one dump after another. The asset that delivers the dumps is upstream."""
     shop = Shop(tmp_path, spark, upstream="crm/export")

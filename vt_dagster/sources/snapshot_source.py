@@ -40,6 +40,7 @@ from vt_dagster.sources.base import (
     News,
     check_place,
     explained,
+    read_by_all_names,
     require_limits,
 )
 from vt_dagster.sources.consumed_files import (
@@ -324,8 +325,9 @@ class PinnedDump(Limited):
         """Returns all rows of the dump, in the columns of ``records_of``."""
         source, dump = self.source, self.dump
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
+        files, reader = dump.files if dump else (), source.files_of(str(folder))
         with explained(self):
-            rows = source.files_of(str(folder)).read(spark, dump.files if dump else (), node.schema)
+            rows = read_by_all_names(node, lambda _, all_: reader.read(spark, files, all_))
         place = F.concat(F.lit(f"{dump.name}/"), SOURCE) if dump and dump.nested else F.col(SOURCE)
         unread = F.when(F.col(REASON).isNotNull(), F.col(RAW)).alias(UNREAD)
         return rows.select(*node.schema.names, place.alias(SOURCE), POSITION, REASON, unread)
