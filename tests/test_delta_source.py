@@ -35,6 +35,8 @@ from vt_dagster.components.topology_component import AssetPart, make_asset
 from vt_dagster.errors import RecordsGoneError, SourceError
 from vt_dagster.provenance.explain import explain
 from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
@@ -394,6 +396,59 @@ def test_vacuumed_versions_are_reported(take: Any, store: Any, tmp_path: Path) -
     shutil.rmtree(Path(theirs.path) / "day=z")
     with pytest.raises(RecordsGoneError, match=r"files of versions 1 to 1 of .* are gone"):
         take(stream)
+
+
+@pytest.mark.parametrize("mode", ["append", "changes", "snapshots"])
+def test_replay_and_restate_repeat_runs_of_live_table(
+    take: Any, store: Any, spark: SparkSession, tmp_path: Path, mode: str
+) -> None:
+    """Both begin with the version that the live table began with, not with the table as it is now, and
+    end where the live table ends."""
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append(("a", 1, "x"), ("b", 1, "x"), ("c", 1, "x"))
+    live = table_from("live", theirs, mode, VersionedTable)
+    assert take(live)["in"] == 3
+    if mode != "append":
+        theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
+        assert take(live)["in"] == 1
+        theirs.table.delete("id <> 'a'")
+        assert take(live, accept_shrink=True)["in"] == 2
+    theirs.append(("d", 1, "x"))
+    assert take(live)["in"] == 1
+    log, recorded = log_of(store(live)), store(live).read("log").select("recorded_at").distinct()
+    times = {row[0] for row in recorded.collect()}
+    theirs.append(*((k, 1, "x") for k in "efghi"))
+    new = replay(str(tmp_path / "warehouse"), live, "new", spark)
+    assert log_of(new) == log
+    assert {r["recorded_at"] for r in new.read("log").collect()} == times
+    assert restate(str(tmp_path / "warehouse"), live, "2020-01-01", spark) == ["live"]
+    assert log_of(store(live)) == log
+    assert take(live)["in"] == 5
+    # the versions that the live table began with are gone
+    theirs.table.create_checkpoint()
+    for version in range(theirs.table.version()):
+        (Path(theirs.path) / "_delta_log" / f"{version:020}.json").unlink()
+    before = log_of(store(live))
+    with pytest.raises(RecordsGoneError, match=r"expected version 0 of .*, got versions from"):
+        restate(str(tmp_path / "warehouse"), live, "2020-01-01", spark)
+    assert not list((tmp_path / "warehouse").glob("*.restate")), "nothing is left to complete"
+    # another table in its place
+    shutil.rmtree(theirs.path)
+    theirs.append(("z", 1, "x"))
+    with pytest.raises(RecordsGoneError, match=r"live: expected the Delta table that batch 1 consumed"):
+        replay(str(tmp_path / "warehouse"), live, "newer", spark)
+    assert log_of(store(live)) == before
+
+
+def test_first_run_reads_requested_version(take: Any, store: Any, tmp_path: Path) -> None:
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    for k in "abc":
+        theirs.append((k, 1, "x"))
+    for mode in ("append", "changes", "snapshots"):
+        node = table_from(mode, theirs, mode)
+        assert take(node, version=1)["in"] == 2
+        assert store(node).head().commit.inputs == {"delta": {0: 2}}
+        assert take(node)["in"] == 1
 
 
 def test_delta_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from vt_dagster import (
 from vt_dagster.core.source_records import difference
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import compare, replay
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 
@@ -320,6 +322,33 @@ def test_dumps_may_have_earlier_column_names(spark: SparkSession, tmp_path: Path
         run_once(node, stores)
     rows = stores(node).read("versions").orderBy("valid_from").collect()  # type: ignore[attr-defined]
     assert [(r["paid"], r["valid_from"].day) for r in rows] == [(1, 1), (2, 3), (3, 5)]
+
+
+def test_replay_and_restate_take_dumps_of_live_table(shop: Shop, tmp_path: Path) -> None:
+    """They end with the last dump that the live table consumed, and accept what it accepted."""
+    warehouse = str(tmp_path / "warehouse")
+    shop.deliver("2024-01-01.parquet", *((k, "x", 1.0) for k in "abcd"))
+    shop.deliver("2024-01-02.parquet", ("a", "x", 1.0))
+    shop.take()
+    shop.take(accept_shrink=True)
+    shop.deliver("2024-01-03.parquet", *((k, "y", 1.0) for k in "abcdefghi"))
+    log = shop.log()
+    new = replay(warehouse, shop.node, "new", shop.spark)
+    assert compare(shop.store, new).rows.count() == 0
+    assert restate(warehouse, shop.node, "2020-01-01", shop.spark) == ["customers"]
+    assert shop.log() == log
+
+
+def test_restate_requires_all_dumps(shop: Shop, tmp_path: Path) -> None:
+    """The number of records does not show that a dump is gone whose rows the next one has too."""
+    for day in (1, 2):
+        shop.deliver(f"2024-01-0{day}.parquet", ("a", "Ann", 1.0))
+        shop.take()
+    log = shop.log()
+    (shop.path / "2024-01-01.parquet").unlink()
+    with pytest.raises(SourceError, match="expected the 2 dumps that its log was made of, got 1"):
+        restate(str(tmp_path / "warehouse"), shop.node, "2020-01-01", shop.spark)
+    assert shop.log() == log
 
 
 def test_snapshot_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:

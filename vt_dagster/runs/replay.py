@@ -17,12 +17,14 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import as_json
-from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.errors import RecordsGoneError, SourceError, StorageError
 from vt_dagster.runs.pin import Stores, times_of
 from vt_dagster.runs.run import run_once
+from vt_dagster.sources.delta_source import DELTA, DeltaSource, ForeignTable
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_cluster import lost
 from vt_dagster.sources.kafka_source import KafkaSource
+from vt_dagster.sources.snapshot_source import DUMPS, SnapshotSource, dumps_among
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import asset_names, swap_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -117,15 +119,24 @@ def require_inputs(node: Stream, stores: AssetStores) -> None:
 
 
 def require_files(live: AssetStore, instead: str) -> None:
-    """Requires that all files that an asset was made of still exist.
+    """Requires that all files or dumps that an asset was made of still exist.
 
     Args:
         instead: the other way out, for the message.
 
     Raises:
-        SourceError: names one of the files.
+        SourceError: some do not exist.
     """
     source, head = live.node.source, live.head()
+    if isinstance(source, SnapshotSource) and head is not None:
+        known = dumps_among(live.consumed_files(head))
+        there = sum(dump.name in known for dump in source.dumps())
+        if (taken := head.commit.inputs.get(DUMPS, {}).get(0, 0)) > there:
+            raise SourceError(
+                f"{live.node.name}: expected the {taken:,} dumps that its log was made of, got "
+                f"{there:,} of them in {source.path}: the history of the others would be missing in "
+                f"the new log. Put them back, or {instead}"
+            )
     if not isinstance(source, FilesSource):
         return
     if gone := source.gone(live.consumed_files(head)):
@@ -190,9 +201,10 @@ def replay(
         start: start position of a Kafka source: a time (inclusive) or offsets ``{topic: {partition:
             offset}}``; None = where the live asset began.
         tell: is called with one line per run.
-        keep_recorded: whether records of topics and files keep their original system times; they are
-            then read in the same runs as the original. Results of an operator, and files whose run is
-            unknown, are recorded now: results from the current inputs were not known then.
+        keep_recorded: whether records of topics, files and Delta tables keep their original system
+            times; they are then read in the same runs as the original. Results of an operator, and
+            files whose run is unknown, are recorded now: results from the current inputs were not
+            known then.
         inputs: by the names of inputs, the names of their replays, which are read instead of them.
 
     Returns:
@@ -294,6 +306,21 @@ def _runs_of(
     times; finally those that read the rest."""
     source: Any = live.node.source
     then = commit_log.commits(live.root) if keep_recorded else iter(())
+    if isinstance(source, DeltaSource):
+        every = [one for one in commit_log.commits(live.root) if DELTA in one.taken]
+        for commit in every:
+            _require_same_table(live, commit)
+            # Nobody accepts again what was accepted in the run that is repeated.
+            accepted = {"accept_gap": DELTA in commit.gaps, "accept_shrink": True}
+            about = {"version": commit.taken[DELTA][0][1] - 1, **accepted}
+            yield about, commit.recorded_at if keep_recorded else None
+        if every:
+            return
+    if isinstance(source, SnapshotSource):
+        known = dumps_among(live.consumed_files(head))
+        there = [dump.name for dump in source.dumps() if dump.name in known]
+        yield {"dump": there[-1], "accept_shrink": True} if there else {}, None
+        return
     if isinstance(source, KafkaSource):
         ids = source.cluster.topic_ids(source.topics)
         for topic in _recreated(head.commit, ids):
@@ -313,6 +340,18 @@ def _runs_of(
         for commit in then:
             yield {"only": [f for f, n in taken.items() if n and n <= commit.batch]}, commit.recorded_at
     yield {}, None
+
+
+def _require_same_table(live: AssetStore, commit: Commit) -> None:
+    source: Any = live.node.source
+    then, now = commit.topics[DELTA].partition("@")[0], ForeignTable(str(source.path)).id
+    if then != now:
+        raise RecordsGoneError(
+            f"{live.node.name}: expected the Delta table that batch {commit.batch} consumed, got "
+            f"another one in {source.path} (the id was {then}, now {now}): its versions refer to other "
+            "rows. Replay only the assets derived from it: its log has its records. Or declare a new "
+            "asset, which begins with the table as it is now"
+        )
 
 
 def from_beginning(node: Stream, live: AssetStore) -> Stream:

@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.errors import RecordsGoneError, SourceError, StorageError
 from vt_dagster.runs.plan import require_restatable
 from vt_dagster.runs.replay import (
     erased_keys_warning,
@@ -404,7 +404,11 @@ class _Restatement:
         new = stores(node)
         if step.keep is not None and new.head() is None:
             self._write_kept(step.keep, node, new, made, whose)
-        repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
+        try:
+            repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
+        except RecordsGoneError:
+            self.fs.rm(self.root, recursive=True)  # it cannot be completed
+            raise
         lost = lost_records(self._live(node), new)
         if lost is not None:
             self.fs.rm(self.root, recursive=True)  # start again: returning files must be read in order

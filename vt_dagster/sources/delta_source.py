@@ -665,8 +665,8 @@ class DeltaSource:
             SourceError: there is no table; a commit rewrites rows, or has no change data feed.
         """
         table = ForeignTable(str(self.path))
-        place = self._place(table, before, accept_gap)
         newest = table.version if version is None else min(version, table.version)
+        place = self._place(table, before, accept_gap, newest)
         if place.whole:
             return self._pinned(table, place, state=place.first, accepted=accept_shrink)
         if self.mode == "snapshots" and table.first_commit(newest) > place.first:
@@ -706,10 +706,12 @@ class DeltaSource:
             found.append(change)
         return found
 
-    def _place(self, table: ForeignTable, before: Commit | None, accept_gap: bool) -> _Place:
+    def _place(
+        self, table: ForeignTable, before: Commit | None, accept_gap: bool, newest: int
+    ) -> _Place:
         known = None if before is None else before.topics.get(DELTA)
         if before is None or known is None:
-            return self._beginning(table)
+            return self._beginning(table, newest)
         first, back = before.inputs[DELTA][0], of_id(DELTA, table.id)
         # Other modes take the difference to the table: what the other table brought may be outdated.
         if self.mode == "append" and of_id(DELTA, known) != back and back in before.topics:
@@ -728,10 +730,10 @@ class DeltaSource:
         if table.version >= first and known.startswith(f"{table.id}@"):
             there = table.first_commit(table.version)
             return _Place(there, False, (first, max(first, there)))
-        begun = self._beginning(table)
+        begun = self._beginning(table, newest)
         return _Place(begun.first, begun.whole, (first, first))
 
-    def _beginning(self, table: ForeignTable) -> _Place:
+    def _beginning(self, table: ForeignTable, newest: int) -> _Place:
         if isinstance(self.start, int):
             if self.mode != "snapshots" and table.first_commit(table.version) > self.start:
                 raise RecordsGoneError(
@@ -739,9 +741,15 @@ class DeltaSource:
                     f"version {table.first_commit(table.version)} on; choose a later start or 'current'"
                 )
             return _Place(self.start, False)
-        if self.start == "current":
-            return _Place(table.version, True)
         first = table.first_state()
+        if newest < first:
+            raise RecordsGoneError(
+                f"expected version {newest} of {self.path}, got versions from {first} on: the commits "
+                "of the earlier ones were cleaned up (delta.logRetentionDuration has passed). Choose a "
+                "later version, or declare a new asset, which begins with the table as it is now"
+            )
+        if self.start == "current":
+            return _Place(newest, True)
         return _Place(first, first > 0 and self.mode != "snapshots")
 
     def _missing(self, table: ForeignTable, known: str, first: int) -> str | None:

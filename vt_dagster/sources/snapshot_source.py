@@ -362,7 +362,7 @@ class PinnedDump(Limited):
         files = [f for d in there if d.name == dump.name for f in d.files]
         require_untouched(str(self.source.path), dump.files, files)
         names = {d.name for d in there}
-        dumps = _dumps_among(self.before)
+        dumps = dumps_among(self.before)
         kept = {n: entry for n, entry in self.before.items() if n in names or n not in dumps}
         about = {"stamp": stamp_of(dump.files), "digest": digest_of(dump.files)}
         return {**kept, dump.name: {"bytes": dump.size, "time": self.learned["time"], **about}}
@@ -395,7 +395,7 @@ class PinnedDump(Limited):
         )
 
 
-def _dumps_among(consumed: Mapping[str, Any]) -> dict[str, Any]:
+def dumps_among(consumed: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the consumed dumps, without the entries of other kinds of sources."""
     entries = consumed.items()
     return {name: one for name, one in entries if isinstance(one, Mapping) and "bytes" in one}
@@ -585,7 +585,7 @@ class SnapshotSource:
             SourceError: a dump is older than the last consumed one, or its content changed after it was
                 consumed; or there is no dump of the given name.
         """
-        there, known = self.dumps(), _dumps_among(consumed)
+        there, known = self.dumps(), dumps_among(consumed)
         if dump is not None and dump not in known and dump not in [d.name for d in there]:
             raise SourceError(
                 f"{self.path}: expected the dump {dump!r} of the run config, which does not exist or "
@@ -643,7 +643,7 @@ class SnapshotSource:
         """
         if time is not None:
             require_past(f"the dump {dump.name} in {self.path}", time, self.max_clock_skew)
-        known = _dumps_among(consumed)
+        known = dumps_among(consumed)
         if not known:
             return
         last = max(known)
