@@ -451,6 +451,19 @@ def test_first_run_reads_requested_version(take: Any, store: Any, tmp_path: Path
         assert take(node)["in"] == 1
 
 
+def test_changes_of_table_without_rows(take: Any, store: Any, tmp_path: Path) -> None:
+    """A table that was only created has no rows yet: the first run takes its version, the next ones the
+    changes after it."""
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append()
+    node = table_from("one", theirs, "changes", VersionedTable)
+    assert take(node)["in"] == 0
+    theirs.append(("a", 1, "x"))
+    theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
+    assert take(node)["in"] == 2
+    assert [r["n"] for r in store(node).read("versions").orderBy("valid_from").collect()] == [1, 2]
+
+
 def test_delta_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The asset that writes the table is upstream. The sensor requests a run for each new version."""
     theirs = Theirs(tmp_path / "theirs", **FEED)

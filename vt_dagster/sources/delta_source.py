@@ -668,7 +668,9 @@ class DeltaSource:
         newest = table.version if version is None else min(version, table.version)
         place = self._place(table, before, accept_gap, newest)
         if place.whole:
-            return self._pinned(table, place, state=place.first, accepted=accept_shrink)
+            # A table that was only created has no rows yet, and its feed has all of them.
+            new = self.mode == "changes" and before is None and not table.bytes(place.first)
+            return self._pinned(table, place, state=place.first, accepted=accept_shrink or new)
         if self.mode == "snapshots" and table.first_commit(newest) > place.first:
             return self._pinned(table, place, state=newest, accepted=accept_shrink)
         changes = self._bounded(table, place.first, newest)
