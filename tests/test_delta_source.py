@@ -540,6 +540,29 @@ def test_column_added_later_reads_as_null(take: Any, store: Any, tmp_path: Path,
     assert take(one) == {}
 
 
+@pytest.mark.parametrize("mode", ["append", "changes", "snapshots"])
+def test_versions_with_earlier_column_name(take: Any, store: Any, tmp_path: Path, mode: str) -> None:
+    """Versions and files from before a renamed column have its values under the earlier name."""
+    path = str(tmp_path / "theirs")
+
+    def write(column: str, *rows: Row, **about: Any) -> None:
+        records = [{"id": i, column: n, "day": day} for i, n, day in rows]
+        table = pa.Table.from_pylist(records, pa.schema([KINDS[0], (column, pa.int64()), KINDS[2]]))
+        write_deltalake(path, table, **{"mode": "append", **about})
+
+    first = ("a", 1, "x"), ("b", 2, "y")
+    write("m", *first, configuration=FEED, partition_by=["day"])
+    if mode == "snapshots":
+        write("n", *first, ("c", 3, "y"), mode="overwrite", schema_mode="overwrite")
+    else:
+        write("n", ("c", 3, "y"), schema_mode="merge")
+    source = DeltaSource(path, cast(Any, mode), start="earliest", max_versions_per_run=1)
+    about: dict[str, Any] = {"key": "id", "schema": ROW, "renamed": {"m": "n"}}
+    node = VersionedTable("one", source=source, history_retention=timedelta(days=30), **about)
+    assert [take(node)["in"] for _ in range(2)] == [2, 1]
+    assert sorted(row[:3] for row in log_of(store(node))) == [*first, ("c", 3, "y")]
+
+
 def test_columns_renamed_by_column_mapping(
     spark: SparkSession, take: Any, store: Any, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ from vt_dagster.sources.base import (
     Whole,
     all_by_name,
     check_place,
+    delivered,
     of_id,
     replaced,
 )
@@ -66,9 +67,10 @@ from vt_dagster.sources.text_formats import file_path, nullable
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.schema_evolution import by_newest_names
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.schema import differences
+from vt_dagster.topology.schema import differences, was
 
 # Delta log
 
@@ -388,8 +390,9 @@ class PinnedVersions(Limited):
         assert self.state is not None
         self._require_columns(node, self.state)
         rows = spark.read.format("delta").option("versionAsOf", self.state).load(self.table.path)
-        return rows.select(
-            *_columns(rows, node),
+        return _by_name(
+            rows,
+            node,
             F.lit(self.time).alias(_TIME),
             F.lit(self.table.path).alias(SOURCE),
             F.lit(self.state).cast("long").alias(POSITION),
@@ -402,8 +405,8 @@ class PinnedVersions(Limited):
         return in_order_of_keys(rows, key=node.key, then=[row], place=F.lit(0), buckets=buckets)
 
     def _appended(self, spark: SparkSession, node: Stream) -> DataFrame:
-        parted = set(self.table.at(self.end - 1).metadata().partition_columns)
-        parts = [c for c in node.schema.names if c in parted]
+        parted, wanted = set(self.table.at(self.end - 1).metadata().partition_columns), delivered(node)
+        parts = [c for c in wanted.names if c in parted]
         files = [(c, f) for c in self.changes for f in sorted(c.added, key=lambda one: one.place)]
         if not files:
             return _no_rows(spark, node)
@@ -415,7 +418,7 @@ class PinnedVersions(Limited):
         about = spark.createDataFrame(
             listed, ", ".join([columns, *[f"{_PART}{n} string" for n in range(len(parts))]])
         )
-        own = StructType([f for f in node.schema.fields if f.name not in parted])
+        own = StructType([f for f in wanted.fields if f.name not in parted])
         rows = spark.read.schema(own).parquet(*[delta.literal(f.path) for _, f in files])
         located = rows.select(
             *[F.col(f"`{c}`") for c in own.names],
@@ -429,16 +432,17 @@ class PinnedVersions(Limited):
             # Cast as Delta's readers do, not by ``value_reader``: a whole version is read by them. An
             # empty text is null, except in STRING and BINARY.
             text = F.col(f"{_PART}{parts.index(name)}")
-            return text.try_cast(node.schema[name].dataType).alias(name)
+            return text.try_cast(wanted[name].dataType).alias(name)
 
         file = F.element_at(F.split(_PLACE, "/"), -1)
-        return located.join(F.broadcast(about), _PLACE).select(
-            *[column(c) for c in node.schema.names],
+        rows = located.join(F.broadcast(about), _PLACE).select(
+            *[column(c) for c in wanted.names],
             _TIME,
             F.format_string("version %d: %s", VERSION, file).alias(SOURCE),
             (F.col(_ROW) + 1).alias(POSITION),
             (F.col(_RANK) * STRIDE + F.col(_ROW)).alias(ARRIVAL),
         )
+        return by_newest_names(rows, wanted)
 
     def _changed(self, spark: SparkSession, node: Stream) -> DataFrame:
         feed = (
@@ -450,9 +454,7 @@ class PinnedVersions(Limited):
         )
         about = [(c.version, c.time, buckets_of(c.bytes)) for c in self.changes]
         versions = spark.createDataFrame(about, f"{VERSION} long, {_TIME} long, {BUCKETS} int")
-        changed = feed.select(*_columns(feed, node), CHANGE, VERSION).join(
-            F.broadcast(versions), VERSION
-        )
+        changed = _by_name(feed, node, CHANGE, VERSION).join(F.broadcast(versions), VERSION)
         values = [c for c in node.schema.names if c not in node.key]
         done = changes(changed, key=node.key, values=values, start=self.first)
         own = [F.col(f"`{c}`") for c in node.schema.names]
@@ -471,9 +473,10 @@ class PinnedVersions(Limited):
 
     def _require_columns(self, node: Stream, version: int) -> None:
         """Checks that the table has the schema's columns; a version may lack columns added later."""
+        columns = delivered(node)
         there = {f.name: f.dataType for f in self.table.schema(version).fields}
-        newest = self.table.schema(self.table.version).names
-        missing = [c for c in node.schema.names if c not in there and c not in newest]
+        known = {*there, *self.table.schema(self.table.version).names}
+        missing = [c for c in node.schema.names if known.isdisjoint((c, *was(columns[c])))]
         if missing:
             raise SourceError(
                 f"{self.table.path}: expected columns {missing}, but version {version} has only "
@@ -481,7 +484,7 @@ class PinnedVersions(Limited):
             )
         wrong = [
             difference
-            for f in node.schema.fields
+            for f in columns.fields
             if f.name in there
             for difference in differences(there[f.name], f.dataType, f.name)
         ]
@@ -514,9 +517,12 @@ class PinnedState(PinnedVersions):
         return records_of(rows, node, held, hold, self.source, time=self.time or 0, **about)
 
 
-def _columns(rows: DataFrame, node: Stream) -> list[Column]:
-    """Returns a node's columns, with nested fields by name; null for columns that the rows lack."""
-    return all_by_name(lambda name: F.col(f"`{name}`"), rows.schema, node.schema)
+def _by_name(rows: DataFrame, node: Stream, *more: Column | str) -> DataFrame:
+    """Returns a node's columns and others, with nested fields by name; null for columns that the rows
+    lack."""
+    columns = delivered(node)
+    found = all_by_name(lambda name: F.col(f"`{name}`"), rows.schema, columns)
+    return by_newest_names(rows.select(*found, *more), columns)
 
 
 def _no_rows(spark: SparkSession, node: Stream) -> DataFrame:
