@@ -464,6 +464,29 @@ def test_changes_of_table_without_rows(take: Any, store: Any, tmp_path: Path) ->
     assert [r["n"] for r in store(node).read("versions").orderBy("valid_from").collect()] == [1, 2]
 
 
+def test_version_is_read_after_its_files_were_compacted(take: Any, store: Any, tmp_path: Path) -> None:
+    """OPTIMIZE and VACUUM remove the files of the last version with changes, but not its rows. A run of
+    mode ``snapshots`` reads them, and so does one that the error of mode ``changes`` advises."""
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append(("a", 1, "x"))
+    snapshots = table_from("snapshots", theirs, "snapshots", VersionedTable)
+    changes = table_from("changes", theirs, "changes", VersionedTable)
+    assert [take(snapshots)["in"], take(changes)["in"]] == [1, 1]
+    theirs.append(("b", 1, "x"))
+    theirs.table.optimize.compact()
+    theirs.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    assert take(snapshots)["in"] == 1
+    assert take(snapshots) == {}
+    with pytest.raises(RecordsGoneError, match=r"Set mode='snapshots' of the source for one run"):
+        take(changes)
+    assert take(table_from("changes", theirs, "snapshots", VersionedTable))["in"] == 1
+    committed = theirs.times()[::-1][1]
+    for node in (snapshots, changes):
+        (row,) = store(node).read("log").where("id = 'b'").collect()
+        assert round(row["timestamp"].timestamp() * 1000) == committed
+        assert store(node).head().commit.inputs == {"delta": {0: 2}}
+
+
 def test_delta_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The asset that writes the table is upstream. The sensor requests a run for each new version."""
     theirs = Theirs(tmp_path / "theirs", **FEED)

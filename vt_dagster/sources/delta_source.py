@@ -296,6 +296,8 @@ class PinnedVersions(Limited):
         gap: an accepted range of missing versions, end exclusive; None = none.
         state: the version that is read as a full snapshot; None = the commits are read.
         accepted: whether a full snapshot may be empty, or delete more than ``max_shrink``.
+        compacted: a later version with the rows of ``state``, whose files are read instead: VACUUM may
+            have removed those that a compaction has replaced. None = there is none.
     """
 
     source: DeltaSource
@@ -307,11 +309,12 @@ class PinnedVersions(Limited):
     gap: tuple[int, int] | None
     state: int | None = None
     accepted: bool = False
+    compacted: int | None = None
 
     @property
     def bytes(self) -> int:
         if self.state is not None:
-            return self.table.bytes(self.state)
+            return self.table.bytes(self.compacted or self.state)
         return sum(change.bytes for change in self.changes)
 
     @property
@@ -360,7 +363,7 @@ class PinnedVersions(Limited):
             )
         if not any(sign in str(error) for sign in _GONE):
             return None
-        other_mode = "" if self.source.mode == "append" else _BY_STATE
+        other_mode = _BY_STATE if self.source.mode == "changes" else ""
         return RecordsGoneError(
             f"files of versions {self.first} to {self.end - 1} of {self.table.path} are gone "
             f"({one_line(error)[:200]}): VACUUM removed them before they were consumed; nothing was "
@@ -388,8 +391,9 @@ class PinnedVersions(Limited):
     def rows(self, spark: SparkSession, node: Stream) -> DataFrame:
         """Returns all rows of the version, with ``_time``, ``_source`` and ``_position``."""
         assert self.state is not None
-        self._require_columns(node, self.state)
-        rows = spark.read.format("delta").option("versionAsOf", self.state).load(self.table.path)
+        version = self.compacted or self.state
+        self._require_columns(node, version)
+        rows = spark.read.format("delta").option("versionAsOf", version).load(self.table.path)
         return _by_name(
             rows,
             node,
@@ -686,7 +690,8 @@ class DeltaSource:
                 newest = -1  # a new table has no rows yet
             if newest < 0:
                 return self._pinned(table, place, changes)
-            return self._pinned(table, place, state=newest, accepted=accept_shrink)
+            compacted = changes[-1].version
+            return self._pinned(table, place, state=newest, accepted=accept_shrink, compacted=compacted)
         if self.mode == "append":
             table.require_plain_files(max(newest, 0))
             changes, place = self._appended(changes, place, accept_gap)
@@ -828,6 +833,7 @@ class DeltaSource:
         *,
         state: int | None = None,
         accepted: bool = False,
+        compacted: int | None = None,
     ) -> PinnedVersions:
         end = place.first + len(changes) if state is None else state + 1
         state_time = None if state is None else table.time(state)
@@ -844,6 +850,7 @@ class DeltaSource:
             gap=place.gap,
             state=state,
             accepted=accepted,
+            compacted=compacted,
         )
 
 
