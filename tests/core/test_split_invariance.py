@@ -14,12 +14,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from pyspark.sql import SparkSession
-from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    DoubleType,
+    IntegerType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from vt_dagster.core import arrival_order, processor
 from vt_dagster.runs import gate, pin
 from vt_dagster.testing import TopologyTestDriver
-from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.windows import HoppingWindow
 
 Record = dict[str, Any]
@@ -257,3 +264,36 @@ def task_order(left: Sequence[Record], right: Sequence[Record]) -> list[tuple[st
 def as_set(rows: Sequence[Record]) -> Counter[tuple[Any, ...]]:
     names = ("case", "key", "value", "found", "timestamp")
     return Counter(tuple(row.get(n) for n in names) for row in rows)
+
+
+@pytest.mark.parametrize("runs", [1, 4])
+def test_split_sums_of_doubles_are_those_of_kafka_streams(spark: SparkSession, runs: int) -> None:
+    """An adder and a subtractor in Kafka Streams see each record: the old value is subtracted from the
+    sum of its group, then the new one is added."""
+    columns = [StructField("case", IntegerType()), StructField("x", DoubleType())]
+    schema = StructType([*columns, StructField("timestamp", TimestampType())])
+    about: dict[str, Any] = {"key": "case", "schema": schema}
+    sums = {"total": "sum(x)"}
+    streamed = Stream("orders", **about).group_by().aggregate(sums, name="streamed")
+    tabled = Table("prices", **about).group_by("case % 2 as half").aggregate(sums, name="tabled")
+    random = Random(1)
+    values = [0.1, 0.2, 0.3, -0.7, 1e15, 3.3]
+    records = [
+        {"case": random.randrange(4), "x": random.choice(values), "timestamp": i} for i in range(24)
+    ]
+    totals, groups, old = Counter[int](), Counter[int](), dict[int, float]()
+    expected: dict[str, list[tuple[int, float]]] = {"streamed": [], "tabled": []}
+    for one in records:
+        case, x = one["case"], one["x"]
+        totals[case] += x
+        groups[case % 2] = groups[case % 2] - old.get(case, 0) + x
+        old[case] = x
+        expected["streamed"].append((case, totals[case]))
+        expected["tabled"].append((case % 2, groups[case % 2]))
+    driver = TopologyTestDriver(streamed, tabled, spark=spark)
+    size = len(records) // runs
+    for start in range(0, len(records), size):
+        some = records[start : start + size]
+        driver.run({"orders": some, "prices": some})
+    for name, key in (("streamed", "case"), ("tabled", "half")):
+        assert [(r[key], r["total"]) for r in driver.read(name)] == expected[name]

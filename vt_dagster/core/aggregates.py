@@ -49,7 +49,7 @@ pa: Any = pyarrow  # has no types
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 TAKE, ADD, _CHANGE = "_take", "_add", "_change"
-_FIRST, _LAST, ABSENT = "_first", "_last", "_absent"
+_FIRST, _LAST, _STEP, ABSENT = "_first", "_last", "_step", "_absent"
 FAILED = "AGGREGATOR_FAILED({})"
 """The text by which a run finds what an ``Aggregator`` did wrong in an error of Spark."""
 
@@ -83,6 +83,9 @@ class AggregateProcessor(Processor[A]):
         """Returns the updates of every group by count, sum and avg; without subtraction also min and
         max.
 
+        Floating-point sums are those of one record at a time, however records are split into runs: the
+        old value is subtracted before the new one is added, and the first row continues the state.
+
         Plan: one shuffle and sort by group, together with one row per group of the state; with
         ``per_run``, if the order of rows does not change the numbers, a hash aggregate, whose groups
         are joined with the state.
@@ -109,27 +112,39 @@ class AggregateProcessor(Processor[A]):
                 return added
             return F.coalesce(added, F.lit(0)) - F.coalesce(taken, F.lit(0))
 
+        # Spark's types for a sum over all rows: otherwise each run would widen a decimal by a digit.
+        types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
+        exact = is_order_independent([f.dataType for f in types])
+        rows = rows if exact else _in_two_steps(rows)
         others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
         changes = rows.select(*others, *[change(a).alias(_CHANGE + a.name) for a in kept])
         merged = {_CHANGE + a.name: _MERGED[a.merge][0](_CHANGE + a.name) for a in kept}
-        # Spark's types for a sum over all rows: otherwise each run would widen a decimal by a digit.
-        types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
-        if once and is_order_independent([f.dataType for f in types]):
+        continued = {} if exact else {_CHANGE + a.name: a.name for a in kept if a.merge == "sum"}
+        if once and exact:
             home = {TIMESTAMP: F.max(TIMESTAMP), PARTITION: F.max(PARTITION)}
             changes = folded(changes, [*key, OUTCOME], applied, merged | home)
             changes = changes.withColumn(ABSENT, F.lit(False))  # a versioned result has every update
             merged, newest, last = {c: F.col(c) for c in merged}, F.col(TIMESTAMP), applied
         else:
-            in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
+            in_order = W.partitionBy(*key).orderBy(*ORDER, TURN, *([] if exact else [_STEP]))
             so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
-            counted = with_columns(changes, {c: F.when(applied, F.col(c)) for c in merged})
-            changes, newest = counted, F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far)
+            changes = with_columns(changes, {c: F.when(applied, F.col(c)) for c in merged})
+            newest = F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far)
             merged = {c: column.over(so_far) for c, column in merged.items()}
             last = is_last(key)
+            if continued:
+                first = F.row_number().over(in_order) == 1
+                changes = _with_base(changes, context.state, key, names)
+                starts = {c: _plus(F.col(_BASE)[n], F.col(c)) for c, n in continued.items()}
+                starts = {c: F.when(first, sum_).otherwise(F.col(c)) for c, sum_ in starts.items()}
+                changes = with_columns(with_columns(changes, starts), {**merged, TIMESTAMP: newest})
+                changes = changes.where(F.col(_STEP) == 1).drop(_BASE, _BASE_TIME)
+                merged, newest = {c: F.col(c) for c in merged}, F.col(TIMESTAMP)
 
         def total(one: Accumulator) -> Column:
-            base = F.col(_BASE)[one.name]
-            both = _MERGED[one.merge][1](base, merged[_CHANGE + one.name])
+            both = merged[_CHANGE + one.name]
+            if _CHANGE + one.name not in continued:
+                both = _MERGED[one.merge][1](F.col(_BASE)[one.name], both)
             return F.when(~F.col(ABSENT), both.cast(types[one.name].dataType)).alias(one.name)
 
         summed = _with_base(changes, context.state, key, names).select(
@@ -196,6 +211,17 @@ class AggregateProcessor(Processor[A]):
         if state is None:
             return last
         return union(last, state.join(last.select(*key), list(key), "left_anti"))
+
+
+def _in_two_steps(rows: DataFrame) -> DataFrame:
+    """Splits each update of a group that subtracts and adds into two rows, with ``_step`` 0 and 1;
+    other rows have the step 1."""
+    both = F.col(TAKE).isNotNull() & F.col(ADD).isNotNull()
+    steps = F.explode(F.when(both, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(1))))
+    takes, adds = ~both | (F.col(_STEP) == 0), F.col(_STEP) == 1
+    return rows.withColumn(_STEP, steps).withColumns(
+        {TAKE: F.when(takes, F.col(TAKE)), ADD: F.when(adds, F.col(ADD))}
+    )
 
 
 def _with_base(
