@@ -511,7 +511,7 @@ def test_delta_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     order = [e.step_key for e in done.get_step_success_events()]
     assert order == ["crm__customers", "customers"]
     assert materialized(done, "customers")["positions"] == {"delta": {"0": 1}}
-    assert "batch 1, 1 records consumed" in tick()
+    assert "batch 1, 1 record consumed" in tick()
     theirs.append(("b", 1, "x"))
     asked = tick()
     assert asked.run_config["ops"]["customers"]["config"] == {"version": 1}

@@ -242,7 +242,7 @@ def test_links_between_assets_with_key_prefix(tmp_path: Path) -> None:
 
 def test_record_search(warehouse: Path) -> None:
     page = client(warehouse).get("/table/prices", params={"find": "k=apple v='3'"}).text
-    assert "1 of 1 that are there" in page
+    assert "1 of 1 that is there" in page
     assert '<a href="/row/prices?offset=0%3A2">0:2</a>' in page
 
 

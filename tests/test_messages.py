@@ -49,7 +49,17 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str:
         return f"{text_of(node.body, constants)}|{text_of(node.orelse, constants)}"
     if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
         return constants.get(node.value.id, "…")
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Call):
+        return _plural(node.value)
     return "…"
+
+
+def _plural(call: ast.Call) -> str:
+    """Returns ``… rows`` for ``counted(n, "row")``."""
+    if not isinstance(call.func, ast.Name) or call.func.id != "counted":
+        return "…"
+    words = [text_of(word, {}) for word in call.args[1:]]
+    return f"… {words[1] if words[1:] else f'{words[0]}s'}"
 
 
 @cache
@@ -89,6 +99,14 @@ def test_every_message_says_what_to_do() -> None:
     assert len(messages()) > 150
     mute = [m for m in messages() if not TO_DO.search(m[2]) and not PLAIN.search(m[2])]
     assert mute == []
+
+
+def test_counted_has_singular_and_plural() -> None:
+    assert errors.counted(1, "row") == "1 row"
+    assert [errors.counted(n, "row is", "rows are") for n in (0, 1234)] == [
+        "0 rows are",
+        "1,234 rows are",
+    ]
 
 
 if __name__ == "__main__":

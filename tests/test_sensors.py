@@ -238,7 +238,7 @@ def test_foreign_warehouse_is_skip_reason(market: Market, tmp_path: Path) -> Non
     log = tmp_path / "warehouse" / "prices" / "log" / "_delta_log"
     log.mkdir(parents=True)
     (log / f"{0:020d}.json").write_text('{"commitInfo":{"operation":"WRITE"}}\n')
-    assert "none of its 1 commits was written by vt_dagster" in evaluate(other)
+    assert "none of its commits was written by vt_dagster" in evaluate(other)
 
 
 def test_sensor_targets_asset_and_downstream(market: Market) -> None:

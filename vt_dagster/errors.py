@@ -1,9 +1,18 @@
-"""The errors that this package raises.
+"""The errors that this package raises, and numbers in messages.
 
 A message states what was expected, what was found, and how to fix it.
 """
 
 from collections.abc import Sequence
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Returns a number with what it counts: ``1 row``, ``1,234 rows``.
+
+    Args:
+        many: the plural, if it is not ``one`` with an s.
+    """
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 class VtDagsterError(Exception):

@@ -193,7 +193,7 @@ def test_replay_commands(
     code, text = said(
         "replay", "orders", "--into", "less", "--module", "shop", "--from-offsets", offsets
     )
-    assert (code, text.splitlines()[-1]) == (0, "less: 2 records in 1 runs"), text
+    assert (code, text.splitlines()[-1]) == (0, "less: 2 records in 1 run"), text
     code, text = said("compare", "orders", "less")
     assert code == 1
     assert "3 rows only in orders, 0 only in less" in text

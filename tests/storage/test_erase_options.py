@@ -225,7 +225,7 @@ def test_erase_reports_key_in_initial_snapshot(accounts: Accounts) -> None:
     files = [line for line in done.unreachable if line.startswith("landing files: ")]
     assert [line.split(",")[0] for line in files] == [files[0].split(",")[0]]
     assert "1 of 2" in files[0]
-    assert "2.jsonl (1 rows)" in files[0]
+    assert "2.jsonl (1 row)" in files[0]
     assert read_answers(warehouse, table, spark) == before
     assert failed_checks(accounts.store()) == []
     # The snapshot is not consumed again, and its keys take later changes.

@@ -230,7 +230,7 @@ def test_older_view_never_replaces_newer_view(two_batches: Topology, spark: Spar
 def test_foreign_delta_table_is_refused(tmp_path: Path, spark: SparkSession) -> None:
     path = str(tmp_path / "warehouse" / "rates" / "log")
     spark.range(1).write.format("delta").save(path)
-    with pytest.raises(StorageError, match="none of its 1 commits was written by vt_dagster"):
+    with pytest.raises(StorageError, match="none of its commits was written by vt_dagster"):
         delta.last_commit(path)
 
 

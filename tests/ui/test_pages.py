@@ -188,7 +188,7 @@ def test_explore_flight_to_weather_as_known(explorer: Page, shot: Callable[[str]
     explorer.get_by_role("link", name="flights_with_weather", exact=True).click()
     explorer.get_by_label("column=value").fill(FLIGHT)
     explorer.get_by_role("button", name="Find").click()
-    expect(explorer.locator("#left-out")).to_have_text("1 of 1 that are there.")
+    expect(explorer.locator("#left-out")).to_have_text("1 of 1 that is there.")
     explorer.locator("tbody tr th a").click()
 
     boxes = explorer.locator(".upstream .name")

@@ -20,7 +20,7 @@ from rich.table import Table as TextTable
 from rich.text import Text
 
 from vt_dagster.cli.lookup import Known, OptionalKey, Warehouse
-from vt_dagster.errors import DefinitionsError
+from vt_dagster.errors import DefinitionsError, counted
 from vt_dagster.provenance.explain import MOST
 from vt_dagster.provenance.explain import explain as explained
 from vt_dagster.provenance.explain_request import Candidate, Explanation, Origin, Record
@@ -250,7 +250,8 @@ def _lateness_lines(found: Lateness) -> list[str]:
     expired = max((one.expired or 0 for one in found.choices), default=0)
     if expired:
         lines.append(
-            f"up to {expired:,} are wrong because their version was past the table's history retention"
+            f"up to {counted(expired, 'is wrong because its', 'are wrong because their')} version was "
+            "past the table's history retention"
         )
     if any(one.declared for one in found.choices):
         lines.append("* declared")

@@ -45,7 +45,7 @@ from vt_dagster.columns import (
     REVISION,
     TIMESTAMP,
 )
-from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError
+from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError, counted
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
 from vt_dagster.orchestration.sensors import partitioned
@@ -498,7 +498,7 @@ def errors_of(result: dg.ExecuteInProcessResult) -> Iterator[tuple[str, str]]:
 
 def _print(results: list[CheckResult], console: Console) -> None:
     count = Column("offending rows", justify="right")
-    table = TextTable("asset", "check", "result", count, title=f"{len(results)} asset checks")
+    table = TextTable("asset", "check", "result", count, title=counted(len(results), "asset check"))
     for one in results:
         colour = _COLOURS[one.verdict]
         offending = "" if one.offending is None else f"{one.offending:,}"
@@ -529,7 +529,7 @@ def write_junit(results: list[CheckResult], path: Path, seconds: float) -> None:
             case = ElementTree.SubElement(suite, "testcase", classname=asset, name=one.name)
             text = "\n".join([one.text, *(str(row) for row in one.sample)])
             if one.verdict == "failed":
-                found = f"{one.offending} offending rows" if one.offending is not None else one.text
+                found = one.text if one.offending is None else counted(one.offending, "offending row")
                 ElementTree.SubElement(case, "failure", message=found).text = text
             elif one.verdict == "broken":
                 ElementTree.SubElement(case, "error", message=one.text).text = text
@@ -633,8 +633,10 @@ def _report(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey
     made = {e.asset_key for e in events}
     for one in (e.materialization for e in events):
         if "at_a_glance" not in one.metadata:  # an export, a publication, an asset of the user's own
-            published = one.metadata.get("records_published")
-            what = "materialized" if published is None else f"{published.value:,} records published"
+            published: Any = one.metadata.get("records_published")
+            what = "materialized"
+            if published is not None:
+                what = f"{counted(published.value, 'record')} published"
             typer.echo(f"{one.asset_key.to_user_string()}: {what}")
     if result.success and (idle := sorted(k.to_user_string() for k in keys - made)):
         typer.echo(f"nothing new for {', '.join(idle)}")

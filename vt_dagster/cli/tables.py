@@ -39,7 +39,7 @@ from vt_dagster.cli.run import (
     load_locations,
     load_topology,
 )
-from vt_dagster.errors import DefinitionsError, StorageError, VtDagsterError
+from vt_dagster.errors import DefinitionsError, StorageError, VtDagsterError, counted
 from vt_dagster.orchestration.resources import WarehouseResource, session_of, spark_key, warehouse_key
 from vt_dagster.orchestration.sensors import runs_with
 from vt_dagster.provenance.lateness import parse_share, share
@@ -153,7 +153,8 @@ def replay(
     tell, keep = typer.echo, not recorded_now
     done = replays.replay(topology.warehouse, node, into, spark, start, tell, keep).head()
     assert done is not None
-    typer.echo(f"{into}: {done.commit.totals.get('in', 0)} records in {done.commit.batch} runs")
+    records = counted(done.commit.totals.get("in", 0), "record")
+    typer.echo(f"{into}: {records} in {counted(done.commit.batch, 'run')}")
 
 
 def _replay_planned(topology: Topology, swapping: bool, yes: bool) -> None:
@@ -200,7 +201,7 @@ def compare(
     spark = _session_at_first_use()
     stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
     found = replays.compare(*stores)
-    typer.echo(f"{found.missing} rows only in {one}, {found.extra} only in {other}")
+    typer.echo(f"{counted(found.missing, 'row')} only in {one}, {found.extra:,} only in {other}")
     for row in found.rows.orderBy("row").limit(20).collect():
         name, times = (one, row[1]) if row[1] > 0 else (other, -row[1])
         typer.echo(f"  only in {name}{f' ({times} times)' if times > 1 else ''}: {row[0]}")
@@ -321,7 +322,7 @@ def erase(
         dry_run=dry_run,
     )
     erased = sum(one.erased for one in done.searched.values())
-    extent = f"{erased} rows of {len(done.searched)} tables"
+    extent = f"{counted(erased, 'row')} of {counted(len(done.searched), 'table')}"
     if dry_run:
         typer.echo(f"would erase {extent}; nothing was changed")
     else:
@@ -438,10 +439,11 @@ def _setting(given: str) -> tuple[str, str]:
 
 def _lines(found: trial.Changes) -> Iterator[str]:
     yield f"recomputed: {', '.join(found.remade)}"
-    yield f"{found.asset}: {found.rows_before:,} rows before, {found.rows_after:,} after"
+    yield f"{found.asset}: {counted(found.rows_before, 'row')} before, {found.rows_after:,} after"
     yield (
-        f"{found.changed:,} rows change, {found.added:,} are added, {found.removed:,} removed "
-        f"({share(found.share)}), of {found.keys:,} keys"
+        f"{counted(found.changed, 'row changes', 'rows change')}, "
+        f"{counted(found.added, 'is added', 'are added')}, {found.removed:,} removed "
+        f"({share(found.share)}), of {counted(found.keys, 'key')}"
     )
     for what, columns in (("added", found.columns_added), ("removed", found.columns_removed)):
         if columns:
@@ -503,11 +505,10 @@ def _plan_lines(found: Sequence[Planned], named: Sequence[str]) -> Iterator[str]
             continue
         yield f"{one.asset}: {_words(one.verdict)}"
         if one.verdict in ("needs_replay", "removed"):
-            yield from _indented(f"its log has {one.rows:,} rows, {one.bytes:,} bytes")
+            yield from _indented(f"its log has {counted(one.rows, 'row')}, {one.bytes:,} bytes")
         if one.downstream:
-            count, names = len(one.downstream), ", ".join(one.downstream)
-            noun = "asset" if count == 1 else "assets"
-            yield from _indented(f"{count} {noun} downstream to replay after it: {names}")
+            many, names = counted(len(one.downstream), "asset"), ", ".join(one.downstream)
+            yield from _indented(f"{many} downstream to replay after it: {names}")
         for change in one.changes:
             yield from _indented(change)
         if one.cause is not None and not _is_stuck(one):
@@ -598,7 +599,8 @@ def catalog(
             done = "dropped, " if dropping else ""
             typer.echo(f"{where.catalog}.{name}: {done}its asset {asset} is not in the definitions")
         typer.echo(
-            f"{where.catalog}: {len(names)} names of assets in {where.path}, {len(gone)} of them "
+            f"{where.catalog}: {counted(len(names), 'name of an asset', 'names of assets')} in "
+            f"{where.path}, {len(gone):,} of them "
             f"{'dropped' if dropping else 'of removed assets'}"
             + ("; drop these: --drop" if gone and not dropping else "")
         )

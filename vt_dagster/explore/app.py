@@ -26,7 +26,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from vt_dagster.errors import StorageError, VtDagsterError
+from vt_dagster.errors import StorageError, VtDagsterError, counted
 from vt_dagster.explore import lateness_curves, table_diff
 from vt_dagster.explore.key_history import (
     LOOKED_AT,
@@ -369,6 +369,7 @@ def _seconds(amount: float) -> str:
 _FILTERS: dict[str, Any] = {
     "bytes": _bytes,
     "count": lambda n: f"{n:,}",
+    "counted": counted,
     "seconds": _seconds,
     "time": lambda micros: "" if micros is None else time_text(micros),
     "utc": lambda micros: "" if micros is None else time_text(micros, exact=True),

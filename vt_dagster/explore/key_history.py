@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from vt_dagster.columns import IS_TOMBSTONE, RECORDED_AT, REVISION, TIMESTAMP, WINDOW_END, WINDOW_START
+from vt_dagster.errors import counted
 from vt_dagster.explore.warehouse_overview import Files
 from vt_dagster.provenance.explain_aggregates import bounds_of
 from vt_dagster.provenance.explain_request import (
@@ -465,7 +466,7 @@ def timeline_of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
         look = "answer" if one is history.answer else look
         bars.append(scale.bar(one.record, *(window or (one.begin, one.end)), look, what))
     found = history.found
-    note = f"{found.shown:,} of {found.count:,} records" if found.count > found.shown else ""
+    note = f"{found.shown:,} of {counted(found.count, 'record')}" if found.count > found.shown else ""
     lanes = [Lane(history.log.name, note, bars, _marks(scale, history, records, history.revisions))]
     lanes += [_lane_of(scale, history, one) for one in history.lookups]
     return Timeline(low, high, lanes, None if as_of is None else scale.at(as_of))
@@ -491,9 +492,9 @@ def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
 
 
 def _lane_of(scale: _Scale, history: KeyHistory, one: Lookups) -> Lane:
-    note = one.note or f"{len(one.records):,} of {one.count:,} lookups"
+    note = one.note or f"{len(one.records):,} of {counted(one.count, 'lookup')}"
     if one.revisions is not None and not one.note:
-        note += f", {sum(r > 0 for r in one.revisions):,} of them corrections"
+        note += f", {counted(sum(r > 0 for r in one.revisions), 'correction')} among them"
     return Lane(one.join, note, (), _marks(scale, history, one.records, one.revisions))
 
 

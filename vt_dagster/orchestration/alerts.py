@@ -15,7 +15,7 @@ from typing import Any
 import dagster as dg
 
 from vt_dagster.core.arrival_order import Outcome
-from vt_dagster.errors import TopologyError
+from vt_dagster.errors import TopologyError, counted
 from vt_dagster.orchestration.checks import (
     build_freshness_check,
     build_lateness_check,
@@ -182,7 +182,7 @@ def _sensor(
         name=name,
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
-        description=f"Sends an alert when one of {len(specs)} asset checks fails.",
+        description=f"Watches {counted(len(specs), 'asset check')}, and sends an alert when one fails.",
     )
     def sense(context: dg.SensorEvaluationContext) -> dg.SkipReason:
         sent, still = _cursor(context.cursor), dict[str, int]()

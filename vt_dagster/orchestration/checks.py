@@ -18,7 +18,7 @@ from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.drawing import image
-from vt_dagster.errors import TopologyError
+from vt_dagster.errors import TopologyError, counted
 from vt_dagster.orchestration.metadata import as_time
 from vt_dagster.orchestration.resources import (
     PREFIX,
@@ -99,7 +99,8 @@ def build_checks(
                     f"row(s): see the sample of the check {one.name}"
                 )
         passed, seconds = sum(one.passed for one in found), time.monotonic() - started
-        context.log.info(f"{node.name}: {passed} of {len(found)} checks passed ({seconds:.1f} s)")
+        of = counted(len(found), "check")
+        context.log.info(f"{node.name}: {passed} of {of} passed ({seconds:.1f} s)")
         for one in found:
             yield _result(one, promises[one.name], key, versions)
 
@@ -349,7 +350,7 @@ def build_waiting_check(
         text = f"Records that wait after the last run: {waiting:,}, allowed: {at_most:,}."
         return waiting <= at_most, text, {"waiting": waiting, "at_most": at_most}
 
-    text = f"At most {at_most:,} records wait."
+    text = f"At most {counted(at_most, 'record waits', 'records wait')}."
     found = _of_last_run(node, result)
     return _not_blocking(node, WAITING_CHECK, text, found, severity, pool, resource_prefix)
 
@@ -455,8 +456,9 @@ def _metadata(found: Lateness) -> dict[str, Any]:
         metadata["result"] = dg.MetadataValue.text(f"the {what} is unknown, or differs by partition")
     else:
         metadata["result"] = dg.MetadataValue.text(
-            f"with a {what} of {spoken(one.length)} {one.wrong:,} of {one.of:,} results are wrong "
-            f"({share(one.share)}), allowed: {share(found.at_most)}"
+            f"with a {what} of {spoken(one.length)} {one.wrong:,} of "
+            f"{counted(one.of, 'result is', 'results are')} wrong ({share(one.share)}), allowed: "
+            f"{share(found.at_most)}"
         )
         metadata |= {"wrong": one.wrong, "of": one.of, "share": one.share}
     if found.suggested is not None:

@@ -51,6 +51,7 @@ from vt_dagster.core.log_columns import log_columns, partial_columns
 from vt_dagster.core.processor_registry import PROCESSORS, processor_of
 from vt_dagster.core.stream_table_join import TOO_LATE
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
+from vt_dagster.errors import counted
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.pin import Arrival
@@ -164,7 +165,7 @@ def sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
 
 def drawn_of(lanes: Sequence[Lane], of: int) -> str:
     """Returns how many records of a run are drawn: ``60 of 243 records of this run``."""
-    return f"{sum(len(lane.marks) for lane in lanes):,} of {of:,} records of this run"
+    return f"{sum(len(lane.marks) for lane in lanes):,} of {counted(of, 'record')} of this run"
 
 
 def _sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
@@ -854,9 +855,9 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
     counts = in_buckets(lateness)
     step = (WIDTH - 40) / len(LABELS)
     top, height = 52, 90
-    many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
-    records = "record" if max(of, len(lateness)) == 1 else "records"
-    drawn = [text(20, 12, f"lateness of {many} {records}: how far behind stream time they arrived")]
+    records = counted(max(of, len(lateness)), "record")
+    many = f"{len(lateness):,} of {records}" if of > len(lateness) else records
+    drawn = [text(20, 12, f"lateness of {many}: how far behind stream time they arrived")]
     axis = "behind stream time (m: minutes, h: hours, d: days); above each bar: records"
     drawn.append(text(WIDTH / 2, top + height + 32, axis, "middle"))
     for number, count in enumerate(counts):

@@ -23,6 +23,7 @@ from vt_dagster.errors import (
     StoreUnavailableError,
     TopologyError,
     VtDagsterError,
+    counted,
 )
 from vt_dagster.orchestration.decorators import reported_batch, step_events
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, PARTITION_END, READ, READS
@@ -172,14 +173,15 @@ def build_sensor(
         context.update_cursor(seen.text)  # a smaller batch in a later tick shows a restored table
         if news.config is None:
             held = f"; {news.description}" if news.description else ""
-            consumed = f"{0 if commit is None else commit.totals.get('in', 0)} records consumed"
-            return dg.SkipReason(f"no new {source.describe()}: batch {batch}, {consumed}{held}")
+            consumed = counted(0 if commit is None else commit.totals.get("in", 0), "record")
+            done = f"batch {batch}, {consumed} consumed"
+            return dg.SkipReason(f"no new {source.describe()}: {done}{held}")
         waited = timedelta(seconds=round(time.time() - (seen.since or 0)))
         few = news.records is not None and news.records < minimum_records
         if few and waited < maximum_wait:
             return dg.SkipReason(
-                f"{news.description}: waits for {minimum_records} records or for {maximum_wait} "
-                f"(waited {waited})"
+                f"{news.description}: waits for {counted(minimum_records, 'record')} or for "
+                f"{maximum_wait} (waited {waited})"
             )
         tags = {_ASSET: "/".join(node.path)}
         unfinished = _run_of(context, tags, _UNFINISHED)
@@ -648,7 +650,7 @@ def _stale_partitions(
 
 
 def _position_text(commit: Commit) -> str:
-    return f"batch {commit.batch}, {commit.total:,} records"
+    return f"batch {commit.batch}, {counted(commit.total, 'record')}"
 
 
 def _warn_of_partitions(

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from vt_dagster import rules
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import StorageError, counted
 from vt_dagster.provenance import explain_aggregates as aggregates
 from vt_dagster.provenance import explain_joins as joins
 from vt_dagster.provenance.explain_request import (
@@ -330,7 +330,8 @@ class Explainer:
         reasoning = Reasoning(notes=[f"{log.name} has no such row: {absent}"])
         erased = sum(log.commit.erased.values())
         if erased:
-            reasoning.note(f"{erased:,} rows of its log have been erased: it may have been one of them")
+            rows = counted(erased, "row of its log was", "rows of its log were")
+            reasoning.note(f"{rows} erased: this may be one of them")
         found = Explanation(log.name, log.operator)
         if key is not None and log.specification is None:
             found = _in_quarantine(found, log, key, reasoning)
@@ -398,9 +399,11 @@ def _in_quarantine(
 ) -> Explanation:
     """Adds the rows of a source's quarantine that mention a key, and counts them by reason."""
     rows, count = rejected(log, key)
+    what = "in quarantine that", "the key"
+    whole = counted(count, f"row {what[0]} mentions {what[1]}", f"rows {what[0]} mention {what[1]}")
     for reason in dict.fromkeys(row.reason for row in rows):
         of_it = sum(row.reason == reason for row in rows)
-        reasoning.decide(reason, f"{of_it} of the {count} rows in quarantine that mention the key")
+        reasoning.decide(reason, f"{of_it} of {whole}")
     return replace(found, rejected=tuple(rows))
 
 

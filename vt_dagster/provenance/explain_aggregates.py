@@ -28,6 +28,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
+from vt_dagster.errors import counted
 from vt_dagster.provenance.explain_request import (
     Arrivals,
     Candidate,
@@ -411,7 +412,9 @@ def _with_late(
     made = members(request, inside, left, len(inside) + missing)
     if not late:
         return made
-    request.decide(rules.WINDOW_CLOSED, f"{len(late)} records arrived after that, and are not included")
+    arrived = "arrived after that, and"
+    many = counted(len(late), f"record {arrived} is", f"records {arrived} are")
+    request.decide(rules.WINDOW_CLOSED, f"{many} not included")
     shown = left_out(request.source, late[-request.most :])
     return Derivation(made.parts, made.count, shown, len(late))
 
@@ -546,7 +549,8 @@ def too_late(
     if not near:
         return []
     reasoning.decide(
-        rules.WINDOW_CLOSED, f"all {len(near)} records of {source.name} in it arrived after that"
+        rules.WINDOW_CLOSED,
+        f"{counted(len(near), 'record')} of {source.name} in it arrived after that, and none before",
     )
     return left_out(source, near[-most:])
 
@@ -628,7 +632,8 @@ def held(
     commit = log.taken_by(name, *first.place)
     batch = "not known" if commit is None else commit.batch
     now = time_if_known(log.commit.stream_time.get(first.partition))
-    held = f"{len(taken)} updates since run {batch}: the first is of {first.timestamp}, the last"
+    many = counted(len(taken), "update")
+    held = f"{many} since run {batch}: the first is of {first.timestamp}, the last"
     if first.offset < source.head.kept_from(first.partition):
         reasoning.note(f"records of {name} are gone, so the first update is not known{source.limit}")
         held = "its last update"

@@ -63,7 +63,7 @@ from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import RAW, SOURCE
-from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.errors import SourceError, StorageError, counted
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import last_export
@@ -432,8 +432,9 @@ class Searched:
         return cls(found.searched, found.rows, found.old, found.version, len(found.places))
 
     def __str__(self) -> str:
-        files = "unknown number of files" if self.files is None else f"{self.files} files"
-        return f"{self.erased} of {self.rows} rows, {self.old} old rows, {files}"
+        files = "unknown number of files" if self.files is None else counted(self.files, "file")
+        rows, old = counted(self.rows, "row"), counted(self.old, "old row")
+        return f"{self.erased:,} of {rows}, {old}, {files}"
 
 
 class Certificate(Intent):
@@ -528,11 +529,12 @@ def find_other_copies(
             continue
         rows = parquet.read(spark, path) if rows is None else rows
         rows = with_columns(rows, _of_other_types(schema, key))
-        counted = [F.count_if(hit).alias(column) for column, hit in columns.items()]
-        counts = rows.agg(*counted).collect()[0]
+        sums = [F.count_if(hit).alias(column) for column, hit in columns.items()]
+        counts = rows.agg(*sums).collect()[0]
         found += [
-            f"{name}: {counts[column]} rows have the key in {column}, which is not derived from the "
-            f"erased asset: erase it there too (vt-dagster erase … {name}), or replay and swap {name}"
+            f"{name}: {counted(counts[column], 'row has', 'rows have')} the key in {column}, which is "
+            f"not derived from the erased asset: erase it there too (vt-dagster erase … {name}), or "
+            f"replay and swap {name}"
             for column in columns
             if counts[column]
         ]
@@ -717,12 +719,12 @@ def _files(store: AssetStore, taken: Mapping[str, Any], key: Key, mend: str) -> 
     ]
     if gone:
         yield (
-            f"landing files: {len(gone):,} that {node.name} was read from are no longer in "
-            f"{source.path}, {_named(gone, key)}: if they were moved, delete the key there"
+            f"landing files: {counted(len(gone), 'is', 'are')} no longer in {source.path}, of those "
+            f"that {node.name} was read from, {_named(gone, key)}: if moved, delete the key there"
         )
     if counts:
         yield (
-            f"landing files: {len(counts):,} of {len(there):,} in {source.path} have the key, "
+            f"landing files: the key is in {len(counts):,} of {len(there):,} in {source.path}, "
             f"{_named([*counts], key, counts)}: {mend}"
         )
 
@@ -782,7 +784,7 @@ def _named(names: Sequence[str], key: Key, rows: Mapping[str, int] | None = None
         clean = name
         for value in key.values or ():
             clean = clean.replace(value, "…") if isinstance(value, str) and value else clean
-        texts.append(clean if rows is None else f"{clean} ({rows[name]:,} rows)")
+        texts.append(clean if rows is None else f"{clean} ({counted(rows[name], 'row')})")
     left = len(names) - len(texts)
     return ", ".join(texts) + (f" and {left:,} more" if left else "")
 

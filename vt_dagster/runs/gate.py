@@ -60,7 +60,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, START, Reason, as_json
 from vt_dagster.core.versioned_table import is_refused
-from vt_dagster.errors import ContractError, TopologyError
+from vt_dagster.errors import ContractError, TopologyError, counted
 from vt_dagster.sources.base import Pinned
 from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -693,9 +693,10 @@ def check_bad_share(node: Stream, source: Pinned, rows: DataFrame, counts: Mappi
     texts = [_text(r[3]) for r in worst if r[2] == Reason.UNREADABLE]
     hint = hint_of(texts, node.schema, node.source)
     raise ContractError(
-        f"{node.name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
-        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. {hint}Fix the input, or "
-        "raise max_bad_share of the source to send them to quarantine"
+        f"{node.name}: {bad:,} of {counted(total, 'record is', 'records are')} bad "
+        f"({bad / total:.1%}), expected at most {source.max_bad_share:.1%}; nothing was committed. "
+        f"{examples}. {hint}Fix the input, or raise max_bad_share of the source to send them to "
+        "quarantine"
     )
 
 

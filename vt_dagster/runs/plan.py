@@ -26,6 +26,7 @@ from vt_dagster.errors import (
     StorageError,
     TopologyError,
     VtDagsterError,
+    counted,
 )
 from vt_dagster.runs.pin import before_of, from_source, require_consumable
 from vt_dagster.runs.replay import (
@@ -349,8 +350,8 @@ def _require_as_many(live: AssetStore, new: AssetStore) -> None:
         (taken, found), name = lost, "/".join(live.node.path)
         path = "/".join(new.node.path)
         raise SourceError(
-            f"{name}: expected the {taken:,} records of its source that its log was made of, got "
-            f"{found:,}: the others no longer exist, and are missing in {path}. To accept that, "
+            f"{name}: expected the {counted(taken, 'record')} of its source that its log was made of, "
+            f"got {found:,}: the others no longer exist, and are missing in {path}. To accept that, "
             f"compare the two (vt-dagster compare {name} {path}), swap them (vt-dagster swap {name} "
             f"{path}) and run this again; else put them back, and remove the directory {path} of the "
             "warehouse"

@@ -26,6 +26,7 @@ from vt_dagster.core.as_of_join import HORIZON, KNOWN_AT, SINCE, UNTIL
 from vt_dagster.core.processor import Input, RunContext, TimePolicy
 from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
 from vt_dagster.core.stream_time import Bounds, mean_and_most, running_max
+from vt_dagster.errors import counted
 from vt_dagster.runs.pin import Arrival, Store
 from vt_dagster.storage.commit_log import Commit, Step
 from vt_dagster.storage.spark_reader import Head
@@ -224,7 +225,7 @@ class TableSystemTimeHistory:
     @property
     def description(self) -> str:
         """The number of rows looked up in the log, in words."""
-        return f"{self.doubtful:,} records by the log, as to what was known"
+        return f"{counted(self.doubtful, 'record')} by the log, as to what was known"
 
     def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
         found = doubtful.agg(

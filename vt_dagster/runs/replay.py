@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import as_json
-from vt_dagster.errors import RecordsGoneError, SourceError, StorageError
+from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, counted
 from vt_dagster.runs.pin import Stores, times_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.delta_source import DELTA, DeltaSource, ForeignTable
@@ -141,9 +141,9 @@ def require_files(live: AssetStore, instead: str) -> None:
         return
     if gone := source.gone(live.consumed_files(head)):
         raise SourceError(
-            f"{live.node.name}: expected all files that its log was made of, got {len(gone):,} that "
-            f"are no longer in {source.path}, for example {gone[0]}: their records would be missing "
-            f"in the new log. Put them back, or {instead}"
+            f"{live.node.name}: expected all files that its log was made of, got "
+            f"{counted(len(gone), 'that is', 'that are')} no longer in {source.path}, for example "
+            f"{gone[0]}: their records would be missing in the new log. Put them back, or {instead}"
         )
 
 
@@ -173,8 +173,8 @@ def erased_keys_warning(live: AssetStore) -> str:
     if not erased:
         return ""
     return (
-        f"! {live.node.name}: {erased:,} rows were erased from its log, and its source is read again: "
-        "if it still has them, they come back. Erase the key again afterwards"
+        f"! {live.node.name}: {counted(erased, 'row was', 'rows were')} erased from its log, and its "
+        "source is read again: if it still has them, they come back. Erase the key again afterwards"
     )
 
 

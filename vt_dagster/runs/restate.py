@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import RecordsGoneError, SourceError, StorageError
+from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, counted
 from vt_dagster.runs.plan import require_restatable
 from vt_dagster.runs.replay import (
     erased_keys_warning,
@@ -249,7 +249,8 @@ class _Restatement:
         require_history(node, self._live, keep, longer)
         if keep is not None:
             self._require_nothing_earlier(node, keep)
-        what = f"keeps {keep.total:,} of {head.commit.total:,} results" if keep else f"replayed: {why}"
+        of = counted(head.commit.total, "result")
+        what = f"keeps {keep.total:,} of {of}" if keep else f"replayed: {why}"
         self.say(f"{node.name}: {what}")
         return Step(path=path_of(node), keep=keep, why=why)
 
@@ -342,8 +343,9 @@ class _Restatement:
             joined += [(p, ends.get(p, 0), upto) for p in head.commit.next_offset]
         if unknown:
             self.say(
-                f"! {node.name}: the versions of {table.name} that {unknown} batches read are gone: "
-                "its state then is taken from recorded_at"
+                f"! {node.name}: the versions of {table.name} that "
+                f"{counted(unknown, 'batch', 'batches')} read are gone: its state then is taken from "
+                "recorded_at"
             )
         if not joined:
             return
@@ -413,9 +415,9 @@ class _Restatement:
         if lost is not None:
             self.fs.rm(self.root, recursive=True)  # start again: returning files must be read in order
             raise SourceError(
-                f"{node.name}: expected the {lost[0]:,} records of its source that its log was made "
-                f"of, got {lost[1]:,}: the others no longer exist and would be missing in the new "
-                "log. Put them back and run it again, or restate only the assets derived from it"
+                f"{node.name}: expected the {counted(lost[0], 'record')} of its source that its log "
+                f"was made of, got {lost[1]:,}: the others no longer exist and would be missing in the "
+                "new log. Put them back and run it again, or restate only the assets derived from it"
             )
         try:
             # New files may be as many records as those that no longer exist.

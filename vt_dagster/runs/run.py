@@ -60,7 +60,7 @@ from vt_dagster.core.as_of_join import JoinStrategy, Tiles, level_for, max_versi
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
 from vt_dagster.core.processor import Input, Lookup, Processor, RunContext, RunPlan
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import ContractError, TopologyError
+from vt_dagster.errors import ContractError, TopologyError, counted
 from vt_dagster.runs.commit_document import (
     document,
     ends_of,
@@ -220,14 +220,15 @@ def join_strategy(
         counts = view.groupBy(*table.key).count()
         most = counts.agg(F.max("count")).collect()[0][0] or 0
         if most <= _FEW_OF_A_KEY:
-            reason = f"broadcast: the table has at most {versions:,} versions, and {most} per key"
+            many = counted(versions, "version")
+            reason = f"broadcast: the table has at most {many}, and {most} per key"
             return "broadcast", reason
     tiles, most = tiles_of(view, key=table.key, first=span[0], last=span[1])
     if most > _FEW_IN_A_TILE:
         return "sorted", (
             f"sorted: {most:,} versions of a key may be in one tile of time, more than {_FEW_IN_A_TILE}"
         )
-    return tiles, f"tiled: at most {most} versions of a key in a tile of time"
+    return tiles, f"tiled: at most {counted(most, 'version')} of a key in a tile of time"
 
 
 def tiles_of(

@@ -21,7 +21,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.source_records import as_json
 from vt_dagster.core.stream_table_join import Feature, matched_by, with_features
 from vt_dagster.core.table_store import as_read
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import StorageError, counted
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside, write_in
 from vt_dagster.runs.pin import not_ready, require_inputs_unchanged
@@ -154,9 +154,9 @@ class TrainingRun:
                 rows = rows.drop(*matched)
                 if pinned is not None and (made.rows, made.hash) != (pinned.rows, pinned.hash):
                     raise StorageError(
-                        f"{declared.name}: expected the {pinned.rows} rows with hash {pinned.hash} "
-                        f"that the manifest has, got {made.rows} with {made.hash} from the same "
-                        "positions: a log was changed, a table has another history_retention, "
+                        f"{declared.name}: expected the {counted(pinned.rows, 'row')} with hash "
+                        f"{pinned.hash} that the manifest has, got {made.rows} with {made.hash} from "
+                        "the same positions: a log was changed, a table has another history_retention, "
                         "valid_until or new_version_on, or another version of the library made the "
                         "set; make the set without a manifest"
                     )

@@ -25,7 +25,7 @@ from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError, counted
 from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import last_export
 from vt_dagster.runs.pin import retained_from
@@ -160,8 +160,8 @@ class _Log:
         require_free(self.warehouse, posixpath.join(*self.node.path))
         self._truncate(head, upto)
         self.say(
-            f"{self.node.name}: {gone:,} records were truncated from its log; it can be read as known "
-            f"at {in_utc(upto.recorded_at)} or later"
+            f"{self.node.name}: {counted(gone, 'record was', 'records were')} truncated from its log; "
+            f"it can be read as known at {in_utc(upto.recorded_at)} or later"
         )
         return gone
 

@@ -29,7 +29,7 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.log_columns import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json, time_of
-from vt_dagster.errors import ContractError, SourceError
+from vt_dagster.errors import ContractError, SourceError, counted
 from vt_dagster.sources.base import Limited, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
@@ -652,9 +652,9 @@ class Given:
     def _changed(self, name: str, known: Sequence[Any], found: Frame) -> SourceError:
         return SourceError(
             f"{self.node.name}: expected the rows of partition {name} as consumed by an earlier run "
-            f"({known[1]} rows), got other rows ({found.count}); nothing was committed. A partition is "
-            "consumed once. To add these rows as new records (a row of the same key and time replaces "
-            "the old one, others are kept), run with the tag vt_dagster/take_again = true"
+            f"({counted(known[1], 'row')}), got other rows ({found.count:,}); nothing was committed. A "
+            "partition is consumed once. To add these rows as new records (a row of the same key and "
+            "time replaces the old one, others are kept), run with the tag vt_dagster/take_again = true"
         )
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
-from vt_dagster.errors import SourceError, VtDagsterError
+from vt_dagster.errors import SourceError, VtDagsterError, counted
 from vt_dagster.sources.avro import with_types
 from vt_dagster.sources.base import of_id
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
@@ -828,8 +828,9 @@ def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) 
             )
             continue
         texts += [
-            f"topic {topic}, partition {p}: {there - first} offsets are gone: {first} is the next "
-            f"offset to consume, {there} the first available one (the topic's retention has passed)"
+            f"topic {topic}, partition {p}: {counted(there - first, 'offset is', 'offsets are')} gone: "
+            f"{first} is the next offset to consume, {there} the first available one (the topic's "
+            "retention has passed)"
             for p, (first, there) in missing.items()
         ]
     return "; ".join(texts)

@@ -30,7 +30,7 @@ from vt_dagster.core.source_records import (
     TRUNCATES,
     UNCHANGED,
 )
-from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
+from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError, counted
 from vt_dagster.sources.base import (
     End,
     Limited,
@@ -428,7 +428,7 @@ class KafkaSource:
         if not config:
             held = f"{pinned.held_back} offset(s) are in open transactions, or behind one"
             return News(description=held if pinned.held_back else "")
-        return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
+        return News({"ranges": config}, f"{counted(records + pinned.behind, 'offset')} behind", records)
 
     def _require_append_time(self) -> None:
         for topic, kind in self.cluster.timestamp_types(self.topics).items():

@@ -33,7 +33,7 @@ from vt_dagster.core.source_records import (
     as_json,
     difference,
 )
-from vt_dagster.errors import ContractError, SourceError, TopologyError
+from vt_dagster.errors import ContractError, SourceError, TopologyError, counted
 from vt_dagster.sources.base import (
     End,
     Limited,
@@ -227,9 +227,10 @@ def _check_share(what: str, bad: int, dump: DataFrame, source: Any, node: Stream
         some = dump.where(F.col(UNREAD).isNotNull()).orderBy(SOURCE, POSITION).limit(3)
         hint = hint_of([str(row[0]) for row in some.select(UNREAD).collect()], node.schema, source)
         raise ContractError(
-            f"{what}: {bad:,} of {rows:,} rows are bad ({bad / rows:.1%}): unreadable, without a key, "
-            f"or with a duplicate key; expected at most {most:.1%}; nothing was committed. "
-            f"{hint}Repair the dump, or raise max_bad_share of the source to send them to quarantine"
+            f"{what}: {bad:,} of {counted(rows, 'row is', 'rows are')} bad ({bad / rows:.1%}): "
+            f"unreadable, without a key, or with a duplicate key; expected at most {most:.1%}; nothing "
+            f"was committed. {hint}Repair the dump, or raise max_bad_share of the source to send them "
+            "to quarantine"
         )
 
 
@@ -245,7 +246,7 @@ def _check_size(what: str, found: Mapping[str, int], held: DataFrame, most: floa
         )
     if deleted > most * there:
         raise SourceError(
-            f"{what} lacks {deleted:,} of the {there:,} rows that the table holds "
+            f"{what} lacks {deleted:,} of the {counted(there, 'row')} that the table holds "
             f"({deleted / there:.0%}), expected at most {most:.0%} (max_shrink); nothing was committed."
             " Check whether it is complete; if it is, run once with accept_shrink: true"
         )
@@ -374,7 +375,8 @@ class PinnedDump(Limited):
 
     def describe(self, schema: StructType) -> list[str]:
         assert self.dump is not None
-        more = f"; {len(self.waiting):,} more wait, each for a run of its own" if self.waiting else ""
+        many = counted(len(self.waiting), "more waits", "more wait, each")
+        more = f"; {many} for a run of its own" if self.waiting else ""
         lines = [f"takes the dump {self.dump.name}, {self.dump.size / 1000:,.1f} kB{more}"]
         if self.accepted:
             lines.append("!accepts any number of deletions (accept_shrink)")

@@ -43,6 +43,7 @@ from vt_dagster.errors import (
     StorageError,
     StoreUnavailableError,
     VtDagsterError,
+    counted,
 )
 from vt_dagster.spark.jars import one_line
 
@@ -586,7 +587,7 @@ def last_commit(path: str) -> Committed | None:
             )
         return None
     raise StorageError(
-        f"{path} is a Delta table, but none of its {len(newer)} commits was written by "
+        f"{path} is a Delta table, but none of its commits was written by "
         "vt_dagster: expected a table that only vt_dagster appends to; give the asset another "
         "warehouse directory or move that table away"
     )
@@ -857,8 +858,8 @@ def require_rows(path: str, files: Collection[File], expected: int) -> None:
     if found == expected or any(file.rows == 0 for file in files):  # 0: a file without statistics
         return
     raise StorageError(
-        f"{asset_of(path)}: expected {expected:,} rows in the files of {path}, as its last commit "
-        f"counts, but they have {found:,}: its _delta_log is damaged or was edited; "
+        f"{asset_of(path)}: expected {counted(expected, 'row')} in the files of {path}, as its last "
+        f"commit counts, but they have {found:,}: its _delta_log is damaged or was edited; "
         f"nothing was read. {way_out(path)}"
     )
 

@@ -26,7 +26,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
-from vt_dagster.errors import ConcurrentRunError, StorageError, StoreUnavailableError
+from vt_dagster.errors import ConcurrentRunError, StorageError, StoreUnavailableError, counted
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import in_one_task
 from vt_dagster.storage.delta import (
@@ -371,9 +371,9 @@ def _require_count(asset: str, adds: list[AddAction], expected: int) -> None:
     found = sum(json.loads(one.stats)["numRecords"] for one in adds)
     if found != expected:
         raise StorageError(
-            f"{asset}: expected {expected:,} rows in the files that Spark has written, as the run has "
-            f"counted, got {found:,}: Spark has computed them again with another result, or a file "
-            "system has lost or added files; nothing was committed. Run again"
+            f"{asset}: expected {counted(expected, 'row')} in the files that Spark has written, as the "
+            f"run has counted, got {found:,}: Spark has computed them again with another result, or a "
+            "file system has lost or added files; nothing was committed. Run again"
         )
 
 
