@@ -307,6 +307,17 @@ def test_ended_version_does_not_match() -> None:
     assert now.tolist() == [0, 0, -1, 1, 1, 1, 1, -1]
 
 
+def test_suggested_length_in_words() -> None:
+    """A grace period is exclusive: it suffices from a microsecond more on."""
+    grace = Lateness("j", "stream_table_join", "grace_period", (), 0.1, timedelta(microseconds=1))
+    assert grace.suggestion == "just over 0 seconds"
+    longer = replace(grace, suggested=timedelta(minutes=3, microseconds=1))
+    assert longer.suggestion == "just over 3 minutes"
+    assert replace(grace, suggested=timedelta(0)).suggestion == "0 seconds"
+    retention = replace(longer, what="history_retention")
+    assert retention.suggestion == "3 minutes 1 µs"
+
+
 def test_lateness_command_and_check(lab: Lab, tmp_path: Path) -> None:
     drawn = tmp_path / "lateness.svg"
     args = ["lateness", "join0", "--grace", "0s,3m", "--at-most", "10%", "--warehouse", lab.warehouse]

@@ -258,7 +258,7 @@ def _lateness_lines(found: Lateness) -> list[str]:
     if found.at_most is not None and found.suggested is not None:
         what = found.what.replace("_", " ")
         lines.append(
-            f"> at most {share(found.at_most)} wrong: the shortest {what} is {spoken(found.suggested)}"
+            f"> at most {share(found.at_most)} wrong: the shortest {what} is {found.suggestion}"
         )
     return [*lines, *found.notes]
 

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import reduce
 from operator import and_
 from pathlib import Path
@@ -45,7 +46,7 @@ from vt_dagster.provenance.explain_request import Condition, Explanation, Log, R
 from vt_dagster.provenance.lateness import share
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, of_key
-from vt_dagster.topology.durations import epoch_micros, parse_time
+from vt_dagster.topology.durations import epoch_micros, parse_time, spoken
 
 DEEP, WIDE = 3, 6
 """Maximum number of upstream steps, and of inputs for each record."""
@@ -366,11 +367,18 @@ def _seconds(amount: float) -> str:
     return " ".join(parts) or "0 s"
 
 
+def _grace(length: timedelta) -> str:
+    """Returns a length to declare: one below a second is not 0."""
+    short = timedelta(0) < length < timedelta(seconds=1)
+    return spoken(length) if short else _seconds(length.total_seconds())
+
+
 _FILTERS: dict[str, Any] = {
     "bytes": _bytes,
     "count": lambda n: f"{n:,}",
     "counted": counted,
     "seconds": _seconds,
+    "grace": _grace,
     "time": lambda micros: "" if micros is None else time_text(micros),
     "utc": lambda micros: "" if micros is None else time_text(micros, exact=True),
     "date_and_time": lambda micros: [*time_text(micros).partition(" ")[::2]],

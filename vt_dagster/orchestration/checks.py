@@ -463,7 +463,7 @@ def _metadata(found: Lateness) -> dict[str, Any]:
         metadata |= {"wrong": one.wrong, "of": one.of, "share": one.share}
     if found.suggested is not None:
         metadata[f"suggested_{found.what}_seconds"] = found.suggested.total_seconds()
-        metadata["suggestion"] = dg.MetadataValue.text(f"a {what} of {spoken(found.suggested)}")
+        metadata["suggestion"] = dg.MetadataValue.text(f"a {what} of {found.suggestion}")
     if found.notes:
         metadata["notes"] = dg.MetadataValue.text("\n".join(found.notes))
     metadata["choices"] = _table([_row(one) for one in found.choices])

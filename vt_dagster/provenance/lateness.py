@@ -456,6 +456,15 @@ class Lateness:
             return self.suggested is not None
         return self.declared.share <= self.at_most
 
+    @property
+    def suggestion(self) -> str:
+        """``suggested`` in words. A grace period must exceed a lateness, in microseconds; a retention
+        includes it."""
+        length = self.suggested or timedelta(0)
+        if not length or self.what == "history_retention":
+            return spoken(length)
+        return f"just over {spoken(length - timedelta(microseconds=1))}"
+
     def of(self, length: timedelta) -> Choice:
         """Returns the one of ``choices`` with this length."""
         return next(one for one in self.choices if one.length == length)
