@@ -35,7 +35,7 @@ from pyspark.sql.types import (
 
 import vt_dagster
 from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError, TopologyError
-from vt_dagster.runs.replay import compare, replay
+from vt_dagster.runs.replay import compare, replay, swap
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.settings import settings
@@ -348,6 +348,26 @@ def test_partition_column_keeps_its_type(changed: Changed) -> None:
     kinds = {**AFTER, "must": LongType()}
     table = replace(changed.live.prices, schema=schema(kinds), partition_by="pmod(hash(must), 4)")
     refused(changed.live, table, "must: int -> bigint, which is part of the key or the partitioning")
+
+
+def test_other_kind_and_key_by_replay_and_swap(tmp_path: Path, spark: SparkSession) -> None:
+    """The way out that the refusal names."""
+    live = Live(tmp_path, schema(BEFORE))
+    land_first(live)
+    run_once(live.prices, stores_of(live.warehouse, spark))
+    stream = Stream(
+        "prices", key="cat", schema=schema(BEFORE), timestamp="at", source=live.prices.source
+    )
+    refused(
+        live, stream, "declared as stream keyed by ['cat'], but its tables were written as versioned"
+    )
+    copy = replay(live.warehouse, stream, "prices_anew", spark).head()
+    swap(live.warehouse, "prices", "prices_anew")
+    live.land("prices", "2.jsonl", price("d", 30, 1, gone=True))
+    assert copy is not None
+    commit = run_once(stream, stores_of(live.warehouse, spark)).commit
+    assert commit is not None
+    assert (commit.batch, commit.shape.kind) == (copy.commit.batch + 1, "stream")
 
 
 def test_concurrent_runs_add_columns_once(tmp_path: Path, spark: SparkSession) -> None:

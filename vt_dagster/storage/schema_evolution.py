@@ -395,8 +395,8 @@ def require_shape(node: Stream, shape: Shape) -> None:
         raise StorageError(
             f"{node.name}: declared as {declared.kind} keyed by "
             f"{declared.key}, but its tables were written as {shape.kind} keyed by "
-            f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), or "
-            "give the new asset another name"
+            f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), give "
+            "the new asset another name, or rebuild it beside the old one (vt-dagster replay) and swap"
         )
     changed = node.changed_definition(shape.specification)
     if changed:
