@@ -592,6 +592,14 @@ def test_avro_aliases_and_defaults_of_nested_records(spark: SparkSession) -> Non
     assert found == [{"one": one, "some": [two], "by": {"k": three}, "any": four}]
 
 
+def test_misfit_names_the_schema_and_the_subject(spark: SparkSession) -> None:
+    with Registry() as registry:
+        registry.subjects = {"a-value": [V1], "b-value": [of_fields(("id", "string"))]}
+        odd, wanted = Avro(registry=SchemaRegistry(registry.url)), StructType().add("id", "boolean")
+        with pytest.raises(SourceError, match=r"schema 11 of the subject 'a-value': id is long in the"):
+            odd.decode(F.col("m"), wanted, {"b-value": True, "a-value": True}, "read")
+
+
 def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the client retries after seconds
     with pytest.raises(SourceError, match=r"the schema registry at http://127\.\S+ did not answer"):
@@ -605,7 +613,13 @@ def test_unreachable_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     with Registry() as registry:
         registry.subjects = {"orders-value": [{"type": "Unit"}], "Unit": [{}]}
         registry.references = {"orders-value": ["Unit"]}
-        with pytest.raises(SourceError, match=r"expected an Avro schema, got '\{\}': KeyError 'type'"):
+        said = (
+            r"^schema 11 of the subject 'orders-value' .* an Avro schema, got '\{\}': KeyError 'type'"
+        )
+        with pytest.raises(SourceError, match=said):
+            SchemaRegistry(registry.url).schemas("orders-value")
+        registry.subjects, registry.references = {"orders-value": [V1, {"type": "Unit"}]}, {}
+        with pytest.raises(SourceError, match=r"^schema 12 of the .*'Unit' is not defined"):
             SchemaRegistry(registry.url).schemas("orders-value")
 
     def times_out(*_: Any) -> None:

@@ -23,7 +23,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError, VtDagsterError, counted
-from vt_dagster.sources.avro import with_types
+from vt_dagster.sources.avro import node_of, with_types
 from vt_dagster.sources.base import of_id
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.options import check_types
@@ -635,7 +635,7 @@ class SchemaRegistry:
                 "ca_location has its certificate, then run again"
             ) from None
         return {
-            int(one.schema_id or 0): _with_references(one.schema, more)
+            int(one.schema_id or 0): _checked(one, subject, more)
             for one, more in zip(found, types, strict=True)
         }
 
@@ -660,9 +660,19 @@ def _references(client: Any, schema: Any) -> dict[str, str]:
     return types
 
 
-def _with_references(schema: Any, types: Mapping[str, str]) -> str:
+def _checked(registered: Any, subject: str, types: Mapping[str, str]) -> str:
+    """Returns the text of an Avro schema with the types that it refers to."""
+    schema = registered.schema
     is_avro = types and schema.schema_type == "AVRO"
-    return with_types(schema.schema_str, types) if is_avro else str(schema.schema_str)
+    try:
+        text = with_types(schema.schema_str, types) if is_avro else str(schema.schema_str)
+        node_of(text)
+    except SourceError as error:
+        raise SourceError(
+            f"schema {registered.schema_id} of the subject {subject!r} in the registry: expected "
+            f"one that can be read, got: {error}"
+        ) from None
+    return text
 
 
 # Kafka messages

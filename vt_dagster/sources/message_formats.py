@@ -439,10 +439,13 @@ class Avro(Format):
             StructType([*nullable(wanted).fields, StructField(READ, BooleanType())])
         )
         parsed, known = dict[str, Column](), dict[int, tuple[str, str]]()
-        for schemas in self._schemas(subjects):
-            newest = next(reversed(schemas.values()), NO_SCHEMA)
+        for subject, schemas in self._schemas(subjects).items():
+            last, newest = next(reversed(schemas.items()), (0, NO_SCHEMA))
             if schemas and (odd := avro.misfits(newest, wanted, self.reading)):
-                raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
+                raise SourceError(
+                    f"Avro: schema {last} of the subject {subject!r}: {'; '.join(odd)}; correct the "
+                    "columns, or the schema"
+                )
             for id_, schema in schemas.items():
                 # Two subjects may share a schema: if it is the newest of one, the other's newest has
                 # more aliases and defaults.
@@ -459,17 +462,19 @@ class Avro(Format):
         reason = reason.when(row[READ].isNull(), Reason.UNREADABLE)
         return Decoded(parsed, row, reason, null=_is_null(row))
 
-    def _schemas(self, subjects: Mapping[str, bool]) -> list[dict[int, str]]:
-        """Returns the schemas of each subject to read. One may be missing, if another one is there."""
+    def _schemas(self, subjects: Mapping[str, bool]) -> dict[str, dict[int, str]]:
+        """Returns the schemas of each subject to read, by id. Those of one may be missing, if another
+        one has some."""
         assert self.registry is not None
         names = sorted(subjects, key=lambda name: not subjects[name])
         asked = [name for name in names if subjects[name]]
         if self.subject is None and len(names) > 1:
             found = (self.registry.schemas(name, optional=True) for name in names)
-            known = [*islice(found, len(asked))]
-            if not asked or any(known) or any(found):
+            known = dict(zip(asked, islice(found, len(asked)), strict=True))
+            if not asked or any(known.values()) or any(found):
                 return known
-        return [self.registry.schemas(self.subject or asked[0])] if asked else []
+        subject = self.subject or next(iter(asked), "")
+        return {subject: self.registry.schemas(subject)} if asked else {}
 
 
 def _is_null(row: Column) -> Column:
