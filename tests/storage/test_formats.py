@@ -441,18 +441,21 @@ def test_avro_with_registry(spark: SparkSession, orders: tuple[bytes, bytes], re
 def test_avro_subjects_of_several_topics(
     spark: SparkSession, orders: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each topic that is read has a subject, with its own newest schema. Two may have one schema, and
-    a topic may have none."""
+    """Each topic that is read has a subject, with its own newest schema. Several may have one schema,
+    and a topic may have none."""
     sent = "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary"
-    messages = [framed(11, orders[0]), framed(13, orders[1]), framed(11, orders[0]), b"text"]
-    columns = [(t, 0, 0, AT, None, bytearray(m)) for t, m in zip("vxyz", messages, strict=True)]
+    first = framed(11, orders[0])
+    messages = [first, first, framed(13, orders[1]), first, b"text"]
+    columns = [(t, 0, 0, AT, None, bytearray(m)) for t, m in zip("vwxyz", messages, strict=True)]
     rows = spark.createDataFrame(columns, sent)
     monkeypatch.setattr(kafka_source, "read_messages", lambda *_, **__: rows)
     with Registry() as running:
         cut = {**V1, "fields": V1["fields"][:1]}
         running.subjects = {"v-value": [V1], "x-value": [cut, V2], "y-value": [V1, V3]}
+        other = {**V1, "fields": [*V1["fields"], {**_NEWER[0], "default": 41}]}
+        running.subjects["w-value"] = [V1, other]
         value = Avro(registry=SchemaRegistry(running.url))
-        source = KafkaSource(KafkaCluster("localhost:1"), [*"uvxyz"], value=value)
+        source = KafkaSource(KafkaCluster("localhost:1"), [*"uvwxyz"], value=value)
         wanted = StructType([*WANTED.fields]).add("size", "integer")
 
         def read(topics: str) -> list[Row]:
@@ -460,17 +463,17 @@ def test_avro_subjects_of_several_topics(
             found = source.read(spark, ranges, key=["id"], schema=wanted)
             return found.where(F.col("_source").isin([*topics])).orderBy("_source").collect()
 
-        found = read("vxyz")
+        found = read("vwxyz")
         alone = read("uz")
         source = KafkaSource(KafkaCluster("localhost:1"), [*"uz"], value=value)
         with pytest.raises(SourceError, match=r"'u-value' in the schema registry .* \(404\)"):
             read("u")
     assert read("") == []  # without a registry that runs
     assert [(one["id"], one["name"], one["at"], one[REASON]) for one in found] == [
-        *[(7, "x", AT, None)] * 3,
+        *[(7, "x", AT, None)] * 4,
         (None, None, None, "unreadable"),
     ]
-    assert found[2]["size"] == 40
+    assert [one["size"] for one in found] == [None, 41, None, 40, None]
     assert [one[REASON] for one in alone] == ["unreadable"]
 
 

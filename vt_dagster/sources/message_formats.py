@@ -34,7 +34,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster.core.source_records import Reason
+from vt_dagster.core.source_records import SOURCE, Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import COUNTS_IF, NO_SCHEMA, READ, read_avro, row_of
@@ -438,7 +438,7 @@ class Avro(Format):
         row: Any = F.lit(None).cast(
             StructType([*nullable(wanted).fields, StructField(READ, BooleanType())])
         )
-        parsed, known = dict[str, Column](), dict[int, tuple[str, str]]()
+        parsed, known = dict[str, Column](), dict[int, tuple[str, dict[str, list[str]]]]()
         for subject, schemas in self._schemas(subjects).items():
             last, newest = next(reversed(schemas.items()), (0, NO_SCHEMA))
             if schemas and (odd := avro.misfits(newest, wanted, self.reading)):
@@ -447,15 +447,16 @@ class Avro(Format):
                     "columns, or the schema"
                 )
             for id_, schema in schemas.items():
-                # Two subjects may share a schema: if it is the newest of one, the other's newest has
-                # more aliases and defaults.
-                if id_ not in known or known[id_] == (schema, schema):
-                    known[id_] = schema, newest
-        for id_, (schema, newest) in known.items():
-            name = f"{into}_{id_}"
-            parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema))
-            found = row_of(F.col(name), schema, wanted, self.reading, newest)
-            row = F.when(number == id_, found).otherwise(row)
+                by_newest = known.setdefault(id_, (schema, {}))[1]
+                by_newest.setdefault(newest, []).append(subject.rpartition("-")[0])
+        for id_, (schema, by_newest) in known.items():
+            name, is_own = f"{into}_{id_}", number == id_
+            parsed[name] = F.when(is_own, read_avro(_unframed(message), schema))
+            for place, (newest, topics) in enumerate(by_newest.items()):
+                # Subjects of several topics may share a schema, each with another newest one.
+                is_read = is_own & F.col(SOURCE).isin(topics) if place else is_own
+                found = row_of(F.col(name), schema, wanted, self.reading, newest)
+                row = F.when(is_read, found).otherwise(row)
         parsed[f"{into}_row"], row = once(row), F.col(f"{into}_row")
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
