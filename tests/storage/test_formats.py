@@ -1211,12 +1211,13 @@ def test_avro_refuses_schemas_that_are_none(kind: Any, why: str) -> None:
 
 
 def test_avro_definitions_that_are_equal() -> None:
-    """A type may be defined again in the same way, and after its use. A namespace of null is none."""
+    """A type may be defined again in the same way, and after its use. A namespace of null is none, and
+    a field's order is ascending."""
     enum = {"type": "enum", "name": "E", "symbols": ["A"]}
     again = {**enum, "name": "a.E", "doc": "again", "aliases": ["F"]}
     one = of_fields(("e", enum), ("x", {"type": "long"}), name="P", namespace="a")
     two = of_fields(("e", "E"), ("x", "long"), name="P", namespace=None)
-    two["fields"][0]["doc"] = "again"
+    two["fields"][0] |= {"doc": "again", "order": "ascending"}
     twice = of_fields(("one", one), ("two", two), ("e", again), namespace="a")
     found = node_of(json.dumps(twice)).fields
     assert [part.type for part in found.values()] == ["record", "record", "enum"]

@@ -199,7 +199,8 @@ class _Parser:
         if kind in _WITH_FIELDS:
             fields = [{**one, "type": self.define(one["type"], space)} for one in schema["fields"]]
             found["fields"] = [
-                {k: v for k, v in one.items() if k not in ("doc", "aliases")} for one in fields
+                {"order": "ascending"} | {k: v for k, v in one.items() if k not in ("doc", "aliases")}
+                for one in fields
             ]
         self.known.setdefault(name, (schema, space))
         if self._plain.setdefault(name, found | {"name": name}) != found | {"name": name}:
