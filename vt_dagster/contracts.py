@@ -42,7 +42,7 @@ from vt_dagster.runs.gate import (
     versions_do_not_overlap,
 )
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.schema import pandera_schema
+from vt_dagster.topology.options import pandera_schema
 
 __all__ = [
     "contract",

@@ -66,8 +66,7 @@ from vt_dagster.storage.schema_evolution import never_null
 from vt_dagster.topology.durations import as_time as utc_time
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.options import set_options, shown_options
-from vt_dagster.topology.schema import pandera_schema
+from vt_dagster.topology.options import pandera_schema, set_options, shown_options
 
 # Op names
 

@@ -64,7 +64,8 @@ from vt_dagster.errors import ContractError, TopologyError, counted
 from vt_dagster.sources.base import Pinned
 from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.schema import pandera_schema, same
+from vt_dagster.topology.options import pandera_schema
+from vt_dagster.topology.schema import same
 
 # Invariants
 

@@ -58,8 +58,8 @@ from vt_dagster.storage.commit_log import Shape
 from vt_dagster.storage.delta import filesystem, is_local
 from vt_dagster.topology.durations import in_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.options import options_in_commit
-from vt_dagster.topology.schema import earlier_names, named, pandera_schema, same, was
+from vt_dagster.topology.options import options_in_commit, pandera_schema
+from vt_dagster.topology.schema import earlier_names, named, same, was
 from vt_dagster.topology.specification import Names
 
 # Schema evolution

@@ -456,7 +456,7 @@ def _check_on_contract_break(node: Any) -> None:
             f"{node.name}: on_contract_break must be 'fail' or 'quarantine', got "
             f"{node.on_contract_break!r}"
         )
-    if not any(hasattr(node.contract, one) for one in ("to_schema", "checks")):
+    if pandera_schema(node.contract) is None:
         raise TopologyError(
             f"{node.name}: on_contract_break needs a pandera model with checks as the schema, got a "
             "StructType; pass a pandera model, or remove on_contract_break"
@@ -685,6 +685,14 @@ def _check_added_columns(node: Any, setting: str) -> None:
 def holds_map(kind: Any) -> bool:
     """Returns whether a type contains a map, which Spark can neither group nor sort by."""
     return '"type":"map"' in kind.json()
+
+
+def pandera_schema(declared: Any) -> Any:
+    """Returns the pandera schema of a declared schema, which may be a model or a ``DataFrameSchema``;
+    None = it has none."""
+    if hasattr(declared, "to_schema"):
+        return declared.to_schema()
+    return declared if hasattr(declared, "checks") else None
 
 
 def _values(node: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import OLD, RESERVED, TIMESTAMP, WAS
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.options import holds_map
+from vt_dagster.topology.options import holds_map, pandera_schema
 from vt_dagster.topology.specification import Names
 
 # Column renames
@@ -143,14 +143,6 @@ def check_sql_name(name: str, text: str, columns: Sequence[str]) -> None:
             f"{name}: {plain!r} is the name of a column, but SQL does not parse it as one; write it in "
             f"backticks, '`{plain}`', or, if it is an expression, in parentheses, '({plain})'"
         )
-
-
-def pandera_schema(declared: Any) -> Any:
-    """Returns the pandera schema of a declared schema, which may be a model or a ``DataFrameSchema``;
-    None = it has none."""
-    if hasattr(declared, "to_schema"):
-        return declared.to_schema()
-    return declared if hasattr(declared, "checks") else None
 
 
 def as_struct(schema: Any, name: str) -> StructType:
