@@ -355,6 +355,15 @@ def test_failing_expression_is_reported(spark: SparkSession, expression: str, go
     driver.run({"sales": [{"k": "a", "g": "x", "n": 1, "timestamp": 1}]})
 
 
+def test_expression_that_fails_before_the_first_step_is_reported(spark: SparkSession) -> None:
+    """The pin computes the new key of a windowed aggregate, for its stream time."""
+    grouped = stream(schema=SUMMED).group_by("1 div (n - 7) as g")
+    window = TumblingWindow(DAY, grace=timedelta(0))
+    driver = TopologyTestDriver(grouped.windowed_by(window).count(name="totals"), spark=spark)
+    with pytest.raises(ContractError, match="totals: expected values for which its expressions can be"):
+        driver.run({"sales": [{"k": "a", "g": "x", "n": 7, "timestamp": 1}]})
+
+
 SALES = Table("sales", **{**ABOUT, "schema": SUMMED})
 UNSOUND: dict[str, tuple[Stream, str]] = {
     "unknown column": (

@@ -58,7 +58,7 @@ from vt_dagster.core.arrival_order import (
 )
 from vt_dagster.core.as_of_join import JoinStrategy, Tiles, level_for, max_versions_per_tile
 from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
-from vt_dagster.core.processor import Input, Lookup, Processor, RunContext, RunPlan
+from vt_dagster.core.processor import Input, Lookup, Processor, RunContext, RunPlan, TimePolicy
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ContractError, TopologyError, counted
 from vt_dagster.runs.commit_document import (
@@ -466,12 +466,14 @@ class Run:
         if not pin_arguments.get("accept_not_ready"):
             require_covered(arrival, stores)
         policy = run.plan.stream_time
-        if policy is None:
-            return run
-        with run._settings_for(0):
-            inputs, context = run._inputs(run.read()), run._context()
-            arrival = advance_stream_time(arrival, policy, inputs, context, store.spark)
-        return replace(run, arrival=arrival)
+        return run if policy is None else run._with_stream_time(policy)
+
+    @_with_clear_errors
+    def _with_stream_time(self, policy: TimePolicy) -> Run:
+        with self._settings_for(0):
+            inputs, context, spark = self._inputs(self.read()), self._context(), self.store.spark
+            arrival = advance_stream_time(self.arrival, policy, inputs, context, spark)
+        return replace(self, arrival=arrival)
 
     # -- read ------------------------------------------------------------------------------------
 
