@@ -14,7 +14,7 @@ from deltalake import CommitProperties, write_deltalake
 from tests.log_writer import MICROS, LogWriter, document, moment
 from vt_dagster import rules
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.explain_request import Explanation
+from vt_dagster.provenance.explain_request import Explanation, Log
 from vt_dagster.topology.specification import (
     ColumnSpec,
     MapValuesSpec,
@@ -52,8 +52,24 @@ def test_streams_with_shared_column_names(tmp_path: Path) -> None:
     assert rules.MATCHED.name in found.rules
 
 
+def test_table_of_the_same_name_with_another_prefix(tmp_path: Path) -> None:
+    """A table that a run only looked up is the one whose rows it read, also if another one with its
+    name is beside the asset."""
+    for place in ("fx", "shop"):
+        write(tmp_path / place / "rates", _VALUES, 1, 0, [], kind="table", log=f"log of {place}")
+    write(tmp_path / "shop" / "priced", _VALUES, 1, 0, [], read_logs={"rates": "log of fx"})
+    found = Log.open(str(tmp_path), "shop/priced").input("rates")
+    assert found is not None
+    assert found.name == "fx/rates"
+    write(tmp_path / "shop" / "dear", _VALUES, 1, 0, [], read_logs={"rates": "another"})
+    found = Log.open(str(tmp_path), "shop/dear").input("rates")
+    assert found is not None
+    assert found.name == "shop/rates"
+
+
 def write(
     log: Path,
+    /,
     types: Mapping[str, Any],
     batch: int,
     end: int,

@@ -366,11 +366,14 @@ class Log:
         Args:
             known: see :meth:`open`.
         """
+        wanted, first = self.head.logs.get(name, self.head.read_logs.get(name)), None
         for place in inputs_named(self.warehouse, self.name, name):
             found = Log.open(self.warehouse, place, known)
-            if self.head.logs.get(name, found.head.log) == found.head.log:
+            if wanted in (None, found.head.log):
                 return found
-        return None
+            first = first or found
+        # A table that is only looked up may have been replaced since.
+        return None if name in self.head.logs else first
 
     @property
     def root(self) -> str:
