@@ -266,6 +266,67 @@ def test_number_of_a_record_in_a_truncated_group(tmp_path: Path) -> None:
     assert "records of s that earlier runs consumed are gone: its log was truncated" in notes
 
 
+def test_group_by_a_new_key_of_erased_records(tmp_path: Path) -> None:
+    """An erase removes records of several groups by a new key. So the record's number in its group is
+    not known, nor which record of a run is the last one."""
+    rows = [(place, place, {"k": "b", "v": "x"}) for place in (1, 3)]
+    erased = {"erased": {0: 3}, "erased_before": {0: 5}}
+    write(tmp_path / "s", _VALUES, 1, 5, rows, **erased)
+    new_key = (ColumnSpec("g", "v"),)
+    aggregates = (ColumnSpec("n", "count(*)"),)
+    each = StreamAggregateSpec(source="s", group_key=new_key, aggregates=aggregates)
+    last = each.model_copy(update={"emit": "per_run"})
+    types = {"g": pa.string(), "n": pa.int64()}
+
+    def count(offset: int, number: int) -> tuple[int, int, dict[str, Any]]:
+        return offset, number - 1, {"g": "x", "n": number}
+
+    about: dict[str, Any] = {"kind": "table", "key": ("g",)}
+    for name, by in (("each", each), ("last", last)):
+        write(tmp_path / name, types, 1, 1, [count(0, 1)], inputs={"s": 1}, made_by=by, **about)
+    write(tmp_path / "each", types, 2, 2, [count(1, 2)], inputs={"s": 2}, made_by=each, **about)
+    write(tmp_path / "last", types, 2, 2, [count(1, 4)], inputs={"s": 4}, made_by=last, **about)
+    write(tmp_path / "last", types, 3, 3, [count(2, 5)], inputs={"s": 5}, made_by=last, **about)
+    found, made_of, notes = told(tmp_path, "each", 1)
+    assert (made_of, found.rules[0]) == (["s 0:1"], rules.TRIGGERED.name)
+    assert "record number" not in found.decisions[0].because
+    assert notes == "records of s were erased: which of them its group had is not known"
+    found, made_of, notes = told(tmp_path, "last", 1)
+    assert made_of == ["s 0:1", "s 0:3"]
+    assert rules.TRIGGERED.name not in found.rules
+    assert "its run consumed were erased: which one triggered it is not known" in notes
+
+
+def test_windows_by_a_new_key_of_erased_records(tmp_path: Path) -> None:
+    """The number of a record is that of the window's own count."""
+    erased = {"erased": {0: 2}, "erased_before": {0: 4}}
+    rows = [(place, place, {"k": "b", "v": "x"}) for place in (1, 2)]
+    write(tmp_path / "s", _VALUES, 1, 4, rows, **erased)
+    hours = TumblingWindowSpec(size=timedelta(hours=1), grace=timedelta(0))
+    counted = WindowedAggregateSpec(
+        source="s",
+        group_key=(ColumnSpec("g", "v"),),
+        aggregates=(ColumnSpec("n", "count(*)"),),
+        window=hours,
+    )
+    key = ("g", "window_start", "window_end")
+    types = {"g": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    about: dict[str, Any] = {"kind": "table", "key": key, "made_by": counted}
+    for batch, end in enumerate((2, 3, 4), 1):
+        made = [place for place in range(end) if place >= end - 1 or batch == 1]
+        some = [
+            (n, n, {"g": "x", "window_start": moment(0), "window_end": moment(60), "n": n + 1})
+            for n in made
+        ]
+        write(tmp_path / "w", types, batch, end, some, inputs={"s": end}, **about)
+    found, made_of, _ = told(tmp_path, "w", 2)
+    assert made_of == ["s 0:1", "s 0:2"]
+    assert "s 0:2, record number 3 of its window" in found.decisions[0].because
+    found, _, notes = told(tmp_path, "w", 3)
+    assert rules.TRIGGERED.name not in found.rules
+    assert "its run consumed were erased" in notes
+
+
 def test_windows_of_truncated_records(tmp_path: Path) -> None:
     """The trigger of a window is not known if neither its earlier records nor its earlier results are
     all there. The limit is told also if some records of a window without a row are left."""

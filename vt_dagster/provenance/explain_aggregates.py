@@ -112,12 +112,16 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
     rekeyed = bool(request.specification.group_key)
     new = _in_order(request, entries, rekeyed)
     gone = request.misses(name, here=not rekeyed)
-    place = None if gone else triggering_update(request, _times(request, new))
+    erased = rekeyed and _loses_trigger(request, new) and request.misses_erased(name)
+    place = None if gone or erased else triggering_update(request, _times(request, new))
     unknown = gone or (place is None and request.misses_results)
     new = [] if unknown else new if place is None else new[: place + 1]
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
     gone = gone or request.misses_earlier(name, here=not rekeyed)
+    if rekeyed and not erased and request.misses_earlier_erased(name):
+        gone = True
+        request.note(f"records of {name} were erased: which of them its group had is not known")
     if place is not None:
         number = "" if gone else f", record number {count} of its group"
         request.decide(rules.TRIGGERED, f"{new[place]}{number}")
@@ -128,6 +132,13 @@ def stream_aggregate(request: ExplainRequest[spec.StreamAggregateSpec]) -> Deriv
             "records that the result refused as older than its history retention may be among these"
         )
     return members(request, taken, count=count)
+
+
+def _loses_trigger(request: ExplainRequest[AggregateSpec], updates: Sequence[Record]) -> bool:
+    """Returns whether a run's updates may lack the one that triggered the result, and not show it: they
+    show it if there is a result for each."""
+    is_each = request.of_run.emit == "every_update" and not request.log.versioned
+    return not is_each or len(request.results()) < len(updates)
 
 
 def _in_order(
@@ -190,6 +201,8 @@ def table_aggregate(request: ExplainRequest[spec.TableAggregateSpec]) -> Derivat
     earlier = [one for one in ordered if not request.is_new(name, one)]
     fresh = ordered[len(earlier) :]
     gone = request.misses(name)
+    if request.specification.group_key and _loses_trigger(request, fresh):
+        gone = request.misses_erased(name) or gone
     place = None if gone else triggering_update(request, _times(request, fresh))
     if place is None and not gone:
         request.note(
@@ -294,8 +307,9 @@ def _fixed(request: WindowRequest, found: Sequence[Record], sliding: bool) -> De
     missing: int | None = 0
     taken = None
     since = start - _MILLISECOND * sliding
-    if not request.misses(name, since, here=not rekeyed):
-        if request.misses_earlier(name, since, here=not rekeyed):
+    if not (request.misses(name, since, here=not rekeyed) or (rekeyed and request.misses_erased(name))):
+        earlier = request.misses_earlier(name, since, here=not rekeyed)
+        if earlier or (rekeyed and request.misses_earlier_erased(name)):
             missing = _count_missing(request, near, sliding)
         taken = _count_accepted_by_then(request, near, sliding, missing)
     if taken is not None and any(request.turn(name, one) == 2 for one in near[: max(0, taken)]):

@@ -779,6 +779,30 @@ class ExplainRequest(Generic[S]):
         ranges = {p: (0, end) for p, end in self.start(name).items()}
         return self._note_gone(name, "that earlier runs consumed ", ranges, since, here)
 
+    def misses_erased(self, name: str) -> bool:
+        """Returns whether an erase removed records of an input that the run consumed, and notes that.
+        Only a group by another key than the input's may lack some of its records."""
+        log, start = self.inputs[name], self.start(name)
+        first, ends = dict[int, int](), dict[int, int]()
+        for p, end in self.end(name).items():
+            since = max(start.get(p, 0), log.head.kept_from(p))
+            if log.head.erased.get(p) and since < min(end, log.head.erased_before.get(p, 0)):
+                first[p], ends[p] = since, end
+        if not ends:
+            return False
+        there = log.rows(both(), first, ends, []).num_rows
+        if there == sum(end - first[p] for p, end in ends.items()):
+            return False
+        self.note(
+            f"records of {name} that its run consumed were erased: which one triggered it is not known"
+        )
+        return True
+
+    def misses_earlier_erased(self, name: str) -> bool:
+        """Returns whether an erase may have removed records of an input that earlier runs consumed."""
+        head, start = self.inputs[name].head, self.start(name)
+        return any(count and start.get(p, 0) > head.kept_from(p) for p, count in head.erased.items())
+
     def _note_gone(
         self,
         name: str,
