@@ -200,7 +200,7 @@ def test_restate_of_source_rereads_records(world: World) -> None:
     with pytest.raises(SourceError, match=r"expected the 8 records of its source .* got 4"):
         world.restate("orders")
     world.land("orders", "new.jsonl", [("d", n, n) for n in range(4)])  # as many records as are missing
-    with pytest.raises(SourceError, match=r"got 1 that are no longer in .*2\.jsonl"):
+    with pytest.raises(SourceError, match=r"got 1 that is no longer in .*2\.jsonl"):
         world.restate("orders")
     assert not list(Path(world.warehouse).glob("*restate*"))
     (world.root / "orders" / "new.jsonl").unlink()
