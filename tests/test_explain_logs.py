@@ -375,3 +375,26 @@ def test_window_with_a_part_of_the_results_of_its_run(tmp_path: Path) -> None:
     found, made_of, notes = told(tmp_path, "w", 2)
     assert (made_of, rules.TRIGGERED.name in found.rules) == ([], False)
     assert "other results of its run are gone: its log was truncated" in notes
+
+
+def test_sessions_by_a_new_key_of_erased_records(tmp_path: Path) -> None:
+    """The erased record made the session: no remaining one is named instead."""
+    rows = [(n, minute, {"k": f"b{n}", "v": "x"}) for n, minute in ((1, 1), (2, 3))]
+    write(tmp_path / "s", _VALUES, 1, 3, rows, erased={0: 1}, erased_before={0: 3})
+    window = SessionWindowSpec(gap=timedelta(minutes=5), grace=timedelta(0))
+    by_session = WindowedAggregateSpec(
+        source="s",
+        group_key=(ColumnSpec("g", "v"),),
+        aggregates=(ColumnSpec("n", "count(*)"),),
+        window=window,
+    )
+    key = ("g", "window_start", "window_end")
+    types = {"g": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    first = {"g": "x", "window_start": moment(1), "window_end": moment(1)}
+    made = [(0, 1, {**first, "n": 1}), (1, 1, {**first, "n": None}), (2, 1, {**first, "n": 2})]
+    made += [(3, 1, {**first, "n": None}), (4, 3, {**first, "window_end": moment(3), "n": 3})]
+    write(tmp_path / "w", types, 1, 5, made, inputs={"s": 3}, kind="table", key=key, made_by=by_session)
+    for offset in (0, 2, 4):
+        found, _, notes = told(tmp_path, "w", offset)
+        assert rules.TRIGGERED.name not in found.rules
+        assert "its run consumed were erased: which one triggered it is not known" in notes

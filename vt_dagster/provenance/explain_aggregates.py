@@ -450,7 +450,10 @@ def _session(request: WindowRequest, found: Sequence[Record], merges: Sequence[M
     earlier = places(one for one in taken if not request.is_new(name, one))
     if request.misses(name, min(starts), here=not rekeyed):
         return members(request, earlier)
+    if rekeyed and request.misses_erased(name):
+        return members(request, places(taken))
     cut = request.misses_earlier(name, min(starts), here=not rekeyed)
+    cut = cut or (rekeyed and request.misses_earlier_erased(name))
     until = {request.record.partition: (0, request.record.offset + 1)}
     if request.log.truncated(until, min(starts)):
         request.note(f"results of {request.log.name} are gone{request.log.limit}")
