@@ -291,7 +291,8 @@ def text_of_unscaled(text: Column, scale: Column) -> Column:
         bare = F.regexp_replace(rarely(digits, with_point), r"\A0+(?=[0-9])", "")
         return F.concat(F.when(number < 0, F.lit("-")).otherwise(none), bare)
 
-    power = scale.try_cast("int").alias("scale")
+    # Larger scales are none of a number, and their zeros would exhaust the memory.
+    power = scale.try_cast("smallint").cast("int").alias("scale")
     return rarely(F.struct(_unscaled(text).alias("number"), power), written)
 
 
@@ -316,7 +317,7 @@ def _scaled(digits: Column, scale: Column) -> Column:
     """Returns a number in E notation without trailing zeros, which would count as fraction digits."""
     bare = F.regexp_replace(digits, r"(?<=[0-9])0+\z", "")
     zeros = F.length(digits) - F.length(bare)
-    return F.concat(bare, F.lit("e"), (zeros - scale.try_cast("int")).cast("string"))
+    return F.concat(bare, F.lit("e"), (zeros - scale.try_cast("smallint")).cast("string"))
 
 
 # -- numbers and bytes -------------------------------------------------------------------------------
