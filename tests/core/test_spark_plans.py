@@ -21,6 +21,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import difference
 from vt_dagster.core.stream_time import Bounds, Chunk
 from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.spark.settings import settings
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windows import SessionWindow, TumblingWindow
@@ -216,3 +217,20 @@ def test_view_of_few_keys_sorts_only_last_rows(spark: SparkSession) -> None:
     assert count(folded) == {"shuffles": 2, "sorts": 1, "windows": 1}
     assert "BroadcastHashJoin" in folded
     assert "SortAggregate" not in folded
+
+
+def test_sums_of_doubles_meet_their_state_once(spark: SparkSession) -> None:
+    """The state of the groups is joined before the window that sums, and its rows stay in order for the
+    window that finds the last update."""
+    prices = Table("prices", **ABOUT)
+    node = prices.group_by("grade").aggregate({"total": "sum(price)"}, name="totals")
+    processor = processor_of(node, single_task=True)
+    inputs = [Input(spark.createDataFrame([], log_schema(prices)))]
+    ordered, nothing = processor.in_order(inputs), RunContext.nothing()
+    state = processor.state_after(processor.process(ordered, inputs, nothing), nothing)
+    assert state is not None
+    context = replace(nothing, state=spark.createDataFrame([], state.schema))
+    with settings(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
+        found = plan(processor.process(ordered, inputs, context))
+    assert found.count("SortMergeJoin") == 1
+    assert {**count(found), "windows": None} == {"shuffles": 3, "sorts": 4, "windows": None}

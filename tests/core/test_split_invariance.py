@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from decimal import Decimal
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
+    DecimalType,
     DoubleType,
     IntegerType,
     StringType,
@@ -297,3 +299,30 @@ def test_split_sums_of_doubles_are_those_of_kafka_streams(spark: SparkSession, r
         driver.run({"orders": some, "prices": some})
     for name, key in (("streamed", "case"), ("tabled", "half")):
         assert [(r[key], r["total"]) for r in driver.read(name)] == expected[name]
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"floats": "sum(x)"}], ids=["alone", "beside_doubles"])
+def test_split_sums_of_long_decimals_are_exact(
+    spark: SparkSession, runs: int, more: dict[str, str]
+) -> None:
+    """Spark's own sum of two decimals of 38 digits has fewer digits after the point."""
+    columns = [
+        StructField("case", IntegerType()),
+        StructField("d", DecimalType(38, 18)),
+        StructField("x", DoubleType()),
+    ]
+    schema = StructType([*columns, StructField("timestamp", TimestampType())])
+    about: dict[str, Any] = {"key": "case", "schema": schema}
+    sums = {"total": "sum(d)", **more}
+    streamed = Stream("orders", **about).group_by("0 as all").aggregate(sums, name="streamed")
+    tabled = Table("prices", **about).group_by("0 as all").aggregate(sums, name="tabled")
+    values = [Decimal("1.123456789012345678"), Decimal("1E-18"), Decimal("-0.000000000000000003")]
+    records = [{"case": i, "d": d, "x": 0.1, "timestamp": i} for i, d in enumerate(values)]
+    driver = TopologyTestDriver(streamed, tabled, spark=spark)
+    size = len(records) // runs
+    for start in range(0, len(records), size):
+        some = records[start : start + size]
+        driver.run({"orders": some, "prices": some})
+    for name in ("streamed", "tabled"):
+        assert [r["total"] for r in driver.read(name)] == [*accumulate(values)]

@@ -14,7 +14,7 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DataType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DecimalType, StructField, StructType
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Outcome, has_key, repartitioned, union, with_columns
@@ -54,15 +54,25 @@ FAILED = "AGGREGATOR_FAILED({})"
 """The text by which a run finds what an ``Aggregator`` did wrong in an error of Spark."""
 
 
-def _plus(x: Column, y: Column) -> Column:
-    return F.coalesce(x, F.lit(0)) + F.coalesce(y, F.lit(0))
+def _plus(x: Column, y: Column, kind: DataType) -> Column:
+    """Returns the sum of two values of a type; null counts as 0. Spark's own sum of two decimals of 38
+    digits has fewer digits after the point: it is used only if the result needs all 38."""
+    x, y = (F.coalesce(one.cast(kind), F.lit(0).cast(kind)) for one in (x, y))
+    if not isinstance(kind, DecimalType) or kind.precision < 38 or kind.scale == 38:
+        return (x + y).cast(kind)
+    narrow = DecimalType(37, kind.scale)
+    return F.coalesce(x.try_cast(narrow) + y.try_cast(narrow), (x + y).cast(kind))
 
 
-_MERGED = {
-    "sum": (F.sum, _plus),
-    "min": (F.min, F.least),
-    "max": (F.max, F.greatest),
-}
+def _least(x: Column, y: Column, kind: DataType) -> Column:
+    return F.least(x, y)
+
+
+def _greatest(x: Column, y: Column, kind: DataType) -> Column:
+    return F.greatest(x, y)
+
+
+_MERGED = {"sum": (F.sum, _plus), "min": (F.min, _least), "max": (F.max, _greatest)}
 
 
 A = TypeVar("A", bound=StreamAggregate | TableAggregate, covariant=True)
@@ -110,7 +120,7 @@ class AggregateProcessor(Processor[A]):
             added, taken = F.col(ADD)[one.name], F.col(TAKE)[one.name]
             if one.merge != "sum":
                 return added
-            return F.coalesce(added, F.lit(0)) - F.coalesce(taken, F.lit(0))
+            return _plus(added, -taken, types[one.name].dataType)
 
         # Spark's types for a sum over all rows: otherwise each run would widen a decimal by a digit.
         types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
@@ -133,21 +143,26 @@ class AggregateProcessor(Processor[A]):
             merged = {c: column.over(so_far) for c, column in merged.items()}
             last = is_last(key)
             if continued:
-                first = F.row_number().over(in_order) == 1
                 changes = _with_base(changes, context.state, key, names)
-                starts = {c: _plus(F.col(_BASE)[n], F.col(c)) for c, n in continued.items()}
-                starts = {c: F.when(first, sum_).otherwise(F.col(c)) for c, sum_ in starts.items()}
+                # A column, because each mention of a window function is another one in the plan.
+                changes = changes.withColumn(_FIRST, F.row_number().over(in_order) == 1)
+                starts = dict[str, Column]()
+                for c, n in continued.items():
+                    start = _plus(F.col(_BASE)[n], F.col(c), types[n].dataType)
+                    starts[c] = F.when(F.col(_FIRST), start).otherwise(F.col(c))
                 changes = with_columns(with_columns(changes, starts), {**merged, TIMESTAMP: newest})
-                changes = changes.where(F.col(_STEP) == 1).drop(_BASE, _BASE_TIME)
+                changes = changes.where(F.col(_STEP) == 1)
                 merged, newest = {c: F.col(c) for c in merged}, F.col(TIMESTAMP)
 
         def total(one: Accumulator) -> Column:
             both = merged[_CHANGE + one.name]
             if _CHANGE + one.name not in continued:
-                both = _MERGED[one.merge][1](F.col(_BASE)[one.name], both)
+                both = _MERGED[one.merge][1](F.col(_BASE)[one.name], both, types[one.name].dataType)
             return F.when(~F.col(ABSENT), both.cast(types[one.name].dataType)).alias(one.name)
 
-        summed = _with_base(changes, context.state, key, names).select(
+        if not continued:
+            changes = _with_base(changes, context.state, key, names)
+        summed = changes.select(
             *key,
             *[total(a) for a in kept],
             F.greatest(newest, F.col(_BASE_TIME)).alias(TIMESTAMP),
@@ -214,8 +229,8 @@ class AggregateProcessor(Processor[A]):
 
 
 def _in_two_steps(rows: DataFrame) -> DataFrame:
-    """Splits each update of a group that subtracts and adds into two rows, with ``_step`` 0 and 1;
-    other rows have the step 1."""
+    """Splits each update of a group that subtracts and adds into two rows, with ``_step`` 0 and 1, as
+    Kafka Streams calls a subtractor before an adder; other rows have the step 1."""
     both = F.col(TAKE).isNotNull() & F.col(ADD).isNotNull()
     steps = F.explode(F.when(both, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(1))))
     takes, adds = ~both | (F.col(_STEP) == 0), F.col(_STEP) == 1
