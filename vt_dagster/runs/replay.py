@@ -306,7 +306,8 @@ def _runs_of(
     live: AssetStore, head: Head, keep_recorded: bool
 ) -> Iterator[tuple[dict[str, Any], int | None]]:
     """Yields the source arguments that repeat the runs of an asset, oldest first, with their system
-    times; finally those that read the rest."""
+    times; finally those that read the rest of what it has consumed. If that is unknown, or the source
+    has none of it, they read all."""
     source: Any = live.node.source
     then = commit_log.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, DeltaSource):
@@ -339,10 +340,11 @@ def _runs_of(
             yield {"wanted": ends}, commit.recorded_at if keep_recorded else None
         return
     taken = source.taken_by(live.consumed_files(head)) if isinstance(source, FilesSource) else {}
-    if taken and 0 not in taken.values():
+    known = {f: batch for f, batch in taken.items() if batch is not None}
+    if known and 0 not in known.values():
         for commit in then:
-            yield {"only": [f for f, n in taken.items() if n and n <= commit.batch]}, commit.recorded_at
-    yield {}, None
+            yield {"only": [f for f, n in known.items() if n <= commit.batch]}, commit.recorded_at
+    yield {"only": [*known]} if known else {}, None
 
 
 def _require_same_table(live: AssetStore, commit: Commit) -> None:

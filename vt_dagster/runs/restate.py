@@ -42,6 +42,7 @@ from vt_dagster.runs.replay import (
     require_logs,
     require_same_topics,
 )
+from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -235,6 +236,12 @@ class _Restatement:
                 f"{node.name}: nothing was ever committed, so there is nothing to restate; run it first"
             )
         if node.operator is None:
+            if isinstance(node.source, FrameSource):
+                raise SourceError(
+                    f"{node.name}: expected records that can be read again, got "
+                    f"{node.source.describe()}, which are not stored. Restate only the assets derived "
+                    "from it; to rebuild it, declare it under another name and materialize that asset"
+                )
             require_same_topics(self._live(node))
             if warning := erased_keys_warning(self._live(node)):
                 self.say(warning)
@@ -411,20 +418,23 @@ class _Restatement:
         except RecordsGoneError:
             self.fs.rm(self.root, recursive=True)  # it cannot be completed
             raise
+        instead = (
+            "restate only the assets derived from it. If they are missing on purpose, replay "
+            f"{node.name} under another name, compare the two, and swap them"
+        )
+        try:
+            require_files(self._live(node), instead)
+        except SourceError:
+            self.fs.rm(self.root, recursive=True)
+            raise
         lost = lost_records(self._live(node), new)
         if lost is not None:
             self.fs.rm(self.root, recursive=True)  # start again: returning files must be read in order
             raise SourceError(
                 f"{node.name}: expected the {counted(lost[0], 'record')} of its source that its log "
                 f"was made of, got {lost[1]:,}: the others no longer exist and would be missing in the "
-                "new log. Put them back and run it again, or restate only the assets derived from it"
+                f"new log. Put them back and run it again, or {instead}"
             )
-        try:
-            # New files may be as many records as those that no longer exist.
-            require_files(self._live(node), "restate only the assets derived from it")
-        except SourceError:
-            self.fs.rm(self.root, recursive=True)
-            raise
 
     def _write_kept(
         self, keep: Commit, node: Stream, new: AssetStore, made: set[str], whose: str
