@@ -510,8 +510,8 @@ def require_within_retention(
         raise StorageError(
             f"{name}: expected a time from {in_utc(horizon)} on, where its history begins (its newest "
             f"record is of {in_utc(max(stream_time.values()))}), got {in_utc(moment)}; use a later "
-            "time, set a longer history_retention, or accept only the current versions "
-            '("vt_dagster/partial": True, --partial)'
+            "time, set a longer history_retention (reads by name know it after the next run that "
+            'commits), or accept only the current versions ("vt_dagster/partial": True, --partial)'
         )
 
 
