@@ -370,6 +370,13 @@ def test_restate_requires_all_dumps(shop: Shop, tmp_path: Path) -> None:
     assert shop.log() == log
 
 
+def test_bad_file_of_dump(shop: Shop) -> None:
+    """The message does not advise a setting that only a FilesSource has."""
+    (shop.path / "2024-01-01.parquet").write_bytes(b"cut off")
+    with pytest.raises(SourceError, match=r"a whole Parquet file.*\. Repair or move the dump$"):
+        shop.take()
+
+
 def test_snapshot_source_in_dagster(spark: SparkSession, tmp_path: Path) -> None:
     """The sensor requests one dump after another. The asset that delivers the dumps is upstream."""
     shop = Shop(tmp_path, spark, upstream="crm/export")

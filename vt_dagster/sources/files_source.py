@@ -22,18 +22,21 @@ from functools import reduce
 from typing import Any, Literal
 from urllib.parse import unquote
 
+import pyarrow as pa
 from py4j.protocol import Py4JJavaError
 from pyarrow.lib import ArrowException
 from pyarrow.parquet import FileMetaData, ParquetFile
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, PySparkTypeError
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import (
     ArrayType,
     DataType,
     DecimalType,
     LongType,
     MapType,
+    NullType,
     StringType,
     StructField,
     StructType,
@@ -272,19 +275,24 @@ def faults_of_parquet(
         if broken:
             found[file.name] = broken
             continue
+        wanted = _in_files(file, schema) if path_columns else schema
         try:
             there = spark.read.parquet(delta.literal(file.path)).schema.fields
+            types = {c.name: c.dataType for c in there}
         except PySparkException as error:
-            finer = _columns_like(file, "timeUnit=nanoseconds")  # as pandas writes times
-            found[file.name] = (
-                f"expected times in microseconds or milliseconds, got nanoseconds in {finer}; write "
-                "the file with microseconds, in pandas with to_parquet(path, coerce_timestamps='us')"
-                if finer
-                else f"expected columns that Spark can read, got: {one_line(error)}"
-            )
-            continue
-        types = {c.name: c.dataType for c in there}
-        wanted = _in_files(file, schema) if path_columns else schema
+            finer = _of_columns(_columns_like(file, "timeUnit=nanoseconds"), wanted)
+            if finer:  # as pandas writes times
+                found[file.name] = (
+                    f"expected times in microseconds or milliseconds, got nanoseconds in {finer}; "
+                    "write the file with microseconds, in pandas with to_parquet(path, "
+                    "coerce_timestamps='us')"
+                )
+                continue
+            try:
+                types = _types_by_arrow(file, wanted)
+            except PySparkTypeError:
+                found[file.name] = f"expected columns that Spark can read, got: {one_line(error)}"
+                continue
         missing = _missing(list(types), wanted, optional)
         if odd := _in_other_case(list(types), wanted):  # which Spark would read
             missing = f"{odd}: correct the file, or the names in the schema"
@@ -305,6 +313,37 @@ def faults_of_parquet(
         elif differ:
             found[file.name] = f"{'; '.join(differ)}; correct the schema's types or the file's"
     return found, untyped
+
+
+_READ_AS = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20),
+    pa.timestamp("ns"): pa.timestamp("us", "UTC"),  # INT96
+}
+"""The types as which Spark reads others."""
+
+
+def _types_by_arrow(file: FileInfo, wanted: StructType) -> dict[str, DataType]:
+    """Returns the columns of a Parquet file with the types of the wanted ones. Spark reads these also
+    if it cannot read others, such as UUIDs, but then infers no types.
+
+    Raises:
+        PySparkTypeError: Spark has no such type, or cannot tell two columns apart.
+    """
+    fs, local = delta.filesystem(file.path)
+    with fs.open(local, "rb") as content:
+        there = ParquetFile(content).schema_arrow
+    if len({name.lower() for name in there.names}) < len(there.names):
+        raise PySparkTypeError(f"expected names that differ without case, got {there.names}")
+    own = {f.name: _READ_AS.get(f.type, f.type) for f in there if f.name in wanted.names}
+    return {n: from_arrow_type(own[n]) if n in own else NullType() for n in there.names}
+
+
+def _of_columns(paths: Sequence[str], schema: StructType) -> list[str]:
+    """Returns the paths of values that are within columns of a schema."""
+    return [p for p in paths if any(f"{p}.".startswith(f"{name}.") for name in schema.names)]
 
 
 def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[str]:
@@ -638,6 +677,7 @@ FILES = "files"
 """The name of a files source in a commit's ``inputs``; its offsets count records."""
 _WORDS = ("run", "file_time")
 """Values of ``recorded_at`` that are not column names."""
+_BAD = "the bad files; a FilesSource with on_bad_file='quarantine' quarantines them"
 _LOOKED_AT = 20
 """Maximum number of files that a run searches for columns that the schema lacks."""
 
@@ -880,10 +920,19 @@ class FilesSource:
         """
         return list(self.pin(None, only, consumed=consumed).files)
 
-    def read(self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType) -> DataFrame:
+    def read(
+        self,
+        spark: SparkSession,
+        files: Sequence[FileInfo],
+        schema: StructType,
+        repaired: str = _BAD,
+    ) -> DataFrame:
         """Returns the rows of files, in order of arrival.
 
         Plan: see :func:`parquet_rows` and :func:`text_rows`.
+
+        Args:
+            repaired: what to repair if a file is bad, for the message.
 
         Returns:
             the schema's columns (all null if a row is unreadable), ``_arrival`` (0, 1, …), ``_source``
@@ -899,10 +948,7 @@ class FilesSource:
         if bad and self.on_bad_file == "fail":
             name, fault = next(iter(bad.items()))
             others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
-            raise SourceError(
-                f"{name}: {fault}{others}. Repair or move the bad files; a FilesSource with "
-                "on_bad_file='quarantine' quarantines them"
-            )
+            raise SourceError(f"{name}: {fault}{others}. Repair or move {repaired}")
         good = [f for f in files if f.name not in bad]
         if not good:
             return set_aside(spark, bad, schema)

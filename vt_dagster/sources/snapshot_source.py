@@ -328,7 +328,7 @@ class PinnedDump(Limited):
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
         files, reader = dump.files if dump else (), source.files_of(str(folder))
         with explained(self):
-            rows = read_by_all_names(node, lambda _, all_: reader.read(spark, files, all_))
+            rows = read_by_all_names(node, lambda _, all_: reader.read(spark, files, all_, "the dump"))
         place = F.concat(F.lit(f"{dump.name}/"), SOURCE) if dump and dump.nested else F.col(SOURCE)
         unread = F.when(F.col(REASON).isNotNull(), F.col(RAW)).alias(UNREAD)
         return rows.select(*node.schema.names, place.alias(SOURCE), POSITION, REASON, unread)
