@@ -279,6 +279,35 @@ def test_changes_mode(take: Any, store: Any, tmp_path: Path) -> None:
     assert all(f.offending == 0 for f in audit(store(alone)))
 
 
+def test_changes_with_key_twice(take: Any, store: Any, tmp_path: Path) -> None:
+    """A deletion of one of two rows would remove the key from the table, which the Delta table has."""
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append(("a", 1, "x"))
+    node = table_from("one", theirs, "changes", VersionedTable)
+    quarantining = table_from("two", theirs, "changes", VersionedTable, on_duplicate="quarantine")
+    for one in (node, quarantining):
+        take(one)
+    theirs.append(("b", 1, "x"), ("b", 2, "x"), ("c", 1, "x"), (None, 1, "x"), (None, 2, "x"))
+    with pytest.raises(
+        SourceError, match=r'version 1 of .* several rows with the key \{"id":"b"\}: exp'
+    ):
+        take(node)
+    assert take(replace(quarantining, source=replace(quarantining.source, max_bad_share=0.9))) == {
+        "in": 5,
+        "applied": 1,
+        "late": 0,
+        "quarantined": 4,
+    }
+    reasons = [row["reason"] for row in store(quarantining).quarantine().collect()]
+    assert sorted(reasons) == ["duplicate_key"] * 2 + ["null_key"] * 2
+    # the way out of the message
+    theirs.table.delete("id is null or (id = 'b' and n = 1)")
+    assert take(table_from("one", theirs, "snapshots", VersionedTable))["applied"] == 2
+    theirs.append(("d", 1, "x"))
+    assert take(node)["applied"] == 1
+    assert {r["id"] for r in store(node).read("current").collect()} == {"a", "b", "c", "d"}
+
+
 def test_restored_delta_table(take: Any, store: Any, tmp_path: Path) -> None:
     """RESTORE is a commit like any other: the change feed has the undone changes. In mode ``append`` it
     is refused, since it rewrites rows."""

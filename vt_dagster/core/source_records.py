@@ -407,6 +407,7 @@ def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start
     For each version and key, the rows that exist after the version are puts. If there are none, the row
     that was deleted, or that had the key before an update, gives one tombstone. A row that one commit
     deletes and writes again is therefore a put, and an update that changes the key deletes the old key.
+    Several puts of a key are rejected: the key is not one of the table.
 
     Plan: two shuffles and sorts, by version and hash of the key.
 
@@ -416,8 +417,8 @@ def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start
         start: the smallest version.
 
     Returns:
-        the rows by version, with ``_deleted`` and ``_arrival``, without ``_change_type`` and
-        ``_buckets``; the values of a tombstone are null.
+        the rows by version, with ``_deleted``, ``_arrival`` and ``_reason`` (``duplicate_key`` or
+        null), without ``_change_type`` and ``_buckets``; the values of a tombstone are null.
     """
     keys = [F.col(f"`{k}`") for k in key]
     kinds = dict(feed.dtypes)
@@ -428,7 +429,14 @@ def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start
     # one.
     in_turn = of_key.orderBy(F.col(_PUT).desc(), _ROW)
     # Puts sort first, so a key's first row is a deletion only if the version has no put of the key.
-    judged = rows.withColumn(_CHANGE_FEED_FIRST, F.row_number().over(in_turn) == 1)
+    beside = [F.coalesce(near(_PUT).over(in_turn), F.lit(False)) for near in (F.lag, F.lead)]
+    twice = has_key(key) & F.col(_PUT) & (beside[0] | beside[1])
+    judged = rows.withColumns(
+        {
+            _CHANGE_FEED_FIRST: F.row_number().over(in_turn) == 1,
+            REASON: F.when(twice, Reason.DUPLICATE_KEY),
+        }
+    )
     taken = judged.where(F.col(_PUT) | F.col(_CHANGE_FEED_FIRST))
     gone = ~F.col(_PUT)
     nulled = {c: F.when(~gone, F.col(f"`{c}`")) for c in values}

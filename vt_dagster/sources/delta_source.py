@@ -281,6 +281,8 @@ _GONE = (
 )
 """Texts of Spark's errors about missing files of a version."""
 _BY_STATE = "Set mode='snapshots' of the source for one run, which reads the current table. "
+_TWICE, _END = "vt_dagster: key twice in version ", " (end of the key)"
+"""Around a version and a key in the error of a feed that writes a key twice."""
 _OTHER_COLUMNS = "DELTA_CHANGE_DATA_FEED_INCOMPATIBLE"
 """The beginning of Delta's error classes for a change feed that spans other columns."""
 
@@ -360,6 +362,15 @@ class PinnedVersions(Limited):
                 f"the change data feed of versions {self.first} to {self.end - 1} of {self.table.path} "
                 "cannot be read: its columns were renamed, dropped or got another type; nothing was "
                 f"committed. {_BY_STATE.strip()}"
+            )
+        twice = rf"{re.escape(_TWICE)}(\d+) (.*?){re.escape(_END)}"
+        if found := re.search(twice, str(error), re.DOTALL):
+            return SourceError(
+                f"version {found[1]} of {self.table.path} writes several rows with the key {found[2]}: "
+                "expected one row per key in mode='changes'; nothing was committed. For a table of "
+                "events, use mode='append'. Else correct the asset's key; or correct the table, and "
+                "set mode='snapshots' of the source for one run; or set on_duplicate='quarantine': "
+                "then the asset keeps its rows of these keys"
             )
         if not any(sign in str(error) for sign in _GONE):
             return None
@@ -462,17 +473,20 @@ class PinnedVersions(Limited):
         values = [c for c in node.schema.names if c not in node.key]
         done = changes(changed, key=node.key, values=values, start=self.first)
         own = [F.col(f"`{c}`") for c in node.schema.names]
-        table = F.lit(self.table.path).alias(SOURCE)
-        return done.select(*own, _TIME, table, F.col(VERSION).alias(POSITION), ARRIVAL, DELETED)
+        table, reason = F.lit(self.table.path).alias(SOURCE), F.col(REASON)
+        if self.source.on_duplicate == "fail":
+            found = F.concat(F.lit(_TWICE), VERSION, F.lit(" "), as_json(node.key), F.lit(_END))
+            reason = F.when(reason.isNotNull(), F.raise_error(found).cast("string")).alias(REASON)
+        return done.select(*own, _TIME, table, F.col(VERSION).alias(POSITION), ARRIVAL, DELETED, reason)
 
     def _records(self, rows: DataFrame, node: Stream) -> DataFrame:
         """Adds the columns that every source provides."""
         moment = F.timestamp_micros(F.col(_TIME))
         raw = as_json(node.schema.names)
         timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
-        none = F.lit(None).cast("string")
-        gone = {} if DELETED in rows.columns else {DELETED: F.lit(False)}
-        rows = rows.withColumns({**timed, **gone, RECORD_TIME: moment, RAW: raw, REASON: none})
+        more = {DELETED: F.lit(False), REASON: F.lit(None).cast("string")}
+        more = {name: value for name, value in more.items() if name not in rows.columns}
+        rows = rows.withColumns({**timed, **more, RECORD_TIME: moment, RAW: raw})
         return rows.drop(_TIME)
 
     def _require_columns(self, node: Stream, version: int) -> None:
@@ -581,7 +595,8 @@ class DeltaSource:
             (inclusive; ``snapshots``: its state).
         max_versions_per_run: the limit of versions with row changes per run; None = no limit.
         ignore, max_shrink, on_duplicate: for comparisons of a full snapshot, as for
-            :class:`SnapshotSource`.
+            :class:`SnapshotSource`. ``on_duplicate`` also applies to rows that one version writes in
+            mode ``changes``. A key that two versions write is not seen to be twice in the table.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
         max_clock_skew: how far ahead of this machine's clock a timestamp may be.
         upstream: the key of the asset that writes the table, ``shop/export``: a Dagster dependency of
