@@ -20,6 +20,7 @@ from pyspark.sql.types import (
     CharType,
     DataType,
     DateType,
+    IntegralType,
     MapType,
     NullType,
     NumericType,
@@ -343,8 +344,10 @@ def check_timestamp(name: str, schema: StructType, timestamp: str) -> None:
         if not isinstance(schema[timestamp].dataType, TimestampType):
             got = schema[timestamp].dataType
             written = timestamp if is_sql_name(timestamp) else f"`{timestamp}`"
-            number = isinstance(got, NumericType)
-            example = f"timestamp_millis({written})" if number else f"cast({written} as timestamp)"
+            example = f"cast({written} as timestamp)"
+            if isinstance(got, NumericType):
+                whole = isinstance(got, IntegralType)
+                example = f"timestamp_{'millis' if whole else 'seconds'}({written})"
             raise TopologyError(
                 f"{name}: timestamp column {timestamp!r} is {got.simpleString()}, expected timestamp; "
                 f"convert it in an expression, for example timestamp='{example}'"
