@@ -705,8 +705,7 @@ class DeltaSource:
                 newest = -1  # a new table has no rows yet
             if newest < 0:
                 return self._pinned(table, place, changes)
-            compacted = changes[-1].version
-            return self._pinned(table, place, state=newest, accepted=accept_shrink, compacted=compacted)
+            return self._pinned(table, place, state=newest, accepted=accept_shrink)
         if self.mode == "append":
             table.require_plain_files(max(newest, 0))
             changes, place = self._appended(changes, place, accept_gap)
@@ -848,7 +847,6 @@ class DeltaSource:
         *,
         state: int | None = None,
         accepted: bool = False,
-        compacted: int | None = None,
     ) -> PinnedVersions:
         end = place.first + len(changes) if state is None else state + 1
         state_time = None if state is None else table.time(state)
@@ -865,8 +863,16 @@ class DeltaSource:
             gap=place.gap,
             state=state,
             accepted=accepted,
-            compacted=compacted,
+            compacted=None if state is None else _compacted(table, state),
         )
+
+
+def _compacted(table: ForeignTable, state: int) -> int:
+    """Returns the last version that has the rows of a version, perhaps in other files."""
+    known = table.first_commit(table.version)
+    while known <= state + 1 <= table.version and not table.change(state + 1).changes_state:
+        state += 1
+    return state
 
 
 # Start snapshot
