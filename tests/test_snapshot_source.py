@@ -359,15 +359,27 @@ def test_restate_after_dump_was_corrected(shop: Shop, tmp_path: Path) -> None:
 
 
 def test_restate_requires_all_dumps(shop: Shop, tmp_path: Path) -> None:
-    """The number of records does not show that a dump is gone whose rows the next one has too."""
+    """The number of records does not show that a dump is gone whose rows the next one has too. Dumps
+    that are put back are found, also by a table that has forgotten them."""
+    warehouse, first = str(tmp_path / "warehouse"), shop.path / "2024-01-01.parquet"
     for day in (1, 2):
         shop.deliver(f"2024-01-0{day}.parquet", ("a", "Ann", 1.0))
         shop.take()
+    aside = first.rename(tmp_path / "aside.parquet")
+    shop.deliver("2024-01-03.parquet", ("a", "Bob", 1.0))
+    shop.take()
     log = shop.log()
-    (shop.path / "2024-01-01.parquet").unlink()
-    with pytest.raises(SourceError, match="expected the 2 dumps that its log was made of, got 1"):
-        restate(str(tmp_path / "warehouse"), shop.node, "2020-01-01", shop.spark)
+    with pytest.raises(SourceError, match="expected the 3 dumps that its log was made of, got 2"):
+        restate(warehouse, shop.node, "2020-01-01", shop.spark)
     assert shop.log() == log
+    aside.rename(first)
+    assert restate(warehouse, shop.node, "2020-01-01", shop.spark) == ["customers"]
+    assert shop.log() == log
+    for dump in shop.path.iterdir():
+        dump.unlink()
+    shop.deliver("2024-01-04.parquet", ("a", "Cid", 1.0))
+    with pytest.raises(SourceError, match="expected the 3 dumps that its log was made of, got 0"):
+        replay(warehouse, shop.node, "new", shop.spark)
 
 
 def test_bad_file_of_dump(shop: Shop) -> None:

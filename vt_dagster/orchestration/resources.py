@@ -417,7 +417,7 @@ def _has_few_rows(job: dg.JobDefinition, step: str, prefix: str, warehouse: str)
             return False
         if node.operator is not None:
             return from_logs(node, store, at, stores).small
-        return from_source(node, store, at, None, {}).small
+        return from_source(node, store, at, None).small
     except Exception:  # its own step reports the error
         return False
 

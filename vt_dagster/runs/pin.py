@@ -133,6 +133,7 @@ class Arrival:
         attempt: the name under which this run stages files.
         source: the records pinned at a source.
         start: the initial snapshot of the source, if this run reads it.
+        initial_load: see :func:`from_source`.
         inputs: per consumed log, the commit up to which the run reads.
         tables: per looked-up table, the snapshot that the run reads.
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
@@ -161,6 +162,7 @@ class Arrival:
     attempt: str
     source: Pinned | None = None
     start: Whole | None = None
+    initial_load: End | None = None
     inputs: dict[str, Head] = field(default_factory=dict[str, Head])
     tables: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
     taken: Ranges = field(default_factory=Ranges)
@@ -353,11 +355,12 @@ def after_run(
         started: whether the table has read its initial snapshot.
     """
     node, before, source = arrival.node, arrival.before, arrival.source
+    loaded = before.initial_load or arrival.initial_load
     starts = source is not None and start_of(node) is not None
     if before.ready_at is not None or not declares_ready(node):
         end = before.initial_load
         if source is not None and starts and not started:
-            end = _end_of(source, end or None)
+            end = _end_of(source, loaded or None)
         return {"initial_load": end, "ready_at": before.ready_at}
     if source is None:
         ready = _has_consumed_ready_inputs(node, inputs, arrival.ready)
@@ -365,7 +368,7 @@ def after_run(
     if _ran_before_ready(node, before):
         return {"ready_at": before.next_offset}
     if isinstance(node, VersionedTable) and node.ready == "initial_load":
-        end = _end_of(source, before.initial_load)
+        end = _end_of(source, loaded)
         whole = source.reaches(end) and (started or not starts)
         return {"initial_load": end, "ready_at": dict(offsets) if whole else None}
     return {"ready_at": dict(offsets) if _has_reached_ready_time(node, times) else None}
@@ -493,13 +496,20 @@ def source_of(node: Stream) -> Source:
 
 
 def from_source(
-    node: Stream, store: Store, at: Snapshot, source: Source | None, pin_arguments: Mapping[str, Any]
+    node: Stream,
+    store: Store,
+    at: Snapshot,
+    source: Source | None,
+    initial_load: End | None = None,
+    **pin_arguments: Any,
 ) -> Arrival:
     """Pins the records of a source asset's run.
 
     Args:
         at: snapshot of the asset's tables when the run starts.
         source: None = the node's own; with another one, no initial snapshot is read.
+        initial_load: the end of the source up to which a new table is loaded, as of the run that this
+            one repeats; None = its end now.
         pin_arguments: arguments of the source's ``pin``.
     """
     commit = None if at.head is None else at.head.commit
@@ -511,7 +521,8 @@ def from_source(
         at.head,
         store.new_attempt(),
         source=pinned,
-        start=None if alone else snapshot_to_load(node, commit, pinned),
+        start=None if alone else snapshot_to_load(node, commit, pinned, initial_load),
+        initial_load=initial_load,
         taken=pinned.taken,
         view_rows=at.reach(),
         rows_read=at.reach(),
@@ -519,7 +530,9 @@ def from_source(
     )
 
 
-def snapshot_to_load(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole | None:
+def snapshot_to_load(
+    node: Stream, commit: Commit | None, pinned: Pinned, initial_load: End | None
+) -> Whole | None:
     """Returns the initial snapshot of a table, if this run has to read it; else None.
 
     The run that reaches the end of the changes that existed at the first run reads it. None = an
@@ -527,11 +540,12 @@ def snapshot_to_load(node: Stream, commit: Commit | None, pinned: Pinned) -> Who
 
     Args:
         commit: the table's last commit.
+        initial_load: see :func:`from_source`.
     """
     source = start_of(node)
     if source is None or (commit is not None and commit.start is not None):
         return None
-    first = None if commit is None else commit.initial_load
+    first = initial_load if commit is None else commit.initial_load or initial_load
     return pin_start(source) if pinned.reaches(_end_of(pinned, first or None)) else None
 
 

@@ -177,7 +177,7 @@ def _pinned(node: Stream, stores: AssetStores, ask_sources: bool) -> Snapshot:
             if head is not None and up.name in consumed:
                 require_consumable(node, up, at.head, head.commit, stores)
     elif ask_sources and not isinstance(node.source, FrameSource):
-        from_source(node, store, at, None, {})
+        from_source(node, store, at, None)
     store.require_writable(before_of(node, at.head).batch + 1)
     return at
 

@@ -129,8 +129,9 @@ def require_files(live: AssetStore, instead: str) -> None:
     """
     source, head = live.node.source, live.head()
     if isinstance(source, SnapshotSource) and head is not None:
-        known = dumps_among(live.consumed_files(head))
-        there = sum(dump.name in known for dump in source.dumps())
+        # By name, since a run forgets dumps that are gone.
+        last = max(dumps_among(live.consumed_files(head)), default="")
+        there = sum(dump.name <= last for dump in source.dumps())
         if (taken := head.commit.inputs.get(DUMPS, {}).get(0, 0)) > there:
             raise SourceError(
                 f"{live.node.name}: expected the {taken:,} dumps that its log was made of, got "
@@ -152,13 +153,17 @@ def require_files(live: AssetStore, instead: str) -> None:
 
 def lost_records(live: AssetStore, new: AssetStore) -> tuple[int, int] | None:
     """Returns the number of source records in a log and in its replay, if the replay lacks some; None =
-    it lacks none, or only as many as were erased from the asset, or an operator makes the asset. Dumps
-    have no number of records: it depends on what the table holds. ``require_files`` looks for them."""
-    head, made = live.head(), new.head()
+    it lacks none, or only as many as were erased from the asset, or an operator makes the asset.
+
+    Differences between whole dumps or versions have no number: it depends on what the table holds.
+    ``require_files`` looks for the dumps, and versions are compared by their table's id."""
+    head, made, source = live.head(), new.head(), live.node.source
     if head is None or live.node.operator is not None or head.commit.shape.specification is not None:
         return None
-    if isinstance(live.node.source, SnapshotSource):
-        return None
+    if isinstance(source, SnapshotSource) or (isinstance(source, DeltaSource) and source.whole):
+        place = DUMPS if isinstance(source, SnapshotSource) else DELTA
+        if all(place in one.taken for one in commit_log.commits(live.root) if one.taken):
+            return None
     taken = head.commit.totals.get("in", 0)
     found = 0 if made is None else made.commit.totals.get("in", 0)
     erased = sum(head.commit.erased.values()) + sum(live.erased_rejected().values())
@@ -296,8 +301,12 @@ def repeat_runs(
     """
     head = live.head()
     runs = iter([({}, None)]) if head is None else _runs_of(live, head, keep_recorded)
+    # The new log ends where the live one does: the source may have more.
+    loaded = None if head is None or copy.operator is not None else head.commit.initial_load
     for arguments, recorded_at in runs:
         about: dict[str, Any] = {"run_id": run_id, "recorded_at": recorded_at, **arguments}
+        if loaded is not None:
+            about["initial_load"] = loaded
         while run_once(copy, stores, **about).commit is not None:
             pass
 
@@ -314,15 +323,22 @@ def _runs_of(
         every = [one for one in commit_log.commits(live.root) if DELTA in one.taken]
         for commit in every:
             _require_same_table(live, commit)
-            # Nobody accepts again what was accepted in the run that is repeated.
-            accepted = {"accept_gap": DELTA in commit.gaps, "accept_shrink": True}
-            about = {"version": commit.taken[DELTA][0][1] - 1, **accepted}
-            yield about, commit.recorded_at if keep_recorded else None
+        for commit, after in zip(every, [*every[1:], None], strict=True):
+            gaps = DELTA in commit.gaps, after is not None and DELTA in after.gaps
+            # How rows or changes are split into runs does not change the log, but for its system times.
+            split = keep_recorded or source.whole or commit is every[0] or after is None or any(gaps)
+            if split:
+                # Nobody accepts again what was accepted in the run that is repeated.
+                accepted = {"accept_gap": gaps[0], "accept_shrink": True}
+                about = {"version": commit.taken[DELTA][0][1] - 1, **accepted}
+                yield about, commit.recorded_at if keep_recorded else None
         if every:
             return
     if isinstance(source, SnapshotSource):
         known = dumps_among(live.consumed_files(head))
         there = [dump.name for dump in source.dumps() if dump.name in known]
+        if known and not there:
+            require_files(live, "replay only the assets derived from it")
         yield {"dump": there[-1], "accept_shrink": True} if there else {}, None
         return
     if isinstance(source, KafkaSource):

@@ -43,6 +43,7 @@ from vt_dagster.runs.replay import (
     require_same_topics,
 )
 from vt_dagster.sources.frame_sources import FrameSource
+from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import RESTATED, asset_names, head_of, restate_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -415,8 +416,10 @@ class _Restatement:
             self._write_kept(step.keep, node, new, made, whose)
         try:
             repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
-        except RecordsGoneError:
-            self.fs.rm(self.root, recursive=True)  # it cannot be completed
+        except SourceError as error:
+            # It cannot be completed. The broker of a topic may only not answer at the moment.
+            if isinstance(error, RecordsGoneError) or not isinstance(node.source, KafkaSource):
+                self.fs.rm(self.root, recursive=True)
             raise
         instead = (
             "restate only the assets derived from it. If they are missing on purpose, replay "

@@ -453,7 +453,7 @@ class Run:
         store = stores(node)
         at = store.catch_up()
         if node.operator is None:
-            arrival = from_source(node, store, at, source, pin_arguments)
+            arrival = from_source(node, store, at, source, **pin_arguments)
         else:
             arrival = from_logs(node, store, at, stores, **pin_arguments)
         run = cls(arrival, stores)
