@@ -125,6 +125,21 @@ def cut(end: int, minute: float, partition: int = 0) -> dict[str, Any]:
     return {"truncation": found | {"stream_time": until, "log_retention": 0}}
 
 
+def by_value(
+    window: TumblingWindowSpec | SessionWindowSpec,
+) -> tuple[WindowedAggregateSpec, tuple[str, ...], dict[str, pa.DataType]]:
+    """Counts the records of ``s`` by a new key, their value. Returns the specification, the key of its
+    rows, and the types of their columns."""
+    counted = WindowedAggregateSpec(
+        source="s",
+        group_key=(ColumnSpec("g", "v"),),
+        aggregates=(ColumnSpec("n", "count(*)"),),
+        window=window,
+    )
+    types = {"g": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    return counted, ("g", "window_start", "window_end"), types
+
+
 def told(warehouse: Path, name: str, offset: int) -> tuple[Explanation, list[str], str]:
     """Returns a record's explanation, its inputs, and its notes."""
     found = explain(name, offset=(0, offset), warehouse=str(warehouse))
@@ -303,14 +318,7 @@ def test_windows_by_a_new_key_of_erased_records(tmp_path: Path) -> None:
     rows = [(place, place, {"k": "b", "v": "x"}) for place in (1, 2)]
     write(tmp_path / "s", _VALUES, 1, 4, rows, **erased)
     hours = TumblingWindowSpec(size=timedelta(hours=1), grace=timedelta(0))
-    counted = WindowedAggregateSpec(
-        source="s",
-        group_key=(ColumnSpec("g", "v"),),
-        aggregates=(ColumnSpec("n", "count(*)"),),
-        window=hours,
-    )
-    key = ("g", "window_start", "window_end")
-    types = {"g": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    counted, key, types = by_value(hours)
     about: dict[str, Any] = {"kind": "table", "key": key, "made_by": counted}
     for batch, end in enumerate((2, 3, 4), 1):
         made = [place for place in range(end) if place >= end - 1 or batch == 1]
@@ -382,14 +390,7 @@ def test_sessions_by_a_new_key_of_erased_records(tmp_path: Path) -> None:
     rows = [(n, minute, {"k": f"b{n}", "v": "x"}) for n, minute in ((1, 1), (2, 3))]
     write(tmp_path / "s", _VALUES, 1, 3, rows, erased={0: 1}, erased_before={0: 3})
     window = SessionWindowSpec(gap=timedelta(minutes=5), grace=timedelta(0))
-    by_session = WindowedAggregateSpec(
-        source="s",
-        group_key=(ColumnSpec("g", "v"),),
-        aggregates=(ColumnSpec("n", "count(*)"),),
-        window=window,
-    )
-    key = ("g", "window_start", "window_end")
-    types = {"g": pa.string(), "window_start": _TIME, "window_end": _TIME, "n": pa.int64()}
+    by_session, key, types = by_value(window)
     first = {"g": "x", "window_start": moment(1), "window_end": moment(1)}
     made = [(0, 1, {**first, "n": 1}), (1, 1, {**first, "n": None}), (2, 1, {**first, "n": 2})]
     made += [(3, 1, {**first, "n": None}), (4, 3, {**first, "window_end": moment(3), "n": 3})]
