@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
@@ -298,8 +299,6 @@ class PinnedVersions(Limited):
         gap: an accepted range of missing versions, end exclusive; None = none.
         state: the version that is read as a full snapshot; None = the commits are read.
         accepted: whether a full snapshot may be empty, or delete more than ``max_shrink``.
-        compacted: a later version with the rows of ``state``, whose files are read instead: VACUUM may
-            have removed those that a compaction has replaced. None = there is none.
     """
 
     source: DeltaSource
@@ -311,12 +310,23 @@ class PinnedVersions(Limited):
     gap: tuple[int, int] | None
     state: int | None = None
     accepted: bool = False
-    compacted: int | None = None
+
+    @cached_property
+    def compacted(self) -> int:
+        """The last version with the rows of ``state``, perhaps in other files, which are read: VACUUM
+        may have removed those that a compaction has replaced."""
+        assert self.state is not None
+        version, known = self.state, self.table.first_commit(self.table.version)
+        while known <= version + 1 <= self.table.version:
+            if self.table.change(version + 1).changes_state:
+                break
+            version += 1
+        return version
 
     @property
     def bytes(self) -> int:
         if self.state is not None:
-            return self.table.bytes(self.compacted or self.state)
+            return self.table.bytes(self.compacted)
         return sum(change.bytes for change in self.changes)
 
     @property
@@ -402,9 +412,8 @@ class PinnedVersions(Limited):
     def rows(self, spark: SparkSession, node: Stream) -> DataFrame:
         """Returns all rows of the version, with ``_time``, ``_source`` and ``_position``."""
         assert self.state is not None
-        version = self.compacted or self.state
-        self._require_columns(node, version)
-        rows = spark.read.format("delta").option("versionAsOf", version).load(self.table.path)
+        self._require_columns(node, self.compacted)
+        rows = spark.read.format("delta").option("versionAsOf", self.compacted).load(self.table.path)
         return _by_name(
             rows,
             node,
@@ -863,16 +872,7 @@ class DeltaSource:
             gap=place.gap,
             state=state,
             accepted=accepted,
-            compacted=None if state is None else _compacted(table, state),
         )
-
-
-def _compacted(table: ForeignTable, state: int) -> int:
-    """Returns the last version that has the rows of a version, perhaps in other files."""
-    known = table.first_commit(table.version)
-    while known <= state + 1 <= table.version and not table.change(state + 1).changes_state:
-        state += 1
-    return state
 
 
 # Start snapshot
