@@ -6,7 +6,7 @@ A replay from truncated logs, or from times before a table's history, is refused
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -134,9 +134,9 @@ def require_files(live: AssetStore, instead: str) -> None:
         there = sum(dump.name <= last for dump in source.dumps())
         if (taken := head.commit.inputs.get(DUMPS, {}).get(0, 0)) > there:
             raise SourceError(
-                f"{live.node.name}: expected the {taken:,} dumps that its log was made of, got "
-                f"{there:,} of them in {source.path}: the history of the others would be missing in "
-                f"the new log. Put them back, or {instead}"
+                f"{live.node.name}: expected the {counted(taken, 'dump')} that its log was made of, "
+                f"got {there:,} of them in {source.path}: the history of the others would be missing "
+                f"in the new log. Put them back, or {instead}"
             )
     if not isinstance(source, FilesSource):
         return
@@ -321,8 +321,7 @@ def _runs_of(
     then = commit_log.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, DeltaSource):
         every = [one for one in commit_log.commits(live.root) if DELTA in one.taken]
-        for commit in every:
-            _require_same_table(live, commit)
+        _require_same_table(live, every)
         for commit, after in zip(every, [*every[1:], None], strict=True):
             gaps = DELTA in commit.gaps, after is not None and DELTA in after.gaps
             # How rows or changes are split into runs does not change the log, but for its system times.
@@ -363,16 +362,18 @@ def _runs_of(
     yield {"only": [*known]} if known else {}, None
 
 
-def _require_same_table(live: AssetStore, commit: Commit) -> None:
+def _require_same_table(live: AssetStore, commits: Sequence[Commit]) -> None:
     source: Any = live.node.source
-    then, now = commit.topics[DELTA].partition("@")[0], ForeignTable(str(source.path)).id
-    if then != now:
-        raise RecordsGoneError(
-            f"{live.node.name}: expected the Delta table that batch {commit.batch} consumed, got "
-            f"another one in {source.path} (the id was {then}, now {now}): its versions refer to other "
-            "rows. Replay only the assets derived from it: its log has its records. Or declare a new "
-            "asset, which begins with the table as it is now"
-        )
+    now = ForeignTable(str(source.path)).id if commits else ""
+    for commit in commits:
+        then = commit.topics[DELTA].partition("@")[0]
+        if then != now:
+            raise RecordsGoneError(
+                f"{live.node.name}: expected the Delta table that batch {commit.batch} consumed, got "
+                f"another one in {source.path} (the id was {then}, now {now}): its versions refer to "
+                "other rows. Replay only the assets derived from it: its log has its records. Or "
+                "declare a new asset, which begins with the table as it is now"
+            )
 
 
 def from_beginning(node: Stream, live: AssetStore) -> Stream:

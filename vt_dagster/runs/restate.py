@@ -414,21 +414,17 @@ class _Restatement:
         new = stores(node)
         if step.keep is not None and new.head() is None:
             self._write_kept(step.keep, node, new, made, whose)
-        try:
-            repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
-        except SourceError as error:
-            # It cannot be completed. The broker of a topic may only not answer at the moment.
-            if isinstance(error, RecordsGoneError) or not isinstance(node.source, KafkaSource):
-                self.fs.rm(self.root, recursive=True)
-            raise
         instead = (
             "restate only the assets derived from it. If they are missing on purpose, replay "
             f"{node.name} under another name, compare the two, and swap them"
         )
         try:
+            repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
             require_files(self._live(node), instead)
-        except SourceError:
-            self.fs.rm(self.root, recursive=True)
+        except SourceError as error:
+            # It cannot be completed. The broker of a topic may only not answer at the moment.
+            if isinstance(error, RecordsGoneError) or not isinstance(node.source, KafkaSource):
+                self.fs.rm(self.root, recursive=True)
             raise
         lost = lost_records(self._live(node), new)
         if lost is not None:
