@@ -399,8 +399,8 @@ def _in_quarantine(
 ) -> Explanation:
     """Adds the rows of a source's quarantine that mention a key, and counts them by reason."""
     rows, count = rejected(log, key)
-    what = "in quarantine that", "the key"
-    whole = counted(count, f"row {what[0]} mentions {what[1]}", f"rows {what[0]} mention {what[1]}")
+    one, many = "row in quarantine that mentions the key", "rows in quarantine that mention the key"
+    whole = counted(count, one, many)
     for reason in dict.fromkeys(row.reason for row in rows):
         of_it = sum(row.reason == reason for row in rows)
         reasoning.decide(reason, f"{of_it} of {whole}")

@@ -138,7 +138,7 @@ def _loses_trigger(request: ExplainRequest[AggregateSpec], updates: Sequence[Rec
     """Returns whether a run's updates may lack the one that triggered the result, and not show it: they
     show it if there is a result for each."""
     is_each = request.of_run.emit == "every_update" and not request.log.versioned
-    return not is_each or len(request.results()) < len(updates)
+    return not is_each or len(request.run_results) < len(updates)
 
 
 def _in_order(
@@ -367,7 +367,7 @@ def _count_accepted_by_then(
     name = request.specification.source
     earlier = sum(request.turn(name, one) == 0 for one in near)
     new = [one for one in near if request.is_new(name, one)]
-    results = request.results()
+    results = request.run_results
     if request.misses_results and len(results) > 1:
         request.note(f"other results of its run are gone{request.log.limit}")
         return None
@@ -426,9 +426,8 @@ def _with_late(
     made = members(request, inside, left, len(inside) + missing)
     if not late:
         return made
-    arrived = "arrived after that, and"
-    many = counted(len(late), f"record {arrived} is", f"records {arrived} are")
-    request.decide(rules.WINDOW_CLOSED, f"{many} not included")
+    one, many = "record arrived after that, and is", "records arrived after that, and are"
+    request.decide(rules.WINDOW_CLOSED, f"{counted(len(late), one, many)} not included")
     shown = left_out(request.source, late[-request.most :])
     return Derivation(made.parts, made.count, shown, len(late))
 

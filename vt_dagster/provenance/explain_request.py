@@ -843,6 +843,11 @@ class ExplainRequest(Generic[S]):
         return self.log.records(same, self.here(first), self.here(self.commit.next_offset))
 
     @cached_property
+    def run_results(self) -> list[Record]:
+        """All results of the run of the record's key and partition, in order."""
+        return self.results()
+
+    @cached_property
     def newest_before(self) -> int | None:
         """The largest timestamp of the key's results before the run, epoch microseconds; None = there
         are none."""
@@ -883,7 +888,7 @@ def triggering_update(request: ExplainRequest[Any], times: Sequence[tuple[int, b
         times: the run's updates of the key in the record's partition, in order: timestamp (epoch
             microseconds) and whether it is a tombstone.
     """
-    results = request.results()
+    results = request.run_results
     place = [one.offset for one in results].index(request.record.offset)
     if len(results) == len(times):
         return place

@@ -448,6 +448,7 @@ class Avro(Format):
                 )
             for id_, schema in schemas.items():
                 by_newest = known.setdefault(id_, (schema, {}))[1]
+                # A topic's subject is its name with "-key" or "-value".
                 by_newest.setdefault(newest, []).append(subject.rpartition("-")[0])
         for id_, (schema, by_newest) in known.items():
             name, is_own = f"{into}_{id_}", number == id_
