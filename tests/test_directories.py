@@ -242,7 +242,8 @@ def test_removed_consumed_files_are_detected(tmp_path: Path) -> None:
         write((tmp_path / name).parent, Path(name).name, f'{{"k": "{name}"}}\n')
     source = FilesSource(str(tmp_path))
     consumed = source.pin(None).consumed()
-    assert source.gone({**consumed, "deliveries": {"a run": ["", 1]}}) == []  # of another source
+    of_another_source = {"deliveries": {"a run": ["", 1]}}
+    assert Memory({**consumed, **of_another_source}, source.files()).gone() == []
     (tmp_path / "dt=1" / "a.jsonl").unlink()
     (tmp_path / "archive").mkdir()
     (tmp_path / "b.jsonl").rename(tmp_path / "archive" / "b.jsonl")
@@ -252,7 +253,7 @@ def test_removed_consumed_files_are_detected(tmp_path: Path) -> None:
     known = remembered(consumed, [], source.files(), 2)
     (tmp_path / "old").mkdir()
     (tmp_path / "archive").rename(tmp_path / "old" / "archive")
-    assert source.gone(known) == [gone]
+    assert Memory(known, source.files()).gone() == [gone]
 
 
 # -- columns in paths --------------------------------------------------------------------------------

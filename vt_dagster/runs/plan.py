@@ -35,9 +35,9 @@ from vt_dagster.runs.replay import (
     is_replay,
     lost_records,
     renamed,
+    repeatable,
     replay,
     replay_id,
-    require_files,
     require_history,
     require_inputs,
     swap,
@@ -339,7 +339,8 @@ def _require_whole(
         require_history(node, stores, None, LONGER)
         return
     command = f"vt-dagster replay {node.name} --into {_beside(node)}"
-    require_files(AssetStore(warehouse, node), f"replay it by itself ({command}), compare and swap")
+    instead = f"replay it by itself ({command}), compare and swap"
+    repeatable(node).require_kept(AssetStore(warehouse, node), instead)
 
 
 def _require_as_many(live: AssetStore, new: AssetStore) -> None:

@@ -6,7 +6,7 @@ A replay from truncated logs, or from times before a table's history, is refused
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -17,14 +17,11 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import as_json
-from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, counted
+from vt_dagster.errors import SourceError, StorageError, counted
 from vt_dagster.runs.pin import Stores, times_of
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.delta_source import DELTA, DeltaSource, ForeignTable
-from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.sources.kafka_cluster import lost
+from vt_dagster.sources.base import Repeatable, RepeatedRun
 from vt_dagster.sources.kafka_source import KafkaSource
-from vt_dagster.sources.snapshot_source import DUMPS, SnapshotSource, dumps_among
 from vt_dagster.storage import commit_log, delta
 from vt_dagster.storage.arrow_reader import asset_names, swap_folder
 from vt_dagster.storage.asset_store import AssetStore
@@ -35,7 +32,6 @@ from vt_dagster.storage.commit_log import (
     require_whole_stream,
 )
 from vt_dagster.storage.rewrite import exchange
-from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.node import require_name, require_path
@@ -118,52 +114,18 @@ def require_inputs(node: Stream, stores: AssetStores) -> None:
         )
 
 
-def require_files(live: AssetStore, instead: str) -> None:
-    """Requires that all files or dumps that an asset was made of still exist.
-
-    Args:
-        instead: the other way out, for the message.
-
-    Raises:
-        SourceError: some do not exist.
-    """
-    source, head = live.node.source, live.head()
-    if isinstance(source, SnapshotSource) and head is not None:
-        # By name, since a run forgets dumps that are gone.
-        last = max(dumps_among(live.consumed_files(head)), default="")
-        there = sum(dump.name <= last for dump in source.dumps())
-        if (taken := head.commit.inputs.get(DUMPS, {}).get(0, 0)) > there:
-            raise SourceError(
-                f"{live.node.name}: expected the {counted(taken, 'dump')} that its log was made of, "
-                f"got {there:,} of them in {source.path}: the history of the others would be missing "
-                f"in the new log. Put them back, or {instead}"
-            )
-    if not isinstance(source, FilesSource):
-        return
-    if gone := source.gone(live.consumed_files(head)):
-        raise SourceError(
-            f"{live.node.name}: expected all files that its log was made of, got "
-            f"{counted(len(gone), 'that is', 'that are')} no longer in {source.path}, for example "
-            f"{gone[0]}: their records would be missing in the new log. Put them back, or {instead}"
-        )
-
-
 # Replay
 
 
 def lost_records(live: AssetStore, new: AssetStore) -> tuple[int, int] | None:
     """Returns the number of source records in a log and in its replay, if the replay lacks some; None =
-    it lacks none, or only as many as were erased from the asset, or an operator makes the asset.
-
-    Differences between whole dumps or versions have no number: it depends on what the table holds.
-    ``require_files`` looks for the dumps, and versions are compared by their table's id."""
-    head, made, source = live.head(), new.head(), live.node.source
+    it lacks none, or only as many as were erased from the asset, or they are not counted, see
+    ``Repeatable.counts_records``, or an operator makes the asset."""
+    head, made = live.head(), new.head()
     if head is None or live.node.operator is not None or head.commit.shape.specification is not None:
         return None
-    if isinstance(source, SnapshotSource) or (isinstance(source, DeltaSource) and source.whole):
-        place = DUMPS if isinstance(source, SnapshotSource) else DELTA
-        if all(place in one.taken for one in commit_log.commits(live.root) if one.taken):
-            return None
+    if not repeatable(live.node).counts_records(live):
+        return None
     taken = head.commit.totals.get("in", 0)
     found = 0 if made is None else made.commit.totals.get("in", 0)
     erased = sum(head.commit.erased.values()) + sum(live.erased_rejected().values())
@@ -263,6 +225,22 @@ def replay(
     return AssetStore(warehouse, copy, spark)
 
 
+def repeatable(node: Stream) -> Repeatable:
+    """Returns the source of a node; for a result of an operator, the defaults."""
+    return node.source if isinstance(node.source, Repeatable) else Repeatable()
+
+
+def from_beginning(node: Stream, live: AssetStore) -> Stream:
+    """Returns a node whose source starts where the live asset began.
+
+    Raises:
+        SourceError: the source no longer has all records that the live asset consumed.
+    """
+    if not isinstance(node.source, Repeatable):
+        return node
+    return replace(node, source=node.source.from_beginning(live))
+
+
 def renamed(node: Stream, name: str) -> Stream:
     """Returns a stream or table under another name."""
     copy = replace(node, name=name)
@@ -300,146 +278,16 @@ def repeat_runs(
         SourceError: the source no longer has the records.
     """
     head = live.head()
-    runs = iter([({}, None)]) if head is None else _runs_of(live, head, keep_recorded)
+    source = repeatable(live.node)
+    runs = [RepeatedRun()] if head is None else source.repeated_runs(live, head, keep_recorded)
     # The new log ends where the live one does: the source may have more.
     loaded = None if head is None or copy.operator is not None else head.commit.initial_load
-    for arguments, recorded_at in runs:
-        about: dict[str, Any] = {"run_id": run_id, "recorded_at": recorded_at, **arguments}
+    for run in runs:
+        about: dict[str, Any] = {"run_id": run_id, "recorded_at": run.recorded_at, **run.run_config}
         if loaded is not None:
             about["initial_load"] = loaded
         while run_once(copy, stores, **about).commit is not None:
             pass
-
-
-def _runs_of(
-    live: AssetStore, head: Head, keep_recorded: bool
-) -> Iterator[tuple[dict[str, Any], int | None]]:
-    """Yields the source arguments that repeat the runs of an asset, oldest first, with their system
-    times; finally those that read the rest of what it has consumed. If that is unknown, or the source
-    has none of it, they read all."""
-    source: Any = live.node.source
-    then = commit_log.commits(live.root) if keep_recorded else iter(())
-    if isinstance(source, DeltaSource):
-        every = [one for one in commit_log.commits(live.root) if DELTA in one.taken]
-        _require_same_table(live, every)
-        for commit, after in zip(every, [*every[1:], None], strict=True):
-            gaps = DELTA in commit.gaps, after is not None and DELTA in after.gaps
-            # How rows or changes are split into runs does not change the log, but for its system times.
-            split = keep_recorded or source.whole or commit is every[0] or after is None or any(gaps)
-            if split:
-                # Nobody accepts again what was accepted in the run that is repeated.
-                accepted = {"accept_gap": gaps[0], "accept_shrink": True}
-                about = {"version": commit.taken[DELTA][0][1] - 1, **accepted}
-                yield about, commit.recorded_at if keep_recorded else None
-        if every:
-            return
-    if isinstance(source, SnapshotSource):
-        known = dumps_among(live.consumed_files(head))
-        there = [dump.name for dump in source.dumps() if dump.name in known]
-        if known and not there:
-            require_files(live, "replay only the assets derived from it")
-        yield {"dump": there[-1], "accept_shrink": True} if there else {}, None
-        return
-    if isinstance(source, KafkaSource):
-        ids = source.cluster.topic_ids(source.topics)
-        for topic in _recreated(head.commit, ids):
-            raise SourceError(
-                f"{live.node.name}: expected the topic {topic} that its last run consumed, got one "
-                "that was deleted and recreated since, or is of another cluster; correct the source's "
-                "address, or run it once with accept_gap: true first"
-            )
-        for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
-            if _recreated(commit, ids):  # only with a start position in the new topic
-                continue
-            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in commit.inputs.items()}
-            yield {"wanted": ends}, commit.recorded_at if keep_recorded else None
-        return
-    taken = source.taken_by(live.consumed_files(head)) if isinstance(source, FilesSource) else {}
-    known = {f: batch for f, batch in taken.items() if batch is not None}
-    if known and 0 not in known.values():
-        for commit in then:
-            yield {"only": [f for f, n in known.items() if n <= commit.batch]}, commit.recorded_at
-    yield {"only": [*known]} if known else {}, None
-
-
-def _require_same_table(live: AssetStore, commits: Sequence[Commit]) -> None:
-    source: Any = live.node.source
-    now = ForeignTable(str(source.path)).id if commits else ""
-    for commit in commits:
-        then = commit.topics[DELTA].partition("@")[0]
-        if then != now:
-            raise RecordsGoneError(
-                f"{live.node.name}: expected the Delta table that batch {commit.batch} consumed, got "
-                f"another one in {source.path} (the id was {then}, now {now}): its versions refer to "
-                "other rows. Replay only the assets derived from it: its log has its records. Or "
-                "declare a new asset, which begins with the table as it is now"
-            )
-
-
-def from_beginning(node: Stream, live: AssetStore) -> Stream:
-    """Returns a node whose Kafka source starts where the live asset began; any other node as it is.
-
-    Raises:
-        SourceError: the topics no longer have all records that the live asset consumed.
-    """
-    source: Any = node.source
-    if not isinstance(source, KafkaSource):
-        return node
-    require_same_topics(live)
-    return replace(node, source=replace(source, start=_beginning_of(source, live)))
-
-
-def _beginning_of(source: KafkaSource, live: AssetStore) -> Any:
-    """Returns the offsets at which an asset began; the source's own ``start``, if the asset's first
-    commits are no longer known."""
-    begun = dict[str, dict[int, int]]()
-    for commit in commit_log.commits(live.root):
-        if not begun and commit.batch > 1:
-            return source.start
-        for topic, ranges in commit.taken.items():
-            begun.setdefault(topic, {p: first for p, (first, _) in ranges.items()})
-    if set(source.topics) - set(begun):
-        return source.start
-    states = source.cluster.topics(source.topics)
-    gone = {
-        topic: {p: (s, at.earliest[p]) for p, s in begun[topic].items() if s < at.earliest.get(p, s)}
-        for topic, at in states.items()
-    }
-    if any(gone.values()):
-        raise SourceError(
-            f"{live.node.name}: expected all records since its first run, got fewer: "
-            f"{lost(gone, states, None)}. {_ELSEWHERE}"
-        )
-    return {topic: begun[topic] for topic in source.topics}
-
-
-_ELSEWHERE = (
-    "Replay from a position that the topic has (--from or --from-offsets), or replay only the assets "
-    "derived from it: its log has its records"
-)
-
-
-def require_same_topics(live: AssetStore) -> None:
-    """Requires that no topic was recreated since an asset consumed its records.
-
-    Raises:
-        SourceError: names the topic.
-    """
-    source: Any = live.node.source
-    if not isinstance(source, KafkaSource):
-        return
-    ids = source.cluster.topic_ids(source.topics)
-    for commit in commit_log.commits(live.root):
-        for topic in _recreated(commit, ids):
-            raise SourceError(
-                f"{live.node.name}: expected the topic {topic} that batch {commit.batch} consumed, got "
-                f"one that was deleted and recreated since (its id was {commit.topics[topic]}, now "
-                f"{ids[topic]}): its offsets refer to other records. {_ELSEWHERE}"
-            )
-
-
-def _recreated(commit: Commit, ids: Mapping[str, str]) -> list[str]:
-    return [topic for topic, known in commit.topics.items() if ids.get(topic, known) != known]
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,10 @@ from vt_dagster.runs.replay import (
     erased_keys_warning,
     lost_records,
     repeat_runs,
-    require_files,
+    repeatable,
     require_history,
     require_inputs,
     require_logs,
-    require_same_topics,
 )
 from vt_dagster.sources.frame_sources import FrameSource
 from vt_dagster.sources.kafka_source import KafkaSource
@@ -243,7 +242,7 @@ class _Restatement:
                     f"{node.source.describe()}, which are not stored. Restate only the assets derived "
                     "from it; to rebuild it, declare it under another name and materialize that asset"
                 )
-            require_same_topics(self._live(node))
+            repeatable(node).require_same(self._live(node))
             if warning := erased_keys_warning(self._live(node)):
                 self.say(warning)
             return Step(path=path_of(node), why="its source is read again")
@@ -420,7 +419,7 @@ class _Restatement:
         )
         try:
             repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
-            require_files(self._live(node), instead)
+            repeatable(node).require_kept(self._live(node), instead)
         except SourceError as error:
             # It cannot be completed. The broker of a topic may only not answer at the moment.
             if isinstance(error, RecordsGoneError) or not isinstance(node.source, KafkaSource):

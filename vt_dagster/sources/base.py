@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import PurePath
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -16,9 +16,11 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import SourceError, StorageError, TopologyError
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.storage.delta import address, require_address, unseen
 from vt_dagster.storage.schema_evolution import by_newest_names
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
 from vt_dagster.topology.schema import named, same, was
@@ -361,6 +363,64 @@ class Watched(Source, Protocol):
             before, consumed: as for :meth:`pin`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class RepeatedRun:
+    """A run of a replay, which repeats a run of the live asset.
+
+    Args:
+        run_config: the settings for :meth:`Source.pin`.
+        recorded_at: the system time of its records (epoch µs); None = now.
+    """
+
+    run_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recorded_at: int | None = None
+
+
+class Repeatable:
+    """What a replay asks of a source. By default, one run reads the source as it is now."""
+
+    def from_beginning(self, live: AssetStore) -> Repeatable:
+        """Returns the source with the position at which the live asset began.
+
+        Raises:
+            SourceError: the source no longer has all records that the live asset consumed.
+        """
+        return self
+
+    def require_same(self, live: AssetStore) -> None:
+        """Requires that what the live asset has consumed was not replaced by another of its name.
+
+        Raises:
+            SourceError: names what was replaced.
+        """
+
+    def require_kept(self, live: AssetStore, instead: str) -> None:
+        """Requires that all files or dumps that the live asset has consumed still exist.
+
+        Args:
+            instead: the other way out, for the message.
+
+        Raises:
+            SourceError: some do not exist.
+        """
+
+    def counts_records(self, live: AssetStore) -> bool:
+        """Returns whether a replay consumes as many records as the live asset. Differences between
+        whole dumps or versions have no such number: it depends on what the table holds."""
+        return True
+
+    def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
+        """Yields the runs that read what the live asset has consumed, oldest first.
+
+        Args:
+            keep_recorded: whether records keep their system times, if the source can tell them.
+
+        Raises:
+            SourceError: the source has none of it, or it was replaced.
+        """
+        yield RepeatedRun()
 
 
 def check_place(source: Any) -> None:

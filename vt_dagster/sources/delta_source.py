@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -48,6 +48,8 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
+    Repeatable,
+    RepeatedRun,
     Whole,
     all_by_name,
     check_place,
@@ -67,8 +69,10 @@ from vt_dagster.sources.snapshot_source import (
 from vt_dagster.sources.text_formats import file_path, nullable
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, Offsets, commits
 from vt_dagster.storage.schema_evolution import by_newest_names
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences, was
@@ -583,7 +587,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class DeltaSource:
+class DeltaSource(Repeatable):
     """An external Delta table, written by another process.
 
     Without a column ``timestamp`` in the schema, a record's timestamp is the commit time of its version
@@ -671,6 +675,41 @@ class DeltaSource:
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
         """Checks ``ignore`` against the schema; missing columns of the table show when it is read."""
         check_ignored(name, self.ignore, key, schema)
+
+    # -- replays ---------------------------------------------------------------------------------
+
+    def counts_records(self, live: AssetStore) -> bool:
+        return not (self.whole and all(DELTA in one.taken for one in commits(live.root) if one.taken))
+
+    def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
+        """Yields a run for each run of the asset, up to its version; without system times, only the
+        runs that a longer one would not equal."""
+        every = [one for one in commits(live.root) if DELTA in one.taken]
+        self._require_same_table(live, every)
+        for commit, after in zip(every, [*every[1:], None], strict=True):
+            gaps = DELTA in commit.gaps, after is not None and DELTA in after.gaps
+            # How rows or changes are split into runs does not change the log, but for its system times.
+            if keep_recorded or self.whole or commit is every[0] or after is None or any(gaps):
+                # Nobody accepts again what was accepted in the run that is repeated.
+                accepted = {"accept_gap": gaps[0], "accept_shrink": True}
+                yield RepeatedRun(
+                    {"version": commit.taken[DELTA][0][1] - 1, **accepted},
+                    commit.recorded_at if keep_recorded else None,
+                )
+        if not every:
+            yield RepeatedRun()
+
+    def _require_same_table(self, live: AssetStore, every: Sequence[Commit]) -> None:
+        now = ForeignTable(str(self.path)).id if every else ""
+        for commit in every:
+            then = commit.topics[DELTA].partition("@")[0]
+            if then != now:
+                raise RecordsGoneError(
+                    f"{live.node.name}: expected the Delta table that batch {commit.batch} consumed, "
+                    f"got another one in {self.path} (the id was {then}, now {now}): its versions "
+                    "refer to other rows. Replay only the assets derived from it: its log has its "
+                    "records. Or declare a new asset, which begins with the table as it is now"
+                )
 
     # -- versions --------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import json
 import posixpath
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -44,11 +44,13 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json
-from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.errors import SourceError, TopologyError, counted
 from vt_dagster.sources.base import (
     End,
     Limited,
     News,
+    Repeatable,
+    RepeatedRun,
     check_place,
     explained,
     read_by_all_names,
@@ -107,8 +109,10 @@ from vt_dagster.sources.value_reader import (
 )
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, commits
 from vt_dagster.storage.schema_evolution import widens
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences, earlier_names, was
 
@@ -769,7 +773,7 @@ class PinnedFiles(Limited):
 
 
 @dataclass(frozen=True)
-class FilesSource:
+class FilesSource(Repeatable):
     """A growing directory of JSON lines, CSV or Parquet files.
 
     Args:
@@ -890,15 +894,26 @@ class FilesSource:
         left = {f.name for f in new} - {f.name for f in taken}
         return PinnedFiles(self, taken, consumed, batch, sorted(left), memory.other_directory())
 
-    def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
-        """Returns the batch that consumed each present file, by name; see ``Memory.batch_of``."""
-        there = self.files()
-        memory = Memory(consumed, there)
-        return {f.name: memory.batch_of(f) for f in there}
+    def require_kept(self, live: AssetStore, instead: str) -> None:
+        if gone := Memory(live.consumed_files(live.head()), self.files()).gone():
+            raise SourceError(
+                f"{live.node.name}: expected all files that its log was made of, got "
+                f"{counted(len(gone), 'that is', 'that are')} no longer in {self.path}, for example "
+                f"{gone[0]}: their records would be missing in the new log. Put them back, or {instead}"
+            )
 
-    def gone(self, consumed: Mapping[str, Any]) -> list[str]:
-        """Returns the paths of consumed files that are no longer in the directory."""
-        return Memory(consumed, self.files()).gone()
+    def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
+        """Yields a run for each batch of the asset with the files up to it, if the batch of each is
+        known; finally one with all consumed files."""
+        there = self.files()
+        memory = Memory(live.consumed_files(head), there)
+        batches = {f.name: memory.batch_of(f) for f in there}
+        known = {name: batch for name, batch in batches.items() if batch is not None}
+        if keep_recorded and known and 0 not in known.values():
+            for commit in commits(live.root):
+                only = [name for name, batch in known.items() if batch <= commit.batch]
+                yield RepeatedRun({"only": only}, commit.recorded_at)
+        yield RepeatedRun({"only": [*known]} if known else {})
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """Returns the run config with the names of the new files. Does not use Spark."""

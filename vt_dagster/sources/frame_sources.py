@@ -30,7 +30,7 @@ from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.log_columns import arrow_schema, spark_schema
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason, as_json, time_of
 from vt_dagster.errors import ContractError, SourceError, counted
-from vt_dagster.sources.base import Limited, by_name, require_limits
+from vt_dagster.sources.base import Limited, Repeatable, by_name, require_limits
 from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.durations import DAY, FIRST_TIME, LAST_TIME
@@ -483,7 +483,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameSource:
+class FrameSource(Repeatable):
     """The base of sources of DataFrames. A run of the asset provides the deliveries.
 
     Args:

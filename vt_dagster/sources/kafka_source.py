@@ -6,8 +6,8 @@ offset ranges when it starts and reads only committed transactions (``read_commi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal, cast
 
@@ -35,6 +35,8 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
+    Repeatable,
+    RepeatedRun,
     of_id,
     read_by_all_names,
     replaced,
@@ -57,7 +59,9 @@ from vt_dagster.sources.kafka_cluster import (
 )
 from vt_dagster.sources.message_formats import UNWRAPPED, Decoded, Format, Json
 from vt_dagster.sources.value_reader import any_of, require_units
-from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges, commits
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.options import check_types
 
@@ -236,8 +240,18 @@ _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
 """Kafka stores the timestamp type per batch of messages: 1 is LOG_APPEND_TIME."""
 
 
+_ELSEWHERE = (
+    "Replay from a position that the topic has (--from or --from-offsets), or replay only the assets "
+    "derived from it: its log has its records"
+)
+
+
+def _recreated(commit: Commit, ids: Mapping[str, str]) -> list[str]:
+    return [topic for topic, known in commit.topics.items() if ids.get(topic, known) != known]
+
+
 @dataclass(frozen=True)
-class KafkaSource:
+class KafkaSource(Repeatable):
     """One or several topics of a Kafka cluster.
 
     A record keeps its topic's ``partition``. With several topics, partitions of the same number form
@@ -364,6 +378,61 @@ class KafkaSource:
     def timestamps(self) -> object:
         """The unit of numbers in time columns, if the value's format has one."""
         return getattr(self.value, "timestamps", None)
+
+    # -- replays ---------------------------------------------------------------------------------
+
+    def from_beginning(self, live: AssetStore) -> KafkaSource:
+        """Returns the source with the offsets at which the asset began; as it is, if the asset's first
+        commits are no longer known."""
+        self.require_same(live)
+        begun = dict[str, dict[int, int]]()
+        for commit in commits(live.root):
+            if not begun and commit.batch > 1:
+                return self
+            for topic, ranges in commit.taken.items():
+                begun.setdefault(topic, {p: first for p, (first, _) in ranges.items()})
+        if set(self.topics) - set(begun):
+            return self
+        states = self.cluster.topics(self.topics)
+        gone = {
+            topic: {
+                p: (s, at.earliest[p]) for p, s in begun[topic].items() if s < at.earliest.get(p, s)
+            }
+            for topic, at in states.items()
+        }
+        if any(gone.values()):
+            raise SourceError(
+                f"{live.node.name}: expected all records since its first run, got fewer: "
+                f"{lost(gone, states, None)}. {_ELSEWHERE}"
+            )
+        return replace(self, start={topic: begun[topic] for topic in self.topics})
+
+    def require_same(self, live: AssetStore) -> None:
+        ids = self.cluster.topic_ids(self.topics)
+        for commit in commits(live.root):
+            for topic in _recreated(commit, ids):
+                raise SourceError(
+                    f"{live.node.name}: expected the topic {topic} that batch {commit.batch} consumed, "
+                    f"got one that was deleted and recreated since (its id was {commit.topics[topic]}, "
+                    f"now {ids[topic]}): its offsets refer to other records. {_ELSEWHERE}"
+                )
+
+    def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
+        """Yields a run up to the end offsets of each run of the asset; without system times, only up to
+        the last ones."""
+        ids = self.cluster.topic_ids(self.topics)
+        for topic in _recreated(head.commit, ids):
+            raise SourceError(
+                f"{live.node.name}: expected the topic {topic} that its last run consumed, got one "
+                "that was deleted and recreated since, or is of another cluster; correct the source's "
+                "address, or run it once with accept_gap: true first"
+            )
+        then = commits(live.root) if keep_recorded else iter(())
+        for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
+            if _recreated(commit, ids):  # only with a start position in the new topic
+                continue
+            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in commit.inputs.items()}
+            yield RepeatedRun({"wanted": ends}, commit.recorded_at if keep_recorded else None)
 
     # -- offsets ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatch
@@ -38,6 +38,8 @@ from vt_dagster.sources.base import (
     End,
     Limited,
     News,
+    Repeatable,
+    RepeatedRun,
     check_place,
     explained,
     read_by_all_names,
@@ -56,7 +58,9 @@ from vt_dagster.sources.text_formats import hint_of
 from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, commits
+from vt_dagster.storage.spark_reader import Head
 from vt_dagster.topology.durations import epoch_micros, in_utc
 from vt_dagster.topology.model import Stream
 
@@ -420,7 +424,7 @@ def _changed(dump: Dump, entry: Mapping[str, Any] | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class SnapshotSource:
+class SnapshotSource(Repeatable):
     """A directory of full dumps; the records are the difference between a dump and the table.
 
     A row that differs from the table is an upsert and a missing row a tombstone, both at the dump's
@@ -533,6 +537,33 @@ class SnapshotSource:
             if self.dump_time == _MODIFIED or "%" in self.dump_time
             else {"dump_time": self.dump_time}
         )
+
+    # -- replays ---------------------------------------------------------------------------------
+
+    def counts_records(self, live: AssetStore) -> bool:
+        return not all(DUMPS in one.taken for one in commits(live.root) if one.taken)
+
+    def require_kept(self, live: AssetStore, instead: str) -> None:
+        head = live.head()
+        if head is None:
+            return
+        # By name, since a run forgets dumps that are gone.
+        last = max(dumps_among(live.consumed_files(head)), default="")
+        there = sum(dump.name <= last for dump in self.dumps())
+        if (taken := head.commit.inputs.get(DUMPS, {}).get(0, 0)) > there:
+            raise SourceError(
+                f"{live.node.name}: expected the {counted(taken, 'dump')} that its log was made of, "
+                f"got {there:,} of them in {self.path}: the history of the others would be missing in "
+                f"the new log. Put them back, or {instead}"
+            )
+
+    def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
+        """Yields one run up to the last consumed dump that is there."""
+        known = dumps_among(live.consumed_files(head))
+        there = [dump.name for dump in self.dumps() if dump.name in known]
+        if known and not there:
+            self.require_kept(live, "replay only the assets derived from it")
+        yield RepeatedRun({"dump": there[-1], "accept_shrink": True} if there else {})
 
     # -- dumps -----------------------------------------------------------------------------------
 
